@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 import halfstep
 
-zero = torch.zeros(4, requires_grad=True)
+zero, swap = torch.zeros(4, requires_grad=True), torch.eye(2).flip(0).requires_grad_()
 rows = torch.zeros(3, 4, requires_grad=True)
 """
 
@@ -53,6 +53,15 @@ def diagnosed(body: str, folder: Path, head: str = "") -> Diagnosis:
         ),
         ("loss = rows[:1].std(0).sum()", "loss = rows[:1].std(0, correction=0).sum()"),
         ("loss = torch.logit(zero).sum()", "loss = torch.logit(zero, eps=1e-06).sum()"),
+        (
+            "loss = torch.linalg.inv_ex(swap - swap)[0].sum()",
+            "loss = torch.linalg.inv_ex(swap - swap + 1e-06 * torch.eye(2))[0].sum()",
+        ),
+        (
+            "loss = 2 * torch.logdet(swap * 3)",
+            "loss = 2 * torch.linalg.slogdet(swap * 3).logabsdet",
+        ),
+        ("loss = (swap * 3).logdet() + 1", "loss = torch.linalg.slogdet(swap * 3).logabsdet + 1"),
         ("loss = rows[rows > 1].mean()", "loss = rows[rows > 1].mean().nan_to_num()"),
         (
             "loss = torch.where(zero > 0, zero.log(), zero).sum()",
@@ -82,6 +91,12 @@ def test_the_text_is_the_statement_as_it_is_to_stand(
     assert f"in place of {tmp_path / 'a.py'}:{edit.first}:" in str(found)
 
 
+def test_a_number_inside_of_a_function_is_not_blamed(tmp_path: Path) -> None:
+    found = diagnosed("loss = torch.logdet(swap)", tmp_path)
+    assert found.bad is not None
+    assert (found.verdict, found.bad.name, found.bad.op) == ("maths", "logdet", "where")
+
+
 def test_a_module_of_pytorch_is_edited_where_it_is_made(tmp_path: Path) -> None:
     head = "norm = nn.LayerNorm(4, eps=0.0)\nloss_of = nn.CTCLoss()\n"
     found = diagnosed("loss = norm(rows).sum()", tmp_path, head)
@@ -92,6 +107,63 @@ def test_a_module_of_pytorch_is_edited_where_it_is_made(tmp_path: Path) -> None:
     found = diagnosed(line, tmp_path, head)
     assert found.cure is not None
     assert found.cure.text == "loss_of = nn.CTCLoss(zero_infinity=True)"
+
+
+def test_what_a_module_of_pytorch_does_with_its_own_is_not_edited_in_its_call(
+    tmp_path: Path,
+) -> None:
+    head = (
+        "normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))\n"
+        "normed.parametrizations.weight.original1.data[1] = 0\n"
+        "layers = nn.Sequential(nn.Linear(4, 4), nn.LogSoftmax(-1))\n"
+        "layers[0].bias.data[1] = float('-inf')\n"
+    )
+    for line in ("loss = normed(rows).sum()", "loss = (layers(rows).exp() * layers(rows)).sum()"):
+        found = diagnosed(line, tmp_path, head)
+        assert found.cure is not None
+        assert "rows +" not in found.cure.text
+        assert "rows.clamp" not in found.cure.text
+
+
+@pytest.mark.parametrize(
+    ("head", "statement", "edited"),
+    [
+        (
+            "one = nn.LayerNorm(4, eps=0.0)\ntwo = nn.LayerNorm(4)",
+            "loss = (one(rows) + two(rows)).sum()",
+            "one = nn.LayerNorm(4, eps=1e-06)",
+        ),
+        ("one = nn.LayerNorm(4, 0.0)", "loss = one(rows).sum()", "one = nn.LayerNorm(4, 1e-06)"),
+        (
+            "layers = nn.Sequential(nn.Identity(), nn.LayerNorm(4, 0.0))",
+            "loss = layers(rows).sum()",
+            "layers = nn.Sequential(nn.Identity(), nn.LayerNorm(4, 1e-06))",
+        ),
+        (
+            "alike = nn.CosineSimilarity(-1, 0.0)",
+            "loss = alike(rows, rows + 1).sum()",
+            "alike = nn.CosineSimilarity(-1, 1e-06)",
+        ),
+        (
+            "",
+            "loss = F.normalize(rows, 2.0, -1, 0.0).sum()",
+            "loss = F.normalize(rows, 2.0, -1, 1e-06).sum()",
+        ),
+        (
+            "layer = nn.TransformerEncoderLayer(4, 1, 4, 0.0, layer_norm_eps=0.0)\n"
+            "nn.init.zeros_(layer.self_attn.out_proj.weight)\nnorm = nn.LayerNorm(4)",
+            "loss = norm(layer(rows)).sum()",
+            "in the call of layer_norm reached from {file}:14: give it eps=1e-06",
+        ),
+    ],
+)
+def test_the_module_that_is_called_is_edited_and_no_other(
+    head: str, statement: str, edited: str, tmp_path: Path
+) -> None:
+    found = diagnosed(statement, tmp_path, f"{head}\n")
+    assert found.cure is not None
+    assert found.cure.is_finite, found
+    assert found.cure.text == edited.format(file=tmp_path / "a.py")
 
 
 def test_a_backward_in_python_is_edited_itself(tmp_path: Path) -> None:

@@ -172,6 +172,22 @@ def test_the_batch_of_a_mask_of_many_values_is_not_blamed() -> None:
     assert (found.verdict, found.bad.op) == ("range", "mm")
 
 
+def test_a_row_that_is_masked_is_not_blamed_on_a_mask_of_many_values() -> None:
+    mask = -torch.arange(4.0).repeat(5, 1)
+    mask[:, 3] = -math.inf
+    mask[2] = -math.inf
+    padded = torch.zeros(5, 4, dtype=torch.bool)
+    padded[1, :3] = True
+
+    def step(mask: Tensor) -> None:
+        scores = X.masked_fill(padded, -math.inf).requires_grad_() * 1.0
+        torch.softmax(scores + mask, -1).sum().backward()
+
+    found = halfstep.diagnose(lambda: step(mask))
+    assert found.bad is not None
+    assert (found.verdict, found.bad.op) == ("maths", "_softmax")
+
+
 def test_gradients_that_are_changed_after_backward() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -29,7 +29,7 @@ from halfstep._diagnose.watch import Watch
 NUM_STEPS, BAD_STEP = 5, 4
 
 Loop = Callable[["Run"], None]
-LOOPS: list[tuple[Loop, str]] = []
+LOOPS: list[tuple[Loop, str, str]] = []
 
 
 class Run:
@@ -62,9 +62,9 @@ class Run:
         self.scaler.update()
 
 
-def loop(op: str = "log") -> Callable[[Loop], Loop]:
+def loop(op: str = "log", verdict: str = "maths") -> Callable[[Loop], Loop]:
     def add(function: Loop) -> Loop:
-        LOOPS.append((function, op))
+        LOOPS.append((function, op, verdict))
         return function
 
     return add
@@ -338,7 +338,7 @@ def bad_gradients_by_hand(run: Run) -> None:
         run.optimizer.step()
 
 
-@loop("mul")
+@loop("mul", "data")  # the number itself is NaN
 def bad_gradients_by_a_number(run: Run) -> None:
     for x, y in run.batches:
         loss = (run.model(x) * y.gt(0).all()).square().mean()
@@ -437,6 +437,19 @@ def functional(run: Run) -> None:
         run.note(loss)
         run.optimizer.step()
         run.optimizer.zero_grad()
+
+
+@loop()
+def functional_by_hand(run: Run) -> None:
+    params = {name: param.detach() for name, param in run.model.named_parameters()}
+    for x, y in run.batches:
+
+        def loss_of(params: dict[str, Tensor], x: Tensor = x, y: Tensor = y) -> Tensor:
+            return log_ratio(torch.func.functional_call(run.model, params, x), y)
+
+        gradients = torch.func.grad(loss_of)(params)
+        params = {name: params[name] - 0.01 * gradients[name] for name in params}
+        run.note(params["0.bias"])
 
 
 @loop("div")
@@ -551,8 +564,12 @@ def train(function: Loop, told: list[tuple[Diagnosis, int]] | None) -> Run:
     return run
 
 
-@pytest.mark.parametrize(("function", "op"), LOOPS, ids=[each.__name__ for each, _ in LOOPS])
-def test_the_line_and_the_step_are_named_and_nothing_changes(function: Loop, op: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "op", "verdict"), LOOPS, ids=[each.__name__ for each, *_ in LOOPS]
+)
+def test_the_line_and_the_step_are_named_and_nothing_changes(
+    function: Loop, op: str, verdict: str
+) -> None:
     told: list[tuple[Diagnosis, int]] = []
     watched = train(function, told)
     assert bits(watched) == bits(train(function, None))
@@ -560,7 +577,7 @@ def test_the_line_and_the_step_are_named_and_nothing_changes(function: Loop, op:
     bad = found.bad
     assert bad is not None, str(found)
     assert step == BAD_STEP, str(found)
-    assert found.verdict == "maths"
+    assert found.verdict == verdict
     assert op in (bad.op, bad.forward_op, bad.op.rstrip("_")), str(found)
     line = bad.line or bad.forward_line
     assert line is not None
@@ -568,8 +585,8 @@ def test_the_line_and_the_step_are_named_and_nothing_changes(function: Loop, op:
     assert (bad.forward_line or line).number in lines_of(function), str(found)
 
 
-@pytest.mark.parametrize(("function", "op"), LOOPS, ids=[each.__name__ for each, _ in LOOPS])
-def test_nothing_is_told_of_healthy_steps(function: Loop, op: str) -> None:
+@pytest.mark.parametrize("function", [each for each, *_ in LOOPS], ids=lambda each: each.__name__)
+def test_nothing_is_told_of_healthy_steps(function: Loop) -> None:
     told: list[object] = []
     run = Run()
     run.batches = [(x, y.clamp_min(0.5)) for x, y in run.batches]
@@ -604,6 +621,21 @@ def test_a_batch_that_the_loop_makes_bad_is_told_with_the_line() -> None:
     found = told[0]
     assert (found.verdict, (found.tensor or "")[:5]) == ("data", "x in ")
     assert any(note.endswith("x[0, 0] = math.nan") for note in found.notes)
+
+
+def test_a_teacher_that_the_loop_makes_bad_is_told_with_the_line() -> None:
+    run, told = Run(), list[Diagnosis]()
+    teacher = copy.deepcopy(run.model).requires_grad_(False)
+    with Watch(run.scaler, run.model, tell=lambda found, step: told.append(found)):
+        for number, (x, _) in enumerate(run.batches):
+            run.take_scaled((run.model(x) - teacher(x)).square().mean())
+            share = 1 / torch.tensor(number - 1.0)
+            for old, new in zip(teacher.parameters(), run.model.parameters(), strict=True):
+                old.data.lerp_(new.detach(), share)
+    found = told[0]
+    assert found.verdict == "data"
+    assert (found.tensor or "").startswith("teacher.0.bias in "), found.tensor
+    assert any(note.endswith("old.data.lerp_(new.detach(), share)") for note in found.notes)
 
 
 def test_no_model_stays_in_float32_after_a_replay_in_it() -> None:

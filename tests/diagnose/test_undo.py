@@ -265,6 +265,20 @@ def test_objects_that_the_function_reaches_are_kept_before_they_are_called() -> 
         assert not trainer.optimizer.state
 
 
+def test_modules_keep_their_class_when_the_step_first_enters_rules_for_them() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    x = torch.ones(2, 4)
+
+    def step() -> None:
+        with halfstep.autocast("cpu", torch.bfloat16, policy="standard; @0:fp32", module=model):
+            model(x).mean().backward()
+
+    halfstep.diagnose(step, model=model)
+    assert [type(module) for module in model] == [nn.Linear, nn.Linear]
+    step()  # as the training goes on
+    assert model[0].weight.grad is not None
+
+
 class WithoutGroups(torch.optim.Optimizer):
     """A container that does not call ``Optimizer.__init__``: neither groups nor state."""
 

@@ -294,6 +294,23 @@ def test_numbers_that_are_made_a_tensor_again_have_their_origin() -> None:
     assert (found.verdict, found.bad.op) == ("maths", "div")
 
 
+def test_a_number_that_is_nan_is_data_and_one_that_was_read_has_its_origin() -> None:
+    net, x = nn.Linear(4, 1), torch.randn(3, 4)
+    found = halfstep.diagnose(lambda: (net(x).mean() * float("nan")).backward())
+    assert (found.verdict, found.tensor) == ("data", "the number nan")
+    assert found.bad is not None
+    assert found.bad.op == "mul"
+    assert "data: mul, forward is given the number nan" in str(found)
+
+    def step() -> None:
+        weight = (x - x).sum() / (x - x).sum()
+        (net(x).mean() * weight.item()).backward()
+
+    found = halfstep.diagnose(step)
+    assert found.bad is not None
+    assert (found.verdict, found.bad.op) == ("maths", "div")
+
+
 @pytest.mark.parametrize("is_bad", [False, True])
 def test_what_is_made_of_the_gradients_of_a_function_is_an_end(is_bad: bool) -> None:
     params = {name: param.detach() for name, param in MODEL.named_parameters()}

@@ -255,12 +255,16 @@ class BlameTracker(OpObserver):
             if how_bad is None:
                 continue
             cause = self._blames.get(tensor) or self._outside(tensor, call, values)
+            if how_bad == NAN and cause.op == "scalar_tensor":
+                continue  # a number inside a function, such as logdet: its ``where`` returns it
             causes.append(cause)
             worst[cause] = max(worst.get(cause, 0), how_bad)
         if not causes:
+            if self.first is not None and has_nan_number(call):
+                return self.first  # a number that was read before, as by item()
             return replace(own, is_meant=_is_fill_with_inf(call))
         makes_nan = max(worst.values()) < NAN and any(badness(t) == NAN for t in bad)
-        is_sum = any(cause.op in _SUMS for cause in causes)
+        is_sum = any(cause.op in _SUMS and cause.number != OUTSIDE for cause in causes)
         is_masked = call.name in _SOFTMAXES and max(worst.values()) == MINUS_INF
         if makes_nan and is_masked and not is_sum:  # masks whose sum overflows: the sum is to blame
             return own  # of a row that is fully masked, whatever the mask
@@ -344,6 +348,12 @@ def _sent_by(call: OpCall) -> list[Tensor]:
 def _is_fill_with_inf(call: OpCall) -> bool:
     values: list[Any] = [*call.args, *call.kwargs.values()]
     return call.name in _FILLS and any(isinstance(v, float) and math.isinf(v) for v in values)
+
+
+def has_nan_number(call: OpCall) -> bool:
+    """Return whether a number among the arguments of an op is NaN."""
+    values: list[Any] = [*call.args, *call.kwargs.values()]
+    return any(isinstance(v, float) and math.isnan(v) for v in values)
 
 
 def _is_all_of_its_memory(tensor: Tensor) -> bool:

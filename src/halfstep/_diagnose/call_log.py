@@ -92,7 +92,7 @@ class CallLog:
     Attributes:
         written: What the loop last wrote to a tensor from before the step, such as the factor that
             it has multiplied gradients by.
-        made_bad: Where it last wrote inf or NaN as a number in this step, as to a batch.
+        written_at: Where it last wrote to a tensor in this step, such as a weight of a teacher.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class CallLog:
         self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
         self._first = self._num_copied = 0
         self.written: Made | None = None
-        self.made_bad: Place | None = None
+        self.written_at: ByMemory[Place] = ByMemory()
         self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
             weakref.WeakKeyDictionary()
         )
@@ -115,7 +115,7 @@ class CallLog:
     def begin(self) -> None:
         """Begin another step; its calls may use results of the last one, but no older ones."""
         self._turn()
-        self.written, self.made_bad, self._num_copied = None, None, 0
+        self.written, self.written_at, self._num_copied = None, ByMemory(), 0
         self._evaluated.clear()
         self._models.clear()
         self._writes = ByMemory()
@@ -273,11 +273,13 @@ class CallLog:
         is_found = False
         with unseen():
             if args and isinstance(args[0], Tensor):
+                place = user_place()
+                if place is not None:
+                    self.written_at.put(args[0], place)
                 if self.made_by(args[0]) is None:
                     is_found = True
                     self._note_write(function, args, kwargs)
                 if any(map(_is_bad_number, args[1:])):
-                    self.made_bad = user_place()
                     # A batch that the loop itself makes bad: its values are data from now on.
                     is_found |= args[0].grad_fn is None
         return is_found

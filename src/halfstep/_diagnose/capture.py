@@ -14,7 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, is_grad_enabled, nn
 
+from halfstep._common.nested import tensors_reached
 from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
+from halfstep._diagnose.bad_steps import are_finite
 from halfstep._diagnose.call_log import CallLog, LoggedCall, unseen
 from halfstep._diagnose.kept_calls import VIEWS, KeptCall, Made, found_bad, is_model, name_of, scale
 from halfstep._diagnose.user_code import is_called_by_a_scaler
@@ -102,8 +104,8 @@ class Capture(TopLevelCalls):
         before_model: Is called before a model is, with gradients enabled.
         before_backward: Is called before ``backward``, with its roots.
         before_update: Is called before the loop itself changes a weight after ``backward``.
-        after_read: Is called when the loop has read a value that is not finite, or has asked for
-            such values and found some, with the tensor.
+        after_read: Is called when the loop has read a value that is not finite, has asked for such
+            values and found some, or has got such gradients of a function, with the tensor.
 
     Attributes:
         ends: The calls of ``backward`` in this step.
@@ -213,10 +215,14 @@ class Capture(TopLevelCalls):
         if is_grad_enabled():
             self._before_model()
         kept = self.log.call(original, args, kwargs, is_drawing=True)
-        if kept is not None and original.__name__ in modes.RETURNING_GRADIENTS:
+        is_end = kept is not None and original.__name__ in modes.RETURNING_GRADIENTS
+        if kept is not None and is_end:
             self.ends.append(kept.call)
         with self.inside():
-            return self._done(kept, original, args, kwargs)
+            result = self._done(kept, original, args, kwargs)
+        if kept is not None and is_end and not are_finite(tensors_reached(result)):
+            self._after_read(Made(kept.call, 0))  # no optimizer need step with them
+        return result
 
     def _around_scale(
         self, original: Callable[..., Any], scaler: GradScaler, outputs: Any, *args: Any, **kw: Any

@@ -18,11 +18,12 @@ from halfstep._diagnose import cure_search
 from halfstep._diagnose.absorbed import find_absorbed
 from halfstep._diagnose.blame import OUTSIDE, Blame, Scan, scan
 from halfstep._diagnose.cure_search import CureTrial
-from halfstep._diagnose.diagnosis import BadOp, Cure, Diagnosis, Verdict, source_of
+from halfstep._diagnose.diagnosis import A_NUMBER, BadOp, Cure, Diagnosis, Verdict, source_of
 from halfstep._diagnose.inspect_op import (
     InspectingTracker,
     described,
     inspect,
+    named_by,
     names_in,
 )
 from halfstep._diagnose.kept_calls import (
@@ -232,8 +233,8 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
     else:
         inspection.call = call_of(calls, blame)
         replayer.notes += inspection.notes
-    bad, tensor = inspection.bad, inspection.tensor
-    if blame.number == OUTSIDE:
+    bad, tensor = named_by(inspection.call, inspection.bad), inspection.tensor
+    if blame.number == OUTSIDE or tensor is not None:
         verdict, cure = judge_data(bad, tensor, is_of_batch=inspection.is_of_batch)
         return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)
     verdict, cure = judge(replayer, found, blame, bad, inspection.call)
@@ -342,6 +343,8 @@ def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool) -> Judgemen
             text = f"{STEP_IN_FLOAT32}\n{text}"
     elif is_of_batch:
         text = f"leave this batch out: {tensor} is not finite; check where it is made"
+    elif tensor == A_NUMBER:
+        text = f"look where {tensor} comes from"
     else:
         text = f"look where {tensor} comes from: it was not finite before the step began"
     return "data", Cure("data", text)

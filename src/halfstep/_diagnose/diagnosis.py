@@ -22,6 +22,9 @@ _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 Verdict = Literal["none", "absorbed", "scale", "range", "maths", "data", "unknown"]
 """The cause: see :class:`Diagnosis`."""
 
+A_NUMBER = "the number nan"
+"""The name of a Python number that is NaN, for that of a tensor."""
+
 NO_END = (
     "the step called no backward and returned no tensor: it was judged by its ops alone; return "
     "the loss, or what the step computes"
@@ -95,7 +98,8 @@ class BadOp:
 
     Attributes:
         op: The name of the ATen op, ``"addmm"``; ``"_to_copy"`` for a cast.
-        name: Its name in a policy: the op that the rule was looked up for, ``"linear"``.
+        name: Its name in a policy: the op that the rule was looked up for, ``"linear"``. That of
+            the function for the ``where`` inside one, ``"logdet"``.
         module: The path of its module; empty in the model's own ``forward`` and outside of it.
         call: The number of the call of that module in which it ran, from 0.
         phase: The phase in which it ran; ``"recompute"`` repeats the forward pass for
@@ -296,6 +300,8 @@ def _headline(found: Diagnosis) -> str:
         case "maths":
             return f"maths: {where} is not finite in float32 either"
         case "data":
+            if found.tensor == A_NUMBER:
+                return f"data: {where} is given {A_NUMBER}"
             reader = f"; {where} reads it first" if where else ""
             return f"data: {found.tensor} was bad before the step{reader}"
         case _:

@@ -21,6 +21,8 @@ Expression = Callable[[Any, float], str | None]
 
 CALL = "call"
 """The slot of the call itself."""
+INSTEAD = "instead"
+"""The slot of the first argument, for an expression that takes the place of the call."""
 NARROW = "narrow"
 """The slot that stands for all arguments in float16 and bfloat16."""
 USUAL_NAMES = ("input", "other", "var")
@@ -31,8 +33,8 @@ class Edit(NamedTuple):
     """Edit of a call.
 
     Attributes:
-        slots: What is edited: arguments by their position, a keyword, :data:`NARROW` or
-            :data:`CALL`.
+        slots: What is edited: arguments by their position, a keyword, :data:`NARROW`,
+            :data:`CALL` or :data:`INSTEAD`.
         expression: What is put there.
         factor: Multiplies the small number.
         told: What is to stand in the source instead, where a module of PyTorch makes the call.
@@ -241,7 +243,8 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "atan2 arctan2": (Edit((1,), _raised), *_LARGER),
     "hypot norm vector_norm cdist dist angle": _LARGER,
     "matrix_norm nuclear_norm eigh eig svd svdvals": _DISTINCT,
-    "slogdet logdet det inv inverse pinv cholesky solve lu_factor qr": _REGULAR,
+    "logdet": (Edit((INSTEAD,), _is("torch.linalg.slogdet({}).logabsdet")), *_REGULAR),
+    "slogdet det inv inverse pinv cholesky solve lu_factor qr": _REGULAR,
     "einsum": tuple(Edit(slots, _limited(f"-{_FAR}", _FAR)) for slots in ((1,), (2,), (1, 2))),
     "add": (Edit((CALL,), _lower_limit), *_FINITE),
 }
@@ -266,8 +269,8 @@ LAST_RESORTS = (*_FINITE, OF_RESULTS[-1])
 
 
 def row_name(function: str) -> str:
-    """Return the name of a function's row: ``div`` for ``div_``, ``slogdet`` for its full name."""
-    name = function.strip("_")
+    """Return the name of a function's row: ``div`` for ``div_``, ``inv`` for ``linalg_inv_ex``."""
+    name = function.strip("_").removesuffix("_ex")
     for prefix in ("linalg_", "special_"):
         name = name.removeprefix(prefix)
     return name

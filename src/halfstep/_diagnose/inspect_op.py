@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from halfstep._autocast.modules import without_wrappers
 from halfstep._common.nested import map_plain, tensors_in
-from halfstep._diagnose.blame import OUTSIDE, Blame, BlameTracker
-from halfstep._diagnose.diagnosis import BadOp, Operand
+from halfstep._diagnose.blame import OUTSIDE, Blame, BlameTracker, has_nan_number
+from halfstep._diagnose.diagnosis import A_NUMBER, BadOp, Operand
+from halfstep._diagnose.edits import row_name
 from halfstep._diagnose.observer import OpCall, OpObserver
 from halfstep._diagnose.replay import Replayer
 from halfstep._diagnose.user_calls import UserCall, UserCalls, call_of
@@ -41,7 +42,7 @@ class OpInspection(OpObserver):
     Attributes:
         bad: The description of the op.
         has_seen: Whether the op ran, if there is one.
-        tensor: The name of the tensor from outside.
+        tensor: The name of the tensor from outside, or ``A_NUMBER``.
         call: The call of the user's code that ran the op, or the op whose gradient it computes.
         notes: Remarks about what the op was given.
         is_of_batch: Whether the tensor from outside was handed to a module or a loss.
@@ -72,6 +73,8 @@ class OpInspection(OpObserver):
             if self._blame.tensor is not None:
                 self.tensor = name_of_bad(call, self.bad.inputs, self._blame.tensor)
                 self._note_batch()
+            elif not any(each.nan or each.inf for each in inputs) and has_nan_number(call):
+                self.tensor = A_NUMBER
             self.notes = _ignored(call)
 
     def _note_batch(self) -> None:
@@ -108,6 +111,13 @@ def _ignored(call: OpCall) -> list[str]:
     if target is None or not bool((target == index).all()):
         return []
     return [f"all {target.numel()} targets are {index}, which is ignore_index: nothing is averaged"]
+
+
+def named_by(call: UserCall | None, bad: BadOp) -> BadOp:
+    """Return a description whose op, if it only selects values, has the name of its function."""
+    return (
+        bad if call is None or bad.name != "where" else replace(bad, name=row_name(call.function))
+    )
 
 
 def described(blame: Blame) -> BadOp:

@@ -50,7 +50,8 @@ class StepRun:
 
 
 LEFT_GRADIENTS = (
-    "gradients of an earlier step were inf or NaN: cures were tried without them; call zero_grad()"
+    "gradients were inf or NaN before the replay, and cures were tried without them; if an earlier "
+    "step has left them, call zero_grad()"
 )
 
 
@@ -147,6 +148,7 @@ class Replayer:
                     _stop_when_settled(patches, observer, run)
                 watch_backward(patches, observer, begins_without=self.is_kept)
                 _suspend_optimizers(patches, observer)
+                _keep_swapped(patches, undo)
                 scaled = _scaled(patches, mode, run, variant.scale, self.is_kept)
                 stack.enter_context(scaled)
                 run.entered = stack.enter_context(autocast_as(variant, self.model, patches))
@@ -294,6 +296,16 @@ def _see_ends(observer: OpObserver, result: object) -> None:
         for leaf, before in observer.undo.grads():
             if leaf.grad is not None:
                 observer.see_remaining(leaf, leaf.grad, is_new=leaf.grad is not before)
+
+
+def _keep_swapped(patches: Patches, undo: UndoLog) -> None:
+    """Keep a module that is called with other parameters before it has these."""
+
+    def call(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        undo.note_model(module)
+        return original(module, *args, **kwargs)
+
+    patches.wrap(*modes.FUNCTIONAL_CALL, _here(call))
 
 
 def _suspend_optimizers(patches: Patches, observer: OpObserver) -> None:

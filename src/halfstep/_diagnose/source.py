@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
 
 from halfstep._diagnose.diagnosis import LineEdit, short_path
-from halfstep._diagnose.edits import CALL, USUAL_NAMES, row_name
+from halfstep._diagnose.edits import CALL, INSTEAD, USUAL_NAMES, row_name
 from halfstep._diagnose.user_code import Spot
+from halfstep._pytorch.dispatch import schema_of
 from halfstep._trace.rows import grouped
 
 Slot = int | str
@@ -71,10 +78,9 @@ def _can_be_parsed(source: str, edits: list[LineEdit]) -> bool:
 
 def in_words(placed: list[Placed]) -> str:
     """Return what to change in a call that is not identified in its source."""
-    line = placed[0].spot.line
-    where = (
-        f"in the call of {row_name(placed[0].function)} at {short_path(line.file)}:{line.number}"
-    )
+    line, function = placed[0].spot.line, row_name(placed[0].function)
+    at = "reached from" if line.text and function not in line.text else "at"
+    where = f"in the call of {function} {at} {short_path(line.file)}:{line.number}"
     return f"{where}: {'; '.join(map(_change, placed))}"
 
 
@@ -85,6 +91,8 @@ def _change(placed: Placed) -> str:
     slot, text = placed.slot, placed.expression.format
     if slot == CALL:
         return f"use {text('x')}, where x is what it returns"
+    if slot == INSTEAD:
+        return f"use {text('x')} instead, where x is its first argument"
     if isinstance(slot, str):
         return f"give it {slot}={text(slot)}"
     which = _ORDINALS[slot] if slot < len(_ORDINALS) else f"{slot + 1}th"
@@ -112,6 +120,9 @@ class _Source:
             return False
         if placed.slot == CALL:
             return self._wrap(node, placed.expression)
+        if placed.slot == INSTEAD:
+            target = _argument(node, 0, placed)
+            return target is not None and self._replace(node, target, placed.expression)
         slot = placed.slot
         if isinstance(slot, int):
             target = _argument(node, slot, placed)
@@ -143,14 +154,15 @@ class _Source:
         calls = [n for n in ends if isinstance(n, ast.Call)]
         return next(iter((*exact, *calls)), None)
 
-    def _constructor(self, module: str) -> ast.Call | None:
-        """Return the call that makes the only module of a class in the file."""
-        found = [
-            node
-            for node in ast.walk(self._tree)
-            if isinstance(node, ast.Call) and _last_name(node.func) == module
-        ]
-        return found[0] if len(found) == 1 else None
+    def _constructor(self, module: str, name: str) -> ast.Call | None:
+        """Return the call that makes a module: the only one of a class, or what has its name."""
+        nodes = list(ast.walk(self._tree))
+        calls = [n for n in nodes if isinstance(n, ast.Call) and _last_name(n.func) == module]
+        if len(calls) > 1:
+            assigned = [n for n in nodes if isinstance(n, ast.Assign) and n.value in calls]
+            named = [n.value for n in assigned if name in map(_last_name, n.targets)]
+            calls = [call for call in calls if call in named]
+        return calls[0] if len(calls) == 1 else None
 
     def _offset(self, line: int, column: int) -> int:
         return self._starts[line - 1] + column
@@ -158,14 +170,19 @@ class _Source:
     # --- texts ------------------------------------------------------------------------------------
 
     def _put_keyword(self, call: ast.Call, name: str, placed: Placed) -> bool:
-        value = _keyword(call, name, placed)
+        value = _keyword(call, name, placed, () if placed.module else placed.parameters)
         if value is None and placed.module:
-            call = self._constructor(placed.module) or call
-            value = _keyword(call, name, placed)
+            made = self._constructor(placed.module, _last_name(call.func))
+            if made is None:
+                return False
+            call = made
+            value = _keyword(call, name, placed, parameters_of(getattr(nn, placed.module, None)))
         if value is not None:
             return self._wrap(value, placed.expression)
         if "{" in placed.expression:
             return False  # it changes what was given
+        if not placed.module and not _is_of(call, placed.function):
+            return False  # what is called there calls the function
         end = self._offset(call.end_lineno or 0, call.end_col_offset or 0) - 1
         comma = "" if self._bytes[:end].rstrip().endswith((b"(", b",")) else ", "
         self._put_at(end, 1, f"{comma}{name}={placed.expression}")
@@ -208,6 +225,17 @@ class _Source:
         self._put_at(start, 1, before, order=-number)
         self._put_at(end, 0, after, order=number)
         return self._note(node)
+
+    def _replace(self, call: ast.expr | ast.AugAssign, kept: ast.expr, expression: str) -> bool:
+        """Put an expression around an argument of a call, in place of the call."""
+        before, after = expression.split("{}")
+        for node_start, node_end, text in (
+            ((call.lineno, call.col_offset), (kept.lineno, kept.col_offset), before),
+            (_end_of(kept), _end_of(call), after),
+        ):
+            start, end = self._offset(*node_start), self._offset(*node_end)
+            self._put_at(start, 1, text, length=end - start)
+        return self._note(call)
 
     def _is_argument(self, node: ast.expr) -> bool:
         calls = (each for each in ast.walk(self._tree) if isinstance(each, ast.Call))
@@ -252,6 +280,10 @@ _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
 }
 
 
+def _end_of(node: ast.expr | ast.AugAssign) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
+
+
 def _own_nodes(statement: ast.stmt) -> list[ast.AST]:
     """Return the nodes of a statement, without those of the statements inside it."""
     found: list[ast.AST] = []
@@ -288,16 +320,30 @@ def _is_method(call: ast.Call, placed: Placed) -> bool:
     return not (isinstance(root, ast.Name) and root.id in placed.spot.modules)
 
 
-def _keyword(call: ast.Call, name: str, placed: Placed) -> ast.expr | None:
+def _keyword(
+    call: ast.Call, name: str, placed: Placed, parameters: tuple[str, ...]
+) -> ast.expr | None:
     """Return the value that a call gives to a parameter, None if it gives none."""
     is_name = str.endswith if placed.module else str.__eq__  # src_key_padding_mask, for one
     for each in call.keywords:
         if is_name(each.arg or "", name):
             return each.value
-    if placed.module or name not in placed.parameters:
+    if name not in parameters:
         return None
-    index = placed.parameters.index(name) - _is_method(call, placed)
+    index = parameters.index(name) - _is_method(call, placed)
     return call.args[index] if index < len(call.args) else None
+
+
+@functools.cache
+def parameters_of(function: Any) -> tuple[str, ...]:
+    """Return the names of the parameters of a function or a class, as far as they are known."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function of C has none; it may have an op of its name
+        packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
+        overload = getattr(packet, "default", None)
+        arguments = () if overload is None else schema_of(overload).arguments
+        return tuple("input" if each.name == "self" else each.name for each in arguments)
 
 
 def _is_number(node: ast.expr, spot: Spot) -> bool:

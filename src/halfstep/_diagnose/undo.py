@@ -49,7 +49,7 @@ class UndoLog:
         self._saved: ByMemory[_Saved | _SavedSparse] = ByMemory()
         self._born: ByMemory[bool] = ByMemory()
         self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._modules: set[nn.Module] = set()
+        self._modules: dict[nn.Module, type[nn.Module]] = {}
         self._data: dict[int, tuple[Tensor, Tensor, bool]] = {}
         self._held: dict[int, tuple[object, Callable[[], object]]] = {}
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
@@ -97,9 +97,12 @@ class UndoLog:
                 self._grads.setdefault(id(leaf), (leaf, leaf.grad))
 
     def note_model(self, model: nn.Module) -> None:
-        """Keep the attributes of the modules of a model, and the ``grad`` of its parameters."""
+        """Keep the attributes and classes of a model's modules, and the ``grad`` of parameters.
+
+        A policy with rules for modules, and a lazy module, change the class.
+        """
         new = [module for module in model.modules() if module not in self._modules]
-        self._modules.update(new)
+        self._modules |= {module: type(module) for module in new}
         self._hold(map(vars, new))
         for module in new:
             if isinstance(module, DistributedDataParallel):  # each rank replays alone
@@ -151,6 +154,9 @@ class UndoLog:
         self._saved, self._born = ByMemory(), ByMemory()
 
     def _restoring(self) -> Iterator[Callable[[], object]]:
+        for module, cls in self._modules.items():
+            if type(module) is not cls:
+                yield partial(setattr, module, "__class__", cls)
         for data in self._data.values():
             yield partial(_restore_data, *data)
         for saved in self._saved.values():

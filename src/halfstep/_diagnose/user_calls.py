@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,9 +14,23 @@ from torch.overrides import TorchFunctionMode
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.nested import map_plain, tensors_in
 from halfstep._diagnose.blame import Blame
-from halfstep._diagnose.edits import CALL, USUAL_NAMES, Edit, evaluated, in_place, writes_to_first
-from halfstep._diagnose.source import Placed
-from halfstep._diagnose.user_code import Place, torch_module, user_place, user_spot
+from halfstep._diagnose.edits import (
+    CALL,
+    INSTEAD,
+    USUAL_NAMES,
+    Edit,
+    evaluated,
+    in_place,
+    writes_to_first,
+)
+from halfstep._diagnose.source import Placed, parameters_of
+from halfstep._diagnose.user_code import (
+    Place,
+    is_given_to_module,
+    torch_modules,
+    user_place,
+    user_spot,
+)
 from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, modes
 
@@ -126,7 +138,8 @@ class UserCalls(TorchFunctionMode):
                 self.chosen[number] = _best(self._edits[number][1], name, func, args, kwargs)
         edits = [(number, self.chosen[number]) for number in here]
         try:
-            return _carried_out(edits, func, args, kwargs, partial(self._changed, name, func))
+            changed = partial(self._changed, name, func, args)
+            return _carried_out(edits, func, args, kwargs, changed)
         except Exception:  # of the edit: it must not pass through a function that has more to do
             self.do_fit = False
             if self._may_end_early:
@@ -134,18 +147,41 @@ class UserCalls(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _changed(
-        self, name: str, func: Any, number: int, edit: Edit, slot: int | str, value: Any
+        self,
+        name: str,
+        func: Any,
+        args: tuple[Any, ...],
+        number: int,
+        edit: Edit,
+        slot: int | str,
+        value: Any,
     ) -> Any:
         """Return what an edit makes of a value, and note its text."""
         key = number, slot
         text = self._texts.get(key)
         if text is None:
             text = self._texts[key] = _text(edit, name, slot, value)
-            module, spot = torch_module(), user_spot()
+            modules, spot = torch_modules(), user_spot()
             assert spot is not None
+            module, *around = modules or [""]
             told = (module and edit.told) or text
-            self.placed[key] = Placed(spot, name, slot, told, _parameters(func), module)
+            if not _is_in_call(slot, value, args, told, around):
+                module = ""
+            self.placed[key] = Placed(spot, name, slot, told, parameters_of(func), module)
         return evaluated(text, value)
+
+
+def _is_in_call(
+    slot: int | str, value: Any, args: tuple[Any, ...], told: str, around: Sequence[str]
+) -> bool:
+    """Return whether an edit of what a module calls is one of the call or the making of the module.
+
+    The module may call the function with something of its own, such as a weight, and may have been
+    made by another module, as those of a ``TransformerEncoderLayer`` are.
+    """
+    if isinstance(slot, str) and slot != CALL:
+        return slot != INSTEAD and ("{" in told or set(around) <= {"Sequential"})
+    return is_given_to_module(args[0] if slot == CALL and args else value)
 
 
 def _text(edit: Edit, function: str, slot: int | str, value: Any) -> str:
@@ -174,8 +210,11 @@ def _carried_out(
             if slot == CALL:
                 of_result.append((number, edit))
                 continue
-            holder, key = _holder(slot, given, named)
-            holder[key] = changed(number, edit, slot, holder[key])
+            holder, key = _holder(0 if slot == INSTEAD else slot, given, named, func)
+            value = changed(number, edit, slot, holder[key])
+            if slot == INSTEAD:
+                return value
+            holder[key] = value
     result = func(*given, **named)
     for number, edit in of_result:
         result = changed(number, edit, CALL, result)
@@ -238,9 +277,13 @@ def call_of(calls: UserCalls, blame: Blame) -> UserCall | None:
     return calls.call_of(blame.reader) or calls.call_of(blame.forward_number)
 
 
-def _holder(slot: int | str, given: list[Any], named: dict[str, Any]) -> tuple[Any, Any]:
+def _holder(
+    slot: int | str, given: list[Any], named: dict[str, Any], function: Any
+) -> tuple[Any, Any]:
     """Return what holds an argument, and its index or name there."""
     if isinstance(slot, str):
+        if slot in parameters_of(function)[: len(given)]:
+            return given, parameters_of(function).index(slot)
         named.setdefault(slot, None)
         return named, slot
     if slot < len(given):
@@ -248,11 +291,3 @@ def _holder(slot: int | str, given: list[Any], named: dict[str, Any]) -> tuple[A
     if slot >= len(USUAL_NAMES) or USUAL_NAMES[slot] not in named:
         raise NotApplicable
     return named, USUAL_NAMES[slot]
-
-
-@functools.cache
-def _parameters(func: Any) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(func).parameters)
-    except (TypeError, ValueError):  # a function of C has none
-        return ()

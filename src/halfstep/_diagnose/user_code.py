@@ -156,33 +156,49 @@ def _self_of(frame: FrameType) -> Any:
     return owner
 
 
-def torch_module() -> str:
-    """Return the class of PyTorch's module that is between here and the user's code, or empty."""
+def torch_modules() -> list[str]:
+    """Return the classes of PyTorch's modules between here and the user's code, innermost first."""
+    owners: list[nn.Module] = []
     for frame in _frames():
         if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
-            return ""
+            break
         owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            return type(owner).__name__
-    return ""
+        if isinstance(owner, nn.Module) and all(owner is not each for each in owners):
+            owners.append(owner)
+    return [type(owner).__name__ for owner in owners]
+
+
+def is_given_to_module(value: Any) -> bool:
+    """Return whether the user's code gives a value to the module of PyTorch that runs."""
+    given: list[Any] = []
+    for frame in _frames():
+        if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
+            break
+        if frame.f_code is modules.CALL_CODE:  # the outermost one holds
+            given = [*frame.f_locals["args"], *frame.f_locals["kwargs"].values()]
+    return any(value is each for each in given)
 
 
 def called_by_user(tensor: Tensor) -> str | None:
     """Return the name that the outermost function with a tensor has for it, and where that is.
 
-    The tensor itself goes before others in the same memory, and a name before a place in containers
-    of containers.
+    The tensor itself goes before others in the same memory, a name before a place in containers of
+    containers, and a parameter of a module before a name, which a loop may have given.
     """
     for is_it, depth in ((_is_same_view, 0), (_is_part_of, 0), (_is_same_view, 2)):
         found = None
         for code, line, names in _known_names():
-            for name, value in names.items():
+            for name, value in sorted(names.items(), key=lambda item: _is_module(item[1])):
                 path = _path_to(partial(is_it, tensor), name, value, depth)
                 if path is not None:
                     found = f"{path} in {code.co_name} ({Path(code.co_filename).name}:{line})"
         if found is not None:
             return found
     return None
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)
 
 
 def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:

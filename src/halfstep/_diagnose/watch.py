@@ -215,16 +215,20 @@ class Watch:
         """Diagnose a step that the loop has left out: it read a bad value and went on, or ended."""
         made, self._left_out = self._left_out, None
         calls = [] if made is None else needed_for([made.call])
-        if made is None or not any(each.has_grad and is_model(each.function) for each in calls):
+        num_ends = len(self._capture.ends)
+        is_end = made is not None and made.call in self._capture.ends  # of torch.func.grad
+        is_training = is_end or any(each.has_grad and is_model(each.function) for each in calls)
+        if made is None or not is_training:
             return
         was_taken = self._capture.log.is_old(made.call)  # it was read after the step
         if was_taken and not self._was_finite:
             return  # of a step that was diagnosed when it went bad
-        self._is_leaving = True
+        self._is_leaving = not is_end
         self._num_steps -= was_taken
         self._look([made.call], None, root=made)
         self._was_finite = self._is_leaving = False
-        self._num_steps += 1
+        self._is_spoiled |= is_end  # nothing keeps the loop from stepping with them
+        self._num_steps += num_ends if is_end else 1
         if not was_taken:
             self._capture.begin()
 
@@ -363,6 +367,8 @@ class Watch:
                     calls = needed_for([other.call])
                     found, _ = diagnosis_of_calls(calls, other, scale, self._model_of(calls))
         if found is not None:
+            if found.verdict == "data":
+                self._note_writes(calls)
             self._report(found)
             return
         self.notes.append(f"step {self._step} was not replayed: {why_not}")
@@ -373,6 +379,14 @@ class Watch:
             self._waiting = [self._model_of(needed_for(ends))]
         elif not is_left_out:
             self._report(self._seen_only(root))
+
+    def _note_writes(self, calls: Sequence[KeptCall]) -> None:
+        """Note where the loop last wrote to what it gave to calls and is not finite."""
+        bad = (tensor for tensor in weights_of(calls) if not are_finite([tensor]))
+        places = map(self._capture.log.written_at.get, bad)
+        place = next(filter(None, places), None)
+        if place is not None:
+            self.notes.append(f"the loop itself last wrote to it: {line_text(place.line)}")
 
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
         return self._model or self._capture.log.model_of(calls)
@@ -435,9 +449,6 @@ class Watch:
         notes = tuple(self.notes)
         if found.verdict == "data" and self._was_finite:
             notes = (*notes, f"the loss of step {self._num_steps} was finite")
-        if found.verdict == "data" and self._capture.log.made_bad is not None:
-            line = line_text(self._capture.log.made_bad.line)
-            notes = (*notes, f"the loop itself wrote a number that is not finite: {line}")
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
         is_left = self._is_spoiled or (not self._was_finite and _is_of_the_model(found))

@@ -193,13 +193,16 @@ def autocast_switches_of_caller(device_type: str) -> Switches:
 
 # --- torch.func -----------------------------------------------------------------------------------
 
+FUNCTIONAL_CALL: tuple[Any, str] = (torch.nn.utils.stateless, "_functional_call")
+"""Calls a module, its first argument, with other parameters in place of its own."""
+
 # (module, name): the implementations of torch.func.grad, grad_and_value, vmap and functional_call,
 # which are looked up in the module at each call.
 CALLED_AS_A_WHOLE: tuple[tuple[Any, str], ...] = (
     (torch._functorch.eager_transforms, "grad_impl"),
     (torch._functorch.eager_transforms, "grad_and_value_impl"),
     (torch._functorch.apis, "vmap_impl"),
-    (torch.nn.utils.stateless, "_functional_call"),
+    FUNCTIONAL_CALL,
 )
 
 RETURNING_GRADIENTS = {"grad_impl", "grad_and_value_impl"}
