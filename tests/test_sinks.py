@@ -39,7 +39,7 @@ def test_a_sink_gets_what_the_record_holds(tmp_path: Path) -> None:
         assert (scalars["loss"], scalars["scale"]) == (step.loss, step.scale)
         assert scalars["skipped"] == (not step.taken)
     samples = [(step, scalars) for step, scalars in sink.calls if "headroom" in scalars]
-    assert [step for step, _ in samples] == [1, 8, 16]
+    assert [step for step, _ in samples] == [1, 2, 4, 8, 16]
     assert all(0.0 <= scalars["underflow"] <= 1.0 for _, scalars in samples)
     assert samples[0][1]["non_finite"] > 0  # it overflows at first
     assert samples[-1][1]["non_finite"] == 0
