@@ -227,7 +227,7 @@ class Exchange:
         self._open = []
 
     def _batches(self, found: list[_Exchanged]) -> Iterator[_Batch]:
-        """Yield large parameters alone and small ones together: call overhead dominates there."""
+        """Yield large parameters alone and small ones together, to save call overhead."""
         small: dict[tuple[object, ...], list[_Exchanged]] = {}
         for each in found:
             if each.dense.numel() > SMALL or each.keeper is not self._store:

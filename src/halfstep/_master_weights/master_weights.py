@@ -88,17 +88,17 @@ def master_weights(
 
     Args:
         optimizer: Any optimizer with PyTorch's interface. It is changed in place.
-        store: The store of the master weights, see the table.
+        store: What is kept beside each parameter, see the table.
         gradients: ``"float32"`` accumulates gradients in float32, at 4 bytes a weight instead of 2.
             None accumulates them in the dtype of the parameter, except for float16 parameters:
-            their gradients are float32, as a GradScaler needs it. DTensors cannot have float32
+            their gradients are float32, which a GradScaler needs. DTensors cannot have float32
             gradients. DistributedDataParallel reduces them in float32 if it has wrapped the model
             before.
         generator: The source of the seed of ``"stochastic"``. By default all ranks have the same
             seed.
-        chunked: Step a few parameters at a time with an optimizer that is not PyTorch's, as is done
-            with PyTorch's. This requires that the step of a parameter does not depend on any other,
-            as through a norm or an estimate over all. A step count is allowed; a step that leaves
+        chunked: Step an optimizer that is not PyTorch's with a few parameters at a time, as is done
+            with PyTorch's own. You promise that the step of a parameter does not depend on others,
+            as through a norm or an estimate over all. A step count is handled; a step that leaves
             different values in its groups or attributes for each chunk raises a ValueError.
 
     Returns:
@@ -112,9 +112,9 @@ def master_weights(
             that the store does not support, or shares memory with another; gradients cannot be
             float32; or an argument is not valid.
 
-    Memory: during a step, float32 weights and gradients of a million entries at a time on a CPU, of
-    a tenth of the parameters on other devices. It is that of all parameters with LBFGS, and with an
-    optimizer that is not PyTorch's if it has a closure or is not ``chunked``. Sync: none.
+    Memory: float32 weights and gradients during a step: of a million entries at a time on a CPU, of
+    a tenth of the parameters on other devices; of all parameters with LBFGS, and with an optimizer
+    that is not PyTorch's if it has a closure or is not ``chunked``. Sync: none.
 
     Example:
         >>> import halfstep
@@ -590,7 +590,7 @@ def _refuse_later_wrapping(params: list[Tensor]) -> None:
 
 
 def _refuse_shared_memory(optimizer: torch.optim.Optimizer) -> None:
-    """Raise an error if two parameters share memory: their float32 weights would differ."""
+    """Raise an error if two parameters share memory: each would get its own float32 weight."""
     owners: dict[int, Tensor] = {}
     for param in parameters(optimizer):
         local = local_part(param)

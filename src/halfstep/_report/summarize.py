@@ -218,7 +218,7 @@ def _start_up(iterations: Iterable[list[Step]]) -> tuple[int, ...]:
 
 
 def _after_growth(iterations: Iterable[list[Step]]) -> Iterator[int]:
-    """Yield the iterations that overflowed after growth and reset the scale."""
+    """Yield the iterations that overflowed after growth and brought the scale back."""
     before: float | None = None
     was_skipped = is_probe = False  # a probe: one iteration at a far lower scale, after a skip
     grown_from: list[float] = []

@@ -251,8 +251,8 @@ class Layer:
         amax: The largest finite magnitude, as in memory (gradients: scaled); 0 if there is none.
         amin: The smallest magnitude above zero.
         headroom: Bits from the largest finite magnitude to the largest value of the format, the
-            minimum of all samples; negative if it does not fit; None if all finite entries are
-            zero.
+            minimum of all samples; negative if it does not fit; None without nonzero finite
+            entries.
         headroom_step: The step of that minimum.
         headroom_last: The headroom in the last sample.
         lost: The number of entries that are lost to underflow in the format, or would be.
