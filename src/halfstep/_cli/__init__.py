@@ -1,9 +1,8 @@
 """The ``halfstep`` command.
 
-Each subcommand is a module of this package, listed in ``_build_parser``, with ``HELP``,
-``DESCRIPTION``, ``EPILOG``, ``add_arguments(parser)`` and ``run``, from the parsed arguments to the
-exit code, which imports what it needs. ``--help`` loads no PyTorch, nor do the commands that read a
-record.
+Each subcommand is a module of this package, listed in ``_build_parser``. It has ``HELP``,
+``DESCRIPTION``, ``EPILOG``, ``add_arguments(parser)``, and ``run(arguments)``, which returns the
+exit code and imports on demand. ``--help`` and the commands that read a record load no PyTorch.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _WITHOUT_PYTORCH = ("watch", "report", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, by default that of the process, and return the exit code."""
+    """Run a command line, by default that of the process, and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    # A script's errors and its Ctrl-C are left to Python, and its streams to the script.
+    # Python handles errors and Ctrl-C of a script, and the script its own streams.
     is_script = words[:1] == ["run"]
     with ending_at_interrupts(by_signal=is_script):
         parser = _build_parser()
@@ -52,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _tell(arguments.command, error)
     except (OSError, RecordError, DemoError, KeyboardInterrupt) as error:
         if is_script:
-            raise  # Python ends as it would without us
+            raise  # Python ends as it does without halfstep
         if isinstance(error, KeyboardInterrupt):
             print("\nInterrupted.", file=sys.stderr)
             return EXIT_INTERRUPTED
         if isinstance(error, OSError) and sys.stdout is not None:
-            # The reader of a pipe has gone (`| head -1`), or the disk is full.
+            # The reader of a pipe has ended (`| head -1`), or the disk is full.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_USAGE if isinstance(error, BrokenPipeError) else _tell(arguments.command, error)
 
@@ -68,10 +67,10 @@ def _tell(command: str, error: Exception) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that says what was meant; its errors are safe to print."""
+    """An argument parser whose errors suggest near names and are safe to print."""
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Return the arguments; an unknown option is an error of its command."""
+        """Return the arguments; report an unknown option as an error of its command."""
         arguments, unknown = self.parse_known_args(argv)
         if unknown:
             command: _Parser = getattr(arguments, "parser", self)

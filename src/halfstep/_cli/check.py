@@ -1,4 +1,4 @@
-"""``halfstep check``: hold a recorded run to limits, for CI."""
+"""``halfstep check``: a check of a recorded run against limits, for CI."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the arguments say and return the exit code."""
+    """Run the command and return the exit code."""
     run = run_at(arguments.run_path)
     from halfstep._report.limits import Limits, defaults, pass_line, violations
     from halfstep._report.summarize import summarize
@@ -97,7 +97,7 @@ def _share(text: str) -> float:
         ) from None
     value = of_100 if number == text.strip() else of_100 / 100
     if not 0 <= value <= 1:
-        is_percent = 1 < value == of_100 <= 100  # the sign was forgotten
+        is_percent = 1 < value == of_100 <= 100  # the percent sign is missing
         cure = f"write {number}% or {of_100 / 100:g}" if is_percent else "write 1% or 0.01"
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0% and 100%: {cure}")
     return value

@@ -1,4 +1,4 @@
-"""``halfstep doctor``: what suits this machine, and what is wrong in a script."""
+"""``halfstep doctor``: mistakes in scripts, and the best precision for this machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the arguments say and return the exit code."""
+    """Run the command and return the exit code."""
     if arguments.no_machine and not arguments.scripts:
         raise CommandError("--no-machine leaves nothing to do: name a script")
     checkup = _read(arguments.scripts)

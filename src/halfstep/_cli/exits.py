@@ -1,4 +1,4 @@
-"""Exit codes, errors for the user, files that cannot be read, and Ctrl-C."""
+"""Exit codes, errors for the user, unreadable files, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 class CommandError(Exception):
-    """One line for the user: what is wrong and what to do; printed without a traceback."""
+    """An error for the user, printed without a traceback: what is wrong and what to do."""
 
 
 def require_rich() -> None:
@@ -33,37 +33,37 @@ def require_rich() -> None:
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the long options of a command, as its help lists them."""
+    """Return the long options of a command, as listed in its help."""
     return re.findall(r"^  (?:-\w[^,\n]*, )?(--[\w-]+)", parser.format_help(), re.MULTILINE)
 
 
 def near(path: Path, suffix: str = "") -> str:
-    """Return ``"; did you mean 'train.py'?"`` for what is most like a path that does not exist."""
+    """Return ``"; did you mean 'train.py'?"`` with the path most similar to a missing one."""
     if not path.parent.is_dir():
         return near(path.parent)
     try:
         names = [each.name for each in path.parent.iterdir() if each.name.endswith(suffix)]
     except PermissionError:
         return ""
-    longer = [name for name in names if name.startswith(path.name)]  # without its date, say
+    longer = [name for name in names if name.startswith(path.name)]  # e.g. without the date
     meant = [max(longer)] if longer else near_names(path.name, names)
     return suggestion(path.parent / name for name in meant)
 
 
 def reason(error: OSError, path: Path, suffix: str = ".py") -> str:
-    """Return why a file cannot be read, with the nearest names if it does not exist."""
+    """Return why a file cannot be read, with similar names if it does not exist."""
     return f"{error.strerror}{near(path, suffix) if isinstance(error, FileNotFoundError) else ''}"
 
 
 @contextmanager
 def ending_at_interrupts(*, by_signal: bool) -> Iterator[None]:
-    """Let Ctrl-C end this process in the block, at once and without a traceback.
+    """Make Ctrl-C end this process in the block, at once and without a traceback.
 
-    PyTorch takes seconds to import, and its dependencies turn a KeyboardInterrupt into errors.
+    Importing PyTorch takes seconds, and its dependencies turn a KeyboardInterrupt into errors.
 
     Args:
-        by_signal: End by the signal, as a process that does not handle SIGINT; a shell reports 130
-            for it as well. Otherwise exit with 130.
+        by_signal: Whether SIGINT ends the process, as without a handler, which a shell also reports
+            as 130. Otherwise it exits with 130.
     """
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

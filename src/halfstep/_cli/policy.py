@@ -1,4 +1,4 @@
-"""``halfstep policy``: show and compare policies, and check files."""
+"""``halfstep policy``: display and comparison of policies, and checks of files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the arguments say and return the exit code."""
+    """Run the command and return the exit code."""
     verbs = {"show": _show, "diff": _diff, "check": _check}
     return verbs[arguments.verb](arguments)
 
@@ -95,7 +95,7 @@ def _json(policy: Policy) -> str:
 
 
 def _groups(policy: Policy) -> Iterator[str]:
-    """Yield the rules in lines as wide as the terminal, those of one action together."""
+    """Yield the rules, grouped by action, in lines that fit the terminal."""
     width = shutil.get_terminal_size((100, 24)).columns
     for title, ops in policy.by_action().items():
         for indent, text in ((" " * 2, title), (" " * 6, ", ".join(ops))):
@@ -124,7 +124,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def read_policy(text: str) -> Policy:
-    """Return the policy in a file, of a preset, or of a text."""
+    """Return the policy of a file, a preset, or a text."""
     from halfstep import Policy
 
     path = Path(text)

@@ -1,4 +1,4 @@
-"""``halfstep report``: what happened in a recorded run, on one page and in sentences."""
+"""``halfstep report``: the findings about a recorded run, as sentences and on one page."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the arguments say and return the exit code."""
+    """Run the command and return the exit code."""
     has_form = arguments.json or arguments.md or arguments.output or arguments.against
     if arguments.run_path is not None and not has_form:
         records = records_inside(arguments.run_path)
@@ -83,10 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
     run = run_at(arguments.run_path)
     others = [run_at(path) for path in arguments.against or ()]
-    with ending_at_interrupts(by_signal=False):  # PyTorch may be imported, to check a cure
+    with ending_at_interrupts(by_signal=False):  # checking a cure may import PyTorch
         text, page = _against([run, *others], arguments) if others else _about(run, arguments)
     if arguments.json:
-        print(text)  # as it is, or it would not be JSON
+        print(text)  # unchanged: escaping or wrapping would break the JSON
     else:
         tell(text)
     if page is not None:
@@ -125,7 +125,7 @@ def _list(records: Sequence[Path], *, is_all: bool) -> None:
 
 
 def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
-    """Return what to print on a run, and its page, None if none is asked for."""
+    """Return the text to print on a run, and its page, None with ``--json`` or ``--md``."""
     from halfstep._report import text
     from halfstep._report.summarize import summarize
 
@@ -140,7 +140,7 @@ def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _against(runs: Sequence[Run], arguments: argparse.Namespace) -> tuple[str, str | None]:
-    """Return what to print on several runs, and the page on all, None if none is asked for."""
+    """Return the text to print on several runs, and the page, None with ``--json`` or ``--md``."""
     from halfstep._report import text
     from halfstep._report.compare_runs import compare_runs
     from halfstep._report.summarize import summarize
@@ -161,7 +161,7 @@ def _json(values: dict[str, Any]) -> str:
 
 
 def _written(path: Path, page: str) -> str:
-    """Write a page, replacing a file of that name; a link is replaced, not its target."""
+    """Write a page and return its path to print; a link is replaced, not its target."""
     try:
         if path.exists() and not path.is_file():  # /dev/stdout, a pipe
             path.write_text(page, encoding="utf-8", errors="replace")
@@ -178,16 +178,16 @@ def _written(path: Path, page: str) -> str:
     return printable(str(path))
 
 
-# --- records that are named on the command line ---------------------------------------------------
+# --- records on the command line ------------------------------------------------------------------
 
 
 def records_inside(path: Path) -> list[Path]:
-    """Return the records in a folder that is none itself, the latest change first."""
+    """Return the records in a folder, the last changed first; empty if it is itself a record."""
     return [] if files_in(path) else records_in(path)
 
 
 def run_at(path: Path | None) -> Run:
-    """Read the record in a folder, or the newest under ``runs/``, whose path goes to stderr."""
+    """Read the record in a folder, or the newest under ``runs/`` and print its path to stderr."""
     from halfstep._record.read import read_run
 
     if path is None:

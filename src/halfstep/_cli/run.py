@@ -1,4 +1,4 @@
-"""``halfstep run``: a training script under halfstep, unmodified, and recorded."""
+"""``halfstep run``: recorded runs of unmodified training scripts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the target; its exceptions, SystemExit and KeyboardInterrupt too, pass through."""
+    """Run the target; its exceptions, also SystemExit and KeyboardInterrupt, propagate."""
     with ending_at_interrupts(by_signal=True):
         session = _prepare(arguments)
     if session is None:
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> Session | None:
-    """Return the session that runs the target; None, with the help printed, if none is given."""
+    """Return the session that runs the target; without a target, print the help and return None."""
     words = arguments.target[1:] if arguments.target[:1] == ["--"] else arguments.target
     if not words:
         arguments.parser.print_help()
@@ -154,7 +154,7 @@ def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace
 
 
 def _note_options(script: str, rest: list[str], parser: argparse.ArgumentParser) -> None:
-    """Say which options of ours a script gets that does not mention them."""
+    """Print a note on options of halfstep after the script if the script does not mention them."""
     text = Path(script).read_text(encoding="utf-8", errors="replace")
     ours = set(options_of(parser)) - {"--help"}
     for word in rest:

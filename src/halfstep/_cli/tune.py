@@ -1,4 +1,4 @@
-"""``halfstep tune``: find the modules that must stay in float32, and write them as a policy."""
+"""``halfstep tune``: a policy that keeps only the necessary modules in float32."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the arguments say and return the exit code."""
+    """Run the command and return the exit code."""
     policy = read_policy(arguments.policy)
     function = _function(arguments.target)
     for path in (arguments.output, arguments.record):
@@ -119,7 +119,7 @@ def _error(text: str) -> float:
 
 
 def _function(target: str) -> Callable[[], Any]:
-    """Return the function that a target names."""
+    """Return the function named by a target."""
     place, colon, name = target.rpartition(":")
     if not (place and colon and name.isidentifier()):
         raise CommandError(
@@ -139,12 +139,12 @@ def _function(target: str) -> Callable[[], Any]:
 
 
 def _require_function(path: Path, name: str) -> None:
-    """Raise an error if a file surely has no such function; the file is read, not run."""
+    """Raise an error if a file certainly has no such function; it is parsed, not run."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
         raise CommandError(f"{path}: {reason(error, path)}") from None
-    except SyntaxError as error:  # no Python, or not in UTF-8
+    except SyntaxError as error:  # not Python, or not UTF-8
         raise CommandError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     nodes = list(ast.walk(tree))
     words = {each.id for each in nodes if isinstance(each, ast.Name)}
@@ -162,7 +162,7 @@ def _no_function(place: str, name: str, functions: list[str]) -> str:
 
 def _file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.absolute().parent))  # as Python does for a script
-    # Under a name of ours: its own may be that of another module.
+    # Its own name may be that of another module.
     spec = importlib.util.spec_from_file_location("_halfstep_target", path)
     assert spec is not None
     assert spec.loader is not None
@@ -188,7 +188,7 @@ def _is_own(value: object, module: ModuleType) -> bool:
 
 
 def _made(target: str, function: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """Call the function, and return its model, batches and loss function."""
+    """Call the function, and return its model, batches and loss function after checking them."""
     from halfstep._tune.passes import Task
     from halfstep._tune.tuner import require_batches
 

@@ -1,4 +1,4 @@
-"""``halfstep watch``: look at a training while it runs."""
+"""``halfstep watch``: a live view of a training run."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the arguments say and return the exit code."""
+    """Run the command and return the exit code."""
     every: int | None = arguments.every
     if every is not None and every < 1:
         raise CommandError(f"--every must be at least 1, got {every}")
-    if isinstance(sys.stdout, TextIOWrapper):  # a layer may have any name, in any script
+    if isinstance(sys.stdout, TextIOWrapper):  # names of layers may contain any character
         sys.stdout.reconfigure(errors="backslashreplace")
     path = _folder(arguments.record)
     try:
@@ -84,7 +84,7 @@ def _folder(given: Path | None) -> Path | None:
 
 
 def _watch(path: Path | None, every: int | None) -> None:
-    """Show a run until it has ended, or Ctrl-C is pressed."""
+    """Show a run until it ends or Ctrl-C is pressed."""
     from halfstep._watch.state import live_run
     from halfstep._watch.text import PlainLines
 
@@ -120,7 +120,7 @@ def _wait_for(path: Path | None) -> tuple[Follower, RecordUpdate]:
 
 
 def _found(path: Path | None) -> tuple[Follower, RecordUpdate] | None:
-    """Return a record, or the newest in a folder, and what is in it; None while there is none."""
+    """Return a follower and the first update of a record, or of the newest in a folder."""
     from halfstep._record.read import Follower
 
     is_record = path is not None and files_in(path)

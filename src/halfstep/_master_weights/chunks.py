@@ -1,4 +1,4 @@
-"""A step of an optimizer, with a few of its parameters at a time."""
+"""Optimizer steps in chunks of parameters."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ ONE_AT_A_TIME = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD"),
     *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
-"""The optimizers of PyTorch whose step of a parameter needs no other one: they step in chunks."""
+"""PyTorch's optimizers that step each parameter independently of others: they step in chunks."""
 
 CACHED = 1 << 20
-"""Entries of a chunk on a CPU.
+"""Size of a chunk on a CPU, in entries.
 
-They stay in the cache while they are made float32, stepped and rounded
-(`benchmarks/half_parameters.py`)."""
+It stays in the cache while it is widened, stepped and rounded (`benchmarks/half_parameters.py`)."""
 
 SHARE = 0.1
-"""The share of all parameters in a chunk elsewhere, where a call takes longer than its memory."""
+"""Size of a chunk on other devices, as a share of all entries: call overhead dominates there."""
 
 
 def steps_one_at_a_time(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> bool:
     """Return whether an optimizer is one of PyTorch's that can step in chunks."""
     kind = type(optimizer)
-    # A program may have put a function of its own into the class.
+    # A program may have replaced the step of the class.
     modules = kind.__module__, getattr(step, "__globals__", {}).get("__name__", "")
     is_pytorch = all(module.startswith("torch.optim.") for module in modules)
     return is_pytorch and kind.__name__ in ONE_AT_A_TIME
@@ -40,10 +39,10 @@ def steps_one_at_a_time(optimizer: torch.optim.Optimizer, step: Callable[..., An
 def step_in_chunks(
     optimizer: torch.optim.Optimizer, step: Callable[[], Any], *, is_known: bool
 ) -> Any:
-    """Call a step once for each chunk of the parameters, and return what the last call returns.
+    """Call a step once for each chunk of the parameters, and return the result of the last call.
 
     Raises:
-        ValueError: The chunks cannot be apart; not looked for in an optimizer that ``is_known``.
+        ValueError: The chunks leave different shared values; not checked if ``is_known``.
     """
     groups = optimizer.param_groups
     before = [group["params"] for group in groups]
@@ -68,10 +67,10 @@ def step_in_chunks(
 
 
 class _Common:
-    """Values that the parameters of an optimizer share, such as a count of steps.
+    """Values that the parameters of an optimizer share, such as a step count.
 
-    They are in groups, attributes, and state of no parameter. Each chunk begins with the values
-    from before the step, and has to leave the same ones.
+    They are in the groups, in attributes, and in state that belongs to no parameter. Each chunk
+    starts with the values from before the step, and must leave the same ones as the others.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -126,7 +125,7 @@ def _values(place: MutableMapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value is a tensor that can be read without a wait for a device."""
+    """Return whether a value is a one-element tensor that can be read without a sync."""
     return isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu"
 
 
@@ -139,8 +138,8 @@ def _comparable(value: Any) -> object:
 def chunks_of(groups: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
     """Yield the parameters with a gradient, by group, in chunks of a limited size.
 
-    DTensors count as a whole: a step may ask other ranks, which need the same parameters then. And
-    they are apart from others: fused steps take no mixture.
+    DTensors count with their global size: a step may run collectives, so all ranks need the same
+    chunks. They are not mixed with other tensors, which fused steps do not support.
     """
     params = [(n, p) for n, group in enumerate(groups) for p in group if p.grad is not None]
     on_cpu = all(param.device.type == "cpu" for _, param in params)

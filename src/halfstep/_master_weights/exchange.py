@@ -15,15 +15,15 @@ from halfstep._pytorch.amp import copy_to_each_, increment_version
 from halfstep._pytorch.distributed import Swap, in_place_of, local_part, shard_name
 
 ALIGNMENT = 16
-"""Weights begin at multiples of so many entries, as in memory of their own: reductions depend on
-it."""
+"""Alignment of weights in a block, in entries.
 
+It is that of tensors with memory of their own, because the results of reductions depend on it."""
 
 SMALL = 1 << 16
-"""Parameters of at most so many entries are converted together: to call an op takes longer."""
+"""Largest size of parameters that are converted together, in entries: call overhead dominates."""
 
 TOGETHER = 64
-"""So many small parameters at most: the block in between takes memory."""
+"""Largest number of parameters converted together; it bounds the memory of the block."""
 
 
 def _aligned(size: int) -> int:
@@ -31,18 +31,18 @@ def _aligned(size: int) -> int:
 
 
 class Scratch:
-    """Memory for float32 weights and gradients that is used again for every chunk."""
+    """Memory for float32 weights and gradients, reused for every chunk."""
 
     def __init__(self) -> None:
         self._free: dict[torch.device, Tensor] = {}
         self._whole: dict[torch.device, Tensor] = {}
 
     def clear(self) -> None:
-        """Let all of it be used again."""
+        """Make all memory available again."""
         self._free = dict(self._whole)
 
     def take(self, size: int, device: torch.device) -> Tensor:
-        """Return memory for so many entries, ``[size]``."""
+        """Return float32 memory, ``[size]``."""
         aligned = _aligned(size)
         free = self._free.get(device)
         if free is None or free.numel() < aligned:
@@ -55,16 +55,17 @@ class Scratch:
 
 @dataclass(eq=False, slots=True)
 class _Exchanged:
-    """A parameter that is float32 for a while.
+    """A parameter that is temporarily float32.
 
     Attributes:
-        low: Its value, which lies where it always does.
-        dense: This rank's part of it, without gaps: the same memory, or a copy.
-        keeper: Who has kept something of it, or begins anew.
-        kept: What is kept, laid out as ``dense``; so is ``weight``, the float32 weight.
-        wide: The gradient that it is given, None if it has none.
-        version: How often that had been written to.
-        swap: The parameter, and what it is at present; or what it was, which that has become.
+        low: The original data of the parameter, in its usual memory.
+        dense: This rank's part of ``low`` without gaps: the same memory, or a copy.
+        keeper: The store that wrote ``kept``; the current one if nothing was kept.
+        kept: The tensor that the store keeps, laid out like ``dense``; None if it keeps nothing.
+        weight: The float32 weight, laid out like ``dense``.
+        wide: The gradient during the exchange; None if there is none.
+        version: The version counter of ``wide`` before the step.
+        swap: The swap of the parameter with its float32 version; None before the exchange.
     """
 
     param: Tensor
@@ -83,10 +84,10 @@ class _Exchanged:
 
 
 class _Batch:
-    """Parameters that are converted together: side by side in one block, with gaps between.
+    """Parameters that are converted together: side by side in one block, with padding.
 
-    Of several, all have the same device, dtype and shard; and all have a gradient of that dtype, or
-    none has.
+    Several parameters have the same device, dtype and shard, and either all of them or none have a
+    gradient of that dtype.
     """
 
     def __init__(self, members: list[_Exchanged], store: Store) -> None:
@@ -99,14 +100,14 @@ class _Batch:
         self._weights: Tensor | None = None
 
     def widen(self, memory: Callable[[int, torch.device], Tensor]) -> None:
-        """Give the parameters their weights and, to several, their gradients, in new memory."""
+        """Create the weights and, for more than one parameter, the float32 gradients."""
         members, device = self._members, self._lows[0].device
         keeper = members[0].keeper
         kept = self._joined(self._kept) if self._kept else None
         room = kept if kept is not None and keeper.keeps_weight else memory(self._size, device)
         weights = keeper.widen(self._joined(self._lows), kept, room)
         for each, part in zip(members, self._parts(weights), strict=True):
-            each.weight = _shaped(part, each.dense).data  # with a version of its own
+            each.weight = _shaped(part, each.dense).data  # .data: its own version counter
             if keeper is not self._store:
                 each.kept = self._store.empty(each.dense)
         self._weights = weights
@@ -118,7 +119,7 @@ class _Batch:
                 each.wide = in_place_of(each.param.grad, _shaped(part, grad).data)
 
     def narrow(self) -> None:
-        """Round the weights to the parameters, and keep what is left."""
+        """Round the weights into the parameters, and store what rounding leaves out."""
         members, store, weights = self._members, self._store, self._weights
         made = [each for each in members if each.is_made]
         if len(made) < len(members):  # interrupted
@@ -145,11 +146,11 @@ class _Batch:
                 target.copy_(each.dense)
 
     def _parts(self, block: Tensor) -> tuple[Tensor, ...]:
-        """Return the memory of each in a block."""
+        """Return the part of a block that belongs to each parameter."""
         return block.split_with_sizes(self._sizes)[::2] if len(self._lows) > 1 else (block,)
 
     def _joined(self, flat: list[Tensor]) -> Tensor:
-        """Return a block of copies; one tensor is its own block."""
+        """Return a block with copies of the tensors; a single tensor is returned as it is."""
         if len(flat) == 1:
             return flat[0]
         block = flat[0].new_zeros(self._size)
@@ -158,11 +159,11 @@ class _Batch:
 
 
 class Exchange:
-    """Calls for which parameters and their gradients are float32.
+    """Calls during which parameters and their gradients are float32.
 
-    However one ends, the parameters are afterwards what their weights round to. Those that the
-    store does not serve stay as they are, and so do frozen ones. ``scratch`` is memory for a step
-    that keeps no hold of it, and does not write to gradients but to unscale them.
+    After a call, even one that raises an error, the parameters are their weights, rounded.
+    Parameters of other dtypes and frozen ones without state are left alone. ``scratch`` is memory
+    for steps that keep no reference to it, and write to gradients only to unscale them.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Exchange:
         self._open: list[_Batch] = []
 
     def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.is_inference_mode_enabled():  # what is made in it could not be written to later
+        if torch.is_inference_mode_enabled():  # its tensors could not be written to later
             with torch.inference_mode(False):
                 return self.around(step, *args, **kwargs)
 
@@ -189,7 +190,7 @@ class Exchange:
         return in_any_case(call, self._narrow_all)
 
     def outside(self, argument: Any) -> Any:
-        """Return a closure that runs with the parameters as they were; else the argument itself."""
+        """Return a closure that runs with the original parameters; other arguments unchanged."""
         if not callable(argument):
             return argument
 
@@ -216,8 +217,8 @@ class Exchange:
 
     @torch.no_grad()
     def _narrow_all(self) -> None:
-        """Put all parameters back. Interrupted, it can be called again."""
-        torch.clear_autocast_cache()  # of float32 parameters: those in it cannot be swapped
+        """Restore all parameters. After an interruption it can be called again."""
+        torch.clear_autocast_cache()  # it refers to float32 parameters, which prevents the swap
         for batch in self._open:
             batch.narrow()
         while self._exchanged:
@@ -226,7 +227,7 @@ class Exchange:
         self._open = []
 
     def _batches(self, found: list[_Exchanged]) -> Iterator[_Batch]:
-        """Yield large parameters alone and small ones together: calls of ops take longer there."""
+        """Yield large parameters alone and small ones together, to save call overhead."""
         small: dict[tuple[object, ...], list[_Exchanged]] = {}
         for each in found:
             if each.dense.numel() > SMALL or each.keeper is not self._store:
@@ -242,7 +243,7 @@ class Exchange:
 
     def _is_served(self, param: Tensor) -> bool:
         is_trained = param.requires_grad or param.grad is not None
-        # One with state may be swapped with its average, though it is frozen.
+        # A frozen parameter with state may still be swapped with its average.
         has_part = is_trained or bool(self._optimizer.state.get(param))
         return has_part and param.dtype in self._store.dtypes
 
@@ -258,7 +259,7 @@ class Exchange:
         return self._scratch.take(size, device)
 
     def _exchange(self, each: _Exchanged) -> None:
-        """Let a parameter be its weight, and its gradient be float32."""
+        """Replace a parameter by its float32 weight, and its gradient by a float32 one."""
         param, low = each.param, each.low
         assert each.weight is not None
         wide = in_place_of(low, each.weight).requires_grad_(param.requires_grad)
@@ -285,7 +286,7 @@ class Exchange:
         return in_place_of(grad, _shaped(memory, local).copy_(local).detach())
 
     def _put_back(self, each: _Exchanged) -> None:
-        """Let a parameter be what it was. Interrupted, it can be called again."""
+        """Restore a parameter. After an interruption it can be called again."""
         assert each.swap is not None
         if each.is_made:
             self._narrow_gradient(each, each.swap.other)
@@ -295,7 +296,7 @@ class Exchange:
         each.swap.undo()
 
     def _narrow_gradient(self, exchanged: _Exchanged, own: Tensor) -> None:
-        """Give what the parameter was its gradient: the one it had, written to if need be."""
+        """Apply changes of the gradient to ``own``, the original contents of the parameter."""
         grad, wide = exchanged.param.grad, exchanged.wide
         if grad is not wide:
             if grad is not None and own.grad_dtype is own.dtype:
@@ -306,18 +307,18 @@ class Exchange:
             own.grad.copy_(wide)
 
     def _is_written_to(self, exchanged: _Exchanged) -> bool:
-        """Return whether the step has changed a gradient: unscaled it, or set it to zero."""
+        """Return whether the step has unscaled or zeroed a gradient."""
         if getattr(self._optimizer, "grad_scale", None) is not None:
             return True
-        # Fused steps count as writing to all gradients.
+        # Fused steps increase the version of all gradients, even of those that they do not change.
         wide = exchanged.wide
         return self._scratch is None and wide is not None and wide._version != exchanged.version
 
 
 def in_any_case(call: Callable[[], Any], end: Callable[[], None]) -> Any:
-    """Call a function and, whatever happens, another one, which may be called again.
+    """Return the result of ``call``, and run ``end`` afterwards, even after an error.
 
-    Ctrl-C may cut short the first call of that as well.
+    ``end`` runs twice, because Ctrl-C may interrupt the first run.
     """
     try:
         try:
@@ -342,12 +343,12 @@ def float32_weight(optimizer: torch.optim.Optimizer, store: Store, param: Tensor
 def _kept(
     state: dict[str, Any], store: Store, shape: torch.Size, dense: Tensor
 ) -> tuple[Store, Tensor | None]:
-    """Return who has kept something of a parameter, and what is kept, here.
+    """Return the store that wrote the kept tensor of a parameter, and this rank's part of it.
 
-    Another store may have, and saved it. If that is of another shape, or nothing is kept, ``store``
-    begins anew. The shape is that on all ranks together, ``dense`` what this rank has.
+    A loaded state may come from another store. If it has another shape, or nothing is kept,
+    ``store`` starts afresh. ``shape`` is global, ``dense`` is this rank's part.
     """
-    # A list: an interrupt in a generator that is thrown away would be lost.
+    # A list, because an interrupt in a discarded generator would be lost.
     keeper = ([each for each in (store, *KEEPING) if each.key in state] or [store])[0]
     saved = state.get(keeper.key)
     if saved is None or saved.shape != shape:
@@ -356,19 +357,19 @@ def _kept(
 
 
 def _has_narrow_gradient(each: _Exchanged) -> bool:
-    """Return whether a parameter has a gradient of its own dtype, and not a sparse one."""
+    """Return whether a parameter has a dense gradient of its own dtype."""
     grad = each.param.grad
     return grad is not None and grad.dtype is each.param.dtype and grad.layout is torch.strided
 
 
 def _is_as_given(each: _Exchanged) -> bool:
-    """Return whether a parameter is its weight still: the optimizer may have put another there."""
+    """Return whether a parameter is still its weight; the optimizer may have replaced the data."""
     weight = each.weight
     return weight is not None and (weight.is_meta or local_part(each.param).is_set_to(weight))
 
 
 def _dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a tensor whose memory has no gaps, laid out as that of ``like`` if it is given."""
+    """Return a tensor without gaps in memory, laid out like ``like`` if given."""
     strides = (tensor if like is None else like).stride()
     if like is None and not tensor.is_contiguous():
         strides = torch.empty_like(tensor, device="meta").stride()
@@ -378,10 +379,10 @@ def _dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the entries of a dense tensor in the order of the memory."""
+    """Return the entries of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """Return what :func:`_flat` has made of a tensor laid out as ``like``."""
+    """Return a flat tensor in the layout of ``like``: the inverse of :func:`_flat`."""
     return flat.as_strided(like.shape, like.stride())

@@ -1,4 +1,4 @@
-"""Updates of weights that rounding has lost."""
+"""Counts of the weight updates that are lost to rounding."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from halfstep._scaler.scalars import moved
 
 
 class Counted(NamedTuple):
-    """What became of the updates of one parameter in one step."""
+    """The updates of one parameter in one step, counted."""
 
     param: Tensor
     dtype: torch.dtype  # of the weight behind it
-    counts: Tensor  # updates, and those that were lost, [2], int64
+    counts: Tensor  # number of updates and of lost ones, [2], int64
 
 
 class _Before(NamedTuple):
     """A parameter before a step."""
 
     param: Tensor
-    weight: Tensor  # what is looked at of the weight behind it
-    has_gradient: Tensor | None  # by entry, whether it is not zero; None if a closure will tell
+    weight: Tensor  # inspected entries of the weight behind it
+    has_gradient: Tensor | None  # by entry, whether it is nonzero; None with a closure
     is_moved: Tensor | bool  # whether the learning rate is not zero
 
 
 class StepUpdates:
-    """The weights of an optimizer before a step, to be counted after it.
+    """The weights of an optimizer before a step, to count lost updates after it.
 
-    Sparse gradients do not count, nor do weights that are rounded by chance, those with a learning
-    rate of 0, as in the first step of a warm-up, nor tensors without values. Sync: none.
+    The following do not count: sparse gradients, stochastically rounded weights, weights with a
+    learning rate of 0 (as in the first step of a warm-up), and tensors without values. Sync: none.
 
     Args:
-        optimizer: The optimizer. One that is given ``found_inf`` skips the step by itself: then
-            nothing counts.
-        has_closure: Whether a closure makes the gradients during the step: the last ones count.
-            Else those before it do, since the step may set them to zero.
-        part: Returns the entries of a tensor that are looked at.
+        optimizer: The optimizer. If it has ``found_inf``, it skips bad steps by itself; a skipped
+            step does not count.
+        has_closure: Whether a closure computes the gradients during the step: the last ones count.
+            Otherwise the gradients before the step count, since the step may zero them.
+        part: A function that returns the entries of a tensor to inspect.
     """
 
     @torch.no_grad()
@@ -64,7 +64,7 @@ class StepUpdates:
         has_closure: bool,
         part: Callable[[Tensor], Tensor],
     ) -> None:
-        # One around another has no weights of its own behind the parameters.
+        # A wrapper has no master weights of its own.
         self._optimizer = next(iter(with_masters(optimizer)), optimizer)
         self._part = part
         found_inf = getattr(optimizer, "found_inf", None)
@@ -89,7 +89,7 @@ class StepUpdates:
         return self._part(local_part(weight_of(self._optimizer, param)))
 
     def _has_gradient(self, param: Tensor) -> Tensor | None:
-        """Return which entries have a gradient that is not zero, None without one to look at."""
+        """Return which entries have a nonzero gradient; None without a dense gradient."""
         grad = param.grad
         if grad is None or grad.layout is not torch.strided:
             return None
@@ -97,7 +97,7 @@ class StepUpdates:
 
     @torch.no_grad()
     def counted(self) -> list[Counted]:
-        """Return the counts of the step that has been made since."""
+        """Return the counts of the step made since."""
         found = []
         for param, before, has_gradient, is_moved in self._before:
             if has_gradient is None:
@@ -115,11 +115,11 @@ class StepUpdates:
 
 
 class OpenSteps:
-    """The steps that have begun and have not ended, of each optimizer the outermost.
+    """The running steps of optimizers; of nested steps, only the outermost.
 
-    The step of a class may call that of its base class, and that of an optimizer around another one
-    calls that of this one: all have hooks. That of a container does not count: those of the
-    optimizers that it holds do.
+    The step of a class may call that of its base class, and the step of a wrapper calls that of the
+    wrapped optimizer: all have hooks. The step of a container does not count; the steps of the
+    optimizers in it do.
     """
 
     def __init__(self, part: Callable[[Tensor], Tensor] = lambda values: values) -> None:
@@ -129,10 +129,10 @@ class OpenSteps:
     def begin(
         self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Note the weights before a step, called from a hook of it, with what the hook is given."""
+        """Record the weights before a step; call this from a pre-hook, with its arguments."""
         depth = optimizer_step_depth()
         for outer_depth, outer, _ in self._open.values():
-            # One that is not further out was left by an exception.
+            # An open step that is not further out was ended by an exception.
             if outer_depth < depth and makes_step_of(outer, optimizer):
                 return
         held = (each for each in members(optimizer) if each is not optimizer)
@@ -143,7 +143,7 @@ class OpenSteps:
         self._open[id(optimizer)] = depth, optimizer, step
 
     def end(self, optimizer: torch.optim.Optimizer) -> list[Counted]:
-        """Return the counts of a step, called from a hook after it; none for one inside of it."""
+        """Return the counts of a step, none for a nested one; call this from a post-hook."""
         found = self._open.get(id(optimizer))
         if found is None or found[0] != optimizer_step_depth():
             return []
@@ -155,10 +155,11 @@ class OpenSteps:
 
 
 class LostUpdates:
-    """What became of the updates of the weights in a block; see :func:`lost_updates`.
+    """The shares of lost updates in a block; see :func:`lost_updates`.
 
-    An update is lost if its gradient is not zero and the weight does not move: it was smaller than
-    half a unit in the last place of the weight. Sync: one for each parameter when a share is read.
+    An update is lost if its gradient is nonzero and the weight does not change, because the update
+    was smaller than half a unit in the last place of the weight. Sync: one for each parameter when
+    a share is read.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None) -> None:
@@ -173,8 +174,8 @@ class LostUpdates:
         self._dtypes: set[torch.dtype] = set()
 
     def __enter__(self) -> LostUpdates:
-        """Begin to count."""
-        # Those of one optimizer are not enough: what wraps or holds optimizers may have none.
+        """Start counting."""
+        # Global hooks, since wrappers and containers of optimizers may have none of their own.
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self
@@ -186,17 +187,17 @@ class LostUpdates:
 
     @property
     def share(self) -> float:
-        """The share of all updates that were lost, 0 to 1; NaN without any update."""
+        """The share of all updates that were lost, 0 to 1; NaN if there were no updates."""
         counts = [each.cpu() for each in self._counts.values()]
         return _share(torch.stack(counts).sum(0)) if counts else float("nan")
 
     @property
     def shares(self) -> dict[str, float]:
-        """The same for each parameter, by its name."""
+        """The share of lost updates of each parameter, by name; NaN without updates."""
         return {name: _share(counts) for name, counts in self._counts.items()}
 
     def __str__(self) -> str:
-        """Return a sentence, and a line for each of the parameters that lost most."""
+        """Return a sentence, and a line for each of the five parameters that lost most."""
         shares = {name: share for name, share in self.shares.items() if share == share}
         if not shares:
             return (
@@ -223,21 +224,21 @@ class LostUpdates:
 def lost_updates(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None = None
 ) -> LostUpdates:
-    """Count the updates that rounding loses, in a block with one step or more.
+    """Count the updates that are lost to rounding in a block with at least one step.
 
     Args:
-        optimizer: Any optimizer of PyTorch's interface, or what wraps or holds such. With master
-            weights it is the float32 weights that are looked at, of which next to none are lost.
-        module: Gives the parameters their names.
+        optimizer: Any optimizer with PyTorch's interface, or a wrapper or container of such. With
+            master weights, the float32 weights are inspected, which lose almost no updates.
+        module: The model, for the names of the parameters.
 
     Returns:
-        A context manager, whose ``share`` and ``shares`` (by parameter) are the shares, 0 to 1, of
-        the entries whose gradient was not zero and whose weight did not move. Steps that a
-        GradScaler skips do not count, nor do those with a learning rate of 0, nor sparse gradients,
-        nor the weights of ``store="stochastic"``, which are right on average. Of a closure it is
-        the last gradients that count. Of DTensors, what this rank holds.
+        A context manager with ``share`` and, by parameter, ``shares``: of the entries with a
+        nonzero gradient, the share, 0 to 1, whose weight did not change. The following do not
+        count: steps that a GradScaler skips, steps with a learning rate of 0, sparse gradients, and
+        weights of ``store="stochastic"``, which are right on average. With a closure, the last
+        gradients count. For DTensors, the entries on this rank count.
 
-    Memory: a copy of the weights for the time of a step. Sync: none before the shares are read.
+    Memory: a copy of the weights during a step. Sync: none until the shares are read.
 
     Example:
         >>> model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Master weights: an optimizer steps in float32, whatever its parameters are stored in."""
+"""Master weights: optimizer steps in float32 for bfloat16 and float16 parameters."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ UNTOUCHED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 """The dtypes whose parameters are left alone."""
 
 BESIDE_STEP = ("train", "eval", "first_step", "second_step")
-"""Methods by which optimizers of other libraries change parameters outside of ``step``.
+"""Methods with which optimizers of other libraries change parameters outside of ``step``.
 
-Schedule-free ones swap weights and their average, sharpness-aware ones go to a neighbour and
-back."""
+Schedule-free optimizers swap weights with their average; sharpness-aware ones move to a nearby
+point and back."""
 
 SEED, STEPS = "master_seed", "master_steps"
-"""The keys, in groups of parameters, of what random bits depend on: these are saved everywhere."""
+"""Keys in parameter groups of what the random bits depend on; groups are saved everywhere."""
 
 StoreName = Literal["split", "float32", "kahan", "stochastic"]
 
@@ -63,13 +63,13 @@ def master_weights(
     *,
     chunked: bool = False,
 ) -> _Optimizer:
-    """Let an optimizer step its bfloat16 and float16 parameters as float32 ones.
+    """Make an optimizer step its bfloat16 and float16 parameters in float32.
 
-    In bfloat16 an update below 1/512 of a weight is lost to rounding, at usual learning rates most
-    of them. So what rounding has left out of a weight is kept beside it, in the state of the
-    optimizer. During ``optimizer.step`` parameters and gradients *are* float32: any optimizer of
-    PyTorch computes as on a float32 model, and makes float32 state. Afterwards they are what they
-    were before, the same objects in the same memory, rounded anew.
+    In bfloat16 an update below 1/512 of a weight is lost to rounding; at usual learning rates most
+    updates are. Therefore the state of the optimizer keeps what rounding leaves out of each weight.
+    During ``optimizer.step`` parameters and gradients *are* float32: any optimizer of PyTorch
+    computes as on a float32 model, and creates float32 state. Afterwards the parameters have their
+    own dtype again: they are the same objects in the same memory, with newly rounded values.
 
     =================  ==============  ===================  ====================================
     ``store``          bytes a weight  parameters           a step is
@@ -80,35 +80,41 @@ def master_weights(
     ``"stochastic"``   2               bfloat16, float16    right on average
     =================  ==============  ===================  ====================================
 
-    The parameter is the truth: whatever writes to it (``load_state_dict``, a merge, an average, a
-    mask), the next step goes on from there. ``state_dict`` holds what is needed to go on bit for
-    bit, and the state of an optimizer without master weights loads too. Parameters that are added
-    later, or are moved to another device, have master weights as well; float32 ones are left alone.
+    The parameter is authoritative: after any write to it (``load_state_dict``, a merge, an average,
+    a mask), the next step continues from the new value. ``state_dict`` holds all that is needed to
+    continue bit for bit; the state of an optimizer without master weights can be loaded too.
+    Parameters that are added later or moved to another device also get master weights; float32
+    parameters are left alone.
 
     Args:
-        optimizer: Any optimizer, with PyTorch's interface. It is changed in place.
-        store: What is kept.
-        gradients: ``"float32"``: gradients are added up in float32, which takes 4 bytes a weight in
-            place of 2. None: in the dtype of their parameter; but those of float16 parameters in
-            float32, as a GradScaler needs it. Not with DTensors. DistributedDataParallel adds up
-            such gradients in float32, if it has wrapped the model before.
-        generator: Gives ``"stochastic"`` its seed. Left out, all ranks have the same one.
-        chunked: Call the step of an optimizer that is not PyTorch's with a few parameters at a
-            time, as PyTorch's are called. You promise that its step of one needs no other: no norm
-            or estimate over all. A step that counts is followed; one that leaves other values in
-            its groups for each chunk raises a ValueError.
+        optimizer: Any optimizer with PyTorch's interface. It is changed in place.
+        store: What is kept beside each parameter, see the table.
+        gradients: ``"float32"`` accumulates gradients in float32, at 4 bytes a weight instead of 2.
+            None accumulates them in the dtype of the parameter, except for float16 parameters:
+            their gradients are float32, which a GradScaler needs. DTensors cannot have float32
+            gradients. DistributedDataParallel reduces them in float32 if it has wrapped the model
+            before.
+        generator: The source of the seed of ``"stochastic"``. By default all ranks have the same
+            seed.
+        chunked: Step an optimizer that is not PyTorch's with a few parameters at a time, as is done
+            with PyTorch's own. You promise that the step of a parameter does not depend on others,
+            as through a norm or an estimate over all. A step count is handled; a step that leaves
+            different values in its groups or attributes for each chunk raises a ValueError.
 
     Returns:
         The optimizer.
 
     Raises:
-        TypeError: It is not an optimizer, or wraps one, or holds several: pass that, or each.
-        ValueError: It has master weights already, none of its parameters is bfloat16 or float16,
-            one of them is of a dtype that the store cannot serve, or gradients cannot be float32.
+        TypeError: ``optimizer`` is not an optimizer, wraps one (pass the wrapped one), or holds
+            several (pass each of them).
+        ValueError: The optimizer already has master weights, or state with master weights was
+            loaded into it before; it has no bfloat16 or float16 parameter; a parameter has a dtype
+            that the store does not support, or shares memory with another; gradients cannot be
+            float32; or an argument is not valid.
 
-    Memory: while it steps, float32 weights and gradients of a million entries at a time on a CPU,
-    elsewhere of a tenth of the parameters; of all of them with LBFGS, and with an optimizer that is
-    not PyTorch's if it has a closure, or is not ``chunked``. Sync: none.
+    Memory: float32 weights and gradients during a step: of a million entries at a time on a CPU, of
+    a tenth of the parameters on other devices; of all parameters with LBFGS, and with an optimizer
+    that is not PyTorch's if it has a closure or is not ``chunked``. Sync: none.
 
     Example:
         >>> import halfstep
@@ -154,7 +160,7 @@ _MASTERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, MasterWeights] = (
 )
 
 KEYS = {each.key for each in STORES.values()}
-"""The keys, in the state of an optimizer, of what is kept beside parameters."""
+"""The keys, in the state of an optimizer, of the tensors that stores keep."""
 
 _ROUNDED_BY_LOADING = {Split.key, Float32.key}
 
@@ -162,18 +168,18 @@ _ROUNDED_BY_LOADING = {Split.key, Float32.key}
 class MasterWeights:
     """The master weights of one optimizer.
 
-    ``float32_gradients``: of bfloat16 parameters too. ``chunked``: it steps in chunks, whoever
-    wrote it.
+    ``float32_gradients`` applies to bfloat16 parameters too. ``chunked`` applies to optimizers that
+    are not PyTorch's.
     """
 
     def __init__(self, store: Store, *, float32_gradients: bool, chunked: bool) -> None:
         self.store = store
         self._float32_gradients, self._chunked = float32_gradients, chunked
         self._loaded: dict[int, dict[str, Any]] = {}
-        self._num_calls = 0  # of the replaced calls that have not ended
+        self._num_calls = 0  # running calls of replaced methods
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer step in float32 from now on."""
+        """Make an optimizer step in float32 from now on."""
         if not self._served(optimizer, optimizer.param_groups):
             raise ValueError(
                 f"master_weights({type(optimizer).__name__}): all its parameters are float32 or "
@@ -201,8 +207,8 @@ class MasterWeights:
         self._number_step(optimizer, 0)
         _MASTERS[optimizer] = self
 
-    # Calls are replaced on the instance, as schedulers and accelerate do it. Hooks of the step are
-    # not enough: nothing would put the parameters back after one that raises, for want of memory.
+    # Methods are replaced on the instance, as schedulers and accelerate do it. Step hooks are not
+    # enough: after a step that raises an error (out of memory), no hook restores the parameters.
 
     def _take_step(self, optimizer: torch.optim.Optimizer) -> None:
         alone, original = step_without_hooks(optimizer), optimizer.step
@@ -210,7 +216,7 @@ class MasterWeights:
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._see_to_dtypes(optimizer)
             self._number_step(optimizer, 1)
-            if alone is None:  # somebody's own: its hooks see float32 parameters
+            if alone is None:  # replaced by others: its hooks see float32 parameters
                 return self._step_at_once(optimizer, original, *args, **kwargs)
             tell_scheduler(optimizer)
             return self._step(optimizer, alone, *args, **kwargs)
@@ -236,9 +242,9 @@ class MasterWeights:
         _replace(optimizer, name, counted)
 
     def _refuse_earlier_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Raise an error if the optimizer steps by the method that it had before this one.
+        """Raise an error if the original ``step`` is called instead of its replacement.
 
-        Accelerate keeps it where it has a scaler, calls it and puts it back.
+        With a scaler, accelerate saves the ``step`` that it finds, calls it and puts it back.
         """
         if self._num_calls == 0:
             raise CallOrderError(
@@ -268,17 +274,17 @@ class MasterWeights:
         _replace(optimizer, "add_param_group", add_param_group)
 
     def _take_copies(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let copies, by ``copy`` and ``pickle``, have master weights too."""
+        """Give copies made by ``copy`` and ``pickle`` master weights too."""
 
         def reduce(optimizer: torch.optim.Optimizer, protocol: SupportsIndex) -> tuple[Any, ...]:
-            # What one without master weights returns: none of its attributes is saved.
+            # As without master weights: attributes of the instance are not saved.
             parts = type(optimizer).__reduce_ex__(optimizer, protocol)
             return _copied, (self.store.name, self._float32_gradients, self._chunked, parts)
 
         _replace(optimizer, "__reduce_ex__", reduce)
 
     def _take_loading(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load states into optimizers whose class calls no hooks of it, as in bitsandbytes."""
+        """Support optimizers whose ``load_state_dict`` calls no hooks, as in bitsandbytes."""
         original = optimizer.load_state_dict
 
         def load_state_dict(
@@ -286,18 +292,18 @@ class MasterWeights:
         ) -> None:
             self._before_load(optimizer, state_dict)
             original(state_dict, *args, **kwargs)
-            self._after_load(optimizer)  # does nothing more where it was called as a hook
+            self._after_load(optimizer)  # has no effect if it was already called as a hook
 
         _replace(optimizer, "load_state_dict", load_state_dict)
 
     def _served(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
     ) -> list[Tensor]:
-        """Return the parameters of lower precision; see to the dtype of their gradients.
+        """Return the parameters that the store serves, and set the dtype of their gradients.
 
         Raises:
-            ValueError: One of them is of a dtype that the store cannot serve, or its gradient is to
-                be float32 and cannot be, or it has the memory of another one.
+            ValueError: The store does not support the dtype of a parameter, a gradient cannot be
+                float32, or two parameters share memory.
         """
         found = []
         for group in groups:
@@ -319,7 +325,7 @@ class MasterWeights:
         return found
 
     def _see_to_dtypes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error where a model was given another dtype since, as by ``model.half()``."""
+        """Raise an error if a parameter now has an unsupported dtype, as by ``model.half()``."""
         known = (*self.store.dtypes, *UNTOUCHED)
         if any(param.dtype not in known for param in parameters(optimizer)):
             self._served(optimizer, optimizer.param_groups)
@@ -340,7 +346,7 @@ class MasterWeights:
 
     @staticmethod
     def _see_to_buckets(params: list[Tensor]) -> None:
-        """Let DistributedDataParallel take float32 gradients, once all that it reduces are."""
+        """Make DistributedDataParallel reduce in float32 if all its gradients are float32."""
         if params and has_process_group():
             modules = dict(reduced_by(params))
             _refuse_later_wrapping([param for param in params if id(param) not in modules])
@@ -364,10 +370,10 @@ class MasterWeights:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Step in chunks, if that is the same."""
+        """Step in chunks if the result is the same, else all at once."""
         closure = next(iter(args), kwargs.get("closure"))
         is_known = steps_one_at_a_time(optimizer, step)
-        if callable(closure) and is_known:  # it would call the closure once, before all else
+        if callable(closure) and is_known:  # it calls the closure once, at the start
             with torch.enable_grad():
                 loss = closure()
             self._step(optimizer, step)
@@ -397,7 +403,7 @@ class MasterWeights:
         return exchange.around(step, *args, **kwargs)
 
     def _number_step(self, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-        """Let random bits be those of the next step."""
+        """Select the random bits of the next step, and add ``num_steps`` to the step count."""
         if isinstance(self.store, Stochastic):
             groups = optimizer.param_groups
             seed = next((group[SEED] for group in groups if SEED in group), self.store.seed)
@@ -411,9 +417,9 @@ class MasterWeights:
     def _before_load(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Note the state of lower parameters: PyTorch casts all state to the parameter's dtype.
+        """Set aside the state of lower parameters: PyTorch casts state to the parameter's dtype.
 
-        It gets what the optimizer has made, which ``__setstate__`` may ask for, and nothing else.
+        PyTorch loads the optimizer's own state, which ``__setstate__`` may need, and nothing else.
         """
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         saved = dict(state_dict["state"])
@@ -426,11 +432,11 @@ class MasterWeights:
         return state_dict | {"state": saved}
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put it in as it was saved."""
+        """Restore the state that was set aside, with the dtypes in which it was saved."""
         for param in parameters(optimizer):
             for key, value in self._loaded.get(id(param), {}).items():
                 state = optimizer.state[param]
-                # PyTorch leaves "step" float32. What __setstate__ has removed stays removed.
+                # PyTorch leaves "step" float32. Keys that __setstate__ has removed stay removed.
                 is_cast = isinstance(value, _WITH_TENSORS) and key != "step" and key in state
                 if key in KEYS or is_cast:
                     state[key] = _map_state(methodcaller("to", param.device), value)
@@ -440,9 +446,9 @@ class MasterWeights:
         self._widen_states(optimizer)
 
     def _widen_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make state float32 that was made without master weights.
+        """Cast state that was made without master weights to float32.
 
-        With them, what is of lower precision is so by the optimizer's choice.
+        State made with them has a lower precision only if the optimizer chose it.
         """
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -456,7 +462,7 @@ class MasterWeights:
 def _copied(
     store: str, float32_gradients: bool, chunked: bool, parts: tuple[Any, ...]
 ) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer with master weights; the seed of chance is in its groups."""
+    """Return a copy of an optimizer with master weights; the random seed is in its groups."""
     make, args, state, *_ = parts
     optimizer: torch.optim.Optimizer = make(*args)
     optimizer.__setstate__(state)
@@ -467,7 +473,7 @@ def _copied(
 
 
 def _after_save(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Let the remainders of DTensors be int32: no backend of torch.distributed sends int16."""
+    """Save the remainders of DTensors as int32: no backend of torch.distributed sends int16."""
     state = dict(state_dict["state"])
     for id, each in state.items():
         if isinstance(each, dict) and is_dtensor(each.get(Split.key)):
@@ -478,19 +484,20 @@ def _after_save(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 def float32_weights(
     model: torch.nn.Module, *optimizers: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """Return the ``state_dict`` of a model with exact float32 weights, to export it.
+    """Return the ``state_dict`` of a model with exact float32 weights, for export.
 
     Args:
         model: The model.
-        optimizers: All optimizers of its parameters that have master weights; or what wraps or
-            holds them.
+        optimizers: All optimizers of its parameters that have master weights, or wrappers or
+            containers of them.
 
     Returns:
-        Copies of all bfloat16 and float16 parameters in float32: the weights behind those that the
-        optimizers have, the values of others. Everything else as ``model.state_dict()`` has it.
+        A ``state_dict`` with float32 copies of all bfloat16 and float16 parameters: the master
+        weights of those that the optimizers step, the values of the others. All other entries are
+        those of ``model.state_dict()``.
 
     Raises:
-        TypeError: One of them is no optimizer.
+        TypeError: One of ``optimizers`` is not an optimizer.
         ValueError: No optimizer has master weights, or none has a parameter of this model.
 
     Memory: the float32 weights. Sync: none.
@@ -539,13 +546,13 @@ def has_master_weights(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def with_masters(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers with master weights that a step of this one is a step of."""
-    own = [each for each in _MASTERS if each is optimizer]  # a container may have no hash
+    """Return the optimizers with master weights that a step of this optimizer steps."""
+    own = [each for each in _MASTERS if each is optimizer]  # a container may not be hashable
     return own or [each for each in _MASTERS if makes_step_of(optimizer, each)]
 
 
 def weight_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
-    """Return what an optimizer steps: the float32 weight behind a parameter, else itself."""
+    """Return the float32 weight behind a parameter; without one, the parameter itself."""
     masters = _MASTERS.get(optimizer)
     if masters is None or param.dtype not in masters.store.dtypes:
         return param.detach()
@@ -553,7 +560,7 @@ def weight_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 def is_rounded_by_chance(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
-    """Return whether a parameter has no weight behind it, but is right on average."""
+    """Return whether a parameter is rounded stochastically, with no weight behind it."""
     masters = _MASTERS.get(optimizer)
     return (
         masters is not None
@@ -563,9 +570,9 @@ def is_rounded_by_chance(optimizer: torch.optim.Optimizer, param: Tensor) -> boo
 
 
 def _refuse_later_wrapping(params: list[Tensor]) -> None:
-    """Raise in the first backward pass, if a DistributedDataParallel has wrapped them meanwhile.
+    """Raise an error in the first backward pass if DistributedDataParallel has wrapped them since.
 
-    PyTorch raises "Expected Half, got Float" there: its buckets have the dtypes of parameters.
+    PyTorch would raise "Expected Half, got Float": its buckets have the dtypes of the parameters.
     """
 
     def check(gradient: Tensor) -> None:
@@ -583,12 +590,12 @@ def _refuse_later_wrapping(params: list[Tensor]) -> None:
 
 
 def _refuse_shared_memory(optimizer: torch.optim.Optimizer) -> None:
-    """Raise an error if two parameters are one: their float32 weights would be two."""
+    """Raise an error if two parameters share memory: each would get its own float32 weight."""
     owners: dict[int, Tensor] = {}
     for param in parameters(optimizer):
         local = local_part(param)
         if param.dtype in LOWER and local.numel() > 0 and not is_fake(local):
-            address = local.data_ptr()  # 0 for one that has none, as on "meta"
+            address = local.data_ptr()  # 0 without memory, as on "meta"
             other = owners.setdefault(address, param) if address else param
             if other is not param:
                 one, two = Names().of([other, param], optimizer)
@@ -604,14 +611,14 @@ def _replace(optimizer: torch.optim.Optimizer, name: str, call: Callable[..., An
 
 
 _WITH_TENSORS = (Tensor, dict, list, tuple, deque)
-"""The classes of values of a state that are, or may hold, tensors."""
+"""The classes of state values that are, or may hold, tensors."""
 
 
 def _map_state(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a value of a state with a function applied to its tensors.
+    """Return a state value with a function applied to its tensors.
 
-    Containers are new ones, as PyTorch's ``load_state_dict`` makes them: an optimizer may write to
-    them, and those that were loaded belong to somebody else.
+    Containers are copied, as in PyTorch's ``load_state_dict``: an optimizer may write to them, and
+    the loaded ones belong to the caller.
     """
     if isinstance(value, Tensor):
         return function(value)

@@ -1,4 +1,4 @@
-"""Memory of a training, in bytes for each parameter."""
+"""Memory of a training, in bytes per parameter."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from halfstep._scaler.optimizers import members, require_optimizer
 
 @dataclass(frozen=True)
 class BytesPerParameter:
-    """The memory that weights, gradients and the state of an optimizer take.
+    """The memory of weights, gradients and optimizer state.
 
     Attributes:
         num_parameters: Number of entries of all parameters, on this rank.
         weights: Bytes of the parameters, by dtype.
-        gradients: Those of the gradients that are there.
-        states: Those of the state of the optimizer.
-        masters: Those of what master weights keep beside the parameters.
+        gradients: Bytes of the existing gradients, by dtype.
+        states: Bytes of the optimizer state without ``masters``, by dtype.
+        masters: Bytes that master weights keep beside the parameters, by dtype.
     """
 
     num_parameters: int
@@ -40,12 +40,12 @@ class BytesPerParameter:
 
     @property
     def total(self) -> float:
-        """Bytes for each parameter, of all together."""
+        """Bytes per parameter, all kinds together."""
         kinds = (self.weights, self.gradients, self.states, self.masters)
         return sum(sum(kind.values()) for kind in kinds) / max(self.num_parameters, 1)
 
     def __str__(self) -> str:
-        """Return a table, a row for each kind."""
+        """Return a table with a row for each kind."""
         rows = [("", "bytes a parameter", "")]
         for name in ("weights", "gradients", "states", "masters"):
             kind: dict[torch.dtype, int] = getattr(self, name)
@@ -59,20 +59,20 @@ class BytesPerParameter:
 def bytes_per_parameter(
     model: torch.nn.Module, *optimizers: torch.optim.Optimizer
 ) -> BytesPerParameter:
-    """Return how much memory a training takes for each parameter, as it is now.
+    """Return the current memory of a training per parameter.
 
-    After a step, before ``zero_grad``, all of it is there. Of DTensors, what this rank holds. Casts
-    of autocast and activations are not in it.
+    Call it after a step and before ``zero_grad``, when all of the memory is in use. For DTensors,
+    the part on this rank counts. Casts of autocast and activations do not count.
 
     Args:
         model: The model.
-        optimizers: All its optimizers; or what wraps or holds them.
+        optimizers: All its optimizers, or wrappers or containers of them.
 
     Returns:
         A value that prints as a table.
 
     Raises:
-        TypeError: One of them is no optimizer.
+        TypeError: One of ``optimizers`` is not an optimizer.
 
     Sync: none.
 
@@ -97,7 +97,7 @@ def bytes_per_parameter(
     params = dict.fromkeys(chain(model.parameters(), *map(parameters, apart)))
     states, masters = list[Any](), list[Any]()
     for optimizer in apart:
-        state = getattr(optimizer, "state", None)  # that of a container may be anything
+        state = getattr(optimizer, "state", None)  # of a container, it may be anything
         if isinstance(state, Mapping):
             for key, value in chain.from_iterable(map(_items, state.values())):
                 (masters if key in KEYS else states).append(value)
@@ -111,16 +111,16 @@ def bytes_per_parameter(
 
 
 def _reached(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return an optimizer, those that it holds, and those that one of them wraps."""
+    """Return an optimizer, those that it holds, and those that any of these wrap."""
     found = members(optimizer)
-    for each in found:  # it grows
+    for each in found:  # grows in the loop
         attributes = vars(each).values()
         found += [a for a in attributes if isinstance(a, torch.optim.Optimizer) and a not in found]
     return found
 
 
 def _items(state: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what an optimizer keeps of a parameter, or of something else, by key."""
+    """Return the items of an entry of the state; an entry that is no mapping has the key None."""
     return state.items() if isinstance(state, Mapping) else [(None, state)]
 
 

@@ -1,8 +1,8 @@
-"""Stores of master weights: what each keeps of a float32 weight beside its parameter.
+"""Stores of master weights, which keep part of each float32 weight beside its parameter.
 
-The parameter is the truth, and a store keeps no more than what rounding has left out of it. So a
-float32 weight always rounds to its parameter as it is now: one that was loaded, merged, averaged or
-set to zero since the last step counts, and no weight from before comes back.
+The parameter is authoritative; a store only adds what rounding has left out of it. A float32 weight
+therefore always rounds to the current parameter: if the parameter was loaded, merged, averaged or
+zeroed since the last step, the earlier weight does not come back.
 """
 
 from __future__ import annotations
@@ -18,48 +18,49 @@ from torch import Tensor
 from halfstep._pytorch.modes import is_fake
 
 PIECE, LARGE_PIECE = 1 << 19, 1 << 24
-"""So many entries are converted at a time: on a CPU they stay in the cache between two ops.
+"""Number of entries converted at a time, on a CPU and on other devices.
 
-Elsewhere to start an op takes longer, and what is in between is to take little memory."""
+On a CPU they stay in the cache between two ops. On other devices launching an op takes longer, but
+intermediate results should still take little memory."""
 
 _HALF = 1 << 15
-"""Half a unit in the last place of bfloat16, as float32 counts its bits."""
+"""Half a unit in the last place of bfloat16, in the integer bits of float32."""
 
 
 class Store(ABC):
-    """How a float32 weight is kept."""
+    """A way to keep float32 weights beside their parameters."""
 
-    name: str  # what halfstep.master_weights calls it
-    key: str  # of what is kept in the state of the optimizer; "" for nothing
-    dtypes: tuple[torch.dtype, ...]  # of the parameters that it can serve
-    keeps_weight = False  # whether what is kept is the weight itself
+    name: str  # as given to halfstep.master_weights
+    key: str  # in the state of the optimizer; "" if nothing is kept
+    dtypes: tuple[torch.dtype, ...]  # of the parameters that it supports
+    keeps_weight = False  # whether the kept tensor is the weight itself
 
     @abstractmethod
     def empty(self, param: Tensor) -> Tensor | None:
-        """Return memory for what is kept of a parameter, as of a weight that is not rounded."""
+        """Return the tensor to keep for a weight that equals its parameter; None for nothing."""
 
     @abstractmethod
     def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
         """Return the float32 weight, in ``weight`` or in ``kept``. Sync: none.
 
-        All tensors are contiguous and have one dimension; so in :meth:`narrow_`.
+        All tensors are contiguous and one-dimensional, here and in :meth:`narrow_`.
         """
 
     @abstractmethod
     def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
-        """Round a float32 weight to its parameter, and keep what is left. Sync: none.
+        """Round a float32 weight into its parameter, and keep what rounding leaves. Sync: none.
 
-        The weight stays as it is but for the bits of a NaN. ``shard`` names that of a DTensor; ""
-        is for what all ranks have.
+        The weight does not change, except for the bits of NaNs. ``shard`` is the name of a
+        DTensor's shard, "" if all ranks have the same values.
         """
 
 
 class Split(Store):
     """The lower 16 bits of a float32 weight, whose upper 16 bits are the bfloat16 parameter.
 
-    Ties are rounded away from zero, so that what is left fits into int16: rounded to even, it would
-    be 2^15 half of the time. Together they are the float32 weight, exactly, but for the payload of
-    a NaN.
+    Ties are rounded away from zero so that the remainder fits into int16: with ties to even it
+    would be 2^15 for half of them. Parameter and remainder together are exactly the float32 weight,
+    except for the payload of a NaN.
     """
 
     name = "split"
@@ -75,7 +76,7 @@ class Split(Store):
             wide.copy_(low)
             wide.view(torch.int32).add_(left)
             if _may_hold_nan(wide):
-                # Of 0 or inf, which somebody has written, nothing was left that could be added.
+                # A new NaN means that 0 or inf was written to the parameter: drop the remainder.
                 torch.where(wide.isnan(), low.float(), wide, out=wide)
         return weight
 
@@ -84,7 +85,7 @@ class Split(Store):
         for wide, low, left in _pieces(weight, param.view(torch.int16), kept):
             _settle_nan_(wide)
             bits = wide.view(torch.int32)
-            left.copy_(bits)  # the lower 16 bits, as a number with a sign
+            left.copy_(bits)  # the lower 16 bits, as a signed number
             low.copy_((bits + _HALF).bitwise_right_shift_(16))
 
 
@@ -100,7 +101,7 @@ class Float32(Store):
         return param.detach().to(torch.float32, copy=True)
 
     def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
-        """Return what is kept, with the parameter where it is not what that rounds to."""
+        """Return the kept weight, replaced by the parameter where it does not round to it."""
         assert kept is not None
         for low, wide in _pieces(param, kept):
             rounded = wide.to(low.dtype)
@@ -109,16 +110,16 @@ class Float32(Store):
         return kept
 
     def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
-        """Round to nearest, ties to even; what is kept is the weight itself."""
+        """Round to nearest, ties to even; the weight itself is kept."""
         assert kept is not None
         param.copy_(weight)
         is_same = is_fake(weight) or weight.data_ptr() == kept.data_ptr()
-        if not is_same:  # the optimizer has put another tensor there
+        if not is_same:  # the optimizer has replaced the tensor
             kept.copy_(weight)
 
 
 class Kahan(Store):
-    """What rounding has left, rounded to the dtype of the parameter itself.
+    """The rounding error of a weight, rounded to the dtype of the parameter.
 
     Source: W. Kahan, "Further remarks on reducing truncation errors" (1965).
     """
@@ -131,11 +132,11 @@ class Kahan(Store):
         return torch.zeros_like(param)
 
     def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
-        """Add the two, where the sum rounds to the parameter."""
+        """Add the rounding error to the parameter where the sum rounds to the parameter."""
         assert kept is not None
         for low, left, wide in _pieces(param, kept, weight):
             number, rest = low.float(), left.float()
-            # Half a unit, to which the rest may have been rounded, may round to the next number.
+            # The rest may have been rounded to half a unit, which may round to the next number.
             near = torch.add(number, rest, alpha=0.99).to(low.dtype).float()
             is_rest = torch.eq(near, number, out=near)  # 0 and 1: four times as fast as booleans
             torch.addcmul(number, rest, is_rest, out=wide)
@@ -147,17 +148,17 @@ class Kahan(Store):
             low.copy_(wide)
             number = low.float()
             rest = torch.sub(wide, number, out=number)
-            left.copy_(rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))  # beside inf
+            left.copy_(rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))  # where low is not finite
 
 
 class Stochastic(Store):
-    """Nothing: a weight is rounded up or down by chance, and right on average.
+    """Stochastic rounding, which keeps nothing: weights are right on average.
 
     Source: Gupta et al., "Deep learning with limited numerical precision" (2015, arXiv:1502.02551).
 
-    The random bits of a step depend on a seed, the number of the step, and the shard. So two
-    numbers are all that is to be saved, whatever shards there are after loading, and all ranks draw
-    the same bits for what all of them have.
+    The random bits of a step depend on a seed, the number of the step, and the shard. Therefore
+    only two numbers are saved, the sharding may change after loading, and all ranks draw the same
+    bits for replicated values.
     """
 
     name = "stochastic"
@@ -180,7 +181,7 @@ class Stochastic(Store):
         return weight.copy_(param)
 
     def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
-        """Round up or down. inf and NaN stay, and finite weights stay finite."""
+        """Round up or down at random. inf and NaN stay, and finite weights stay finite."""
         generator = self._generator(param.device, shard)
         for wide, low in _pieces(weight, param):
             low.copy_(_rounded_by_chance(wide, low.dtype, generator))
@@ -188,7 +189,7 @@ class Stochastic(Store):
     def _generator(self, device: torch.device, shard: str) -> torch.Generator:
         found = self._generators.get((device, shard))
         if found is None:
-            # Not by the number of the device, which is another one on each rank.
+            # Not the index of the device, which differs between ranks.
             number = sum(shard == other for _, other in self._generators)
             text = repr((*self._step, shard, number))
             found = self._generators[device, shard] = torch.Generator(device)
@@ -200,14 +201,14 @@ STORES: dict[str, type[Store]] = {each.name: each for each in (Split, Float32, K
 """The stores by name."""
 
 KEEPING: list[Store] = [Split(), Float32(), Kahan()]
-"""The stores that keep something."""
+"""The stores that keep a tensor."""
 
 
 def _rounded_by_chance(weight: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return float32 numbers that a lower dtype has, above or below those of ``weight``.
+    """Return a float32 weight rounded up or down at random to numbers of a lower dtype, in float32.
 
-    The expected value is the weight, but beyond the largest finite number of the lower dtype: such
-    weights become that one.
+    The expected value is the weight. Finite weights beyond the largest finite number of the lower
+    dtype become that number.
     """
     largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
     has_larger = _may_exceed(weight, largest)
@@ -217,11 +218,11 @@ def _rounded_by_chance(weight: Tensor, dtype: torch.dtype, generator: torch.Gene
         _settle_nan_(finite)
     num_lost = 16 if dtype is torch.bfloat16 else 13
     noise = _noise(weight, num_lost, generator)
-    # Adding to the bits carries to the next number with the chance that it is nearer by.
+    # Noise carries to the next number with a probability proportional to the lost bits.
     bits = noise + finite.view(torch.int32)
     rounded = bits.bitwise_and_(-(1 << num_lost)).view(torch.float32)
     if dtype is torch.float16:
-        # Below its smallest normal number float16 goes in steps of equal size.
+        # Subnormals of float16 are equally spaced.
         step = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
         counted = ((finite / step + noise / (1 << num_lost)).floor_() * step).copysign_(finite)
         rounded = torch.where(finite.abs() < smallest, counted, rounded)
@@ -229,18 +230,18 @@ def _rounded_by_chance(weight: Tensor, dtype: torch.dtype, generator: torch.Gene
 
 
 def _noise(like: Tensor, num_bits: int, generator: torch.Generator) -> Tensor:
-    """Return random numbers of up to 16 bits, in int32."""
+    """Return random integers of ``num_bits`` bits, at most 16, as int32."""
     size, top, device = like.numel(), 1 << num_bits, like.device
     if device.type != "cpu":
         return torch.randint(top, (size,), generator=generator, device=device, dtype=torch.int32)
-    # To draw takes longer than all the rest: 64 bits at a time are four numbers.
+    # Drawing takes longer than all the rest, so 64 bits are drawn for four numbers.
     drawn = torch.empty(-(-size // 4), dtype=torch.int64, device=device)
     drawn.random_(-(1 << 63), None, generator=generator)
     return drawn.view(torch.int16)[:size].int().bitwise_and_(top - 1)
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same part of each, one part after the other."""
+    """Yield the matching pieces of the tensors in order."""
     size = PIECE if tensors[0].device.type == "cpu" else LARGE_PIECE
     if tensors[0].numel() <= size:
         yield tensors
@@ -249,17 +250,17 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _is_unseen(tensor: Tensor) -> bool:
-    """Return whether to look at numbers would wait for the device, or there are none."""
+    """Return whether reading values needs a sync, or there are none."""
     return tensor.device.type != "cpu" or is_fake(tensor)
 
 
 def _may_hold_nan(wide: Tensor) -> bool:
-    """Return whether there may be a NaN: always, where looking would wait for the device."""
+    """Return whether there may be a NaN; True if looking would need a sync."""
     return _is_unseen(wide) or math.isnan(wide.sum().item())
 
 
 def _may_exceed(wide: Tensor, largest: float) -> bool:
-    """Return whether a number may be larger, inf or NaN: always, where looking would wait."""
+    """Return whether a magnitude may be larger, inf or NaN; True if looking would need a sync."""
     if _is_unseen(wide) or wide.numel() == 0:
         return True
     low, high = wide.aminmax()
@@ -267,7 +268,7 @@ def _may_exceed(wide: Tensor, largest: float) -> bool:
 
 
 def _may_differ(one: Tensor, other: Tensor) -> bool:
-    """Return whether a number of 16 bits may differ: always, where looking would wait."""
+    """Return whether any 16-bit number may differ; True if looking would need a sync."""
     if _is_unseen(one) or one.numel() == 0:
         return True
     low, high = (one.view(torch.int16) - other.view(torch.int16)).aminmax()
@@ -275,6 +276,6 @@ def _may_differ(one: Tensor, other: Tensor) -> bool:
 
 
 def _settle_nan_(wide: Tensor) -> None:
-    """Give every NaN its usual bits: others, if added to, would look like numbers."""
+    """Give every NaN the standard bits; adding to other bits could yield a number."""
     if _may_hold_nan(wide):
         wide.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)

@@ -1,1 +1,1 @@
-"""Reports on recorded runs: numbers, sentences, an HTML page, and comparisons of two runs."""
+"""Reports on recorded runs: numbers, sentences, an HTML page, and comparisons."""

@@ -1,4 +1,4 @@
-"""Sentences about steps that went bad and were replayed: the op, the reason and the cure."""
+"""Sentences about bad steps that were replayed: the op, the reason and the cure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfstep._report.about_steps import severity_of_skips
 from halfstep._report.summary import BadPlace, Summary
 
 MOST_PLACES = 5
-"""At most this many places get a sentence of their own; the rest are counted."""
+"""The largest number of places with a sentence of their own; the rest are counted."""
 _REPLAYED = {
     True: " Cure, confirmed by a replay: ",
     False: " Tried, and not enough: ",
@@ -21,7 +21,7 @@ _REPLAYED = {
 
 
 def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
-    """Yield which ops made steps bad, and the cures."""
+    """Yield sentences on which ops made steps bad, with the cures."""
     for place in summary.bad_places[:MOST_PLACES]:
         yield say(
             severity_of(place, summary),
@@ -50,7 +50,7 @@ def _follows(place: BadPlace, summary: Summary) -> bool:
 
 
 def severity_of(place: BadPlace, summary: Summary) -> Severity:
-    """Return the severity; a scale that was too large is as bad as the skips it caused."""
+    """Return the severity of a place; a too large scale is as bad as the skips that it caused."""
     if place.diagnosis.verdict == "none":
         return "notice"
     if not is_matter_of_skips(place, summary):
@@ -60,23 +60,23 @@ def severity_of(place: BadPlace, summary: Summary) -> Severity:
 
 
 def is_matter_of_skips(place: BadPlace, summary: Summary) -> bool:
-    """Return whether the only problem is a too large scale in steps that were skipped."""
+    """Return whether the only problem is a too large scale, in steps that were skipped."""
     return place.diagnosis.verdict == "scale" and set(summary.steps.skipped) >= set(place.steps)
 
 
 def when(place: BadPlace, summary: Summary) -> str:
-    """Return the steps and, of a run of several processes, the ranks: ``step 3 on rank 1``."""
+    """Return the steps and, if there are several processes, the ranks: ``step 3 on rank 1``."""
     steps = at_steps(place.steps)
     return steps if summary.facts.world_size == 1 else f"{steps} on {at_steps(place.ranks, 'rank')}"
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """Return the first line of what a diagnosis prints."""
+    """Return the first line of a diagnosis as text."""
     return str(diagnosis).partition("\n")[0]
 
 
 def _what(found: Diagnosis) -> Iterator[str | Code]:
-    """Yield what made the steps bad; the text continues after the step numbers."""
+    """Yield what made the steps bad, as a text that follows the step numbers."""
     bad = found.bad
     dtype = "" if bad is None or bad.output is None else bad.output.dtype
     needs = "" if dtype in ("", "float32") else f"its result needs a wider dtype than {dtype}, and "

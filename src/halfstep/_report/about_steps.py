@@ -1,4 +1,4 @@
-"""Sentences about the steps of a run: how it ended, skips, loss and scale."""
+"""Sentences about the steps of a run: its end, skips, loss and scale."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DEFAULT_SCALE = 2.0**16
 
 
 def about_end(summary: Summary) -> Iterator[Sentence]:
-    """Yield how the run ended, unless it ended well, and what the record lacks."""
+    """Yield sentences on how the run ended, unless it ended well, and on gaps in the record."""
     facts = summary.facts
     when = f"after {things(summary.steps.num, 'step')}, at {seconds(facts.duration)}"
     if facts.error == "KeyboardInterrupt":
@@ -69,7 +69,7 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
 
 
 def on_ranks(ranks: Sequence[int], facts: Facts) -> str:
-    """Return `` on rank 1``; an empty string if there is one rank or all are meant."""
+    """Return `` on rank 1``; an empty string for all ranks, or if there is only one."""
     if facts.world_size == 1 or not ranks or tuple(ranks) == facts.ranks:
         return ""
     return f" on {at_steps(ranks, 'rank')}"
@@ -81,12 +81,12 @@ def on_error_rank(facts: Facts) -> str:
 
 
 def lacks_end(facts: Facts) -> bool:
-    """Return whether some ranks have no end although the run, or another rank, has one."""
+    """Return whether ranks lack an end although another rank has one, or the run an error."""
     return bool(facts.without_end) and (facts.error is not None or facts.without_end != facts.ranks)
 
 
 def about_loss(summary: Summary) -> Iterator[Sentence]:
-    """Yield when the loss was not finite."""
+    """Yield a sentence if the loss was not finite."""
     loss, skipped = summary.loss, summary.steps.reasons.get("loss", 0)
     is_diagnosed = any("loss" in place.diagnosis.ends for place in summary.bad_places)
     cure = () if is_diagnosed else _cure_of_loss(summary)
@@ -129,7 +129,7 @@ def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
 
 
 def about_skips(summary: Summary) -> Iterator[Sentence]:
-    """Yield how many steps were skipped, where the skips began, and what would help."""
+    """Yield sentences on the number of skips, where they began, and what would help."""
     steps, scale = summary.steps, summary.scale
     if scale is not None and scale.stuck:
         where = at_steps(scale.stuck)
@@ -177,12 +177,12 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
 
 
 def were(num: int) -> str:
-    """Return the verb after a number of things: ``was``, ``were``."""
+    """Return ``was`` or ``were``, depending on the number."""
     return "was" if num == 1 else "were"
 
 
 def by_scaling(steps: StepCounts) -> str:
-    """Return which skips are of dynamic scaling: ``by dynamic scaling (13 at the start ...)``."""
+    """Return the normal skips as text: ``by dynamic scaling (13 at the start ...)``."""
     kinds = (
         (steps.num_start_up, "at the start"),
         (steps.num_after_growth, "after the scale had grown"),
@@ -194,9 +194,9 @@ def by_scaling(steps: StepCounts) -> str:
 
 
 def kinds_of_skips(steps: StepCounts) -> str:
-    """Return what the skipped steps were, after their number: ``, 24 by ... and 1 other``.
+    """Return the kinds of skips, to follow their number: ``, 24 by ... and 1 other``.
 
-    All forms of the report tell them with this function; it is empty where none is of the scale.
+    All forms of the report use this text; it is empty if no skip is due to dynamic scaling.
     """
     later = steps.num_skipped_later
     if not steps.num_by_scaling:
@@ -241,7 +241,7 @@ def severity_of_skips(steps: StepCounts) -> Severity:
 
 
 def _has_other_cause(summary: Summary) -> bool:
-    """Return whether these skips are consequences of what other sentences tell."""
+    """Return whether these skips are consequences of problems that other sentences describe."""
     steps, scale = summary.steps, summary.scale
     places = (p for p in summary.bad_places if p.diagnosis.verdict in OTHER_CAUSES)
     return (
@@ -313,12 +313,12 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
 
 
 def about_scale(summary: Summary) -> Iterator[Sentence]:
-    """Yield when the scale fell to where it is useless, or is not needed at all."""
+    """Yield a sentence if the scale fell until it was useless, or is not needed at all."""
     scale = summary.scale
     if scale is None:
         return
     if scale.min == scale.max == 1:
-        return  # of a guard, which scales nothing
+        return  # a guard, which scales nothing
     if summary.lower == "bf16" and summary.policies:
         yield say(
             "notice",
@@ -340,7 +340,7 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_course(summary: Summary) -> str:
-    """Return how loss and scale went, in a few words, for the sentence that all is well."""
+    """Return the course of loss and scale in a few words, for the sentence that all is well."""
     losses = [(f"the loss of {each.optimizer}", each.curve) for each in summary.losses]
     if summary.loss is not None and not losses:
         losses = [("the loss", summary.loss)]
@@ -361,10 +361,10 @@ def about_course(summary: Summary) -> str:
 
 def island(module: str | None, summary: Summary) -> Code | None:
     """Return the call that keeps a module in float32; None if no rule can name the module."""
-    from halfstep._autocast.policy import Policy  # PyTorch, which most reports do without
+    from halfstep._autocast.policy import Policy  # imports PyTorch, which few reports need
 
     text = f"{summary.policy.text if summary.policy else 'standard'}; @{module}:fp32"
-    # The names in a second model are prefixed with its number; no rule matches them.
+    # Names in a second model are prefixed with its number, and no rule matches them.
     if not module or "[" in module or "(" in module:
         return None
     try:
@@ -375,5 +375,5 @@ def island(module: str | None, summary: Summary) -> Code | None:
 
 
 def literal(power: float) -> str:
-    """Return a power of two as it is written in code."""
+    """Return a power of two as code."""
     return f"2.0**{math.log2(power):g}"

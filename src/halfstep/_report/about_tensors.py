@@ -10,14 +10,14 @@ from halfstep._report.about_steps import island, known_origins, literal, severit
 from halfstep._report.summary import NOTABLE, Layer, Summary
 
 HARMFUL, SEVERE = 0.05, 0.5
-"""Shares of the gradient entries of a parameter that underflow, and of lost updates."""
+"""Limits of warnings and of problems, for shares of underflow and of lost updates."""
 LITTLE_HEADROOM = 1.0
-"""Outputs with less headroom than this, in bits, are close to overflow."""
+"""The headroom, in bits, below which an output is close to overflow."""
 FEW_SAMPLES = 3
 
 
 def about_samples(summary: Summary) -> Iterator[Sentence]:
-    """Yield when few tensors or none were sampled."""
+    """Yield a sentence if few tensors or none were sampled."""
     num, num_steps = len(summary.sampled), summary.steps.num
     if not summary.layers and num_steps:
         yield say(
@@ -39,7 +39,7 @@ def about_samples(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_underflow(summary: Summary) -> Iterator[Sentence]:
-    """Yield which gradients underflow, and which scale would lose less."""
+    """Yield a sentence on which gradients underflow, and which scale would lose less."""
     layers = sorted(summary.of_kind("parameter_gradient"), key=lambda layer: -layer.share_lost)
     lossy = [layer for layer in layers if layer.share_lost >= NOTABLE]
     if not lossy:
@@ -74,14 +74,14 @@ def row_of(summary: Summary, layer: Layer) -> str:
 
 
 def underflow(summary: Summary, layer: Layer, ending: str = "") -> str:
-    """Return ``underflow`` with an ending, or what would happen in a format that was not used."""
+    """Return ``underflow`` with an ending, or ``would underflow in`` a format that was not used."""
     if summary.underflows(layer):
         return f"underflow{ending}"
     return f"would underflow in {layer.format}"
 
 
 def about_updates(summary: Summary) -> Iterator[Sentence]:
-    """Yield how many updates rounding has lost, and what would keep them."""
+    """Yield a sentence on how many updates rounding has lost, and what would keep them."""
     share = None if summary.lost_updates is None else summary.lost_updates.recent
     weights = [layer for layer in summary.layers if layer.share_lost_updates]
     if share is None or share < NOTABLE or not weights:
@@ -93,7 +93,7 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     what = f"{percent(share)} of the updates were lost to rounding in {worst.dtypes[-1]}: "
     where = ("gradients were not zero, and weights did not move; the most in ", Code(worst.name))
     most = f" (which lost {percent(worst.share_lost_updates)} of its own)."
-    # Named, since the weights may have the store "kahan", which keeps a part of it.
+    # The store is given, because the weights may already have "kahan", which loses some updates.
     store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
     call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
     yield say(
@@ -101,7 +101,7 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
         what,
         *where,
         most,
-        cure=(" Keep all that rounding leaves out: ", call, "."),  # a notice has none
+        cure=(" Keep all that rounding leaves out: ", call, "."),  # left out of a notice
         evidence=row_of(summary, worst),
     )
 
@@ -116,7 +116,7 @@ def _at_scale(summary: Summary) -> str:
 
 
 def _better_scale(summary: Summary) -> tuple[str, tuple[str | Code, ...]]:
-    """Return which scale would lose less, as the end of a sentence, and the call that sets it."""
+    """Return the scale that would lose less, as the end of a sentence, and the call to set it."""
     gradients = summary.gradients
     if gradients is None or gradients.best is None or gradients.share_lost_at_best is None:
         return "", ()
@@ -142,9 +142,9 @@ def _better_scale(summary: Summary) -> tuple[str, tuple[str | Code, ...]]:
 
 
 def _island(summary: Summary, worst: Layer) -> tuple[str | Code, ...]:
-    """Return which layer to keep in float32, where no scale is good enough.
+    """Return which module to keep in float32 if no scale is good enough.
 
-    That is where larger scales overflow, if the record shows it, else what underflows.
+    It is the module in which larger scales overflow if that is known, else the one that underflows.
     """
     known = known_origins(summary, summary.steps.skipped)
     where = str(known[0][0].module) if known else worst.name.rpartition(".")[0]
@@ -163,7 +163,7 @@ def _island(summary: Summary, worst: Layer) -> tuple[str | Code, ...]:
 
 
 def about_non_finite(summary: Summary) -> Iterator[Sentence]:
-    """Yield where inf and NaN were seen in outputs and weights."""
+    """Yield sentences on inf and NaN in outputs and weights."""
     weights = [layer for layer in summary.of_kind("parameter") if layer.inf or layer.nan]
     if weights:
         bad = summary.went_bad_at
@@ -203,14 +203,14 @@ def _non_finite(
         f".{end}",
         cure=cure,
         evidence=row_of(summary, first),
-        # A loss that stays bad is the headline, and names the output that overflowed before it.
+        # A loss that stays bad is reported first, and names the output that overflowed before it.
         follows=(summary.went_bad_at is not None and not summary.has_recovered)
         or summary.follows_from(first.non_finite_step),
     )
 
 
 def about_range(summary: Summary) -> Iterator[Sentence]:
-    """Yield which outputs are close to overflow, and which weights the format cannot hold."""
+    """Yield sentences on outputs close to overflow, and weights that the format cannot hold."""
     near = [
         (layer.headroom, layer)
         for layer in summary.of_kind("output")
@@ -219,7 +219,7 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
         and layer.headroom < LITTLE_HEADROOM
     ]
     has_overflowed = any(layer.inf for layer in summary.of_kind("output"))
-    if near and not has_overflowed:  # which is told by itself
+    if near and not has_overflowed:  # overflow has its own sentence
         headroom, layer = min(near, key=lambda each: each[0])
         others = [other for _, other in near if other is not layer]
         yield say(
@@ -248,7 +248,7 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_zeros(summary: Summary) -> Iterator[Sentence]:
-    """Yield which parameters got only zeros as gradients."""
+    """Yield a sentence on the parameters whose gradients are all zeros."""
     zero = [layer for layer in summary.of_kind("parameter_gradient") if layer.is_all_zeros]
     if zero:
         samples = max(layer.num_samples for layer in zero)
@@ -263,7 +263,7 @@ def about_zeros(summary: Summary) -> Iterator[Sentence]:
 
 
 def are_most_lost(summary: Summary) -> bool:
-    """Return whether half of the gradients or more are all zeros in a float16 run."""
+    """Return whether at least half of the gradients are all zeros in a float16 run."""
     gradients = summary.of_kind("parameter_gradient")
     num_zero = sum(layer.is_all_zeros for layer in gradients)
     is_in_fp16 = summary.is_lowered and summary.lower == "fp16"

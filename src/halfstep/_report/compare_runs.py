@@ -1,4 +1,4 @@
-"""A comparison of runs: a verdict, numbers, layers, policies and versions."""
+"""Comparisons of runs: a verdict, numbers, layers, policies and versions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from halfstep._report.summary import NOTABLE, Layer, Summary
 
 MOST_LAYERS = 20
 ALIKE = 0.02
-"""Losses and times that differ by a smaller share are called about the same."""
+"""The relative difference up to which losses, times and lengths are about the same."""
 _SAME_LOSS = 2.0
-"""First losses that differ by a larger factor are not of one task, or not in one unit."""
+"""The factor above which first losses belong to different tasks or units."""
 
 
 @dataclass(frozen=True)
 class ComparedNumber:
-    """A number of all runs, as text and as it is; None, ``"-"``, where there is none.
+    """One number of each run, as text and as a value: ``"-"`` and None if a run lacks it.
 
-    The difference is that of two runs, the first minus the second; empty where there are more, or
-    nothing to subtract. ``best`` is the place of the better run, None where no run is.
+    The difference is the first run minus the second; it is empty for more than two runs, or if one
+    lacks the number. ``best`` is the index of the better run, None if no run is better.
     """
 
     name: str
@@ -39,16 +39,17 @@ class ComparedNumber:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The run of interest, the first, beside those it is compared with.
+    """A comparison of the first run, the one of interest, with the others.
 
     Attributes:
         names: A short name for each run.
-        verdict: Which run is better, or why that cannot be said, as the first sentence.
-        layers: At most 20 layers that differ most in underflow, headroom or lost updates, the most
-            different first; None for a run that lacks the layer.
-        only: For each run, kind and name of the layers that no other has.
-        policies: For each other run, how the first policy differs from it; empty if it does not.
-        versions: The versions, machine, command and so on that differ: name, and a text for each.
+        verdict: Which run is better, or why this is unknown.
+        layers: The layers that differ most in underflow, headroom or lost updates, at most 20, the
+            most different first; None for a run that lacks the layer.
+        only: For each run, the kind and name of the layers that no other run has.
+        policies: For each other run, the changes from its policy to that of the first run; empty if
+            there are none.
+        versions: The versions, machine, command and so on that differ: name, and a text per run.
     """
 
     runs: tuple[Summary, ...]
@@ -63,10 +64,10 @@ class RunComparison:
 
 @dataclass(frozen=True)
 class _Number:
-    """What is compared: its name, its place in a summary, and how it is written.
+    """A compared number: its name, its key in a summary, and its format as text.
 
-    A smaller number ``of`` loss or time is better where runs can be compared in these; one of
-    health always is.
+    A smaller number is better if ``of`` is health, or if it is loss or time and the runs are
+    comparable in this respect.
     """
 
     name: str
@@ -102,7 +103,7 @@ _NUMBERS = (
 
 
 def compare_runs(*runs: Summary) -> RunComparison:
-    """Compare two runs or more; the first is the one of interest."""
+    """Compare two or more runs; the first is the one of interest."""
     by_run = [{(layer.kind, layer.name): layer for layer in run.layers} for run in runs]
     keys = dict.fromkeys(key for layers in by_run for key in layers)
     shared = [tuple(layers.get(key) for layers in by_run) for key in keys]
@@ -124,7 +125,7 @@ def compare_runs(*runs: Summary) -> RunComparison:
 
 
 def _names(runs: Sequence[Summary]) -> tuple[str, ...]:
-    """Return the names of the folders; letters if they are not different."""
+    """Return the names of the folders; letters if these are not unique."""
     names = tuple(PurePath(run.path).name for run in runs)
     are_different = all(names) and len(set(names)) == len(names)
     return names if are_different else tuple(chr(ord("A") + n) for n in range(len(runs)))
@@ -134,7 +135,7 @@ def _names(runs: Sequence[Summary]) -> tuple[str, ...]:
 
 
 def _verdict(runs: Sequence[Summary], names: Sequence[str], why_not: Sequence[str]) -> Sentence:
-    """Return which run is best: one that fails loses to one that does not, then the loss counts."""
+    """Return which run is best: a failed run loses to others; among these, the loss decides."""
     good = [n for n, run in enumerate(runs) if not _has_failed(run)]
     bad = [name for n, name in enumerate(names) if n not in good]
     if bad and good:
@@ -165,7 +166,7 @@ def _verdict(runs: Sequence[Summary], names: Sequence[str], why_not: Sequence[st
 
 
 def _listed(names: Sequence[str]) -> Iterator[str | Code]:
-    """Return the names of runs as the parts of a list, all of them."""
+    """Return all names of runs as the parts of a list."""
     return names_in_text(names, most=len(names))
 
 
@@ -215,7 +216,7 @@ def _is_one_machine(runs: Sequence[Summary]) -> bool:
 
 
 def _entries(runs: Sequence[Summary], why_not: Sequence[str]) -> Iterator[ComparedNumber]:
-    """Yield the numbers that a run has; where optimizers step by losses of their own, of each."""
+    """Yield the numbers that any run has, with a loss per optimizer if these differ."""
     are_good = not any(map(_has_failed, runs))
     can = {
         "": False,
@@ -257,7 +258,7 @@ def _compared(
 
 
 def _best(what: _Number, values: Sequence[Any]) -> int | None:
-    """Return the place of the smallest number, if it is smaller by enough to matter."""
+    """Return the index of the smallest number, if the difference is large enough to matter."""
     low, *others = sorted(values)
     enough = NOTABLE if what.text is percent else ALIKE * abs(others[-1])
     is_single = low < others[0]
@@ -274,7 +275,7 @@ def _difference(first: float, second: float, text: Callable[[Any], str]) -> str:
 
 
 def _distance(layers: Sequence[Layer | None]) -> float:
-    """Return how different a layer is: 1 % more is lost, or 1 bit of headroom, counts as 1."""
+    """Return how different a layer is; 1 % more lost, or 1 bit of headroom, counts as 1."""
     known = [layer for layer in layers if layer is not None]
     return max((_distance_of(known[0], other) for other in known[1:]), default=0.0)
 
@@ -296,9 +297,9 @@ def _policy_difference(mine: PolicySeen | None, its: PolicySeen | None) -> str:
     if (mine and mine.text) == (its and its.text):
         return ""
     if mine is not None and its is not None:
-        from halfstep._autocast.policy import Policy  # PyTorch, which most reports do without
+        from halfstep._autocast.policy import Policy  # imports PyTorch, which few reports need
 
-        with suppress(ValueError):  # rules of another version: the texts have to do
+        with suppress(ValueError):  # rules of another version: compare the texts
             return str(Policy.parse(its.text).diff(Policy.parse(mine.text)))
     old, new = (seen.text if seen else "no policy" for seen in (its, mine))
     return f"- {old}\n+ {new}"

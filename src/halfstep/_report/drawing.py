@@ -1,4 +1,4 @@
-"""Drawing for the page: axes, compact SVG paths, colours, and small PNG images."""
+"""Drawing for the page: axes, compact SVG paths, colours and small PNG images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 UNITS = 1000
-"""Side length of a plot in its own units; the page stretches it to its size."""
+"""Side length of a plot in its own units; the page scales it."""
 
 Tick: TypeAlias = tuple[float, str]
 """Position in percent of the side, and label."""
@@ -19,7 +19,7 @@ Colour: TypeAlias = tuple[int, int, int]
 
 
 class Axis(NamedTuple):
-    """Maps values to places along a side of a plot.
+    """A map from values to positions along a side of a plot.
 
     Attributes:
         low: Value at the left or lower end.
@@ -39,17 +39,17 @@ class Axis(NamedTuple):
         return 1 - share if self.points_up else share
 
     def units(self, value: float) -> int:
-        """Return the place of a value in units."""
+        """Return the position of a value in units."""
         return round(UNITS * self.share(value))
 
     def percent(self, value: float) -> float:
-        """Return the place of a value in percent."""
+        """Return the position of a value in percent."""
         return round(100 * self.share(value), 2)
 
     def ticks(
         self, values: Iterable[float], label: Callable[[float], str] = "{:,g}".format
     ) -> list[Tick]:
-        """Return the values that are on the axis, with labels."""
+        """Return ticks for the values that are on the axis."""
         inside = (value for value in values if self.low <= value <= self.high)
         return [(self.percent(value), label(value)) for value in inside]
 
@@ -66,7 +66,7 @@ def round_numbers(low: float, high: float, about: int, smallest: float = 0.0) ->
 
 
 def stairs(points: Iterable[tuple[int, int] | None]) -> Iterator[tuple[int, int] | None]:
-    """Yield points between which a line keeps its height up to the next point."""
+    """Yield the points of a step curve, which keeps its height up to the next point."""
     for before, point in pairwise([None, *points]):
         if before is not None and point is not None:
             yield point[0], before[1]
@@ -76,7 +76,7 @@ def stairs(points: Iterable[tuple[int, int] | None]) -> Iterator[tuple[int, int]
 def line(points: Iterable[tuple[int, int] | None]) -> str:
     """Return the path through points in units; None interrupts it.
 
-    Steps are relative, which takes fewer bytes. A single point becomes a line of length zero, which
+    Coordinates are relative, to save bytes. A single point becomes a line of length zero, which
     round caps draw as a dot.
     """
     pieces: list[str] = []
@@ -119,7 +119,7 @@ def bars(heights: Sequence[int], height: int, start: int = 0) -> str:
 NO_VALUE = 0
 """Index of a pixel without a value; it is transparent."""
 NOT_FINITE = 1
-"""Index of a pixel where NaN or inf was seen."""
+"""Index of a pixel with NaN or inf."""
 FIRST_LEVEL = 2
 """Index of the lowest level of the ramp."""
 
@@ -127,10 +127,10 @@ _NOT_FINITE_COLOUR: Colour = (255, 38, 98)
 
 
 def ramp(share: float) -> Colour:
-    """Return the colour of a share, from dark blue at 0 over green to bright yellow at 1.
+    """Return the colour of a share, from dark blue at 0 through green to bright yellow at 1.
 
     The ramp runs through OKLab (Björn Ottosson, "A perceptual color space for image processing",
-    2020): lightness grows evenly, and blue to yellow is visible to red-green colour-blind readers.
+    2020): lightness grows evenly, and red-green colour-blind readers can tell blue from yellow.
     """
     lightness = 0.34 + 0.56 * share
     green_red = -0.075 * math.sin(math.pi * share) ** 2
@@ -148,7 +148,7 @@ def ramp(share: float) -> Colour:
 
 
 def _srgb(linear: float) -> int:
-    """Return a linear channel as a channel of 8-bit sRGB, clamped to its range."""
+    """Return a linear colour channel in 8-bit sRGB, clamped to its range."""
     linear = min(1.0, max(0.0, linear))
     encoded = 12.92 * linear if linear <= 0.0031308 else 1.055 * linear ** (1 / 2.4) - 0.055
     return round(255 * encoded)
@@ -167,9 +167,9 @@ def css(colour: Colour) -> str:
 
 
 def png(rows: Sequence[bytes], colours: Sequence[Colour]) -> bytes:
-    """Return a PNG file with one byte a pixel, an index into at most 256 colours.
+    """Return a PNG file with one byte per pixel, an index into at most 256 colours.
 
-    The rows are equally long, and the first colour is transparent.
+    All rows have the same length, and the first colour is transparent.
     """
     width = len(rows[0])
     header = struct.pack(">IIBBBBB", width, len(rows), 8, 3, 0, 0, 0)

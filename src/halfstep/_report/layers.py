@@ -1,4 +1,4 @@
-"""Layers: the samples of a run, summed up for each parameter and module and for all gradients."""
+"""Layers: the samples of a run, summed up by parameter or module, and for all gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep._record.run import Kind, Measured, PolicySeen, Sample
 from halfstep._report.summary import GradientTotals, Layer, ScaleWindow
 
 CERTAINLY_WIDER = 2**7
-"""Values below this multiple of the smallest subnormal tell in which dtype they were computed."""
+"""Multiple of the smallest subnormal below which a value shows the dtype it was computed in."""
 
 
 def lower_of(policies: Sequence[PolicySeen]) -> str:
@@ -28,13 +28,13 @@ class FormatFit(Struct, frozen=True, gc=False):
 
     Attributes:
         format: Name of the format.
-        headroom: Bits from its largest finite magnitude to the largest value of the format; None if
-            there is none.
-        lost: Entries that are lost to underflow.
-        share_lost: Those as a share of what was measured.
-        is_used: Whether the run computed in it; otherwise the numbers say what it would lose.
-        is_held: Whether it is the gradient of a parameter that autocast left in a wider dtype, such
-            as that of a norm: no scale makes it overflow or underflow.
+        headroom: Bits from the largest finite magnitude to the largest value of the format; None
+            without such a magnitude.
+        lost: Number of entries that are lost to underflow.
+        share_lost: ``lost`` as a share of the measured entries.
+        is_used: Whether the run computed in the format; otherwise ``lost`` is hypothetical.
+        is_held: Whether the tensor is the gradient of a parameter that autocast left in a wider
+            dtype, such as that of a norm: no scale makes it overflow or underflow.
     """
 
     format: str
@@ -46,19 +46,19 @@ class FormatFit(Struct, frozen=True, gc=False):
 
     @property
     def verb(self) -> str:
-        """The word before the share that is lost."""
+        """The verb for the share that is lost."""
         return "underflow" if self.is_used else f"would underflow in {self.format}"
 
 
 def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFit:
     """Return how well one tensor of one sample fits its format.
 
-    If the lower precision is not in force, the result says what the tensor would lose in it.
+    If the lower precision is not in force, the losses are those that it would cause.
     """
     format = FORMATS_BY_DTYPE.get(measured.dtype) or FORMATS[lower]
     is_cast = measured.kind == "parameter_gradient" and measured.dtype not in FORMATS_BY_DTYPE
     if is_cast and is_in_force:
-        # Values that passed through the lower precision have already lost what they lose.
+        # These values have passed through the lower precision, so the losses have already happened.
         lost = _flushed(measured, format)
         is_held = (
             measured.flushed is None
@@ -73,9 +73,9 @@ def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFi
 
 
 def fitted(sample: Sample, policies: Sequence[PolicySeen]) -> Iterator[tuple[Measured, FormatFit]]:
-    """Yield the tensors of a sample, each with how well it fits its format.
+    """Yield the tensors of a sample, each with its fit to its format.
 
-    Before the first policy, or without any, the numbers say what the format would lose.
+    Before the first policy, or without one, the losses are those that the format would cause.
     """
     so_far = [policy for policy in policies if policy.step <= sample.step]
     lower = lower_of(so_far or policies[:1])
@@ -88,9 +88,9 @@ class SampledTensor(Struct, frozen=True, gc=False):
     """One tensor of one sample.
 
     Attributes:
-        scale: What its gradients are multiplied by.
-        is_overflow: Whether the step was skipped and a smaller scale might have saved it. Only then
-            does an inf say something about the scale.
+        scale: The scale of the gradients in the sample.
+        is_overflow: Whether the step was skipped and a smaller scale might have prevented that.
+            Only then does an inf put a limit on the scale.
     """
 
     step: int
@@ -106,9 +106,9 @@ _ByLayer: TypeAlias = dict[tuple[Kind, str], list[SampledTensor]]
 def layers_and_gradients(
     samples: Iterable[Sample], overflows: Mapping[int, float], policies: Sequence[PolicySeen]
 ) -> tuple[tuple[Layer, ...], GradientTotals | None]:
-    """Return the layers in the order of first appearance, and the gradients of all parameters.
+    """Return the layers in the order of first appearance, and the totals of the gradients.
 
-    ``overflows`` are the scales of the steps that overflowed, by step.
+    ``overflows`` contains the scales of the steps that overflowed, by step.
     """
     found: _ByLayer = {}
     for sample in samples:
@@ -201,14 +201,14 @@ def _of_kind(found: _ByLayer, wanted: Kind) -> list[SampledTensor]:
 
 
 def _flushed(statistics: Statistics, format: Format) -> int:
-    """Return the number of flushed entries; only for fp16 can they be told from other zeros."""
+    """Return the number of flushed entries, which are only known for fp16."""
     return statistics.flushed or 0 if format.name == "fp16" else 0
 
 
 def _best(window: ScaleWindow, scale: float) -> float | None:
-    """Return the scale that loses least.
+    """Return the scale that loses least; None if all entries were zero.
 
-    Overflow costs the whole step, underflow only some entries: never exceed the upper end.
+    It never exceeds the upper end: overflow costs a whole step, underflow only some entries.
     """
     if window.smallest is None:
         return None
@@ -232,15 +232,15 @@ def _lost_at(scale: float, seen: SampledTensor) -> int:
 
 
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
-"""The powers of two that a scale, a float32 number, can be."""
+"""The smallest and largest power of two that a scale, a float32 number, can be."""
 
 
 def _window_of(gradients: Sequence[SampledTensor]) -> ScaleWindow:
-    # Some samples of a norm contain no value small enough to tell; they count as well.
+    # One held sample is enough: others of a norm may have no value small enough to tell.
     has_passed = any(each.measured.flushed is not None for each in gradients)
     if not has_passed and any(each.fit.is_held for each in gradients):
         return _window(None, None, is_at_least=False)
-    # Only a sample at a larger scale shows the values that a smaller scale flushed.
+    # Values flushed at one scale are only visible in samples at a larger scale.
     flushed = [each.scale for each in gradients if each.measured.flushed]
     whole = [each.scale for each in gradients if each.measured.amin and not each.measured.flushed]
     is_at_least = bool(flushed) and max(flushed) >= max(whole, default=0.0)
@@ -255,7 +255,7 @@ def _window(smallest: float | None, largest: float | None, *, is_at_least: bool)
 def smallest_scale(gradients: Iterable[SampledTensor]) -> float | None:
     """Return the smallest power of two at which none of the gradients underflows.
 
-    It is None if all entries are zero. If some were flushed, the true one may be larger.
+    It is None if all entries are zero. If some were flushed, the true scale may be larger.
     """
     needed = []
     for each in gradients:
@@ -268,7 +268,7 @@ def smallest_scale(gradients: Iterable[SampledTensor]) -> float | None:
 
 
 def largest_scale(gradients: Iterable[SampledTensor]) -> float | None:
-    """Return the largest power of two at which no gradient overflows; None if any will do."""
+    """Return the largest power of two at which no gradient overflows; None without a limit."""
     allowed, too_large = [], []
     for each in gradients:
         measured, fit = each.measured, each.fit

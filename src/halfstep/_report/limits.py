@@ -1,4 +1,4 @@
-"""Limits for a run, and the places where a run exceeds them."""
+"""Limits for a run, and their violations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep._report.about_tensors import are_most_lost
 from halfstep._report.summary import Layer, Summary
 
 _Shares: TypeAlias = list[tuple[float, Layer]]
-"""Layers, each with the share that is compared with a limit."""
+"""Layers, each with the share to compare with a limit."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Limits:
     """The limits of a run; a share of None is not checked.
 
     Attributes:
-        skipped: Largest share of skipped steps; skips that are normal in dynamic scaling, at the
-            start and after growth, do not count.
+        skipped: Largest share of skipped steps, without the normal skips of dynamic scaling, at the
+            start and after growth.
         underflow: Largest share of the gradient entries of one parameter that may underflow.
         overflow: Largest share of the entries of one output, or of the weights of one parameter,
             that may be inf, NaN, or too large for their format.
@@ -41,16 +41,16 @@ class Limits:
 
 
 MOST_LINES = 5
-"""At most this many layers beyond a limit, or bad places, get a line of their own."""
+"""The largest number of layers beyond a limit, or of bad places, with a line of their own."""
 DEFAULTS = Limits(skipped=0.01, underflow=0.05, overflow=0.0, lost_updates=0.5)
-"""The limits that are checked by default."""
+"""The default limits."""
 
 
 def defaults(summary: Summary) -> Limits:
-    """Return the default limits.
+    """Return the default limits for a run.
 
-    Where all gradients are in float32 and autocast lowered nothing there is none on underflow, and
-    with float32 weights none on lost updates.
+    Underflow has no limit if all gradients are float32 and autocast lowered nothing; lost updates
+    have none if all weights are float32.
     """
     has_low_updates = any(layer.is_low_weight and layer.updates for layer in summary.layers)
     return replace(
@@ -61,7 +61,7 @@ def defaults(summary: Summary) -> Limits:
 
 
 def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
-    """Return a line for each limit that is exceeded: what was seen, the limit, and where."""
+    """Return a line for each exceeded limit, with the measured value, the limit and the place."""
     found = (
         *_course(summary, limits),
         *(() if limits.allow_nan else _diagnosed(summary)),
@@ -74,7 +74,7 @@ def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
 
 
 def pass_line(summary: Summary, limits: Limits) -> str:
-    """Return what was seen and the limits, for a run that passes."""
+    """Return the measured values and the limits of a run that passes."""
     steps = summary.steps
     parts = [things(steps.num, "step")]
     if limits.skipped is not None:
@@ -233,7 +233,7 @@ def _stepped_weights(summary: Summary) -> _Shares:
 
 
 def _too_large(layer: Layer) -> int:
-    """Return the number of entries that its format cannot hold.
+    """Return the number of entries of a layer that its format cannot hold.
 
     Weights are cast to the lower precision; an output in float32 stays float32.
     """

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: no network, and readable without JavaScript."""
+"""The report as one self-contained HTML page that needs neither a network nor JavaScript."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from halfstep._trace.rows import short
 MOST_SKIPS = 200
 
 _Line: TypeAlias = tuple[str, Callable[[Any], str], *tuple[str, ...]]
-"""A text with gaps, how numbers are written in it, and their places in a summary."""
+"""A text with gaps, the format of the numbers in it, and their keys in a summary."""
 
 SEVERITY_WORDS: dict[Severity, tuple[str, str]] = {
     "good": ("Good", "nothing to worry about"),
@@ -44,7 +44,7 @@ SEVERITY_WORDS: dict[Severity, tuple[str, str]] = {
     "warning": ("Warning", "something to look at"),
     "bad": ("Problem", "something is wrong"),
 }
-"""What a sentence of this severity is called, and a run in which it is the worst."""
+"""By severity, the label of a sentence, and the verdict on a run in which it is the worst."""
 EVIDENCE = {
     "diagnoses": "the diagnosis",
     "machine": "the run",
@@ -52,11 +52,11 @@ EVIDENCE = {
     "skips": "the skipped steps",
     "steps": "the curves",
 }
-"""What the link from a sentence to a part of the page is called; others lead to a layer."""
+"""The texts of links from a sentence to a part of the page; other links lead to a layer."""
 
 
 def render(summary: Summary, run: Run) -> str:
-    """Return the page of a run: all its numbers are the summary's, the drawings are the run's."""
+    """Return the page of a run, with numbers from the summary and drawings from the run."""
     said = sentences(summary)
     worst = min((sentence.severity for sentence in said), key=SEVERITIES.index)
     maps = heat(summary, run)
@@ -129,14 +129,14 @@ def _environment() -> Environment:
 
 
 def _compact(name: str) -> Markup:
-    """Return our CSS or JavaScript without comments and indentation."""
+    """Return the CSS or JavaScript of a template, without comments and indentation."""
     text = (files("halfstep._report") / "templates" / name).read_text(encoding="utf-8")
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     return Markup("\n".join(line.strip() for line in text.splitlines() if line.strip()))
 
 
 def _island(data: Any) -> Markup:
-    """Return data as JSON for a script tag; nothing in it can close the tag."""
+    """Return data as JSON for a script tag, escaped so that it cannot close the tag."""
     text = json.dumps(to_plain(data), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -182,23 +182,23 @@ def _skipped(run: Run) -> list[tuple[Step, Beginning | None]]:
     return [(step, began.get((step.step, step.optimizer))) for step in skipped]
 
 
-# --- figures at the top, marked with their place in the JSON --------------------------------------
+# --- figures at the top, tagged with their keys in the JSON ---------------------------------------
 
 
 def value_tag(key: str, value: Any, text: str) -> Markup:
-    """Return a text tagged with its exact value as JSON and with the place of that value."""
+    """Return a text tagged with its exact value as JSON and with the key of that value."""
     exact = json.dumps(to_plain(value), allow_nan=False)
     return Markup('<data data-key="{}" value="{}">{}</data>').format(key, exact, text)
 
 
 def figure(summary: Summary, key: str, form: Callable[[Any], str] = count) -> Markup:
-    """Return the number at a place such as ``"steps.num_skipped"``, marked."""
+    """Return the tagged number for a key such as ``"steps.num_skipped"``."""
     value = summary.at(key)
     return value_tag(key, value, form(value))
 
 
 class Tile(NamedTuple):
-    """One figure, with lines of more about it."""
+    """One figure, with lines of details."""
 
     title: str
     figure: Markup
@@ -210,7 +210,7 @@ def tiles(summary: Summary) -> list[Tile]:
     found: list[Tile] = []
 
     def add(title: str, key: str, form: Callable[[Any], str], *lines: _Line | None) -> None:
-        """Add a tile, unless its number is None, with the lines whose numbers are all known."""
+        """Add a tile, unless its number is None; leave out lines with unknown numbers."""
         if summary.at(key) is None:
             return
         shown = [

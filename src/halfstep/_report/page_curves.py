@@ -1,6 +1,6 @@
 """The curves of the page: loss, scale, gradient norm and lost updates over the steps.
 
-However many steps a run has, the page draws a fixed number of columns. Each column keeps its first,
+The page draws a fixed number of columns, however many steps a run has. Each column keeps its first,
 last, smallest and largest value, NaN and inf, and all skips.
 """
 
@@ -28,18 +28,18 @@ TITLES: dict[Key, str] = {
 }
 
 SHAPES = {"overflow": "triangle", "loss": "circle", "non-finite at any scale": "square"}
-"""The marker of a skip by its reason; all others have a diamond."""
+"""The markers of skips by reason; other reasons have a diamond."""
 
 
 class Mark(NamedTuple):
-    """A place on the axis of steps, in percent, where something happened."""
+    """An event on the step axis; ``x`` is in percent."""
 
     x: float
     title: str
 
 
 class Lane(NamedTuple):
-    """The skips of one track with the same reason; the track has a name if there are several."""
+    """The skips of one track with the same reason; ``name`` is empty if there is only one track."""
 
     name: str
     reason: str
@@ -52,9 +52,9 @@ class Path(NamedTuple):
     """A curve in units of the plot.
 
     Attributes:
-        track: The place of its track.
-        kind: ``"line"``; ``"raw"`` for one that has a smooth one over it; ``"dots"`` where most
-            steps have no value, since only samples are measured.
+        track: The index of its track.
+        kind: ``"line"``; ``"raw"`` for a curve below a smooth one; ``"dots"`` if most steps have no
+            value, because only samples are measured.
     """
 
     track: int
@@ -67,11 +67,11 @@ class Panel(NamedTuple):
 
     Attributes:
         axis: The kind of vertical axis, in words.
-        ticks: Of the vertical axis.
+        ticks: The ticks of the vertical axis.
         paths: The curves of the tracks.
-        mean_of: The number of steps whose mean the smooth curves show; None where there are none.
-        nan: Where values are NaN.
-        inf: Where values are inf.
+        mean_of: The number of steps that the smooth curves average over; None without such curves.
+        nan: The marks of NaN values.
+        inf: The marks of inf values.
     """
 
     key: Key
@@ -85,15 +85,15 @@ class Panel(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """All diagrams over the steps, with one axis of steps.
+    """All diagrams over the steps, with a common step axis.
 
     Attributes:
-        names: Of the tracks; empty if there is only one.
-        ticks: Of the axis of steps.
-        panels: From top to bottom.
+        names: The names of the tracks; empty if there is only one.
+        ticks: The ticks of the step axis.
+        panels: The diagrams from top to bottom.
         lanes: The skips by reason.
-        skips: Path of thin lines through all panels.
-        data: What the tooltip reads.
+        skips: The path of thin lines at the skips, through all panels.
+        data: The data of the tooltip.
     """
 
     names: list[str]
@@ -105,7 +105,7 @@ class Curves(NamedTuple):
 
 
 def curves(runs: Mapping[str, Sequence[Step]]) -> Curves | None:
-    """Return the diagrams of the steps of runs, by name; None without steps."""
+    """Return the diagrams of the steps of named runs; None without steps."""
     tracks = [track for name, steps in runs.items() if steps for track in tracks_of(name, steps)]
     if not tracks:
         return None
@@ -147,14 +147,14 @@ def _lanes(tracks: Sequence[Track], x: Axis) -> list[Lane]:
 
 
 class _Vertical(NamedTuple):
-    """An axis of values, or of their logarithms to a base, and how a value is written there."""
+    """A linear axis, or a logarithmic one with a base, and the format of its labels."""
 
     axis: Axis
     base: float | None
     label: Callable[[float], str]
 
     def units(self, value: float | None) -> int | None:
-        """Return where a value is; None if it cannot be drawn."""
+        """Return the position of a value; None if it cannot be drawn."""
         if value is None or not math.isfinite(value) or (self.base and value <= 0):
             return None
         return self.axis.units(_logarithm(value, self.base) if self.base else value)
@@ -177,7 +177,8 @@ class _Vertical(NamedTuple):
 def _vertical(key: Key, finite: Sequence[float]) -> _Vertical:
     """Return the vertical axis.
 
-    It has powers of two for the scale, all shares for a share, and is logarithmic for a wide range.
+    It has powers of two for the scale, goes from 0 to 1 for a share, and is logarithmic for a wide
+    range of other values.
     """
     if key == "share_lost_updates":
         return _Vertical(Axis(0.0, 1.05, points_up=True), None, numbers.percent)
@@ -243,13 +244,13 @@ def _points_of(
 
 
 def _mean_of(tracks: Sequence[Track]) -> int | None:
-    """Return how many steps a smooth loss is the mean of; None for a run that is too short."""
+    """Return the number of steps that a smooth loss averages over; None if the run is too short."""
     num = max(len(track.steps) for track in tracks)
     return max(RECENT, num // 50) if num > 3 * RECENT else None
 
 
 def smoothed(values: Sequence[float | None], mean_of: int) -> list[float | None]:
-    """Return the mean of the finite values of the last steps, where a step has a finite value."""
+    """Return running means over the last finite values; other values are unchanged."""
     total, recent = 0.0, deque[float]()
     found: list[float | None] = []
     for value in values:
@@ -264,11 +265,11 @@ def smoothed(values: Sequence[float | None], mean_of: int) -> list[float | None]
     return found
 
 
-# --- what the tooltip reads -----------------------------------------------------------------------
+# --- data of the tooltip --------------------------------------------------------------------------
 
 
 def _points(track: Track, x: Axis) -> dict[str, Any]:
-    """Return the steps that are drawn, with all their values."""
+    """Return the drawn steps with all their values."""
     columns = _columns(track, x)
     values = {key: [getattr(step, key) for step in track.steps] for key in TITLES}
     skips = [None if step.taken else 0.0 for step in track.steps]
@@ -283,7 +284,7 @@ def _points(track: Track, x: Axis) -> dict[str, Any]:
 
 
 def _short(key: Key, value: float | None) -> float | None:
-    """Return a value with the digits that are shown; a scale stays exact."""
+    """Return a value rounded to the digits that are shown; a scale stays exact."""
     if value is None or not math.isfinite(value):
         return value
     short = value if key == "scale" else float(f"{value:.4g}")
@@ -305,7 +306,7 @@ def _columns(track: Track, x: Axis) -> list[int]:
 
 
 def kept(columns: Sequence[int], values: Sequence[float | None]) -> list[int]:
-    """Return the indices of the values to draw, given the column of each value, in order."""
+    """Return the sorted indices of the values to draw, given the column of each value."""
     by_column = itertools.groupby(range(len(columns)), lambda index: columns[index])
     return sorted(index for _, alike in by_column for index in _kept_of_column(alike, values))
 
@@ -321,7 +322,7 @@ def _kept_of_column(indices: Iterable[int], values: Sequence[float | None]) -> s
 
 
 def marks(steps: Sequence[Step], x: Axis, what: str) -> list[Mark]:
-    """Return one mark for all steps that are in the same column."""
+    """Return one mark for each column that contains any of the steps."""
     steps = sorted(steps, key=lambda step: step.step)
     by_column = grouped(steps, lambda step: _column(step, x))
     return [Mark(x.percent(alike[0].step), _title(alike, what)) for alike in by_column.values()]

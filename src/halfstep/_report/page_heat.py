@@ -31,7 +31,7 @@ LABEL_HEIGHT, LABEL_LETTERS = 12, 24
 
 
 class HeatRow(NamedTuple):
-    """One layer of a heat map: its upper edge in pixels, worst values, and place in the summary."""
+    """One layer of a heat map: upper edge in pixels, worst values, and index in the summary."""
 
     y: float
     name: str
@@ -44,8 +44,8 @@ class HeatMap(NamedTuple):
 
     Attributes:
         levels: The meaning of its colours.
-        image: The picture, as data URI; one pixel a cell.
-        not_finite: The middle of the first cell with NaN or inf in each row, in cells.
+        image: The picture as a data URI, with one pixel per cell.
+        not_finite: The centre of the first cell with NaN or inf in each such row, in cells.
     """
 
     levels: Levels
@@ -58,9 +58,9 @@ class Tab(NamedTuple):
 
     Attributes:
         rows: The layers, from top to bottom.
-        row_height: In pixels.
-        labels: Middle in pixels, text and full name of each row with room for a label.
-        num_troubled: How many layers have inf or NaN, no headroom, or notable underflow.
+        row_height: The height of a row in pixels.
+        labels: The centre in pixels, text and full name of each row with room for a label.
+        num_troubled: The number of layers with inf or NaN, no headroom, or notable underflow.
     """
 
     kind: Kind
@@ -73,9 +73,11 @@ class Tab(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """All maps, a tab for each kind of tensor; a column has the first and last step in it.
+    """All maps, with a tab for each kind of tensor.
 
-    The one that is opened has the worst layer.
+    Attributes:
+        opened: The tab that is open at first: the one with the worst layer.
+        columns: The first and last step of each column.
     """
 
     tabs: list[Tab]
@@ -106,7 +108,7 @@ def heat(summary: Summary, run: Run) -> Heat | None:
 def _is_troubled(layer: Layer, summary: Summary) -> bool:
     """Return whether a layer had inf or NaN, no headroom, or notable underflow.
 
-    The inf and NaN of steps that dynamic scaling skipped are as they should be.
+    The inf and NaN of steps that dynamic scaling skipped are normal.
     """
     steps = summary.steps
     is_odd = layer.non_finite_step not in (None, *steps.start_up, *steps.after_growth)
@@ -115,7 +117,7 @@ def _is_troubled(layer: Layer, summary: Summary) -> bool:
 
 
 def ticks_of(columns: Sequence[tuple[int, int]]) -> list[Tick]:
-    """Return the ticks of the axis: the first column, and round numbers of steps."""
+    """Return the ticks of the axis: the first column and round step numbers."""
     found = {0: columns[0][0]}
     for step in round_numbers(columns[0][0], columns[-1][1], 5, smallest=1):
         column = next(c for c, (_, last) in enumerate(columns) if last >= step)
@@ -220,7 +222,7 @@ def _title(layer: Layer) -> str:
 
 
 def labelled(names: Sequence[str], row_height: int) -> list[int]:
-    """Return the rows that get a label: labels do not overlap, and groups come first."""
+    """Return the rows with a label: labels do not overlap, and starts of groups come first."""
     apart = math.ceil(LABEL_HEIGHT / row_height)
     by_weight = sorted(range(len(names)), key=lambda i: (_depth_of_change(names, i), i))
     taken: set[int] = set()
@@ -231,7 +233,7 @@ def labelled(names: Sequence[str], row_height: int) -> list[int]:
 
 
 def _depth_of_change(names: Sequence[str], index: int) -> int:
-    """Return how many parts of its path a name shares with the name before it."""
+    """Return the number of leading path parts that a name shares with the one before it."""
     if index == 0:
         return 0
     before, here = names[index - 1].split("."), names[index].split(".")
@@ -257,8 +259,8 @@ class Levels(NamedTuple):
     Attributes:
         colours: The palette.
         labels: The tooltip of each level of the ramp.
-        ticks: Of the colour bar.
-        level: Maps a value to its level.
+        ticks: The ticks of the colour bar.
+        level: A function from a value to its level.
     """
 
     title: str
@@ -269,7 +271,7 @@ class Levels(NamedTuple):
 
     @property
     def bar(self) -> str:
-        """The colour bar, as steps of a CSS gradient."""
+        """The colour bar as a stepped CSS gradient."""
         levels = self.colours[FIRST_LEVEL:]
         stops = (
             f"{css(c)} {100 * i / len(levels):.4g}% {100 * (i + 1) / len(levels):.4g}%"

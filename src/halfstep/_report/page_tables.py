@@ -1,4 +1,4 @@
-"""The tables of the page: layers with their histograms, and the precision map of the modules."""
+"""Tables of the page: layers with histograms, and the precision map of the modules."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ KIND_TITLES: dict[Kind, str] = {
 
 MOST_HISTOGRAMS = 240
 HEIGHT = 26
-"""Of a histogram, in pixels and in units."""
+"""The height of a histogram, in pixels and in units."""
 
 _LOWEST, _HIGHEST = -72, 48
-"""Exponents beyond these are drawn in the bins at the ends."""
+"""The range of exponents; the bins at the ends include all beyond it."""
 _DECADES = 6
 
 
@@ -34,10 +34,10 @@ class FormatWindow(NamedTuple):
     """The range of a format on the axis of exponents, in units from the lower end.
 
     Attributes:
-        flushed: Below this, everything becomes zero.
-        normal: From here on, values have full precision.
-        largest: The format cannot hold anything above this.
-        title: The three limits in numbers.
+        flushed: The limit below which values become zero.
+        normal: The limit from which on values have full precision.
+        largest: The largest value of the format.
+        title: The limits in numbers.
     """
 
     name: str
@@ -48,7 +48,7 @@ class FormatWindow(NamedTuple):
 
 
 class Exponents(NamedTuple):
-    """The axis that all histograms share, from the lower end of the first bin to the upper end."""
+    """The common axis of all histograms, from the lower end of the first bin to the last end."""
 
     low: int
     high: int
@@ -62,7 +62,7 @@ class Exponents(NamedTuple):
 
 
 class LayerRow(NamedTuple):
-    """One line of the table: a layer, its place in the summary, its kind in words, its SVG path."""
+    """One line of the table: a layer, its index in the summary, its kind in words, its SVG path."""
 
     number: int
     layer: Layer
@@ -71,7 +71,7 @@ class LayerRow(NamedTuple):
 
 
 class LayerTable(NamedTuple):
-    """The whole table, the worst layers first; the first ones have a histogram."""
+    """The table of layers, the worst first; the first ones have a histogram."""
 
     rows: list[LayerRow]
     axis: Exponents
@@ -79,7 +79,7 @@ class LayerTable(NamedTuple):
 
 
 def layer_table(summary: Summary) -> LayerTable:
-    """Return the layers of a run, the worst first."""
+    """Return the table of layers."""
     axis = exponents_of(summary.layers)
     rows = []
     num_histograms = 0
@@ -93,11 +93,11 @@ def layer_table(summary: Summary) -> LayerTable:
 
 
 def badness(layer: Layer) -> tuple[float, ...]:
-    """Return a key by which the worst layer comes first.
+    """Return a sort key that puts the worst layer first.
 
-    Layers with NaN come first, then inf, then values outside the format; the rest are sorted by
-    losses, to underflow and of updates, then by headroom. Parameters that lose no updates come
-    last, as their dtype does not change.
+    Layers with NaN come first, then those with inf, then those with values outside the format. The
+    rest are sorted by losses (underflow and updates), then by headroom. Parameters without notable
+    losses of updates come last, because their dtype does not change.
     """
     headroom = math.inf if layer.headroom is None else layer.headroom
     lost = (layer.share_lost_updates or 0.0) if layer.is_low_weight else 0.0
@@ -116,7 +116,7 @@ def badness(layer: Layer) -> tuple[float, ...]:
 
 
 def exponents_of(layers: Iterable[Layer]) -> Exponents:
-    """Return an axis that spans all histograms and the range of fp16."""
+    """Return an axis that spans all histograms and the range of fp16, within limits."""
     seen = [exponent for layer in layers for exponent in layer.histogram]
     low = max(_LOWEST, min([*seen, -25]) - 2)
     high = min(_HIGHEST, max([*seen, 16]) + 2)
@@ -145,7 +145,7 @@ def _window(name: str, low: int, high: int) -> FormatWindow:
 
 
 def histogram(layer: Layer, axis: Exponents) -> str:
-    """Return the outline of a histogram; heights are logarithms of the share of entries."""
+    """Return the outline of a histogram; heights are logarithmic in the share of entries."""
     counts = [0] * axis.width
     for exponent, count in layer.histogram.items():
         # Bin e ends at 2^e, so it lies left of e.
@@ -164,7 +164,7 @@ def _height(share: float) -> int:
 
 
 def format_limits(axis: Exponents) -> Sequence[float]:
-    """Return the limits of all formats, for the thin lines in the histograms."""
+    """Return the limits of all formats for the thin lines in the histograms."""
     places = {place for w in axis.windows for place in (w.flushed, w.normal, w.largest)}
     return sorted(place for place in places if 0 < place < axis.width)
 
@@ -177,9 +177,9 @@ CASTS = "casts"
 
 
 class ModulePrecision(NamedTuple):
-    """The ops of a module and of the modules inside it: their number and time by dtype.
+    """The number and time of the ops of a module and its submodules, by dtype.
 
-    The name is its path, empty for all modules together. Casts are counted by themselves, as
+    The name is a path, empty for all modules together. Casts are counted separately, as
     ``"casts"``.
     """
 
@@ -189,12 +189,12 @@ class ModulePrecision(NamedTuple):
 
     @property
     def ops(self) -> int:
-        """Number of ops."""
+        """The number of ops."""
         return self.ops_by_dtype.total()
 
     @property
     def seconds(self) -> float:
-        """Time of all."""
+        """The time of all ops, in seconds."""
         return sum(self.seconds_by_dtype.values())
 
     def share_of_ops(self, dtype: str) -> float:
@@ -210,9 +210,9 @@ class PrecisionMap(NamedTuple):
     """The whole map.
 
     Attributes:
-        dtypes: All of them, most time first.
+        dtypes: All dtypes, the one with the most time first.
         total: All modules together.
-        modules: In the order in which they ran.
+        modules: The modules in the order in which they ran.
         environment: Versions, device and policy of the trace.
     """
 
@@ -223,7 +223,7 @@ class PrecisionMap(NamedTuple):
 
 
 def precision_map(trace: Recording) -> PrecisionMap:
-    """Return time and ops by dtype from a trace."""
+    """Return the ops and their time by module and dtype, from a trace."""
     total = _precision("", trace.ops)
     depth = _depth([row.module for row in trace.ops])
     modules = grouped(trace.ops, lambda row: ".".join(row.module.split(".")[:depth]))
@@ -238,7 +238,7 @@ def precision_map(trace: Recording) -> PrecisionMap:
 
 
 def _depth(paths: Sequence[str]) -> int:
-    """Return how many parts of each path to keep, so that few enough modules remain."""
+    """Return the largest path depth at which few enough modules remain."""
     deepest = max((path.count(".") + 1 for path in paths), default=1)
     for depth in range(deepest, 1, -1):
         if len({".".join(path.split(".")[:depth]) for path in paths}) <= MOST_MODULES:

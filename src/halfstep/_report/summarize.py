@@ -1,4 +1,4 @@
-"""Summaries of recorded runs, as pure functions."""
+"""Pure functions that summarize recorded runs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from halfstep._report.summary import (
 from halfstep._trace.rows import grouped
 
 SETTLED = 10
-"""This many taken steps in a row end the start-up of dynamic scaling."""
+"""The number of taken steps in a row that ends the start-up of dynamic scaling."""
 LONGEST_START = 16
-"""So many skips bring PyTorch's first scale down to 1. More than these, and most steps of the run,
-are no start-up any more, whatever the factors."""
+"""The number of skips that brings PyTorch's initial scale down to 1.
+
+If there are more skips than that, and more than half of the run, they are not a start-up."""
 RECENT = 20
-"""The recent loss is the mean of this many steps."""
-_OVERFLOW, _STUCK = "overflow", "non-finite at any scale"  # as halfstep._scaler.Reason has them
+"""The number of steps that recent values average over."""
+_OVERFLOW, _STUCK = "overflow", "non-finite at any scale"  # values of halfstep.Reason
 _NUM_PARAMETERS = 20
 
 
@@ -110,7 +111,7 @@ def _median_distance(steps: Iterable[Step]) -> float | None:
 
 
 def _policies(run: Run) -> tuple[PolicySeen, ...]:
-    """Return the policies in order, without the repetitions of a restarted run."""
+    """Return the policies in order, without repetitions due to restarts."""
     by_policy = groupby(run.policies, lambda seen: (seen.device, seen.dtype, seen.text))
     return tuple(next(alike) for _, alike in by_policy)
 
@@ -158,10 +159,10 @@ def _steps(run: Run) -> StepCounts:
 
 
 def _with_nan_only(run: Run, iterations: Sequence[Sequence[Step]]) -> Iterator[int]:
-    """Yield skipped iterations before a taken one whose gradients had NaN, but no inf.
+    """Yield skipped iterations with NaN but no inf in the gradients, right before a taken one.
 
-    Far above the scales that fit, inf - inf makes NaN of everything. Right above them the first
-    entries are inf. Iterations that were diagnosed are left out.
+    At a scale far too large, inf - inf turns everything into NaN. At a scale slightly too large,
+    the first bad entries are inf. Diagnosed iterations are left out.
     """
     diagnosed = {each.step for each in run.diagnoses}
     bad = grouped(run.culprits, lambda each: each.step)
@@ -174,7 +175,7 @@ def _with_nan_only(run: Run, iterations: Sequence[Sequence[Step]]) -> Iterator[i
 
 
 def _is_probe(taken: Sequence[Step]) -> bool:
-    """Return whether steps were made far below the scale, which grew at once by more than twice."""
+    """Return whether steps were a probe at a far lower scale, which then more than doubled."""
     scale, after = taken[-1].scale or 1.0, taken[-1].scale_after or 1.0
     return after > 2 * scale
 
@@ -182,7 +183,7 @@ def _is_probe(taken: Sequence[Step]) -> bool:
 def _by_scaler(
     iterations: Iterable[list[Step]], starts: Sequence[int]
 ) -> Iterable[list[list[Step]]]:
-    """Return the iterations by scaler: a restart that does not load the old state has a new one."""
+    """Return the iterations by scaler; a restart that does not load the old state has a new one."""
     found: list[list[list[Step]]] = []
     for _, alike in groupby(iterations, lambda each: bisect_right(starts, each[0].step)):
         segment = list(alike)
@@ -194,10 +195,10 @@ def _by_scaler(
 
 
 def _start_up(iterations: Iterable[list[Step]]) -> tuple[int, ...]:
-    """Return the overflows at the start, as long as each one reaches a new lowest scale.
+    """Return the overflows at the start, while none is at a scale above the lowest so far.
 
-    The start-up ends with the first ten taken iterations in a row. Skips that do not end are not a
-    start-up, except a few: the run may have been too short.
+    The start-up ends with the first ten taken iterations in a row. Unending skips are not a
+    start-up, unless they are few: the run may have been too short.
     """
     found: list[int] = []
     lowest, taken_in_a_row = math.inf, 0
@@ -219,7 +220,7 @@ def _start_up(iterations: Iterable[list[Step]]) -> tuple[int, ...]:
 def _after_growth(iterations: Iterable[list[Step]]) -> Iterator[int]:
     """Yield the iterations that overflowed after growth and brought the scale back."""
     before: float | None = None
-    was_skipped = is_probe = False  # a probe: a single iteration far below, after a skip
+    was_skipped = is_probe = False  # a probe: one iteration at a far lower scale, after a skip
     grown_from: list[float] = []
     for iteration in iterations:
         scales = [step.scale for step in iteration if step.scale is not None]
@@ -245,7 +246,7 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
         return None
     last_step, before_last = scaled[-1]
     last = before_last if last_step.scale_after is None else last_step.scale_after
-    # Each optimizer may have a scaler of its own.
+    # Each optimizer may have its own scaler.
     by_optimizer: dict[str, dict[int, tuple[float, bool]]] = {}
     for step, scale in scaled:
         by_optimizer.setdefault(step.optimizer, {})[step.step] = scale, step.taken
@@ -263,14 +264,14 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
 
 
 def _is_stuck(step: Step) -> bool:
-    """Return whether gradients were bad at the smallest scale; a guard skips bad losses so, too."""
+    """Return whether gradients were bad at the smallest scale, not the loss, as with a guard."""
     return step.reason == _STUCK and (step.loss is None or math.isfinite(step.loss))
 
 
 def _without_probes(used: Sequence[tuple[float, bool]]) -> Iterator[float]:
-    """Yield all scales except those that fell for a single iteration after a skip.
+    """Yield all scales except probes, which are lower for a single iteration after a skip.
 
-    ``used`` has the scale of each iteration, and whether its step was taken.
+    ``used`` contains the scale of each iteration, and whether its step was taken.
     """
     for index, (scale, _) in enumerate(used):
         before, was_taken = used[max(index - 1, 0)]
@@ -289,7 +290,7 @@ def _loss(steps: Iterable[Step]) -> Curve | None:
 
 
 def _losses(steps: Sequence[Step]) -> tuple[OptimizerLoss, ...]:
-    """Return the loss of each optimizer, unless all step by the same one."""
+    """Return the loss of each optimizer, empty if all have the same loss."""
     tracks = [track for track in tracks_of("", steps) if any(s.loss is not None for s in track[1])]
     series = [[str(step.loss) for step in track.steps] for track in tracks]
     if all(a == b for other in series[1:] for a, b in zip(series[0], other, strict=False)):
@@ -364,15 +365,15 @@ def _notes(run: Run) -> tuple[Note, ...]:
 
 
 _Models: TypeAlias = Sequence[tuple[str, int, tuple[str, ...]]]
-"""Class, number of parameters, and modules in the order in which they ran."""
+"""For each model: class, number of parameters, and modules in the order in which they ran."""
 
 
 class Beginning(NamedTuple):
     """The origin of one skipped step.
 
     Attributes:
-        culprits: What the first of these ranks saw.
-        ranks: The ranks on which it began there.
+        culprits: The bad gradients of the first of these ranks.
+        ranks: The ranks on which the step began in that module.
     """
 
     culprits: Culprits
@@ -380,7 +381,7 @@ class Beginning(NamedTuple):
 
 
 def beginnings(run: Run) -> dict[tuple[int, str], Beginning]:
-    """Return where each skipped step began, if known, by iteration and optimizer."""
+    """Return the origins of skipped steps, if known, by iteration and optimizer."""
     models = _models(run)
     by_step = grouped(run.culprits, lambda each: (each.step, each.optimizer))
     return {key: _first(alike, models) for key, alike in by_step.items()}
@@ -399,8 +400,8 @@ def _models(run: Run) -> Mapping[int, _Models]:
 def _first(found: Sequence[Culprits], models: Mapping[int, _Models]) -> Beginning:
     """Return the culprits that the backward pass reached first.
 
-    Within one model, that is the module that ran last. In a pipeline each stage has a model of its
-    own: there it is the highest rank, which has the last stage.
+    In one model, they are in the module that ran last. In a pipeline each stage has its own model;
+    there they are on the highest rank, which has the last stage.
     """
     known = [each for each in found if each.began_in is not None] or found
     if all(models[each.rank] == models[known[0].rank] for each in known):
@@ -421,14 +422,14 @@ def _first(found: Sequence[Culprits], models: Mapping[int, _Models]) -> Beginnin
 
 
 class Track(NamedTuple):
-    """The steps of one optimizer of one run, whose names it has."""
+    """The steps of one optimizer of one run, named after both."""
 
     name: str
     steps: tuple[Step, ...]
 
 
 def tracks_of(run: str, steps: Sequence[Step]) -> list[Track]:
-    """Split the steps of a run by optimizer; optimizers of one class by their order."""
+    """Split the steps of a run by optimizer; those of the same class are told apart by order."""
     found: dict[tuple[str, int], list[Step]] = {}
     iteration, names = 0, list[str]()
     for step in steps:

@@ -1,9 +1,9 @@
-"""The numbers of a recorded run: the values behind every form of the report.
+"""The numbers of a recorded run, for all forms of the report.
 
-:func:`halfstep._report.summarize.summarize` fills them. Everything here is plain data, printed
-unchanged by ``halfstep report --json``, and the page shows the same numbers. Steps are
-numbers of iterations, shares go from 0 to 1, headroom is in bits, times are in seconds; what was
-not seen is None.
+:func:`halfstep._report.summarize.summarize` computes them. They are plain data:
+``halfstep report --json`` prints them unchanged, and the page shows the same numbers. Steps are
+iteration numbers, shares go from 0 to 1, headroom is in bits, times are in seconds, and unknown
+values are None.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from halfstep._numerics.formats import FORMATS_BY_DTYPE
 from halfstep._record.run import Kind, Note, PolicySeen
 
 NOTABLE = 0.01
-"""Losses, of gradient entries or of updates, are worth a word from this share on."""
+"""The share of lost gradient entries or updates from which on it is mentioned."""
 ENDLESS = 5
-"""From this many skipped iterations at the end on, the skips count as unending."""
+"""The number of skipped iterations at the end from which on skips count as unending."""
 FEW, MANY = 0.01, 0.1
-"""Shares of skipped steps: dynamic scaling needs a few; many slow down learning."""
+"""Shares of skipped steps: a few are normal in dynamic scaling, many slow down learning."""
 OTHER_CAUSES = ("absorbed", "range", "maths", "data")
-"""The verdicts of a diagnosis that found another cause than the scale."""
+"""The verdicts of diagnoses that found a cause other than the scale."""
 State: TypeAlias = Literal["ended", "failed", "no end"]
 
 
@@ -35,15 +35,15 @@ class Facts:
     Attributes:
         device: Device type.
         machine: Name of the processor or the GPU.
-        started: When the last segment began, ISO 8601.
-        duration: Seconds from the start to the last thing recorded.
-        seconds_per_step: Median of the time between steps; None with fewer than two.
-        every: Every how many steps a sample was taken.
-        world_size: Number of processes that took part.
+        started: Start of the last segment, ISO 8601.
+        duration: Seconds from the start to the last step.
+        seconds_per_step: Median time between steps; None with fewer than two.
+        every: Number of steps from one sample to the next.
+        world_size: Number of processes.
         ranks: The ranks that left a record.
-        num_segments: How often the run was started.
+        num_segments: Number of times that the run was started.
         state: ``"ended"``, ``"failed"`` (with an error), ``"no end"`` (still running, or killed).
-        error: The error that ended it, on the first rank; None if it ended well or has no end.
+        error: The error that ended the run, on the first rank that failed; None without one.
         error_rank: The rank of that error.
         without_end: The ranks whose record has no end.
     """
@@ -70,10 +70,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model: its class, the entries of its parameters, and the modules that ran.
+    """A model: its class, the number of parameter entries, and that of modules that ran.
 
     Attributes:
-        rank: The rank that has it, if the first rank has another model; else None.
+        rank: The rank of the model, if the first rank has another one; else None.
     """
 
     name: str
@@ -87,23 +87,23 @@ class StepCounts:
     """The steps of the optimizers; with several optimizers an iteration has several steps.
 
     Attributes:
-        share_skipped: The skipped steps as a share of all; 0 if there are none.
-        reasons: How many were skipped by reason, the most frequent first.
-        skipped: The iterations in which a step was skipped.
-        ranks: The first ranks with inf or NaN, if the ranks exchanged that.
-        start_up: The skipped iterations in which dynamic scaling was still looking for its first
-            scale, which is normal.
-        after_growth: The skipped iterations that brought the scale back to where it had grown
-            from: this is how dynamic scaling finds the largest usable scale.
-        unclear: The iterations of both kinds whose gradients had NaN and no inf right above a scale
-            that fits, which the scale alone seldom causes.
-        num_start_up: How many steps were skipped in the iterations at the start.
-        num_after_growth: How many in those after growth.
-        num_skipped_later: How many in all others: the three together are ``num_skipped``.
-        share_skipped_later: Those as a share of all steps; 0 if there are none.
-        longest_in_a_row: The largest number of iterations in a row with a skipped step, leaving out
-            start-up and growth.
-        skipped_at_end: How many iterations in a row were skipped at the end.
+        share_skipped: The share of all steps that were skipped; 0 if there are no steps.
+        reasons: The number of skipped steps by reason, the most frequent first.
+        skipped: The iterations with a skipped step.
+        ranks: The first ranks with inf or NaN, if the ranks exchanged this.
+        start_up: The skipped iterations in which dynamic scaling was still searching for its first
+            usable scale, which is normal.
+        after_growth: The skipped iterations that brought the scale back to its value before growth:
+            this is how dynamic scaling finds the largest usable scale.
+        unclear: The iterations of these two kinds whose gradients had NaN but no inf right above a
+            usable scale, which the scale alone seldom causes.
+        num_start_up: The number of skipped steps in ``start_up``.
+        num_after_growth: The number of skipped steps in ``after_growth``.
+        num_skipped_later: The number of all other skipped steps.
+        share_skipped_later: ``num_skipped_later`` as a share of all steps; 0 if there are no steps.
+        longest_in_a_row: The largest number of iterations in a row with a skipped step, without
+            ``start_up`` and ``after_growth``.
+        skipped_at_end: The number of iterations in a row with a skipped step at the end.
     """
 
     num: int
@@ -137,16 +137,17 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class ScaleCourse:
-    """How the scale went.
+    """The course of the scale.
 
     Attributes:
-        first: Before the first step.
-        last: After the last step.
-        before_last: The scale that the last step was made at.
-        min: The smallest, without probes: single iterations far below, after which the scale
-            rises again.
-        overflowed_at: The smallest at which a step was skipped for overflow; None if none was.
-        stuck: The iterations with inf or NaN even at the smallest scale: no scale helps.
+        first: The scale before the first step.
+        last: The scale after the last step.
+        before_last: The scale of the last step.
+        min: The smallest scale, without probes: single iterations at a far lower scale, after which
+            it rises again.
+        overflowed_at: The smallest scale at which a step was skipped for overflow; None without
+            overflow.
+        stuck: The iterations with inf or NaN even at the smallest scale, where no scale helps.
     """
 
     first: float
@@ -160,16 +161,17 @@ class ScaleCourse:
 
 @dataclass(frozen=True)
 class Curve:
-    """How the loss, the norm of the gradients or the share of lost updates went.
+    """The course of the loss, the gradient norm or the share of lost updates.
 
     Attributes:
-        last: The last value, finite or not, as is the first.
-        recent: Mean of the finite ones of the last 20 steps.
-        min: The smallest finite one.
-        max: The largest finite one.
-        first_non_finite: The first iteration in which it was inf or NaN; None if never.
-        num_non_finite: In how many steps it was inf or NaN.
-        ranks: For the loss, the ranks in the first of these steps.
+        first: The first value, which may be inf or NaN.
+        last: The last value, which may be inf or NaN.
+        recent: The mean of the finite values among the last 20.
+        min: The smallest finite value.
+        max: The largest finite value.
+        first_non_finite: The first iteration with inf or NaN; None if there is none.
+        num_non_finite: The number of iterations with inf or NaN.
+        ranks: For the loss, the ranks with inf or NaN in the first of these iterations.
     """
 
     first: float
@@ -184,7 +186,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class OptimizerLoss:
-    """How the loss of one optimizer went."""
+    """The course of the loss of one optimizer."""
 
     optimizer: str
     curve: Curve
@@ -195,8 +197,8 @@ class Origin:
     """A module in which skips began, and the iterations and ranks in which they did.
 
     Attributes:
-        module: Its path; None where the gradients do not show it.
-        num: In how many iterations.
+        module: The path of the module; None if the gradients do not show it.
+        num: The number of these iterations.
         parameters: Names of parameters whose gradients were inf or NaN, at most 20.
     """
 
@@ -209,7 +211,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class BadPlace:
-    """An op of a module that made these steps bad for one reason, with the first diagnosis."""
+    """An op of a module that made steps bad for one reason, with the first diagnosis of it."""
 
     steps: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -223,9 +225,9 @@ class ScaleWindow:
     Attributes:
         smallest: The smallest scale at which nothing underflows; None if all entries were zero.
         largest: The largest scale at which nothing overflows; None if no limit is visible.
-        is_at_least: Whether entries were flushed to zero before they could be measured, so that the
+        is_at_least: Whether entries were flushed to zero before they were measured, so that the
             true ``smallest`` may be larger.
-        is_empty: Whether there is no such scale: ``smallest`` is above ``largest``.
+        is_empty: Whether there is no such scale, because ``smallest`` is above ``largest``.
     """
 
     smallest: float | None
@@ -239,34 +241,36 @@ class Layer:
     """One kind of tensor of one parameter or module, over all sampled steps.
 
     Attributes:
-        dtypes: The dtypes that it had, usually one.
-        format: The format whose range applies: that of its dtype, and for float32 and float64 the
+        dtypes: The dtypes of the tensor, usually one.
+        format: The format whose range applies: that of the dtype or, for float32 and float64, the
             lower precision of the run.
-        num_samples: In how many samples it is.
-        size: Number of entries in the last sample.
-        measured: How many entries were measured in all samples; the counts below are of these.
-        non_finite_step: The first sampled step in which any was NaN or inf.
-        amax: Largest finite magnitude, as in memory (gradients: scaled); 0 if there is none.
-        amin: Smallest magnitude above zero.
-        headroom: Bits from the largest magnitude to the largest value of the format, the minimum of
-            all samples; None if nothing was finite and above zero. Negative: it does not fit.
-        headroom_step: In which step.
-        headroom_last: In the last sample.
-        lost: Entries that the format has lost, or would lose, to underflow.
-        share_lost: Those as a share of what was measured.
-        share_lost_worst: The same in the worst sample.
-        share_lost_step: In which step.
-        share_lost_last: The same in the last sample.
-        flushed: Those of the lost entries that underflow in float16 turned into zeros; None where
-            this does not apply.
-        underflow: By format, entries above zero that it would flush.
-        overflow: By format, finite entries that it cannot hold.
-        updates: Of a weight, the entries whose gradient was not zero in a sampled step, of those
-            that were looked at; None where that is not known.
-        lost_updates: Those that the step did not move.
-        share_lost_updates: Those as a share of the updates; None without updates.
-        histogram: By exponent, finite entries above zero: ``e`` is for (2**(e-1), 2**e].
-        window: Gradients of parameters: the scales at which nothing is lost; None for other kinds.
+        num_samples: The number of samples with this tensor.
+        size: The number of entries in the last sample.
+        measured: The number of measured entries in all samples, to which the counts below refer.
+        non_finite_step: The first sampled step with NaN or inf.
+        amax: The largest finite magnitude, as in memory (gradients: scaled); 0 if there is none.
+        amin: The smallest magnitude above zero.
+        headroom: Bits from the largest finite magnitude to the largest value of the format, the
+            minimum of all samples; negative if it does not fit; None without nonzero finite
+            entries.
+        headroom_step: The step of that minimum.
+        headroom_last: The headroom in the last sample.
+        lost: The number of entries that are lost to underflow in the format, or would be.
+        share_lost: ``lost`` as a share of the measured entries.
+        share_lost_worst: The share in the worst sample.
+        share_lost_step: The step of the worst sample.
+        share_lost_last: The share in the last sample.
+        flushed: The number of lost entries that underflow in float16 turned into zeros; None if
+            this is unknown or does not apply.
+        underflow: By format, the number of nonzero entries that it flushes to zero.
+        overflow: By format, the number of finite entries that are too large for it.
+        updates: For a weight, the number of inspected entries with a nonzero gradient in sampled
+            steps; None if unknown.
+        lost_updates: The number of these entries that the step did not change.
+        share_lost_updates: ``lost_updates`` as a share of ``updates``; None without updates.
+        histogram: The number of nonzero finite entries by exponent: ``e`` is for magnitudes in
+            (2**(e-1), 2**e].
+        window: For gradients of parameters, the scales at which nothing is lost; else None.
     """
 
     kind: Kind
@@ -301,17 +305,17 @@ class Layer:
 
     @property
     def is_low(self) -> bool:
-        """Whether it is stored in less than float32."""
+        """Whether the tensor is stored in less than float32."""
         return not set(self.dtypes).isdisjoint(FORMATS_BY_DTYPE)
 
     @property
     def is_low_weight(self) -> bool:
-        """Whether it is a weight that is stored in less than float32."""
+        """Whether the tensor is a weight stored in less than float32."""
         return self.kind == "parameter" and self.is_low
 
     @property
     def is_all_zeros(self) -> bool:
-        """Whether all its entries were zero in all samples."""
+        """Whether all measured entries are zero in all samples."""
         return 0 < self.measured == self.zeros
 
 
@@ -320,16 +324,17 @@ class GradientTotals:
     """The gradients of all parameters together.
 
     Attributes:
-        scale: Of the last sample; 1 without a scaler.
-        measured: How many entries were measured in all samples.
-        lost: How many of them underflow in the lower precision of the run, or would in fp16.
-        share_lost: Those as a share of what was measured.
-        window: The scales at which nothing is lost and at which no sample and no step of the run
-            has overflowed.
+        scale: The scale of the last sample; 1 without a scaler.
+        measured: The number of measured entries in all samples.
+        lost: The number of these that underflow in the lower precision of the run, or would in
+            fp16.
+        share_lost: ``lost`` as a share of ``measured``.
+        window: The scales at which nothing is lost, and no sample and no step of the run has
+            overflowed.
         best: The scale that loses least: the one in the window that is closest to ``scale``. If
-            the window is empty or its lower end is unknown, the largest scale without overflow.
+            the window is empty or its lower end is uncertain, the largest scale without overflow.
             None if all entries were zero.
-        share_lost_at_best: The share that underflows there, as far as known; None without ``best``.
+        share_lost_at_best: The known share that underflows at ``best``; None without ``best``.
     """
 
     scale: float
@@ -348,19 +353,18 @@ class Summary:
     Attributes:
         path: The folder of the record.
         policies: The policies in force, in order.
-        lower: Name of the format that applies to float32 tensors: the lower precision of the run,
-            fp16 if none was seen.
+        lower: The name of the format that applies to float32 tensors: the lower precision of the
+            run, or fp16 if it is unknown.
         has_scaler: Whether any step had a scale.
-        loss: How the loss went, in all steps.
-        losses: The loss of each optimizer, where they step by losses of their own, as in a GAN;
-            else empty.
-        norm: How the norm of the unscaled gradients went in the steps that were taken.
-        lost_updates: How the share of updates that rounding has lost went in the sampled steps.
-        origins: Where skips began, the most frequent first.
+        loss: The course of the loss over all steps.
+        losses: The loss of each optimizer if these have different losses, as in a GAN; else empty.
+        norm: The course of the norm of the unscaled gradients in the taken steps.
+        lost_updates: The course of the share of updates lost to rounding in the sampled steps.
+        origins: The modules in which skips began, the most frequent first.
         bad_places: The findings of the diagnoses, in the order of the first step.
-        sampled: The steps that were sampled.
-        layers: All that was sampled, in the order in which it was first seen.
-        notes: Notes for the reader, by the recorder or the reader of the record.
+        sampled: The sampled steps.
+        layers: The sampled tensors, in the order of first appearance.
+        notes: Notes of the recorder, and on reading the record.
     """
 
     path: str
@@ -387,7 +391,7 @@ class Summary:
         return tuple(layer for layer in self.layers if layer.kind == kind)
 
     def at(self, key: str) -> Any:
-        """Return the number at a place such as ``"loss.recent"``; None where a part is None."""
+        """Return the number with a key such as ``"loss.recent"``; None if a part of it is None."""
         value: Any = self
         for name in key.split("."):
             if name.isdigit():
@@ -403,11 +407,11 @@ class Summary:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether autocast lowered ops: else float32 tensors went through no other format."""
+        """Whether autocast lowered ops; else float32 tensors passed through no other format."""
         return any(policy.dtype in FORMATS_BY_DTYPE for policy in self.policies)
 
     def underflows(self, layer: Layer) -> bool:
-        """Return whether what a layer lost was lost in the run, and would not only be in fp16."""
+        """Return whether the losses of a layer happened in the run, and not only would in fp16."""
         return self.is_lowered or layer.is_low
 
     @property
@@ -417,16 +421,16 @@ class Summary:
 
     @property
     def went_bad_at(self) -> int | None:
-        """The first step with inf or NaN as loss, or that a diagnosis explains otherwise."""
+        """The first step with a loss of inf or NaN, or a diagnosed cause other than the scale."""
         bad = [p.steps[0] for p in self.bad_places if p.diagnosis.verdict in OTHER_CAUSES]
         if self.loss is not None and self.loss.first_non_finite is not None:
             bad.append(self.loss.first_non_finite)
         return min(bad, default=None)
 
     def follows_from(self, step: int | None) -> bool:
-        """Return whether what was seen in a step is a consequence: it is not before the first bad.
+        """Return whether events of a step are consequences of the first bad step.
 
-        Of a run that recovered, only what happened in the first bad step itself is one.
+        Events in the first bad step are; those in later steps are unless the run recovered.
         """
         bad = self.went_bad_at
         if bad is None or step is None:
@@ -435,19 +439,19 @@ class Summary:
 
     @property
     def has_recovered(self) -> bool:
-        """Whether the last loss is finite, the last steps were taken and the weights are good."""
+        """Whether the last loss is finite, skips have ended, and weights had no inf or NaN."""
         is_finite = self.loss is None or math.isfinite(self.loss.last)
         are_good = not any(layer.nan or layer.inf for layer in self.of_kind("parameter"))
         return is_finite and are_good and self.steps.skipped_at_end < ENDLESS
 
     @property
     def worst_share_lost(self) -> float | None:
-        """The largest share that underflows of the gradient of a parameter."""
+        """The largest share of the gradient entries of a parameter that underflow."""
         shares = (layer.share_lost for layer in self.of_kind("parameter_gradient"))
         return max(shares, default=None)
 
     @property
     def worst_share_lost_updates(self) -> float | None:
-        """The largest share of the updates of a parameter that rounding has lost."""
+        """The largest share of the updates of a parameter that were lost to rounding."""
         shares = (layer.share_lost_updates for layer in self.layers)
         return max((share for share in shares if share is not None), default=None)

@@ -1,4 +1,4 @@
-"""The text of a report: sentences in order, Markdown, lines for a terminal, and JSON."""
+"""Text of a report: ordered sentences, Markdown, lines for a terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from halfstep._report.compare_runs import ComparedNumber, RunComparison
 from halfstep._report.summary import BadPlace, Layer, Summary
 
 FOLLOWED = "What followed"
-"""The heading over the consequences of a problem, in all forms."""
+"""The heading of the consequences of a problem, in all forms."""
 SCHEMA = 1
-"""The version of what ``--json`` prints: fields are only added; what is changed has another."""
+"""The version of the ``--json`` output; it changes unless fields are only added."""
 BEST = " *"
-"""Stands behind the number of the better run."""
+"""The mark after the number of the better run."""
 NUM_WORST = 5
 _KINDS = {
     "parameter": "weight",
@@ -53,9 +53,9 @@ _KINDS = {
 
 
 def about_loss_and_skips(summary: Summary) -> list[Sentence]:
-    """Return when steps were bad or skipped and, if unknown, how to find the op."""
+    """Return sentences on bad and skipped steps and, if the op is unknown, how to find it."""
     loss, skips = list(about_steps.about_loss(summary)), list(about_steps.about_skips(summary))
-    # A run whose bad steps could not be replayed was already run with --diagnose.
+    # A run with bad steps that could not be replayed already used --diagnose.
     if summary.bad_places or any("was not replayed" in note.text for note in summary.notes):
         return [*loss, *skips]
     if summary.steps.reasons.keys() == {"norm"}:  # no op is to blame
@@ -64,7 +64,7 @@ def about_loss_and_skips(summary: Summary) -> list[Sentence]:
 
 
 def _with_advice(said: Sequence[Sentence]) -> list[Sentence]:
-    """Append how to get a diagnosis to the first sentence that is a warning or worse."""
+    """Add how to get a diagnosis to the first cause that is a warning or worse."""
     advised = list(said)
     for index, sentence in enumerate(said):
         if _is_problem(sentence) and not sentence.follows:
@@ -92,8 +92,9 @@ _TOPICS = (
 def sentences(summary: Summary) -> tuple[Sentence, ...]:
     """Return the sentences about a run, the worst first.
 
-    Without problems and warnings, the first sentence says so, with the numbers. What followed from
-    a problem stands behind it, and has no cure: its cause has one. Nor has a mere notice.
+    Without problems and warnings, the first sentence says that all is well, with the numbers.
+    Consequences of a problem come after it and have no cure, since their cause has one. Notices
+    have no cure either.
     """
     found = [sentence for topic in _TOPICS for sentence in topic(summary)]
     found += _notes(summary)
@@ -113,9 +114,9 @@ def _is_problem(sentence: Sentence) -> bool:
 
 
 def _in_order(found: list[Sentence]) -> tuple[Sentence, ...]:
-    """Return the sentences, the worst first; what followed stands behind the worst causes.
+    """Return the sentences, the worst first; consequences come after the worst causes.
 
-    The first cause is as bad as the worst that followed from it.
+    The first cause gets the severity of its worst consequence.
     """
     if found[0].severity == "good":
         return tuple(found)
@@ -163,7 +164,7 @@ def _all_is_well(summary: Summary) -> Sentence:
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:
-    """Return the whole summary and its sentences; inf and NaN are strings, as in the record."""
+    """Return the whole summary with its sentences; inf and NaN are strings, as in the record."""
     plain_values: dict[str, Any] = to_plain(asdict(summary))
     said = [
         {"severity": each.severity, "text": each.text, "follows": each.follows}
@@ -211,19 +212,19 @@ def summary_markdown(summary: Summary) -> str:
 
 
 def _diagnosis(place: BadPlace, summary: Summary) -> str:
-    """Return a diagnosis as a code block; nothing in it can end the block."""
+    """Return a diagnosis as an indented code block, which its text cannot end."""
     lines = (f"    {one_line(line)}" for line in str(place.diagnosis).splitlines())
     return "\n".join((f"### Diagnosis, {about_diagnoses.when(place, summary)}", "", *lines))
 
 
 def comparison_markdown(comparison: RunComparison) -> str:
-    """Return what differs between runs as tables."""
+    """Return the differences between runs as Markdown tables."""
     verdict = f"**{comparison.verdict.severity}**: {comparison.verdict.markdown}"
     return "\n\n".join((verdict, *_comparison(comparison, _table, code)))
 
 
 def comparison_text(comparison: RunComparison) -> str:
-    """Return what differs between runs for a terminal."""
+    """Return the differences between runs for a terminal."""
     verdict = f"{comparison.verdict.severity}: {comparison.verdict.text}"
     return "\n\n".join((verdict, *_comparison(comparison, _columns, one_line)))
 
@@ -288,7 +289,7 @@ _CURVES = (
     ("gradient entries that underflow", "gradients", ("share_lost",), percent),
     ("lost updates: first, last, largest", "lost_updates", ("first", "last", "max"), percent),
 )
-"""Numbers that a run may lack: their name, places in the summary, and how they are written."""
+"""Numbers that a run may lack: name, part of the summary, keys in it, and format."""
 
 
 def _curves_of(summary: Summary) -> Iterator[tuple[str, str, tuple[str, ...], Callable[..., str]]]:
@@ -317,7 +318,7 @@ def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _worst(summary: Summary) -> list[Layer]:
-    """Return the layers that lose most, gradients and updates, and those closest to overflow."""
+    """Return the layers that lose most gradient entries or updates, or are closest to overflow."""
     lossy = sorted(
         (x for x in summary.of_kind("parameter_gradient") if x.lost), key=lambda x: -x.share_lost
     )

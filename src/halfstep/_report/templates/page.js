@@ -34,7 +34,7 @@ const power = (value, e = Math.log2(value)) => e && Number.isInteger(e) ? "2^" +
 
 const count = value => value.toLocaleString("en");
 
-/* Lets pointer and arrow keys move a place; `at` shows it, `from` gives the place of an event. */
+/* Move a position by pointer and arrow keys; `at` shows it, `from` returns that of an event. */
 const explore = (element, { from, at, hide, keys }) => {
   let place = null;
   const go = next => { place = next; if (next) at(next); };
@@ -49,7 +49,7 @@ const explore = (element, { from, at, hide, keys }) => {
   });
 };
 
-/* native tooltips would lie over ours */
+/* native tooltips would cover this one */
 const takeTitles = (selector, root) => all(selector, root).map(title => {
   title.remove();
   return title.textContent;
@@ -59,7 +59,7 @@ const curveData = island("curve-data");
 for (const element of all(".curves")) {
   const plots = all(".plot", element);
   const { first, last, tracks } = curveData;
-  let low = first, high = last;  /* what is shown */
+  let low = first, high = last;  /* the range that is shown */
   const steps = [...new Set(tracks.flatMap(track => track.step))].sort((a, b) => a - b);
   const cross = make(element, "cross");
   const nearest = step => {
@@ -265,7 +265,7 @@ if (search) {
   search.value = state.get("filter") ?? "";
   filter();
   search.addEventListener("input", () => { filter(); keep("filter", search.value); });
-  /* a link to a row that the filter or the kind hides shows it */
+  /* a link to a row shows it even if the filter or the kind hides it */
   addEventListener("hashchange", () => {
     const row = document.getElementById(location.hash.slice(1));
     if (!row?.matches(".layers tr") || row.checkVisibility()) return;
