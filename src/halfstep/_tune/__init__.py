@@ -1,1 +1,1 @@
-"""Versions of a model beside each other: ``tune``, ``self_check`` and ``compare``."""
+"""Comparisons between versions of a model: ``tune``, ``self_check`` and ``compare``."""

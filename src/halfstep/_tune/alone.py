@@ -1,4 +1,4 @@
-"""Calls of modules, kept in a step, and repeated one module at a time."""
+"""Recording of the module calls in a step, and replay of single modules."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from halfstep._tune.tolerances import SPREAD, Depths
 
 @dataclass
 class ModuleCall:
-    """Call of a module in a step.
+    """A recorded call of a module in a step.
 
     Attributes:
-        args: Its arguments, with copies of the tensors in containers.
-        kwargs: The same of its keyword arguments.
-        settings: The settings of autocast around it.
-        gradients: The gradients of its floating-point outputs that have arrived, by position.
+        args: A copy of its positional arguments.
+        kwargs: A copy of its keyword arguments.
+        settings: The autocast settings around the call.
+        gradients: The gradients of its floating-point outputs, by position; some may be missing.
     """
 
     args: Any
@@ -42,7 +42,7 @@ class ModuleCall:
 
 
 def calls_of(runner: StepRunner, scale: float) -> dict[str, list[ModuleCall]]:
-    """Run a step in lower precision and return the calls of its modules, by name, outer first."""
+    """Run a step in lower precision and return its module calls by name, outer modules first."""
     calls: dict[str, list[ModuleCall]] = {}
     device = runner.task.device(runner.batch)
 
@@ -69,7 +69,7 @@ def calls_of(runner: StepRunner, scale: float) -> dict[str, list[ModuleCall]]:
 
 
 def _copied(given: Any) -> Any:
-    """Return arguments with copies of their tensors; equal ones stay one."""
+    """Return a copy of arguments; a tensor that occurs several times is copied once."""
     copies: dict[int, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
@@ -83,10 +83,10 @@ def _copied(given: Any) -> Any:
 
 
 def copied(values: Any, copy: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of arguments, with other tensors in it.
+    """Return a copy of arguments in which ``copy(tensor)`` replaces each tensor.
 
-    Objects are copied too, such as a cache that modules write to. Modules stay, and if something
-    cannot be pickled, all objects.
+    Objects that modules write to, such as a cache, are copied too; modules are not. If something
+    cannot be pickled, only containers and tensors are copied.
     """
     file, kept = io.BytesIO(), list[Any]()
     try:
@@ -98,14 +98,14 @@ def copied(values: Any, copy: Callable[[Tensor], Tensor]) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles all but tensors and modules, which it puts into a list."""
+    """A pickler that puts tensors and modules into a list instead."""
 
     def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
         super().__init__(file)
         self._kept = kept
 
     def persistent_id(self, value: Any) -> int | None:
-        """Return the index of a tensor or module, None to pickle something else."""
+        """Return the index of a tensor or module, None for values to pickle."""
         if not isinstance(value, (Tensor, nn.Module)):
             return None
         self._kept.append(value)
@@ -113,25 +113,24 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes objects anew, around what is in a list."""
+    """An unpickler that takes tensors and modules from a list."""
 
     def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
         super().__init__(file)
         self._kept = kept
 
     def persistent_load(self, number: int) -> Any:
-        """Return what has an index."""
         return self._kept[number]
 
 
 class Repetition(NamedTuple):
-    """Results of a module that ran alone; a gradient that did not arrive is None."""
+    """The results of a module that ran alone; a missing gradient is None."""
 
     outputs: list[Tensor]
     input_gradients: list[Tensor | None]
     parameter_gradients: list[Tensor | None]
-    depth: int  # of the outputs, in ops
-    random: list[Tensor]  # the states of random number generators at the end
+    depth: int  # the largest depth of an output, in ops
+    random: list[Tensor]  # the states of the random number generators after the run
 
 
 def repeat(
@@ -143,15 +142,15 @@ def repeat(
     lowered: bool = True,
     change: Callable[[Tensor], Tensor] | None = None,
 ) -> Repetition:
-    """Run a module as in a call, forward and backward, from the state before the step.
+    """Replay a call of a module, forward and backward, from the state before the step.
 
     Args:
         runner: The runner of the step.
-        module: The module, whose parameters get gradients.
-        call: The call.
-        run: The module, or what was compiled from it.
-        lowered: Whether it runs under the autocast of the call; otherwise in float32.
-        change: Changes the floating-point inputs.
+        module: The module for whose parameters gradients are computed.
+        call: The recorded call.
+        run: The module, or its compiled code.
+        lowered: Whether to run under the autocast of the call; otherwise in float32.
+        change: A function that is applied to each floating-point input.
     """
     leaves: list[Tensor] = []
     given: dict[int, Tensor] = {}
@@ -163,7 +162,7 @@ def repeat(
                 leaf = change(leaf)
             if tensor.requires_grad:
                 leaves.append(leaf.requires_grad_())
-                leaf = leaf.clone()  # a leaf itself may not be written to in place
+                leaf = leaf.clone()  # leaves cannot be modified in place
             given[id(tensor)] = leaf
         return given[id(tensor)]
 
@@ -199,12 +198,11 @@ def _gradients(
 
 
 def float32(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32."""
     return tensor.float()
 
 
 def perturbed(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32 with each entry some roundings off, up or down."""
+    """Return a tensor in float32 with each entry off by SPREAD roundings, randomly up or down."""
     off = SPREAD * torch.finfo(torch.float32).eps / 2
     signs = torch.rand_like(tensor, dtype=torch.float32).round() * 2 - 1
     return tensor.float() * (1 + off * signs)

@@ -64,34 +64,34 @@ def self_check(
 ) -> SelfCheck | CompiledCheck:
     """Run a model forward and backward in float32 and in lower precision, and compare.
 
-    Compared are, for each module, its outputs, their gradients, and the gradients of its
+    The comparison covers the outputs of each module, their gradients, and the gradients of its
     parameters. Errors are relative errors of norms. Both passes start from the same weights,
-    buffers and random numbers (a fixed seed). Afterwards these, and all gradients, are what they
-    were, bit for bit. In float16 the loss is scaled, as in training. docs/tune.md explains how
+    buffers and random numbers (a fixed seed). Afterwards, these and all gradients are restored
+    bit for bit. In float16 the loss is scaled, as in training. docs/tune.md explains how
     tolerances are chosen and what a failure means.
 
     Args:
         model: The model, with float32 parameters. Training or evaluation mode stays as it is.
         batch: Without ``loss_fn``, the input of the model: a tensor, a tuple of arguments, or a
             dictionary of keyword arguments. With ``loss_fn``, anything that it takes.
-        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar; or outputs, for
-            inference, detached ones if gradients do not matter. If None, the model is called. The
-            loss of outputs is their ``loss``; otherwise the output, if it is one number; otherwise
-            the mean of the squares of its floating-point tensors.
+        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar. For inference it
+            returns outputs, detached if gradients do not matter. If None, the model is called.
+            The loss of outputs is their ``loss``, else the output if it is one number, else the
+            sum of the mean squares of its floating-point tensors.
         dtype: The lower precision, float16 or bfloat16.
         policy: The dtypes of ops: a :class:`halfstep.Policy`, or its text; None for
             ``"standard"``.
-        tolerance: The largest relative error that any module may have. None for tolerances that
-            follow from the dtype and the number of ops in a row.
-        compiled: True to compare what ``torch.compile`` makes of each module, and of the whole
-            model, with its eager code in the same lower precision. The name of a backend, such as
-            ``"aot_eager"``, to use that one.
+        tolerance: The largest permitted relative error of any module. None to derive tolerances
+            from the dtype and the number of consecutive ops.
+        compiled: True to compare the compiled code of each module, and of the whole model, with
+            eager code in the same lower precision. A string names the backend of
+            ``torch.compile``, such as ``"aot_eager"``.
 
     Raises:
-        TypeError: An argument, or the loss, is of the wrong type.
+        TypeError: An argument, or the loss, has the wrong type.
         ValueError: ``dtype`` is not a lower precision, a parameter is not float32, or
             ``torch.compile`` has no such backend.
-        RuntimeError: To compile takes a C++ compiler, and there is none.
+        RuntimeError: The backend needs a C++ compiler, and there is none.
 
     Sync: many.
 
@@ -117,17 +117,17 @@ def self_check(
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """Result of :func:`self_check`; its ``str()`` is a table.
+    """The result of :func:`self_check`; its ``str()`` is a table.
 
     Attributes:
-        rows: One for each module that ran, the worst first: modules where a failure begins, then
+        rows: One row for each module that ran, worst first: modules where a failure begins, then
             those with the largest errors relative to their tolerances.
         origins: The names of the modules where failures begin: their inputs are within tolerance,
-            and their outputs are not. ``""`` is the model's own ``forward``, or the loss. Also
-            empty if no single module is to blame because errors grow little by little.
+            and their outputs are not. ``""`` is the model's own ``forward``, or the loss. There
+            are none if errors grow gradually and no single module is to blame.
         dtype: The lower precision.
         scale: The scale of the loss.
-        loss: The loss.
+        loss: The loss in lower precision.
         loss32: The loss in float32.
     """
 
@@ -175,11 +175,11 @@ class SelfCheck:
 
 
 def _backend(compiled: bool | str) -> str:
-    """Return the backend of torch.compile that a user asked for.
+    """Return the backend of torch.compile that ``compiled`` selects.
 
     Raises:
-        TypeError: It is no name.
-        ValueError: There is none of that name.
+        TypeError: It is neither a bool nor a string.
+        ValueError: There is no such backend.
     """
     if not isinstance(compiled, (bool, str)):
         raise TypeError(f"self_check: compiled must be True or a backend's name, got {compiled!r}")
@@ -195,11 +195,12 @@ def _backend(compiled: bool | str) -> str:
 def lowering_of(
     asker: str, dtype: torch.dtype, policy: Policy | str, name: str, error: float | None
 ) -> Lowering:
-    """Return the settings that a user gave, after a check.
+    """Return the settings of a user after checking them.
 
     Raises:
-        ValueError: The dtype is not a lower precision, the error not above 0, the policy invalid.
-        TypeError: One of them is of the wrong type.
+        ValueError: The dtype is not a lower precision, the error is not above 0 and finite, or
+            the policy is invalid.
+        TypeError: One of them has the wrong type.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{asker}: dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")

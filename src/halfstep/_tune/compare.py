@@ -1,4 +1,4 @@
-"""Two versions of a model, compared: where they drift apart first, and by how much."""
+"""Comparison of two versions of a model: where they first drift apart, and by how much."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ def compare(
     *,
     tolerance: float | None = None,
 ) -> Drift:
-    """Run two versions of a model on one batch, and find where they drift apart first.
+    """Run two versions of a model on one batch, and find where they first drift apart.
 
     Versions may differ in dtype, policy, attention, batch shape, padding, cache, or class. Each is
-    a model, or a function that calls one as it likes: under an autocast of its own, token by
-    token, sequence by sequence. Only forward passes are compared. Afterwards weights, buffers,
-    gradients and random numbers are what they were. docs/compare.md explains it.
+    a model, or a function that calls one in any way: under its own autocast, token by token,
+    sequence by sequence. Only forward passes are compared. Afterwards, weights, buffers, gradients
+    and random numbers are restored. docs/compare.md explains the method.
 
     Args:
-        a: The version that errors are relative to, such as the trainer's.
-        b: The other one, such as that of the rollout.
-        batch: What both are called with: a tensor, a tuple of arguments, or a dictionary of keyword
+        a: The reference of all errors, such as the trainer's version.
+        b: The other version, such as the rollout's.
+        batch: The input of both: a tensor, a tuple of arguments, or a dictionary of keyword
             arguments.
-        batch_b: Another batch for ``b``, with the same tokens and other padding. None for the same.
-        tolerance: The largest relative error that any module may have. None for tolerances that
-            follow from the coarser dtype and the number of ops in a row.
+        batch_b: A batch for ``b`` with the same tokens and other padding. None for the same batch.
+        tolerance: The largest permitted relative error of any module. None to derive tolerances
+            from the coarser dtype and the number of consecutive ops.
 
     Raises:
-        TypeError: A version cannot be called.
-        ValueError: The batches have other tokens, the tolerance is not above 0, or the versions
-            have no module in common.
+        TypeError: A version cannot be called, or the tolerance is not a number.
+        ValueError: The batches have different tokens, the tolerance is not above 0 and finite, or
+            the versions have no module in common.
 
     Sync: several for each module.
 
@@ -90,7 +90,7 @@ def compare(
             "shape: a and b must call modules of the same names, or with the same weights"
         )
     names_of_origins = set(origins(rows))
-    begin = [row.module for row in rows if row.module in names_of_origins]  # in their order
+    begin = [row.module for row in rows if row.module in names_of_origins]  # in the order of ``a``
     first = next((row.module for row in rows if row.ulps.largest), None)
     rows.sort(key=lambda row: (row.module not in begin, -row.severity))
     logs = log_probs(of_a.output, of_b.output, tokens_a, tokens_b)
@@ -98,14 +98,14 @@ def compare(
 
 
 class Ulps(NamedTuple):
-    """Differences of entries, in units in the last place of a dtype.
+    """The differences of entries, in units in the last place of a dtype.
 
-    The unit is that of the entry, or of the root mean square of its tensor if this is larger: an
-    entry near zero is a sum of larger parts.
+    The unit is taken at the entry, or at the root mean square of its tensor if that is larger,
+    since an entry near zero is usually a sum of larger terms.
 
     Attributes:
         median: The median over the entries.
-        largest: The largest.
+        largest: The largest difference.
         dtype: The dtype.
     """
 
@@ -120,10 +120,10 @@ class Ulps(NamedTuple):
 
 @dataclass(frozen=True)
 class ModulePair(ModuleCheck):
-    """Module in two versions; its errors are those of ``b``, relative to ``a``.
+    """The check of a module in two versions; errors are those of ``b`` relative to ``a``.
 
     Attributes:
-        ulps: The same in units in the last place of the coarser dtype.
+        ulps: The differences of its outputs in units in the last place of the coarser dtype.
     """
 
     ulps: Ulps
@@ -131,16 +131,16 @@ class ModulePair(ModuleCheck):
 
 @dataclass(frozen=True)
 class Drift:
-    """Result of :func:`compare`; its ``str()`` is a table.
+    """The result of :func:`compare`; its ``str()`` is a table.
 
     Attributes:
-        rows: The modules that both versions ran, the worst first: those where the versions drift
+        rows: The modules that ran in both versions, worst first: those where the versions drift
             apart, then those with the largest errors relative to their tolerances.
-        origins: The names of the modules where they drift apart, the first one first: inputs are
-            within tolerance, and outputs are not. ``""`` is the model's own ``forward``.
-        first: The module with the first result that is not equal, bit for bit. None if all are.
-        log_probs: The drift of the log-probabilities of tokens, if the output has logits for the
-            tokens of the batch.
+        origins: The names of the modules where they drift apart, in order: their inputs are within
+            tolerance, and their outputs are not. ``""`` is the model's own ``forward``.
+        first: The first module whose outputs are not equal bit for bit. None if all are equal.
+        log_probs: The drift of the log-probabilities of tokens, None unless the output has logits
+            for the tokens of the batch.
     """
 
     rows: tuple[ModulePair, ...]
@@ -184,7 +184,7 @@ def _rows(
     tokens_b: Tokens | None,
     tolerance: float | None,
 ) -> Iterator[ModulePair]:
-    """Yield the modules that have outputs that can be compared, in the order of ``a``."""
+    """Yield the modules whose outputs can be compared, in the order of ``a``."""
     for name, name_b in _paired(a, b):
         seen_a, seen_b = a.modules[name], b.modules[name_b]
         outputs = list(pairs(seen_a.outputs, seen_b.outputs, tokens_a, tokens_b))
@@ -212,7 +212,7 @@ def _rows(
 
 
 def _paired(a: Version, b: Version) -> Iterator[tuple[str, str]]:
-    """Yield the names of modules that belong together: equal names, else equal weights."""
+    """Yield the names of corresponding modules: those with equal names, else equal weights."""
     left = {name: seen.module for name, seen in b.modules.items() if name not in a.modules}
     for name, seen in a.modules.items():
         if name in b.modules:
@@ -225,7 +225,7 @@ def _paired(a: Version, b: Version) -> Iterator[tuple[str, str]]:
 
 
 def _has_same_weights(a: nn.Module, b: nn.Module) -> bool:
-    """Return whether two modules have parameters of their own that are equal but for rounding."""
+    """Return whether two modules have own parameters that are equal up to rounding."""
     some, others = list(a.parameters(recurse=False)), list(b.parameters(recurse=False))
     if not some or [each.shape for each in some] != [each.shape for each in others]:
         return False
@@ -277,19 +277,19 @@ def _require_valid(a: object, b: object, tolerance: object) -> None:
 
 
 Names = dict[int, str]
-"""The names of modules, by their ids."""
+"""The names of modules, by the ``id()`` of the module."""
 
 
 @dataclass
 class SeenModule:
-    """Values of a module in a run: for each call, its floating-point tensors.
+    """The values of a module in a run.
 
     Attributes:
         module: The module.
-        inputs: Those among its arguments.
-        outputs: Those that it returned.
-        depth: The number of ops in a row up to its outputs.
-        dtype: The coarsest dtype of a floating-point tensor or parameter up to there.
+        inputs: The floating-point tensors among its arguments, for each call.
+        outputs: The floating-point tensors that it returned, for each call.
+        depth: The number of consecutive ops up to its outputs.
+        dtype: The coarsest dtype of a floating-point tensor or parameter up to its outputs.
     """
 
     module: nn.Module
@@ -301,10 +301,10 @@ class SeenModule:
 
 @dataclass
 class Version:
-    """Run of a version.
+    """A run of a version.
 
     Attributes:
-        output: What it returned.
+        output: The returned value.
         modules: The modules that ran, by name, in the order in which they first returned.
     """
 
@@ -313,12 +313,12 @@ class Version:
 
 
 def run(version: Callable[..., Any], batch: Any, names: Names) -> Version:
-    """Call a version with a batch, and restore its models and the random numbers.
+    """Call a version with a batch, then restore its models and the random numbers.
 
     Args:
         version: The function or module.
-        batch: What it is called with.
-        names: The names of modules that are known; those of others are added.
+        batch: The batch to call it with.
+        names: The names of known modules; the names of other modules are added.
 
     Sync: none by itself.
     """
@@ -335,7 +335,7 @@ def run(version: Callable[..., Any], batch: Any, names: Names) -> Version:
 
 
 class _Listener(TopLevelCalls):
-    """Keeps what the modules of the models that are called take and return."""
+    """A recorder of the inputs and outputs of all modules in the models that are called."""
 
     def __init__(self, names: Names, batch: list[Tensor]) -> None:
         super().__init__()
@@ -349,14 +349,13 @@ class _Listener(TopLevelCalls):
 
     @property
     def is_on(self) -> bool:
-        """Always."""
         return True
 
     @not_compiled
     def call_module(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        """Call a model, with hooks on its modules."""
+        """Call a model with hooks on its modules."""
         named = self._named(module)
         if id(module) not in self._restored:
             tensors = [*module.parameters(), *module.buffers(), *self._batch]
@@ -374,7 +373,7 @@ class _Listener(TopLevelCalls):
             seen = self.returned.setdefault(name, self._seen[name])
             seen.outputs.append(self._kept(output))
             self._num_returned += 1
-            # As autograd counts ops; where nothing has a gradient, at least the modules.
+            # The depth in autograd's graph, at least the number of modules that have returned.
             depths = [self._depths.of(each) for each in tensors_in([output])]
             seen.depth = max(seen.depth, self._num_returned, *depths)
             seen.dtype = self._dtype
@@ -383,11 +382,11 @@ class _Listener(TopLevelCalls):
             return original(module, *args, **kwargs)
 
     def call_loss(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a loss function, which is of no interest here."""
+        """Call a loss function without recording it."""
         return original(*args, **kwargs)
 
     def _named(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules of a model by name; those that have a name keep it."""
+        """Return the modules of a model by name; modules that have a name keep it."""
         prefix = self._names.get(id(model), type(model).__name__ if self._restored else "")
         for path, module in replicated(model).named_modules():
             parts = (prefix, without_wrappers(path))
@@ -404,7 +403,7 @@ class _Listener(TopLevelCalls):
 
     def _copy(self, tensor: Tensor) -> Tensor:
         self._count_precision(tensor)
-        if tensor.is_inference():  # it may be written to unseen
+        if tensor.is_inference():  # it has no version counter
             return tensor.clone()
         return self._copies.of(tensor)
 
@@ -414,5 +413,5 @@ class _Listener(TopLevelCalls):
 
 
 def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the one of two floating dtypes that has fewer digits."""
+    """Return the less precise of two floating dtypes."""
     return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)

@@ -1,4 +1,4 @@
-"""Compiled code of modules, each for itself, compared with their eager code."""
+"""Comparison of separately compiled modules with their eager code."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from halfstep._tune.passes import Lowering, StepRunner, compare_step, reference_
 from halfstep._tune.tolerances import MOST, tolerance_beside
 
 INDUCTOR = "inductor"
-"""The backend that torch.compile uses if none is named."""
+"""The default backend of torch.compile."""
 WHAT = {
     "output": "output",
     "input_gradient": "gradient of its inputs",
     "parameters": "gradient of its parameters",
 }
-"""What is compared, by kind, in words."""
+"""Descriptions of the compared tensors, by kind."""
 NO_CPP_COMPILER = (
     "self_check(compiled=True): torch.compile finds no C++ compiler. Install one (g++ or clang), "
     "or name it in the environment variable CXX; compiled='aot_eager' needs none, and compares all "
@@ -48,15 +48,15 @@ NO_CPP_COMPILER = (
 
 @dataclass(frozen=True)
 class CompiledModule(ModuleCheck):
-    """Compiled code of a module, run on the inputs and gradients of eager code.
+    """The check of a compiled module, run on the inputs and gradients of eager code.
 
-    Its errors are those against float32 of the same inputs, as ``ModuleCheck`` has them.
+    As in ``ModuleCheck``, errors are relative to float32 results, here for the same inputs.
 
     Attributes:
-        parameter_tolerance: The largest error of the gradients of its parameters;
-            ``gradient_tolerance`` is that for its inputs.
-        problem: What differs apart from values: ``"returns float32 where eager code returns
-            float16"``; empty for nothing.
+        parameter_tolerance: The largest permitted error of the gradients of its parameters;
+            ``gradient_tolerance`` applies to the gradients of its inputs.
+        problem: A difference in dtypes or shapes, ``"returns fp32[8, 4], eager code fp16[8, 4]"``;
+            empty if there is none.
     """
 
     parameter_tolerance: float
@@ -64,7 +64,7 @@ class CompiledModule(ModuleCheck):
 
     @property
     def gradient(self) -> BoundedError:
-        """The error of the gradients of inputs or parameters, the worse one for its tolerance."""
+        """The gradient error of inputs or parameters, the larger one relative to its tolerance."""
         of_inputs = BoundedError(self.input_gradient.error, self.gradient_tolerance)
         of_parameters = BoundedError(self.parameters.error, self.parameter_tolerance)
         return max(of_inputs, of_parameters, key=BoundedError.severity)
@@ -77,14 +77,15 @@ class CompiledModule(ModuleCheck):
 
 @dataclass(frozen=True)
 class CompiledCheck:
-    """Result of ``self_check(..., compiled=True)``; its ``str()`` is a table.
+    """The result of ``self_check(..., compiled=True)``; its ``str()`` is a table.
 
     Attributes:
-        rows: The modules that were compared, the worst first; ``""`` is the whole model.
-        origins: The names of the modules where compiled code begins to differ: no module inside of
-            them does so when it is compiled alone.
-        not_compared: Why a module could not be compared, by its name.
-        breaks: Where graphs break, and why; of nested modules the innermost one.
+        rows: The compared modules, worst first; ``""`` is the whole model.
+        origins: The names of the modules where differences begin: no module inside them differs
+            when it is compiled alone.
+        not_compared: The reasons why modules could not be compared, by module name.
+        breaks: The reasons for graph breaks, by module name; for nested modules only the
+            innermost.
         dtype: The lower precision.
         backend: The backend of torch.compile.
         scale: The scale of the loss.
@@ -100,7 +101,7 @@ class CompiledCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether some modules were compared, and the compiled code of none differs."""
+        """Whether at least one module was compared, and all compared modules passed."""
         return bool(self.rows) and all(row.passed for row in self.rows)
 
     def __str__(self) -> str:
@@ -126,7 +127,7 @@ class CompiledCheck:
         return text + (f"; no part of {listed(around)} differs alone" if around else "") + also
 
     def _spanning(self) -> list[str]:
-        """Return the origins with modules in them, if all of these were compared."""
+        """Return the origins that contain modules, all of which were compared."""
         modules = {row.module: row for row in self.rows}
         return [
             name
@@ -143,7 +144,7 @@ class CompiledCheck:
 def check_compiled(
     runner: StepRunner, lowering: Lowering, backend: str, show_progress: ShowProgress
 ) -> CompiledCheck:
-    """Compile each module alone, and compare it with its eager code.
+    """Compile each module alone and compare it with its eager code.
 
     Raises:
         RuntimeError: The backend needs a C++ compiler, and there is none.
@@ -181,12 +182,12 @@ def check_compiled(
 
 
 class NotComparable(Exception):  # noqa: N818
-    """A module cannot be compared; the message says why."""
+    """An error for a module that cannot be compared; the message gives the reason."""
 
 
 @dataclass
 class _Beside:
-    """Compiled code of a module beside its eager code."""
+    """The comparison of one compiled module with its eager code."""
 
     runner: StepRunner
     lowering: Lowering
@@ -200,7 +201,7 @@ class _Beside:
         """Return the comparison, None if the module returns no floating-point tensor.
 
         Raises:
-            NotComparable: The module cannot be run alone, or not in the same way again.
+            NotComparable: The module cannot be run alone, or its results are not repeatable.
         """
         wanted = self._repeated("does not run alone in float32", lowered=False, change=float32)
         if not any(each.outputs for each in wanted):
@@ -225,7 +226,7 @@ class _Beside:
         lowered: bool = True,
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Repetition]:
-        """Run all calls again, eager or compiled."""
+        """Replay all calls with eager or compiled code."""
         function = self.module if run is None else run
         try:
             return [
@@ -240,7 +241,7 @@ class _Beside:
             raise NotComparable(f"it {problem}: {type(inner).__name__}: {text}") from error
 
     def _options(self) -> dict[str, Any] | None:
-        # Else Inductor draws random numbers of its own, and other entries are dropped.
+        # Otherwise Inductor uses its own random numbers, and dropout drops other entries.
         return {"fallback_random": True} if self.backend == INDUCTOR else None
 
     def _row(
@@ -271,7 +272,7 @@ class _Beside:
             is_leaf(self.module),
             tolerance("output", depth),
             tolerance("input_gradient", 2 * depth),
-            Difference(),  # of its inputs, and of the gradients of its outputs: the same for both
+            Difference(),  # inputs and output gradients are the same for both
             found["output"],
             Difference(),
             found["input_gradient"],
@@ -281,7 +282,7 @@ class _Beside:
         )
 
     def _longest(self) -> int:
-        """Return the largest dimension of what the module computes with."""
+        """Return the largest dimension of the module's inputs and parameters."""
         given = [tensor for call in self.calls for tensor in call.tensors()]
         sizes = [size for each in (*given, *self.module.parameters()) for size in each.shape]
         return max(sizes, default=1)
@@ -290,10 +291,10 @@ class _Beside:
 def _require_repeatable(
     eager: Sequence[Repetition], again: Sequence[Repetition], seen: Sequence[Repetition]
 ) -> None:
-    """Check that differences come from compiling alone.
+    """Check that only compilation can cause differences.
 
     Raises:
-        NotComparable: They can come from something else.
+        NotComparable: They can have another cause.
     """
     for first, second, compiled in zip(eager, again, seen, strict=True):
         if not _is_same(first.outputs, second.outputs):
@@ -316,7 +317,7 @@ def _is_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _problem(eager: Sequence[Repetition], seen: Sequence[Repetition]) -> str:
-    """Return what differs apart from values, empty for nothing."""
+    """Return a difference in dtypes or shapes, empty if there is none."""
     for by_eager, by_compiled in zip(eager, seen, strict=True):
         kinds = [[_described(each) for each in run.outputs] for run in (by_compiled, by_eager)]
         if kinds[0] != kinds[1]:
@@ -346,7 +347,7 @@ def _differences(seen: Sequence[Repetition], wanted: Sequence[Repetition]) -> di
 
 
 def _innermost(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return the reasons without those of modules around others that have some."""
+    """Return the reasons, without modules that contain another module with a reason."""
     return {
         name: why
         for name, why in reasons.items()

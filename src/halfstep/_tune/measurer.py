@@ -1,4 +1,4 @@
-"""Measurer of a model with islands: errors, times, casts and ops, each measured once."""
+"""Measurements of a model with islands: errors, times, casts and ops, each made once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from halfstep.errors import RecordError
 
 
 def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> dict[str, str]:
-    """Return all that must stay the same for measurements to be valid, as short texts by name."""
+    """Return the conditions under which measurements stay valid, as short strings by name."""
     modules = [(name, type(module).__name__) for name, module in task.named_modules()]
     state = [*task.model.parameters(), *task.model.buffers()]
     tensors = list(map(batch_tensors, batches))
@@ -71,17 +71,17 @@ def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> dict[
 
 
 class _Measurement(Struct, tag_field="event", tag="measured"):
-    """Line with a measurement."""
+    """A line with a measurement."""
 
     key: list[Any]
     value: Any
 
 
 class Measurements:
-    """Measurements by their keys, kept in memory and in a file if there is one.
+    """Measurements by key, in memory and optionally in a file.
 
     Raises:
-        RecordError: The file has measurements of something else; the message says what differs.
+        RecordError: The file has measurements of another tuning; the message says what differs.
         OSError: The file cannot be read or written.
     """
 
@@ -97,7 +97,7 @@ class Measurements:
             self._write({"event": "tune", **fingerprint})
 
     def get(self, key: list[Any]) -> Any:
-        """Return a measurement, None if it was not made yet."""
+        """Return a measurement, None if it has not been made yet."""
         return self._known.get(json.dumps(key))
 
     def add(self, key: list[Any], value: Any) -> None:
@@ -125,7 +125,7 @@ class Measurements:
         if header.get("event") != "tune":
             raise RecordError(f"{path} is not a record of a tuning: give another file")
         _require_same(path, header, fingerprint)
-        if whole != data:  # the last line was cut
+        if whole != data:  # the last line is incomplete
             path.write_bytes(whole)
         for line in lines:
             with suppress(ValueError):  # a damaged line is measured again
@@ -167,7 +167,7 @@ def _hash(*values: str | Tensor) -> str:
 
 
 ShowProgress: TypeAlias = Callable[[str, int], object]
-"""Shows the measurement that begins, and how many are done."""
+"""A function that shows the next measurement and the number of finished ones."""
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def show_progress() -> Iterator[ShowProgress]:
         yield show_nothing
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    # Drawn only between measurements: a thread that draws would slow them down.
+    # Refreshed only between measurements: a refresh thread would slow them down.
     console = Console(stderr=True)
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
         task = progress.add_task("measuring", total=None)
@@ -199,13 +199,13 @@ def show_progress() -> Iterator[ShowProgress]:
 
 
 STEP = "(step)"
-"""The name of the whole step among the names of modules."""
+"""The key of the whole step among module names."""
 
 
 def timed_step(runner: StepRunner, scale: float, *, lowered: bool) -> dict[str, float]:
     """Run a step and return its seconds, and those of the forward passes of its modules.
 
-    Sync: several for each module, on an accelerator.
+    Sync: several for each module on an accelerator.
     """
     now = _clock(runner.task.device(runner.batch))
     begun: dict[tuple[str, int], float] = {}
@@ -225,7 +225,7 @@ def timed_step(runner: StepRunner, scale: float, *, lowered: bool) -> dict[str, 
 
 def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
     def pass_by(name: str, call: int, _: Any) -> None:
-        pass  # some modules run other ops with hooks, as they have when they are compared
+        pass  # some modules run other ops if they have hooks, as they do in a comparison
 
     hooks = module_hooks(runner.task.named_modules(), pass_by, pass_by)
     with trace(runner.task.model) as traced:
@@ -234,7 +234,7 @@ def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
 
 
 def _clock(device: str) -> Callable[[], float]:
-    """Return a clock that waits for the device."""
+    """Return a clock that synchronizes the device first."""
     if device == "cpu":
         return time.perf_counter
 
@@ -248,12 +248,12 @@ def _clock(device: str) -> Callable[[], float]:
 ROUNDS = 5
 """The number of timed steps of each kind, after one warm-up in this process."""
 
-_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")  # the names that a rule can have
+_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")  # the module names that a rule accepts
 
 
 @dataclass
 class Measurer:
-    """Measures a task with islands."""
+    """The measurements of a task with any islands."""
 
     task: Task
     batches: Sequence[Any]
@@ -264,7 +264,7 @@ class Measurer:
     _is_warm: bool = field(default=False, init=False)
 
     def measure(self, islands: Islands) -> IslandTrial:
-        """Compare the model with some islands, for the search."""
+        """Compare the model with some islands with float32, for the search."""
         comparisons = self.comparisons(islands)
         rows = worst_of([comparison.rows for comparison in comparisons])
         is_loss_good = all(comparison.is_loss_good for comparison in comparisons)
@@ -293,13 +293,13 @@ class Measurer:
 
         what = f"batch {number + 1} of {len(self.batches)} with {_islands_text(islands)}"
         values = self._once(["compare", sorted(islands), number], what, measure)
-        return convert(values, Comparison, strict=False)  # strict, it would take no "inf"
+        return convert(values, Comparison, strict=False)  # strict mode rejects "inf"
 
     def times(self, islands: Islands) -> dict[str, dict[str, float]]:
         """Return median times for ``"fp32"``, ``"lower"`` and, if there are any, ``"islands"``.
 
-        They are seconds of a step on the first batch, and of the forward pass of each module. The
-        kinds take turns, so that other load on the machine affects all of them.
+        The times are seconds of a step on the first batch, and of the forward pass of each module.
+        The kinds are measured in turn, so that other load on the machine affects all of them.
         """
         kinds: dict[str, tuple[Islands, bool]] = {"fp32": ((), False), "lower": ((), True)}
         if islands:
@@ -334,9 +334,9 @@ class Measurer:
     def ops(self) -> dict[str, list[str]]:
         """Return the ops that rules could keep in float32, for modules that contain modules.
 
-        They are the ops that computed in lower precision in the forward pass, by the innermost
-        module, with the names that rules use. Lowered ops outside of all modules are left out: a
-        rule that keeps them in float32 would apply in all modules.
+        These ops computed in lower precision in the forward pass. They are grouped by innermost
+        module and have the names that rules use. Lowered ops outside of all modules are left out:
+        a rule that keeps them in float32 would apply in all modules.
         """
 
         def measure() -> Any:
@@ -360,7 +360,7 @@ class Measurer:
         return self.known.get(key)
 
     def _reference_of(self, number: int) -> Reference:
-        """Return the values in float32. Those of one batch are kept, since they may be large."""
+        """Return the float32 values of a batch. Only one batch is cached: values may be large."""
         if self._reference is None or self._reference[0] != number:
             self._reference = None
             with self._runner((), number) as runner:
@@ -369,7 +369,7 @@ class Measurer:
 
     @contextmanager
     def _scaled_runner(self, islands: Islands) -> Iterator[tuple[StepRunner, float]]:
-        """Run steps on the first batch, at the scale of its comparison."""
+        """Yield a runner of steps on the first batch, and the scale of its comparison."""
         scale = self._comparison(islands, 0).scale
         with self._runner(islands, 0) as runner:
             yield runner, scale
@@ -393,7 +393,7 @@ def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def module_of(island: str) -> str:
-    """Return the name of the module that is the island, or that contains the op."""
+    """Return the name of the module that is the island or contains the op."""
     return island.rpartition("@")[2]
 
 
@@ -405,7 +405,7 @@ def with_islands(policy: Policy, islands: Sequence[str]) -> Policy:
 
 @contextmanager
 def _names_removed(model: nn.Module | None) -> Iterator[None]:
-    """Remove the names that a policy gives to modules in the block."""
+    """Remove module names that a policy sets in the block when the block ends."""
     modules = [] if model is None else [m for m in model.modules() if not isinstance(m, Wrapped)]
     try:
         yield
@@ -417,7 +417,7 @@ def _names_removed(model: nn.Module | None) -> Iterator[None]:
 
 
 def _is_nameable(op: str) -> bool:
-    """Return whether a policy can have a rule for an op."""
+    """Return whether a policy accepts a rule for an op."""
     try:
         Policy(()) | f"{op}:fp32"
     except ValueError:
@@ -426,7 +426,7 @@ def _is_nameable(op: str) -> bool:
 
 
 def _suspects(rows: Sequence[ModuleCheck]) -> tuple[str, ...]:
-    """Return the possible islands: leaves first, then the modules around them, inner ones first."""
+    """Return the possible islands: leaves first, then containers, innermost first."""
 
     def order(row: ModuleCheck) -> tuple[bool, int, float]:
         depth = 0 if row.is_leaf else -row.module.count(".")

@@ -1,4 +1,4 @@
-"""Module checks: the errors of a module against float32, what they may be, and their text."""
+"""Module checks: the errors of a module against float32, their tolerances, and their text."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from halfstep._trace.rows import grouped, short
 
 
 class Difference(Struct, frozen=True, array_like=True):
-    """Difference of one or more tensors from float32; differences add up with ``+``.
+    """The difference of one or more tensors from float32; ``+`` adds differences.
 
     Attributes:
-        size: Number of entries.
-        square_error: Sum of the squares of the errors, where both are finite.
-        square_norm: Sum of the squares of the float32 values there.
+        size: Number of compared entries.
+        square_error: Sum of the squared errors of the entries that are finite in both.
+        square_norm: Sum of the squares of the float32 values of these entries.
         overflow: Number of entries that are inf or NaN, but finite in float32.
         flushed: Number of entries that are zero, but not in float32.
         nonzero: Number of entries that are not zero in float32.
@@ -43,9 +43,9 @@ class Difference(Struct, frozen=True, array_like=True):
 
     @property
     def error(self) -> float:
-        """The norm of the error, relative to that of the float32 values; inf after an overflow.
+        """The norm of the error relative to that of the float32 values; inf after an overflow.
 
-        1 if float32 has only zeros and the values differ from them.
+        The error is 1 if all float32 values are zero and the values differ from them.
 
         Example:
             >>> Difference(size=2, square_error=1e-4, square_norm=4.0, nonzero=2).error
@@ -59,17 +59,17 @@ class Difference(Struct, frozen=True, array_like=True):
 
     @property
     def overflow_share(self) -> float:
-        """The share of entries that are inf or NaN, but finite in float32."""
+        """The fraction of entries that are inf or NaN, but finite in float32."""
         return self.overflow / self.size if self.size else 0.0
 
     @property
     def underflow_share(self) -> float:
-        """The share of zeros among the entries that are not zero in float32."""
+        """The fraction of zeros among the entries that are not zero in float32."""
         return self.flushed / self.nonzero if self.nonzero else 0.0
 
 
 UNCOMPARABLE = Difference(size=1, square_error=1.0, square_norm=1.0)
-"""An error of 1, for tensors whose shapes differ since the program took another path."""
+"""An error of 1, for tensors whose shapes differ because the program took another path."""
 
 
 @torch.no_grad()
@@ -78,15 +78,15 @@ def difference(seen: Tensor, wanted: Tensor, scale: float = 1.0) -> Difference:
 
     Args:
         seen: A tensor of any floating dtype, multiplied by ``scale``.
-        wanted: The value in float32 or float64. Entries that are not finite in it, as in a mask
-            with -inf, are not compared.
+        wanted: The value in float32 or float64. Its entries that are not finite, such as -inf in
+            a mask, are not compared.
         scale: A power of two.
 
     Sync: several.
     """
     if seen.shape != wanted.shape:
         return UNCOMPARABLE
-    # Sums of squares of float32 fit into float64. Apple's GPUs do not have it.
+    # Sums of squares of float32 values fit into float64, which Apple's GPUs do not support.
     accurate = torch.float32 if wanted.device.type == "mps" else torch.float64
     seen, wanted = _dense(seen).to(accurate) / scale, _dense(wanted).to(accurate)
     square_norm, square_error = _square_sum(wanted), _square_sum(seen - wanted)
@@ -122,36 +122,36 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 KINDS = ("input", "output", "output_gradient", "input_gradient", "parameters")
-"""The tensors of a module that are compared."""
+"""The kinds of tensors of a module that are compared."""
 
 
 class BoundedError(NamedTuple):
-    """Error and its tolerance."""
+    """An error and its tolerance."""
 
     error: float
     tolerance: float
 
     def severity(self) -> float:
-        """Return the error relative to the tolerance: above 1 it is too large."""
+        """Return the error relative to the tolerance; above 1 it is too large."""
         return self.error / self.tolerance
 
 
 @dataclass(frozen=True)
 class ModuleCheck:
-    """Module of a model, compared with float32.
+    """A module of a model, compared with float32.
 
     Attributes:
         module: Its name, empty for the model itself.
         kind: Its class.
         is_leaf: Whether it contains no modules.
-        output_tolerance: The largest output error that it may have.
-        gradient_tolerance: The largest gradient error that it may have.
+        output_tolerance: The largest permitted output error.
+        gradient_tolerance: The largest permitted gradient error.
         input: The difference of its inputs.
         output: The difference of its outputs.
         output_gradient: The difference of the gradients of its outputs.
         input_gradient: The difference of the gradients of its inputs. Other modules that use these
             inputs contribute to it.
-        parameters: The difference of the gradients of its own parameters, all together.
+        parameters: The difference of the gradients of its own parameters, taken together.
     """
 
     module: str
@@ -172,7 +172,7 @@ class ModuleCheck:
 
     @property
     def gradient(self) -> BoundedError:
-        """The larger of the errors of the gradients of outputs and parameters."""
+        """The larger one of the gradient errors of outputs and parameters."""
         error = max(self.output_gradient.error, self.parameters.error)
         return BoundedError(error, self.gradient_tolerance)
 
@@ -193,7 +193,7 @@ class ModuleCheck:
 
     @property
     def severity(self) -> float:
-        """Its worst error, relative to the tolerance: above 1 it has failed."""
+        """Its worst error relative to the tolerance; above 1 it has failed."""
         return self.worst.severity()
 
     @property
@@ -204,18 +204,18 @@ class ModuleCheck:
 
     @property
     def overflow_share(self) -> float:
-        """The largest share of new inf and NaN, in outputs or gradients."""
+        """The largest fraction of new inf and NaN, in outputs or gradients."""
         parts = (self.output, self.output_gradient, self.parameters)
         return max(part.overflow_share for part in parts)
 
     @property
     def underflow_share(self) -> float:
-        """The largest share of new zeros in gradients."""
+        """The largest fraction of new zeros in gradients."""
         return max(self.output_gradient.underflow_share, self.parameters.underflow_share)
 
     @property
     def added(self) -> float:
-        """The error that this module adds, forward or backward; inf if an overflow begins here."""
+        """The error that this module adds, relative to its tolerance; inf if it overflows first."""
         gradients = max(self.input_gradient.error, self.parameters.error)
         return max(
             _more(self.output.error, self.input.error) / self.output_tolerance,
@@ -224,7 +224,7 @@ class ModuleCheck:
 
 
 def _more(after: float, before: float) -> float:
-    """Return what is added to an error; errors add up by their squares."""
+    """Return the error that is added to ``before``; independent errors add in quadrature."""
     if math.isinf(before):
         return 0.0
     return math.sqrt(max(after**2 - before**2, 0.0))
@@ -234,8 +234,8 @@ def origins(rows: Iterable[ModuleCheck]) -> list[str]:
     """Return the names of the modules where a failure begins.
 
     The inputs of such a module are within tolerance, and its outputs are not. If the forward pass
-    fails, gradients do not count. Of nested modules the innermost one is named. ``""`` stands for
-    the model's own ops and for the loss, as when the gradient from the loss is bad already.
+    fails, gradients are ignored. For nested modules, only the innermost is named. ``""`` stands for
+    the model's own ops and for the loss, for example if the gradient from the loss is already bad.
     """
     rows = list(rows)
     if all(row.passed for row in rows):
@@ -264,7 +264,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def is_within(name: str, other: str) -> bool:
-    """Return whether a module is inside of another one, by their names."""
+    """Return whether a module is inside another one, by their names."""
     return name != other and (not other or name.startswith(other + "."))
 
 
@@ -276,11 +276,11 @@ def worst_of(batches: Sequence[Sequence[ModuleCheck]]) -> list[ModuleCheck]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Step in lower precision, compared with float32."""
+    """A step in lower precision, compared with float32."""
 
-    scale: float  # of the loss
+    scale: float  # the scale of the loss
     loss: float
-    loss32: float  # in float32
+    loss32: float  # the loss in float32
     rows: tuple[ModuleCheck, ...]  # the modules that ran, in order
 
     @property
@@ -293,7 +293,7 @@ class Comparison:
 
 OUTSIDE = "ops outside of its modules, or the loss"
 MOST_PASSING = 12
-"""The most passed modules that are printed."""
+"""The largest number of passed modules that are printed."""
 HEAD = ("module", "class", "output error", "gradient error", "overflow", "underflow")
 
 
@@ -309,7 +309,7 @@ def error_text(error: float, tolerance: float | None = None) -> str:
 
 
 def module_name(module: str) -> str:
-    """Return the name of a module for a reader."""
+    """Return the name of a module for display."""
     return module or "(the model)"
 
 
@@ -319,13 +319,13 @@ def check_lines(
     notes: Mapping[str, str] | None = None,
     more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> list[str]:
-    """Return the lines of a table: all that failed, and the first of those that passed.
+    """Return the lines of a table: all failed modules, and the first of the passed ones.
 
     Args:
-        rows: The worst first.
+        rows: The checks, worst first.
         origins: The names of the modules where failures begin.
-        notes: More about the result of modules, by their names.
-        more: More columns: by head, cells by the names of modules.
+        notes: Notes about results, by module name.
+        more: Additional columns by heading, each with cells by module name.
     """
     failed = [row for row in rows if not row.passed or row.module in origins]
     passed = [row for row in rows if row not in failed]

@@ -1,4 +1,4 @@
-"""One step of a task: in float32 and in lower precision, compared module by module."""
+"""One step of a task in float32 and in lower precision, compared module by module."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from halfstep._tune.tolerances import Depths, outputs_rounded, tolerance_for
 
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
-"""``loss_fn(model, batch)`` calls the model in any way and returns a scalar, or outputs."""
+"""A ``loss_fn(model, batch)`` that calls the model in any way and returns a scalar or outputs."""
 
 
 OWN_BACKWARD = (
@@ -50,11 +50,11 @@ OWN_BACKWARD = (
 
 @dataclass(frozen=True)
 class Task:
-    """Model with float32 parameters, and the function of its loss.
+    """A model with float32 parameters, and its loss function.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``loss_fn`` not a function.
-        ValueError: A parameter is in another dtype, or has no shape yet.
+        TypeError: ``model`` is not a module, or ``loss_fn`` is not a function.
+        ValueError: A parameter has another dtype, or no shape yet.
     """
 
     model: nn.Module
@@ -76,7 +76,7 @@ class Task:
                 )
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the names, as in policies, and the modules; the model itself is ``""``."""
+        """Yield all modules with their names as in policies; the model itself is ``""``."""
         for name, module in replicated(self.model).named_modules():
             yield without_wrappers(name), module
 
@@ -86,7 +86,7 @@ class Task:
         return tensors[0].device.type if tensors else "cpu"
 
     def loss(self, batch: Any) -> Tensor:
-        """Run the model on a batch, and return its loss, or a number for its outputs.
+        """Run the model on a batch and return its loss, or a scalar computed from its outputs.
 
         Raises:
             TypeError: The result contains no floating-point numbers.
@@ -97,14 +97,14 @@ class Task:
 
 
 def batch_tensors(batch: Any) -> list[Tensor]:
-    """Return the tensors in the containers of a batch, then others in attributes of its objects."""
+    """Return the tensors in the containers of a batch, then those in attributes of its objects."""
     found = list(tensors_in([batch]))
     ids = set(map(id, found))
     return [*found, *(each for each in tensors_reached(batch) if id(each) not in ids)]
 
 
 def called_with(function: Callable[..., Any], batch: Any) -> Any:
-    """Call a model: with a tensor, a tuple of arguments, or a dictionary of keyword arguments."""
+    """Call a model with a tensor, a tuple of arguments, or a dictionary of keyword arguments."""
     if isinstance(batch, Mapping):
         return function(**batch)
     if isinstance(batch, (tuple, list)):
@@ -113,7 +113,7 @@ def called_with(function: Callable[..., Any], batch: Any) -> Any:
 
 
 def _loss_of(output: Any, of: str) -> Tensor:
-    """Return the loss of an output, the output itself, or the mean of its squares."""
+    """Return the loss of an output, the output if it is one number, or its sum of mean squares."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, Tensor) and found.numel() == 1:
         return found
@@ -140,12 +140,12 @@ SEED = 0
 def restored(
     model: nn.Module, batch: Iterable[Tensor], device: str
 ) -> Iterator[Callable[[], None]]:
-    """Keep a model, the tensors of a batch and the random numbers unchanged by the block.
+    """Restore a model, the tensors of a batch and the random numbers after the block.
 
-    Of the model are kept parameters, buffers, gradients, and the attributes of its modules; the
-    contents of lists and dictionaries among these are not. Yields a function that restores all of
-    it without gradients, and seeds the random numbers of the CPU and of a type of device, so that
-    a pass starts from the same state. Sync: one for each tensor.
+    Parameters, buffers, gradients and module attributes are restored, but not the contents of
+    lists and dictionaries among the attributes. Yield a function that restores the same state
+    without gradients and seeds the random numbers of the CPU and of a device type, so that each
+    pass starts from the same state. Sync: one for each tensor.
     """
     held = [each for module in model.modules() for each in (vars(module), *registers_of(module))]
     attributes = [(each, dict(each)) for each in held]
@@ -185,14 +185,14 @@ def restored(
 
 
 class _Value:
-    """Copy of the values of a tensor."""
+    """A copy of the values of a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._before = tensor, tensor.detach().clone()
         self._version = autograd.version_of(tensor)
 
     def restore(self) -> None:
-        # A tensor that was not changed is not written to, so that its version stays.
+        # Unchanged tensors are not written to, so that their versions stay the same.
         same_version = autograd.version_of(self._tensor) == self._version
         if not (same_version and torch.equal(self._tensor.detach(), self._before)):
             self._tensor.detach().copy_(self._before)
@@ -203,27 +203,27 @@ class _Value:
 
 
 class TensorPlace(NamedTuple):
-    """Tensor of a module, known by where it was seen."""
+    """The place of a tensor in a step."""
 
     module: str
-    call: int  # the number of the call of the module, from 0
+    call: int  # the index of the module's call
     kind: str  # "input", "output", "input_gradient" or "output_gradient"
-    position: int  # among the floating-point tensors
+    position: int  # the index among the floating-point tensors
 
 
 See: TypeAlias = Callable[[TensorPlace, Tensor], None]
 OnCall: TypeAlias = Callable[[str, int, Any], None]
-"""Gets the name of a module, the number of the call, and the arguments or the output."""
+"""A function of a module's name, the index of its call, and the arguments or the output."""
 
 
 @contextmanager
 def module_hooks(
     named_modules: Iterable[tuple[str, nn.Module]], before: OnCall, after: OnCall
 ) -> Iterator[None]:
-    """Call functions before and after each call of a module in the forward pass."""
+    """Call functions before and after each module call of the forward pass."""
     calls, running = dict[str, int](), list[tuple[str, int]]()
 
-    def is_recomputed() -> bool:  # in a backward pass only checkpointing calls modules
+    def is_recomputed() -> bool:  # in a backward pass, only checkpointing calls modules
         return autograd.backward_number() >= 0
 
     def enter(name: str, args: Any, kwargs: Any) -> None:
@@ -235,7 +235,7 @@ def module_hooks(
     def leave(name: str, output: Any) -> None:
         if not is_recomputed():
             opened, call = running.pop()
-            while opened != name:  # it raised an error that was caught
+            while opened != name:  # an inner call raised an error that was caught
                 opened, call = running.pop()
             after(name, call, output)
 
@@ -254,12 +254,12 @@ def module_hooks(
 
 @contextmanager
 def tensor_hooks(task: Task, see: See) -> Iterator[None]:
-    """Call ``see`` with each floating-point input and output of a module, and with its gradient.
+    """Call ``see`` with each floating-point input and output of a module, and with gradients.
 
     Recomputations of activation checkpointing are left out.
     """
     places_of: dict[tuple[int, int], list[TensorPlace]] = {}
-    held: list[Tensor] = []  # keeps their ids from being used again
+    held: list[Tensor] = []  # keeps their ids from being reused
 
     def look(kind: str, name: str, call: int, values: Any) -> None:
         found = [each for each in tensors_in([values]) if each.is_floating_point()]
@@ -290,11 +290,11 @@ class TensorCopies:
     """Copies of tensors, one for each version of a tensor."""
 
     def __init__(self) -> None:
-        # The tensors are kept, so that their ids are not used again.
+        # The tensors are kept so that their ids are not reused.
         self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the copy of a tensor as it is now."""
+        """Return a copy of the current values of a tensor."""
         key = id(tensor), autograd.version_of(tensor)
         if key not in self._known:
             self._known[key] = tensor, tensor.detach().clone()
@@ -302,7 +302,7 @@ class TensorCopies:
 
 
 HEADROOM = 8.0
-"""The factor by which the largest gradient stays below the largest number of float16."""
+"""The factor by which the largest scaled gradient stays below the largest float16 value."""
 BACKOFF = 4.0
 LARGEST_SCALE = 2.0**40
 GRADIENTS = ("output_gradient", "parameters")
@@ -310,29 +310,29 @@ GRADIENTS = ("output_gradient", "parameters")
 
 @dataclass(frozen=True)
 class Lowering:
-    """Settings of the step in lower precision."""
+    """The settings of a step in lower precision."""
 
     dtype: torch.dtype
     policy: Policy
-    error: float | None = None  # of all modules; None for tolerances that follow from the dtype
+    error: float | None = None  # the tolerance of all modules; None to derive it from the dtype
 
 
 @dataclass
 class Reference:
-    """Values of a step in float32. A depth is a number of ops in a row."""
+    """The values of a float32 step. A depth is a number of consecutive ops."""
 
-    values: dict[TensorPlace, Tensor] = field(default_factory=dict)  # in the order of the forward
+    values: dict[TensorPlace, Tensor] = field(default_factory=dict)  # in the order of the step
     parameters: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # their gradients
-    depths: dict[str, int] = field(default_factory=dict)  # of the outputs of modules
-    total_depth: int = 0  # of the loss
+    depths: dict[str, int] = field(default_factory=dict)  # the depths of module outputs
+    total_depth: int = 0  # the depth of the loss
     largest_gradient: float = 0.0
     loss: float = 0.0
-    unavoidable: dict[str, float] = field(default_factory=dict)  # errors of rounded outputs
+    unavoidable: dict[str, float] = field(default_factory=dict)  # errors if outputs are rounded
 
 
 @dataclass(frozen=True)
 class StepRunner:
-    """Runner of steps of a task on one batch."""
+    """A runner of steps of a task on one batch."""
 
     task: Task
     batch: Any
@@ -341,10 +341,10 @@ class StepRunner:
     reset: Callable[[], None]  # restores everything between the passes
 
     def step(self, watch: AbstractContextManager[None], *, lowered: bool, scale: float) -> Tensor:
-        """Run one step from the same state and return the loss; the gradients are in place.
+        """Run one step from the initial state and return the loss; gradients are in ``.grad``.
 
         Raises:
-            ValueError: The loss has gone backward already.
+            ValueError: ``loss_fn`` has already run the backward pass.
         """
         self.reset()
         backward_calls: list[Any] = []
@@ -365,19 +365,19 @@ class StepRunner:
 
 
 def _copied(batch: Any) -> Any:
-    """Return a copy with the same tensors: a program may take items out, or set attributes."""
+    """Return a shallow copy of a batch: a program may remove items, or set attributes."""
     try:
         return batch if isinstance(batch, Tensor) else copy.copy(batch)
-    except Exception:  # it cannot be copied, whatever it is
+    except Exception:  # it cannot be copied
         return batch
 
 
 @contextmanager
 def step_runner(task: Task, batch: Any, lowering: Lowering) -> Iterator[StepRunner]:
-    """Run steps in the block: in eager mode, with gradients, and without lasting changes."""
+    """Yield a runner of steps in eager mode, with gradients and without lasting changes."""
     device = task.device(batch)
     with eager(has_global_hooks=False), ExitStack() as stack:
-        # Made first, since it may name modules, and the names are to stay.
+        # Created before `restored`, since it may name modules, and the names must stay.
         region = autocast(device, lowering.dtype, policy=lowering.policy, module=task.model)
         reset = stack.enter_context(restored(task.model, batch_tensors(batch), device))
         stack.enter_context(torch.inference_mode(False))
@@ -387,7 +387,7 @@ def step_runner(task: Task, batch: Any, lowering: Lowering) -> Iterator[StepRunn
 
 
 def reference_of(runner: StepRunner) -> Reference:
-    """Run a step in float32. Sync: one for each tensor that is seen."""
+    """Run a step in float32 and return its values. Sync: one for each tensor that is seen."""
     reference, depths, copies = Reference(), Depths(), TensorCopies()
 
     def see(place: TensorPlace, tensor: Tensor) -> None:
@@ -414,12 +414,12 @@ def reference_of(runner: StepRunner) -> Reference:
 
 
 def compare_step(runner: StepRunner, reference: Reference) -> Comparison:
-    """Run a step in lower precision and compare it.
+    """Run a step in lower precision and compare it with float32.
 
-    In float16 the loss is scaled by the power of two at which the largest gradient of float32 is a
-    factor of HEADROOM below the largest number of float16. So only the width of the range of
-    gradients counts, not its position. If gradients overflow but the forward pass does not, the
-    step is run again at a quarter of the scale, as a scaler backs off, down to 1.
+    In float16 the loss is scaled by the largest power of two that keeps the largest float32
+    gradient a factor of HEADROOM below the largest float16 value. Thus only the width of the range
+    of gradients matters, not its position. If gradients overflow but the forward pass does not, the
+    step is run again at a quarter of the scale, down to 1, as a scaler would back off.
 
     Sync: several for each tensor that is seen.
     """

@@ -1,4 +1,4 @@
-"""Search for the fewest islands. It knows names and numbers only; the caller measures."""
+"""A search for the fewest islands by name, with a function of the caller that measures them."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import TypeAlias
 Islands: TypeAlias = tuple[str, ...]
 """Names of modules, ops in modules, and ops everywhere.
 
-``"blocks.0.mlp"``, ``"softmax@blocks.0.attn"``, ``"cross_entropy_loss@"``.
+Examples: ``"blocks.0.mlp"``, ``"softmax@blocks.0.attn"``, ``"cross_entropy_loss@"``.
 """
 
 MOST_OPS = 3
-"""The most ops that replace an island."""
+"""The largest number of ops that may replace an island."""
 
 
 @dataclass(frozen=True)
 class IslandTrial:
-    """Result of a model with some islands."""
+    """The result of a model with some islands."""
 
-    num_failing: int  # modules that are out of bounds
-    origins: tuple[str, ...]  # the modules where that begins; ops if it begins outside of modules
-    suspects: tuple[str, ...]  # all possible islands, those that add most to the error first
+    num_failing: int  # modules out of bounds, and 1 more if the loss is not finite
+    origins: tuple[str, ...]  # the modules where failures begin; ops if outside of modules
+    suspects: tuple[str, ...]  # all possible islands, in the order in which to try them
 
 
 Measure: TypeAlias = Callable[[Islands], IslandTrial]
-"""Measures the model with some islands; it remembers the results."""
+"""A function that measures the model with some islands and caches the results."""
 
 
 def smallest(measure: Measure) -> Islands:
     """Return islands with which the fewest modules are out of bounds; each of them is needed.
 
-    An island is made where a failure begins, until no failure is left. That may be too many, since
-    a failure can begin in one module and be cured in an earlier one. So islands that are not needed
-    are dropped, many at once as long as that works. About two measurements are made for each island
-    that is needed, and one if none is. The islands are in the order in which they were found.
+    Modules where a failure begins become islands until no failure is left. These may be too many,
+    since an island at an earlier module can cure a failure. Islands that are not needed are
+    therefore dropped, several at once while that works. The search takes about two measurements
+    for each needed island, and one if none is needed. The islands are in the order of discovery.
     """
     return pruned(measure, grown(measure))
 
@@ -43,7 +43,7 @@ def smallest(measure: Measure) -> Islands:
 def narrowed(measure: Measure, islands: Islands, ops: Mapping[str, Sequence[str]]) -> Islands:
     """Replace islands by a few of their ops, if that is enough.
 
-    ``ops`` are those to try instead of an island, by its name.
+    ``ops`` are the ops to try, by the name of the island.
     """
     most = measure(islands).num_failing
     for name in islands:
@@ -65,19 +65,19 @@ def grown(measure: Measure) -> Islands:
         if not left:
             break
         new = [name for name in left if name in found.origins]
-        if not new:  # an island where the failure begins does not help
+        if not new:  # all origins are islands: try more and more suspects
             new, num_new = left[:num_new], 2 * num_new
         islands += tuple(new)
     return islands
 
 
 def pruned(measure: Measure, islands: Islands) -> Islands:
-    """Return islands without those that can be dropped with no more modules out of bounds."""
+    """Return islands without those that can be dropped while no more modules fail."""
     most = measure(islands).num_failing
     size = max(len(islands) // 2, 1)
     while islands:
         before = islands
-        tried = islands[::-1]  # the last ones are needed least
+        tried = islands[::-1]  # the last ones are the least likely to be needed
         for chunk in (tried[start : start + size] for start in range(0, len(tried), size)):
             rest = tuple(name for name in islands if name not in chunk)
             if measure(rest).num_failing <= most:

@@ -1,4 +1,4 @@
-"""Tokens of the batches of two runs: their alignment, and the drift of their log-probabilities."""
+"""Alignment of the tokens of two runs, and the drift of their log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from halfstep._common.numbers import number, things
 
 NO_LABEL = -100
-"""Stands in labels where nothing is trained, as in ``torch.nn.functional.cross_entropy``."""
+"""The label of untrained positions, as in ``torch.nn.functional.cross_entropy``."""
 
 
 class Tokens(NamedTuple):
-    """Tokens of a batch.
+    """The tokens of a batch.
 
     Attributes:
-        ids: Whole numbers of shape [sequences, positions].
-        is_token: A boolean of the same shape: False for padding.
-        is_counted: The same: False for padding, and for tokens that are not trained on.
+        ids: Integer ids of shape [sequences, positions].
+        is_token: A boolean mask of the same shape, False for padding.
+        is_counted: A boolean mask, False for padding and for tokens that are not trained on.
     """
 
     ids: Tensor
@@ -33,8 +33,8 @@ class Tokens(NamedTuple):
 def tokens_of(batch: Any) -> Tokens | None:
     """Return the tokens of a batch, None if it is not one of a language model.
 
-    They are its ``input_ids``, or the first tensor, of whole numbers in two dimensions. Padding is
-    where its ``attention_mask`` is 0; tokens that are not trained on have -100 in its ``labels``.
+    The ids are the batch's ``input_ids`` or its first tensor, and must be two-dimensional
+    integers. Padding has 0 in ``attention_mask``; untrained tokens have -100 in ``labels``.
     """
     named = batch if isinstance(batch, Mapping) else {}
     ids = named.get("input_ids") if named else batch
@@ -58,11 +58,11 @@ Calls = Sequence[Sequence[Tensor]]
 def pairs(
     a: Calls, b: Calls, tokens_a: Tokens | None, tokens_b: Tokens | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tensors of two modules that belong together, in the same order of entries.
+    """Yield corresponding tensors of two modules, with their entries in the same order.
 
-    With tokens, these are rows for each token, whatever the padding is, and however many calls
-    there were for them. Tensors that have no entry for each token are left out. Without tokens,
-    calls and shapes must be the same.
+    With tokens, the tensors have one row for each token, independent of padding and of the number
+    of calls. Tensors without an entry for each token are left out. Without tokens, tensors whose
+    calls or shapes differ are left out.
     """
     for of_a, of_b in zip(_by_position(a), _by_position(b), strict=False):
         if tokens_a is not None and tokens_b is not None:
@@ -74,13 +74,13 @@ def pairs(
 
 
 def _by_position(calls: Calls) -> list[list[Tensor]]:
-    """Return the tensors at each position that all calls have."""
+    """Return the tensors of all calls, for each position that occurs in all of them."""
     num = min(map(len, calls), default=0)
     return [[call[position] for call in calls] for position in range(num)]
 
 
 def _rows(tensors: Sequence[Tensor], is_token: Tensor) -> Tensor | None:
-    """Return the rows of a tensor that came in one or more calls, one for each token."""
+    """Return one row for each token from the tensors of all calls, None if there are none."""
     for joined in _joined(tensors):
         mask = is_token.to(joined.device)
         if joined.shape[:2] == mask.shape:
@@ -91,7 +91,7 @@ def _rows(tensors: Sequence[Tensor], is_token: Tensor) -> Tensor | None:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield what the calls of a module may be parts of: of the positions, or of the sequences."""
+    """Yield the possible concatenations of calls: along positions, then along sequences."""
     if len(tensors) == 1:
         yield tensors[0]
         return
@@ -103,21 +103,21 @@ def _joined(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Log-probabilities that two versions give to the same tokens; differences are a - b.
+    """The log-probabilities of the same tokens in two versions; differences are a - b.
 
     With ``a`` as the trainer and ``b`` as the rollout, ratios are the importance ratios of
     off-policy gradients.
 
     Attributes:
-        num_tokens: The number of tokens that count; the first one of a sequence does not.
+        num_tokens: The number of counted tokens, without the first token of each sequence.
         mean: The mean difference.
-        largest: The largest difference, without its sign.
-        ratio: The importance ratio of a token, their geometric mean: ``exp(mean)``.
-        sequence_ratios: The importance ratio of each sequence: the ``exp`` of the sum of its
+        largest: The largest absolute difference.
+        ratio: The geometric mean of the importance ratios of tokens: ``exp(mean)``.
+        sequence_ratios: The importance ratio of each sequence: ``exp`` of the sum of its
             differences.
-        effective_samples: The effective sample size of the sequences, ``sum(w)**2 / sum(w**2)`` of
-            these ratios: as many sequences as there are if all ratios are equal.
-        effective_tokens: The same of the ratios of single tokens.
+        effective_samples: The effective sample size of the sequences, ``sum(w)**2 / sum(w**2)``
+            over these ratios. It is the number of sequences if all ratios are equal.
+        effective_tokens: The effective sample size of single tokens, from their ratios.
     """
 
     num_tokens: int
@@ -140,10 +140,7 @@ class LogProbs:
 
 
 def log_probs(a: Any, b: Any, tokens_a: Tokens | None, tokens_b: Tokens | None) -> LogProbs | None:
-    """Compare the outputs of two versions, None if they are not logits of tokens.
-
-    Raises:
-        ValueError: The batches have other tokens.
+    """Compare the logits of two versions with the same tokens; None if there are no such logits.
 
     Sync: a few.
     """
@@ -172,7 +169,7 @@ def require_same_tokens(a: Tokens | None, b: Tokens | None) -> None:
     """Check that two batches have the same tokens, apart from padding.
 
     Raises:
-        ValueError: They do not.
+        ValueError: The tokens differ.
     """
     if a is None or b is None:
         return
@@ -193,7 +190,7 @@ def _told(tokens: Tokens) -> list[list[list[int]]]:
 
 @torch.no_grad()
 def _of_tokens(output: Any, tokens: Tokens) -> list[Tensor] | None:
-    """Return the log-probabilities of the tokens of each sequence, but of the first ones."""
+    """Return the log-probabilities of the counted tokens of each sequence, without its first."""
     logits = _logits(output)
     if logits is None or logits.shape[:2] != tokens.ids.shape:
         return None
@@ -207,7 +204,7 @@ def _of_tokens(output: Any, tokens: Tokens) -> list[Tensor] | None:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Return the ``logits`` of an output, or the output; in three dimensions."""
+    """Return the ``logits`` of an output or the output itself, None unless it has three dims."""
     found = output.get("logits") if isinstance(output, Mapping) else output
     found = getattr(found, "logits", found)
     is_logits = isinstance(found, Tensor) and found.ndim == 3 and found.is_floating_point()

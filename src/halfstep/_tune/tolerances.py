@@ -1,21 +1,21 @@
-"""Tolerances: how large an error may be, from the precision and the number of roundings.
+"""Tolerances: the permitted errors, derived from the precision and the number of roundings.
 
-A value rounded to nearest is off by at most ``u = eps / 2`` of itself. The errors of ``n`` ops in a
-row have random signs, so they add up as a random walk does: ``e = u * sqrt(n)``. (N. Higham,
-T. Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019, doi 10.1137/18M1226312,
-section 2.) The tolerance of an output is 8 e: an op also rounds its weights and its inputs, and a
-layer amplifies the errors of its inputs. Gradients have larger errors. Near the corner of a ReLU,
-or near a tie of a max pool, the rounding error decides about the whole entry of the gradient; this
-happens to a share of about e of the entries, which is sqrt(e) in the norm. A gradient may also be
-off by 4 times the error that is unavoidable.
+Rounding to nearest has a relative error of at most ``u = eps / 2``. The errors of ``n`` consecutive
+ops have random signs, so they add up like a random walk: ``e = u * sqrt(n)``. (N. Higham, T. Mary,
+"A New Approach to Probabilistic Rounding Error Analysis", 2019, doi 10.1137/18M1226312, section 2.)
+The tolerance of an output is 8 e: an op also rounds its weights and its inputs, and a layer
+amplifies the errors of its inputs. Gradients have larger errors. Near the corner of a ReLU or a tie
+in a max pool, rounding decides the whole entry of the gradient; this happens to a fraction of about
+e of the entries, which is sqrt(e) in the norm. A gradient may also be off by 4 times the
+unavoidable error.
 
 The unavoidable error is measured by rounding the output of each module once, in float32. Near the
-end of training a gradient is the small difference of large parts: whatever rounds the activations
-changes it a lot, and no module is to blame.
+end of training, a gradient is the small difference of large terms: any rounding of the activations
+changes it a lot, and no single module is to blame.
 
-Code of a module that is compiled alone gets the very inputs of its eager code. So it may be off
-from float32 by no more than 4 times what eager code is off, which is far below the tolerances
-above: also a dtype that has a few bits less, or a cast that is left out, goes beyond it.
+A module that is compiled alone gets exactly the inputs of its eager code. Its error against float32
+may therefore be at most 4 times that of eager code, which is far below the tolerances above: a
+dtype with a few bits less, or an omitted cast, exceeds it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from halfstep._tune.module_check import is_leaf
 SPREAD = 8.0
 TIMES = 4.0
 MOST = 0.5
-"""The largest tolerance by depth: beyond it little is left of the value."""
+"""The largest tolerance derived from depth: a larger error leaves little of the value."""
 
 
 class Tolerance(NamedTuple):
-    """Largest relative errors that a module may have."""
+    """The largest permitted relative errors of a module."""
 
     output: float
-    gradient: float  # of its outputs and parameters
+    gradient: float  # for the gradients of its outputs and parameters
 
 
 def tolerance_for(
@@ -54,9 +54,9 @@ def tolerance_for(
 
     Args:
         dtype: The lower precision.
-        depth: The number of ops in a row up to its output.
-        total_depth: The number up to the loss. A gradient goes through all of them, and back.
-        given: A tolerance for all modules instead.
+        depth: The number of consecutive ops up to its output.
+        total_depth: The number up to the loss. A gradient passes through all of them, and back.
+        given: A tolerance for all modules, used instead.
         unavoidable: The error of its gradients if only outputs are rounded.
 
     Example:
@@ -75,15 +75,15 @@ def tolerance_for(
 def tolerance_beside(
     dtype: torch.dtype, depth: int, longest: int, size: int, eager: float, unavoidable: float
 ) -> float:
-    """Return how far from float32 compiled code of a module may be, beside its eager code.
+    """Return the largest permitted error of a compiled module against float32.
 
     Args:
         dtype: The lower precision.
-        depth: The number of ops in a row.
-        longest: The largest dimension of any tensor: a sum over it has as many roundings.
-        size: The number of entries that are compared.
+        depth: The number of consecutive ops.
+        longest: The largest dimension of any tensor: a sum over it has that many roundings.
+        size: The number of compared entries.
         eager: The error of the eager code.
-        unavoidable: The error of float32 itself with inputs that are some roundings off.
+        unavoidable: The error of float32 itself for inputs that are a few roundings off.
 
     Example:
         >>> tolerance_beside(torch.float16, 1, 64, 1024, 3e-4, 1e-7)
@@ -91,20 +91,20 @@ def tolerance_beside(
     """
     exact = SPREAD * torch.finfo(torch.float32).eps / 2 * math.sqrt(max(depth, 1) * longest)
     bound = max(exact, TIMES * eager, TIMES * unavoidable)
-    if eager > exact:  # it computes in lower precision; by luck a few entries are hardly off
+    if eager > exact:  # it computes in lower precision; a few entries may be exact by chance
         unit = torch.finfo(dtype).eps / 2
         bound = max(bound, SPREAD * unit * math.sqrt(max(depth, 1) / max(size, 1)))
     return min(bound, MOST)
 
 
 def tolerance_between(dtype: torch.dtype, depth: int, longest: int) -> float:
-    """Return how far apart the outputs of a module may be in two versions of a model.
+    """Return the largest permitted difference of a module's outputs in two versions of a model.
 
     Args:
-        dtype: The coarser dtype of the two up to there.
-        depth: The number of ops in a row.
-        longest: The largest dimension of any tensor. In float32 a sum over it has as many
-            roundings; in a lower precision sums are taken in float32.
+        dtype: The coarser dtype of the two versions up to these outputs.
+        depth: The number of consecutive ops.
+        longest: The largest dimension of any tensor. In float32, a sum over it has that many
+            roundings; in lower precision, sums are accumulated in float32.
 
     Example:
         >>> tolerance_between(torch.bfloat16, 16, 1024)
@@ -116,10 +116,10 @@ def tolerance_between(dtype: torch.dtype, depth: int, longest: int) -> float:
 
 
 def require_tolerance(asker: str, name: str, given: object) -> None:
-    """Check a tolerance that a user gave; None is right.
+    """Check the tolerance of a user; None is valid.
 
     Raises:
-        TypeError: It is no number.
+        TypeError: It is not a number.
         ValueError: It is not above 0, or not finite.
     """
     if given is None:
@@ -131,7 +131,7 @@ def require_tolerance(asker: str, name: str, given: object) -> None:
 
 
 class Depths:
-    """Depths of tensors: the number of ops on the longest path to a tensor, as autograd knows them.
+    """The depths of tensors: the number of ops on the longest path to each in autograd's graph.
 
     Ops without a gradient are not counted.
 
@@ -158,7 +158,7 @@ class Depths:
             if unknown:
                 pending += unknown
                 continue
-            # The node of a leaf has none before it, and is not an op.
+            # The node of a leaf has no predecessors and is not an op.
             self._known[node] = 1 + max(self._known[each] for each in before) if before else 0
             pending.pop()
         return self._known[tensor.grad_fn]
@@ -166,7 +166,7 @@ class Depths:
 
 @contextmanager
 def outputs_rounded(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Round the outputs of innermost modules to the digits of ``dtype``, not to its range.
+    """Round the outputs of leaf modules to the digits of ``dtype``, not to its range.
 
     Gradients pass through unchanged.
     """
@@ -198,7 +198,7 @@ def rounded_to_digits(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _mapped(value: Any, dtype: torch.dtype) -> Any:
-    """Return the output of a module with its tensors rounded, those in containers too."""
+    """Return the output of a module with its float32 tensors rounded, also those in containers."""
     if isinstance(value, Tensor):
         if value.dtype is not torch.float32:
             return value

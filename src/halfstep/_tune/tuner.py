@@ -1,4 +1,4 @@
-"""Tuning: the modules that lower precision harms, the fewest islands that cure it, their cost."""
+"""Tuning: the fewest float32 islands that a model needs in lower precision, and their cost."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from halfstep._tune.passes import LossFn, Lowering, Task
 from halfstep._tune.search import Islands, narrowed, smallest
 
 GAIN = 0.95
-"""A gain that leaves more than this share of the time counts as noise."""
+"""The fraction of the float32 time from which on a shorter step counts as noise."""
 SLOWER = 1.2
-"""The factor of time from which the forward pass of a module is called slower."""
+"""The factor of the float32 time above which the forward pass of a module counts as slower."""
 MOST_SLOWER = 5
 MANY_ZEROS = 0.05
 
@@ -59,27 +59,27 @@ def tune(
     although its inputs are not becomes an island, until no module is out of bounds. Islands that
     are not needed are then dropped. For a module that contains modules, rules for a few of its ops
     are tried instead. Then the cost of the islands is measured. The model, its gradients and all
-    random numbers are as before, bit for bit. docs/tune_details.md explains the method.
+    random numbers are restored bit for bit. docs/tune_details.md explains the method.
 
     Args:
-        model: The model, with float32 parameters; preferably one that was trained for a while.
+        model: The model, with float32 parameters, preferably trained for a while.
         batches: Some batches, in the form that ``loss_fn`` takes.
-        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar; or outputs, for
-            inference, detached ones if gradients do not matter. None to call the model with the
+        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar. For inference it
+            returns outputs, detached if gradients do not matter. None to call the model with the
             batch, as in :func:`self_check`.
         dtype: The lower precision, float16 or bfloat16.
-        error: The bound: the largest relative error of norms that the outputs, their gradients
-            and the gradients of the parameters of any module may have. None for the tolerances of
+        error: The largest permitted relative error of norms, for the outputs of any module, their
+            gradients and the gradients of its parameters. None for the tolerances of
             :func:`self_check`.
-        path: A file for the measurements (JSON Lines). Measurements in an existing file are not
-            repeated: after an interruption the same call continues from there.
+        path: A file for the measurements (JSON Lines). Measurements in an existing file are
+            reused: after an interruption, the same call continues from there.
         policy: The policy to which islands are added, or its text.
 
     Raises:
-        TypeError: An argument, or the loss, is of the wrong type.
+        TypeError: An argument, or the loss, has the wrong type.
         ValueError: There is no batch, ``dtype`` is not a lower precision, or a parameter is not
             float32.
-        RecordError: The file has measurements of something else; the message says what differs.
+        RecordError: The file has measurements of another tuning; the message says what differs.
 
     Sync: many.
 
@@ -105,10 +105,10 @@ def tune(
 
 
 def require_batches(batches: object) -> None:
-    """Check that there is a list of batches.
+    """Check that ``batches`` is a list with at least one batch.
 
     Raises:
-        TypeError: It is not a list, or a single batch.
+        TypeError: It is not a list.
         ValueError: It is empty.
     """
     if not isinstance(batches, Sequence) or isinstance(batches, str):
@@ -165,18 +165,18 @@ def _cost(
 
 @dataclass(frozen=True)
 class Island:
-    """Cost and effect of one island.
+    """The cost and effect of one island.
 
     Attributes:
         name: The name of the module; for an op in a module, ``"softmax@blocks.0.attn"``; for an op
             everywhere, ``"cross_entropy_loss@"``.
         kind: The class of the module; empty for an op everywhere.
-        loses_to: The problem that it has in lower precision.
-        error_without: The worst error of any module without this island, but with the others.
+        loses_to: Its problem in lower precision.
+        error_without: The worst error of any module with all islands except this one.
         error_with: The worst error with all islands.
-        seconds_lowered: The time of the module's forward pass in lower precision.
-        seconds: The same time as an island.
-        num_casts: The number of casts that a step makes more, or fewer if negative.
+        seconds_lowered: The seconds of the module's forward pass in lower precision.
+        seconds: The seconds of its forward pass as an island.
+        num_casts: The number of casts that it adds to a step, negative if there are fewer.
         cast_bytes: The bytes that these casts read and write.
     """
 
@@ -193,7 +193,7 @@ class Island:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result of :func:`tune`; its ``str()`` is a report.
+    """The result of :func:`tune`; its ``str()`` is a report.
 
     Attributes:
         policy: The policy to use: the given one, with a rule for each island.
@@ -202,10 +202,10 @@ class Tuned:
         is_met: Whether all modules are within bounds with the islands.
         dtype: The lower precision.
         rows: The modules without islands, compared with float32 on their worst batches.
-        rows_after: The same with the islands.
-        seconds: Median times of the whole step, ``"(step)"``, and of the forward passes of modules,
-            in ``"fp32"``, in ``"lower"`` precision and, if there are any, with ``"islands"``.
-        machine: The machine on which it was measured.
+        rows_after: The same comparison with the islands.
+        seconds: Median seconds of the whole step, ``"(step)"``, and of the forward passes of
+            modules, in ``"fp32"``, in ``"lower"`` precision and, if any, with ``"islands"``.
+        machine: The machine on which times were measured.
     """
 
     policy: Policy
@@ -229,7 +229,7 @@ class Tuned:
         self.policy.save(path)
 
     def table(self) -> str:
-        """Return a line of cost and effect for each island. Empty without islands."""
+        """Return a table of the cost and effect of each island, empty without islands."""
         if not self.costs:
             return ""
         low = short_dtype(self.dtype)
@@ -274,7 +274,7 @@ class Tuned:
         return [f"{text}: {before / after:.2f} times as fast", *more]
 
     def slower(self) -> list[str]:
-        """Return the modules whose forward pass is slower in lower precision, worst first."""
+        """Return the leaf modules that are slowest in lower precision relative to float32."""
         fp32, lower = self.seconds["fp32"], self.seconds["lower"]
         lost = {
             row.module: lower[row.module] - fp32[row.module]
