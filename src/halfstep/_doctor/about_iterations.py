@@ -1,4 +1,4 @@
-"""Checks of the calls of an iteration: too early, too late, twice, or missing."""
+"""Checks for calls of an iteration that are too early, too late, repeated or missing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from halfstep._doctor.read_sites import Site
 
 _LOOKS = r"load|resume|restart|restore|recover|print|isinstance"
 _NO_UPDATE = re.compile(rf"save|checkpoint|{_LOOKS}", re.I)
-"""Matches calls that take a scaler and do not update it."""
+"""A pattern for functions that take a scaler without updating it."""
 _NO_SAVE = re.compile(_LOOKS, re.I)
-"""Matches calls that take a scaler and do not save it."""
+"""A pattern for functions that take a scaler without saving it."""
 
 
 def findings(program: Program) -> Iterator[Finding]:
@@ -26,7 +26,7 @@ def findings(program: Program) -> Iterator[Finding]:
         if any(program.is_backward(site) or site.method == "step" for site in root.sites):
             walk = IterationWalk(program, root)
             ends = walk.run(root.node, _before(program, root))
-            # By itself too: what comes before in its callers may be uncertain.
+            # Check functions by themselves too: the state in their callers may be uncertain.
             functions = dict.fromkeys(s.scope.node for s in root.sites if s.method == "step")
             for function in functions:
                 if function is not root.node:
@@ -43,8 +43,9 @@ def findings(program: Program) -> Iterator[Finding]:
 def _before(program: Program, root: Root) -> Iteration:
     """Return the state in which a root begins.
 
-    Where it runs no backward pass, the gradients come from elsewhere: they are those of scaled
-    losses if it steps through a scaler, or if all losses of the class are scaled.
+    Without a backward pass in the root, the gradients come from elsewhere. Their losses count as
+    scaled if the root steps through a scaler, or if one scaler scales all losses of the class
+    and the class never steps through a scaler.
     """
     if any(map(program.is_backward, root.sites)):
         return Iteration()
@@ -64,7 +65,7 @@ def _are_near(one: Site, other: Site) -> bool:
 
 
 def _is_whole(root: Root) -> bool:
-    """Return whether a function is one whole iteration, which a loop elsewhere runs again."""
+    """Return whether a function is a whole iteration that a loop elsewhere repeats."""
     methods = {site.method for site in root.sites if not site.around("loop")}
     return not isinstance(root.node, ast.Module) and methods >= {"backward", "step", "update"}
 
@@ -110,9 +111,9 @@ def _gated(scaler: str, scheduler: str, is_torch: bool) -> str:
 
 
 def _never_updated(program: Program) -> Iterator[Finding]:
-    """Yield scalers that are stepped in this file, and never updated or handed on.
+    """Yield findings about scalers that the file steps, but never updates or passes on.
 
-    They are made in it, or are variables of it, as in ``optimizer, scaler = create(model)``.
+    The file creates them, or they are its variables, as in ``optimizer, scaler = create(model)``.
     """
     for site in program.sites:
         made = program.meaning.scaler(site.owner, site.scope)
@@ -128,7 +129,7 @@ def _never_updated(program: Program) -> Iterator[Finding]:
 
 
 def _never_saved(program: Program) -> Iterator[Finding]:
-    """Yield scalers that are made in this file and left out where it saves the optimizer."""
+    """Yield findings about scalers that the file creates, but does not save with the optimizer."""
     states = (site for site in program.sites if site.method == "state_dict")
     saved = [s for s in states if program.meaning.is_optimizer(s.owner, s.scope)]
     for name, scaler in program.scalers.items() if saved else ():
@@ -147,9 +148,9 @@ def _never_saved(program: Program) -> Iterator[Finding]:
 
 
 def _is_handed_on(program: Program, name: str, method: str, other: re.Pattern[str]) -> bool:
-    """Return whether a method of a scaler is used, or it is given to another file.
+    """Return whether a method of a scaler is used, or the scaler is passed on to other code.
 
-    Calls with ``other`` names do not call that method.
+    Functions whose names match ``other`` do not count.
     """
     last, calls = name.rpartition(".")[2], program.meaning.names.calls
     for node in ast.walk(program.tree):

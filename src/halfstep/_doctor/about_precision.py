@@ -1,4 +1,4 @@
-"""Checks of the precision in source: autocast regions, and parameters that were lowered."""
+"""Checks of precision in source: autocast regions, and lowered parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep._doctor.read_sites import Around, Site
 from halfstep._doctor.read_values import SourceScaler
 
 SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
-"""Matches names that are typical for code that scales a loss."""
+"""A pattern for names in code that scales a loss."""
 _FRAMEWORKS = re.compile(r"deepspeed|accelerat|lightning|fabric|colossalai|apex|megatron", re.I)
 
 _BF16 = re.compile(r"bf_?16|bfloat", re.I)
@@ -23,7 +23,7 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictC
 
 
 def findings(program: Program) -> Iterator[Finding]:
-    """Yield problems with regions of autocast, and with lowered parameters."""
+    """Yield problems with autocast regions and lowered parameters."""
     yield from _backward_inside(program)
     yield from _casts_in_loops(program)
     yield from _without_scaler(program)
@@ -76,7 +76,7 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
     for site in program.sites:
         if site.autocast is None or not site.autocast.is_torch or site.has_grad:
             continue
-        # The innermost is the autocast: the loop around it enters it in every pass.
+        # The autocast must be the innermost, so that every pass of the loop enters it.
         nested = [each for each in site.inside if each.kind in ("loop", "autocast")]
         if len(nested) < 2 or [each.kind for each in nested].count("autocast") > 1:
             continue
@@ -100,13 +100,13 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
 
 
 def _uses_no_weights(program: Program, site: Site) -> bool:
-    """Return whether a call uses no weights, like ``model(x).argmax()``, a method of a result."""
+    """Return whether a call uses no weights, as the method call in ``model(x).argmax()``."""
     name = program.meaning.qualified(site.call.func, site.scope)
     return name.startswith("torch.") or bool(site.method and isinstance(site.owner, ast.Call))
 
 
 def _has_loop(site: Site, around: Around) -> bool:
-    """Return whether a loop inside the context shares its casts."""
+    """Return whether the autocast context contains a loop, which shares its casts."""
     statements = [
         node
         for node in ast.walk(site.scope.node)
@@ -142,7 +142,7 @@ def _without_scaler(program: Program) -> Iterator[Finding]:
 
 
 def _is_plain_backward(program: Program, site: Site) -> bool:
-    """Return whether a call is a backward pass of a loss without any factor."""
+    """Return whether a call is the backward pass of a loss without any factor."""
     if not program.is_backward(site) or program.scaled_by(site) or not site.has_grad:
         return False
     if site.call.args and dotted(site.owner) != "torch.autograd":  # an object that may scale
@@ -176,7 +176,7 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
 
 
 def _may_be_on(name: str, scaler: SourceScaler, switches: set[str]) -> bool:
-    """Return whether a scaler is on, or has the switch of an autocast, or is made elsewhere."""
+    """Return whether a scaler is on, shares the switch of an autocast, or is made elsewhere."""
     if scaler.enabled is not None:
         return scaler.enabled
     is_theirs = any(name.rpartition(".")[2] in switch for switch in switches)
@@ -185,7 +185,7 @@ def _may_be_on(name: str, scaler: SourceScaler, switches: set[str]) -> bool:
 
 
 def _other_device(program: Program) -> Iterator[Finding]:
-    """Yield autocasts for another device than the one that the training is on."""
+    """Yield findings about autocasts for a device other than that of the training."""
     regions: dict[NameScope, dict[int, str]] = {}
     for site in program.sites:
         around = site.region
@@ -210,11 +210,11 @@ def _other_device(program: Program) -> Iterator[Finding]:
 
 
 def _elsewhere(program: Program, lowered: str) -> str:
-    """Return what shows that a training is on another device than an autocast; empty if nothing."""
+    """Return the evidence that a training is not on the device ``lowered``, empty if none."""
     moves = [devices for site in program.sites if (devices := _moved_to(program, site)) is not None]
     devices = set().union(*moves)
     if moves and all(moves):
-        # `autocast("cuda")` switches itself off where there is no GPU.
+        # `autocast("cuda")` disables itself if there is no GPU.
         is_right = lowered in devices and (lowered == "cuda" or len(devices) == 1)
         others = " or ".join(sorted(devices - {lowered}))
         return "" if is_right else f"the model is moved to {others}"
@@ -225,7 +225,7 @@ def _elsewhere(program: Program, lowered: str) -> str:
 
 
 def _moved_to(program: Program, site: Site) -> set[str] | None:
-    """Return the devices that a model may be moved to, empty if unknown; None for other calls."""
+    """Return the devices that a call may move a model to, empty if unknown; else None."""
     target = site.statement.targets[0] if isinstance(site.statement, ast.Assign) else site.owner
     if site.method not in ("to", "cuda") or not program.is_model(target):
         return None
@@ -237,7 +237,7 @@ def _moved_to(program: Program, site: Site) -> set[str] | None:
 
 
 def _without_forward(program: Program, root: Root) -> Iterator[Finding]:
-    """Yield autocasts around calls that take the result of a model, which is called outside."""
+    """Yield findings about autocasts that contain uses of a model's result, but not its call."""
     regions: dict[NameScope, dict[ast.AST, Site]] = {}
     for site in root.sites:
         if site.region is not None and site.autocast is not None and site.has_grad:
@@ -261,7 +261,7 @@ def _without_forward(program: Program, root: Root) -> Iterator[Finding]:
 
 
 def _forward(program: Program, own: list[Site], inside: list[Site]) -> Site | None:
-    """Return the call of a model whose result regions take, where no model is called in them."""
+    """Return the model call whose result is used in regions that call no model themselves."""
     for site in own:
         if site.autocast is not None or not program.is_model(site.call.func):
             continue
@@ -274,7 +274,7 @@ def _forward(program: Program, own: list[Site], inside: list[Site]) -> Site | No
 
 
 def _results(site: Site) -> set[str]:
-    """Return the names that have the result of a call, or something made of it."""
+    """Return the names bound to the result of a call, or to values computed from it."""
     found: set[str] = set()
     assignments = [node for node in ast.walk(site.scope.node) if isinstance(node, ast.Assign)]
     for each in sorted(assignments, key=lambda node: node.lineno):
@@ -288,7 +288,7 @@ def _names_in(node: ast.AST) -> set[str]:
 
 
 def _may_run_model(program: Program, site: Site, results: set[str]) -> bool:
-    """Return whether a call may run a model, and is no loss of the results of one."""
+    """Return whether a call runs a model, or may run one and uses none of its ``results``."""
     if any(map(program.is_model, (site.call.func, site.owner))):
         return True
     given = arguments(site.call)
@@ -320,7 +320,7 @@ _CHAINED = (*_MOVES, *_LOWERS, *_RESTORES, "train", "eval", "requires_grad_")
 
 @dataclass(frozen=True)
 class _Built:
-    """An optimizer made from the parameters of a model."""
+    """An optimizer created from the parameters of a model."""
 
     site: Site
     model: str
@@ -338,7 +338,7 @@ def _optimizers(program: Program, root: Root) -> Iterator[_Built]:
 
 
 def _models(program: Program, node: ast.expr, scope: NameScope) -> Iterator[str]:
-    """Yield the models whose own parameters, not copies, an expression takes."""
+    """Yield the models whose parameters, not copies of them, an expression contains."""
     for written in program.meaning.candidates(node, scope):
         methods = [
             inner.func
@@ -352,7 +352,7 @@ def _models(program: Program, node: ast.expr, scope: NameScope) -> Iterator[str]
 
 
 def _is_same_run(site: Site, built: _Built) -> bool:
-    """Return whether a name means the same at both: in one call of one function and one arm."""
+    """Return whether a name means the same at both: one function call, no different arms."""
     is_same_call = site.around("call") == built.site.around("call")
     return bool(built.model) and is_same_call and not site.excludes(built.site)
 
@@ -385,7 +385,7 @@ def _lowered(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
 
 
 def _lowers_to(program: Program, site: Site) -> str | None:
-    """Return the half dtype that a call gives a model; empty for another dtype, None for none."""
+    """Return the half dtype that a call casts to, empty for another dtype, None for no cast."""
     if site.method in _LOWERS and not site.call.args:
         return _LOWERS[site.method]
     if site.method != "to":
@@ -400,7 +400,7 @@ def _lowers_to(program: Program, site: Site) -> str | None:
 def _model(site: Site) -> str:
     """Return the model that a method is called on: ``net`` also for ``net.cuda().half()``.
 
-    For a model that is made in the same line, return the name assigned to it.
+    For a model that is created in the same statement, return the name that it is assigned to.
     """
     owner = site.owner
     while (

@@ -1,4 +1,4 @@
-"""``halfstep.doctor``: a check of a training before it starts, and of source that is never run."""
+"""``halfstep.doctor``: a check of a training before it starts, and of source without running it."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def doctor(
     step_fn: Callable[..., Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Checkup:
-    """Check a training for mistakes in mixed precision before it starts.
+    """Check a training for mixed-precision mistakes before it starts.
 
-    All arguments are optional: only what is given is checked. Nothing is run or changed.
+    All arguments are optional, and only the given ones are checked. Nothing is run or changed.
 
     Args:
         model: The module that is trained.
         optimizer: One optimizer, or all of them in a sequence.
-        scaler: A ``GradScaler``, ours or PyTorch's.
-        scheduler: A schedule of learning rates, or several in a sequence.
-        step_fn: The function that does a step, or the whole loop: its source is read, and the
-            model, optimizers, scaler and schedules that it uses by name are checked where they
-            are not given.
+        scaler: A ``GradScaler``, halfstep's or PyTorch's.
+        scheduler: A learning rate schedule, or several in a sequence.
+        step_fn: The function that runs a step, or the whole loop. Its source is read. If the
+            model, optimizers, scaler or schedules are not given, those that it uses by name are
+            checked.
         dtype: The lower precision of autocast, ``torch.float16`` or ``torch.bfloat16``.
 
     Returns:
-        The findings, the worst first, in a sequence whose ``str()`` is the text; it has ``worst``
+        The findings, worst first, in a sequence whose ``str()`` is the text; it has ``worst``
         and ``to_json()``. ``docs/doctor.md`` has a section on each id.
 
     Raises:
-        TypeError: An argument is of the wrong kind.
+        TypeError: An argument has the wrong type.
 
     Sync: none.
 
@@ -83,7 +83,7 @@ def doctor(
 
 
 def _with_function(given: Training, step_fn: Callable[..., Any]) -> tuple[Training, list[Finding]]:
-    """Read a function, and complete the training with objects that it uses by name."""
+    """Read a function, and add the objects that it uses by name to the training."""
     try:
         read = _check_function(step_fn)
         known = list(_known_to(step_fn).values())
@@ -141,7 +141,7 @@ def _several(name: str, value: Any, *kinds: type) -> Iterator[Any]:
 # --- source ---------------------------------------------------------------------------------------
 
 _NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "step"}
-"""A file without any of these words is not checked."""
+"""Words without which a file needs no check."""
 _ALLOWED = re.compile(r"#\s*halfstep:\s*allow\b([\w\s,-]*)")
 
 
@@ -149,8 +149,8 @@ def check_file(path: Path) -> list[Finding]:
     """Check a Python file.
 
     Raises:
-        OSError: It cannot be read.
-        SyntaxError: It is not Python; the error has the line.
+        OSError: The file cannot be read.
+        SyntaxError: The file is not valid Python; the error has the line.
     """
     return check_source(path.read_bytes(), str(path))
 
@@ -159,7 +159,7 @@ def check_source(source: str | bytes, name: str = "<source>") -> list[Finding]:
     """Check Python source; ``name`` is its name in the findings.
 
     Raises:
-        SyntaxError: It is not Python.
+        SyntaxError: The source is not valid Python.
     """
     text = source if isinstance(source, str) else source.decode("utf-8", "replace")
     return _check(Program(ast.parse(source, name), {}), text, name)
@@ -169,7 +169,7 @@ def _check_function(function: Callable[..., Any]) -> list[Finding]:
     """Check a function and the functions of its file that it calls, with the values of its names.
 
     Raises:
-        OSError: There is no source.
+        OSError: The source is not available.
     """
     plain = _plain_function(function)
     lines, _ = inspect.findsource(plain.__code__)
@@ -182,7 +182,7 @@ def _check_function(function: Callable[..., Any]) -> list[Finding]:
 
 
 def _known_to(function: Callable[..., Any]) -> dict[str, object]:
-    """Return the values of the names that a function uses: globals, closure, ``self``."""
+    """Return the values of the names that a function uses, with ``self`` and partial arguments."""
     given: dict[str, object] = {}
     names = inspect.getclosurevars(_plain_function(function))
     while isinstance(function, partial):
@@ -196,7 +196,7 @@ def _plain_function(function: Callable[..., Any]) -> Any:
     """Return the plain function behind a method, a partial or a wrapper.
 
     Raises:
-        OSError: There is none with source.
+        OSError: There is no function written in Python.
     """
     while isinstance(function, partial):
         function = function.func
@@ -226,7 +226,7 @@ def _check(program: Program, source: str, file: str) -> list[Finding]:
 
 
 def _is_allowed(finding: Finding, lines: list[str]) -> bool:
-    """Return whether the line has a comment ``# halfstep: allow``, with this id or none."""
+    """Return whether the line has a comment ``# halfstep: allow``, with this id or without ids."""
     line = "".join(lines[finding.line - 1 : finding.line])
     allowed = _ALLOWED.search(line)
     if allowed is None:

@@ -1,4 +1,4 @@
-"""Findings: the catalog of their ids, one finding, and the findings of one checkup."""
+"""The catalog of finding ids, a finding, and the findings of a checkup."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CATALOG: dict[str, Severity] = {
     "onednn-off": "warning",
     "source-not-read": "notice",
 }
-"""Ids and severities, each with a section in docs/doctor.md.
+"""The severities by id; docs/doctor.md has a section on each id.
 
 ``bad`` ruins training, ``warning`` may ruin it, ``notice`` is good to know.
 """
@@ -59,14 +59,14 @@ CATALOG: dict[str, Severity] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or worth knowing.
+    """A mistake, or a fact worth knowing.
 
     Attributes:
         id: The kind of finding, a key of the catalog: ``"clip-before-unscale"``.
         text: The observation and its consequence.
-        cure: What to do.
-        code: The cure as Python to paste; empty if it takes more than a few lines.
-        names: The parameters, modules or variables that it is about.
+        cure: The remedy.
+        code: The remedy as Python code to paste; empty if it takes more than a few lines.
+        names: The names of the parameters, modules or variables concerned.
         file, line: The place in the source; empty and 0 for objects.
 
     Raises:
@@ -89,7 +89,7 @@ class Finding:
 
     @property
     def severity(self) -> Severity:
-        """How bad it is."""
+        """The severity of its id."""
         return CATALOG[self.id]
 
     @property
@@ -103,13 +103,13 @@ class Finding:
         return f"{self.file}:{self.line}" if self.file else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, with severity and docs."""
+        """Return plain values, including severity and docs."""
         own = asdict(self) | {"names": list(self.names)}
         return {**own, "severity": self.severity, "docs": self.docs}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Finding:
-        """Return the finding from values of :meth:`to_json`."""
+        """Return the finding with values from :meth:`to_json`."""
         own = {field.name: values[field.name] for field in fields(cls)}
         return cls(**{**own, "names": tuple(own["names"])})
 
@@ -122,10 +122,10 @@ class Finding:
 
 
 class Checkup(Sequence[Finding]):
-    """The findings of one checkup, the worst first; ``str()`` is the text to read.
+    """The findings of one checkup, worst first; ``str()`` is the text to read.
 
     Args:
-        findings: In any order; of equal findings one is kept.
+        findings: The findings in any order; duplicates are dropped.
     """
 
     def __init__(self, findings: Iterable[Finding] = ()) -> None:
@@ -138,7 +138,7 @@ class Checkup(Sequence[Finding]):
 
     @property
     def is_well(self) -> bool:
-        """Whether no finding is bad or a warning."""
+        """Whether there are no bad findings and no warnings."""
         return self.worst in ("notice", "good")
 
     def to_json(self) -> str:

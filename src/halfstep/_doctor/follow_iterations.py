@@ -1,4 +1,4 @@
-"""The calls of an iteration, recognized in source and followed on each path."""
+"""Recognition of the calls of an iteration in source, and its state along each path."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from halfstep._doctor.read_values import argument
 
 _AMP = "<mixed precision>"
 _OPAQUE = re.compile(r"backward|optim|step|train|closure|scale", re.I)
-"""Names of functions of other files that may run a backward pass, or step."""
+"""A pattern for functions of other files that may run a backward pass or step."""
 _RELEVANT = re.compile(rf"zero_grad|update|clip|div_|mul_|{_OPAQUE.pattern}", re.I)
 _OBJECTS = re.compile(r"(opt\w*|optim\w*|scaler)(\[.*\])?$", re.I)
 _LOSSES = re.compile(r"loss|cost|err|objective", re.I)
 _METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
 _SCALES = re.compile(r"(?<!logit_)scale", re.I)
-"""Matches names of what may scale a loss; a ``logit_scale`` is a parameter of the model."""
+"""A pattern for factors that may scale a loss; ``logit_scale`` is a parameter of the model."""
 _STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
-"""Names of functions that run once for each step."""
+"""A pattern for functions that run once for each step."""
 _KEEPING = ("mean", "sum", "to", "float", "squeeze", "view", "reshape", "cuda", "half", "double")
 _ADDING = ("sum", "torch.stack", "torch.cat", "torch.mean", "torch.sum", "torch.add", "max", "min")
 
 
 class LossWalk(Walk):
-    """Knows how often the values on a path were multiplied by a scale; -1 if uncertain."""
+    """A walk that tracks how often values were multiplied by a scale; -1 if uncertain."""
 
     def value(self, node: ast.expr, scope: NameScope, names: Names) -> int:
         """Return how often a value was multiplied by a scale; -1 if uncertain."""
@@ -55,7 +55,7 @@ class LossWalk(Walk):
                 if "scale" in ast.unparse(node).lower().replace("scaler.scale(", ""):
                     return UNKNOWN
                 factors = [of(e) for e in (left, right) if not isinstance(e, ast.Constant)]
-                # A known loss times anything is not scaled; an unknown one may be.
+                # An unscaled loss times any factor is unscaled; an unknown loss may be scaled.
                 return _added([0] if 0 in factors and max(factors) <= 0 else factors)
             case ast.List(elts=parts) | ast.Tuple(elts=parts):
                 return _added([of(part) for part in parts])
@@ -79,7 +79,7 @@ class LossWalk(Walk):
         return 0 if is_local else UNKNOWN
 
     def _returned(self, call: ast.Call, scope: NameScope, names: Names) -> int:
-        """Return the same for the result of a call."""
+        """Return :meth:`value` for the result of a call."""
         found = names.get(call_key(call))
         if isinstance(found, int):
             return found
@@ -100,7 +100,7 @@ class LossWalk(Walk):
 
 
 class IterationWalk(LossWalk):
-    """Follows the iterations of a root, and keeps what is found."""
+    """A walk that tracks the iterations of a root and collects findings."""
 
     def __init__(self, program: Program, root: Root) -> None:
         super().__init__(program.meaning)
@@ -111,17 +111,17 @@ class IterationWalk(LossWalk):
         self._mattering: dict[ast.AST, bool] = {}
 
     def run(self, root: ast.Module | Function, *states: Iteration) -> list[Iteration]:
-        """Follow a root from these states; return the states in which it ends."""
+        """Walk through a root from these states, and return the final states."""
         self._mattering.clear()
         return super().run(root, *states)
 
-    # --- what the walk asks for -------------------------------------------------------------------
+    # --- overridden hooks -------------------------------------------------------------------------
 
     def matters(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...] = ()) -> bool:
-        """Return whether something in a statement or a function, or its end, can change a path."""
+        """Return whether a node in a statement or function, or one of ``ends``, changes paths."""
         found = self._mattering.get(node)
         if found is None:
-            self._mattering[node] = False  # while functions that call each other are looked at
+            self._mattering[node] = False  # in case functions call each other
             found = any(self._is_part(each, scope, ends) for each in ast.walk(node))
             self._mattering[node] = found
         return found
@@ -141,11 +141,11 @@ class IterationWalk(LossWalk):
         return isinstance(node, ends)
 
     def is_object(self, key: str) -> bool:
-        """Return whether a key is that of an optimizer or a scaler."""
+        """Return whether a key is named like an optimizer or a scaler."""
         return bool(_OBJECTS.search(key)) and "(" not in key
 
     def is_loss(self, key: str) -> bool:
-        """Return whether a name is that of a loss."""
+        """Return whether a name is typical for a loss."""
         return bool(_LOSSES.search(key))
 
     def after_call(self, site: Site, path: Path) -> Iteration:
@@ -166,7 +166,7 @@ class IterationWalk(LossWalk):
             return self._of_scaler(now, site, key, path.names) if is_on else now
         is_optimizer = self.meaning.is_optimizer(site.owner, site.scope)
         if site.method == "step" and (is_optimizer or is_optimizer_name(key)):
-            if not now.line and path.facts.get(_AMP):  # of an iteration without a scaler
+            if not now.line and path.facts.get(_AMP):  # an iteration without a scaler
                 return now
             return iteration.after_plain_step(now, self._call_of(site, optimizer=key), self._report)
         if site.method == "zero_grad":
@@ -179,23 +179,23 @@ class IterationWalk(LossWalk):
         return now if is_known else iteration.after_unknown(now)
 
     def after_assignment(self, key: str, state: Iteration) -> Iteration:
-        """Return the state after a variable got a new value: it is another object."""
+        """Return the state after an assignment: the variable refers to another object."""
         is_used = any(key in each for each in (*state.unscaled, *state.stepped, *state.zeroed))
         return state.without(key) if is_used else state
 
     def after_failure(self, state: Iteration) -> Iteration:
-        """Return the state after an exception was caught: gradients may be of any kind."""
+        """Return the state after an exception was caught: the gradients are uncertain."""
         return replace(state, is_uncertain=True, zeroed=frozenset())
 
     def condition(self, test: str) -> tuple[str, int]:
-        """Return one name for all conditions that say whether the loss is scaled."""
+        """Return the name of a condition; all that decide whether the loss is scaled share one."""
         which = self._program.switches.get(test)
         return (test, 0) if which is None else (_AMP, which)
 
     # --- calls ------------------------------------------------------------------------------------
 
     def _kind(self, site: Site) -> str:
-        """Return the kind of a call that may change the state, empty for others."""
+        """Return the kind of a call that may change the state, empty for other calls."""
         if site.method in _METHODS:
             return "method"
         if self._program.is_clip(site):
@@ -252,21 +252,21 @@ class IterationWalk(LossWalk):
     def _check_made(self, now: Iteration, site: Site, call: Call) -> None:
         around = _loops(site)
         for key, loops, line in now.made:
-            # An attribute made beside its use is made in each call of the method.
+            # An attribute that is created next to its use is created in each call of the method.
             is_again = bool(around) or self._is_step or key.startswith("self.")
             is_same = loops[: len(around)] == around and is_again
             if key == call.scaler and is_same:
                 self._report("scaler-in-loop", line, **call.names)
 
     def _check_use(self, site: Site, statement: ast.Expr) -> None:
-        """Report a scaled loss that is thrown away, where the loss itself is differentiated."""
+        """Report a scaled loss that is discarded while the loss itself is differentiated."""
         loss, names = _text(argument(site.call, "outputs", 0)), {"scaler": ast.unparse(site.owner)}
         backward = filter(self._program.is_backward, self._program.sites)
         if statement.value is site.call and any(ast.unparse(s.owner) == loss for s in backward):
             self._report("loss-not-scaled", site.line, optimizer="optimizer", loss=loss, **names)
 
     def _is_idle(self, site: Site) -> bool:
-        """Return whether a scaler that is made in this file scales nothing in it."""
+        """Return whether a scaler that is created in this file scales nothing in it."""
         made = self.meaning.scaler(site.owner, site.scope)
         return (
             made is not None
@@ -286,7 +286,7 @@ class IterationWalk(LossWalk):
         return replace(now.without(key), made=others | {(key, _loops(site), site.line)})
 
     def _may_change(self, site: Site) -> bool:
-        """Return whether a function of another file may step, or run a backward pass."""
+        """Return whether a function of another file may step or run a backward pass."""
         if any(self.meaning.is_scaler(each, site.scope) for each in arguments(site.call)):
             return True
         if site.method in ("div_", "mul_"):
@@ -318,6 +318,6 @@ def _loops(site: Site) -> tuple[int, ...]:
 
 
 def _added(values: Sequence[int]) -> int:
-    """Return how often a sum was scaled, of how often its parts were."""
+    """Return how often a sum was scaled, given the numbers of its terms."""
     most = max([0, *values])
     return most if most or UNKNOWN not in values else UNKNOWN

@@ -1,4 +1,4 @@
-"""The machine: PyTorch's switches, its units, measured speeds, and the precision that suits it."""
+"""The machine: PyTorch's switches, matrix units, measured speeds, and the advised precision."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _BACKENDS: Any = torch.backends  # its attributes are made on access
 
 @dataclass(frozen=True)
 class Flag:
-    """One switch."""
+    """A switch of PyTorch."""
 
     name: str  # the expression that reads it
-    value: str  # what it is now, as text
+    value: str  # its current value, as text
     meaning: str
 
     @property
@@ -73,7 +73,7 @@ _CALLS: dict[str, Callable[[], object]] = {
     'torch.get_autocast_dtype("cpu")': partial(torch.get_autocast_dtype, "cpu"),
     'torch.get_autocast_dtype("cuda")': partial(torch.get_autocast_dtype, "cuda"),
 }
-"""How to read the switches that are not plain attributes."""
+"""Functions that read the switches that are not plain attributes."""
 
 
 def read_flags() -> list[Flag]:
@@ -87,7 +87,7 @@ def _value(name: str) -> str:
             return str(_CALLS[name]())
         return str(attrgetter(name.removeprefix("torch."))(torch))
     except RuntimeError:
-        # PyTorch refuses to answer if both its older and its newer calls were used.
+        # PyTorch raises an error if both its older and its newer API were used.
         return "mixed"
 
 
@@ -102,7 +102,7 @@ def findings(
 ) -> Iterator[Finding]:
     """Yield findings about the switches, for a training on a device.
 
-    ``dtype`` is the lower precision, None if it is not known; ``capability`` that of a CUDA device.
+    ``dtype`` is the lower precision, None if unknown; ``capability`` is that of a CUDA device.
     """
     values = {flag.name: flag.value for flag in read_flags()}
     sums = {torch.float16: _FP16_SUMS, torch.bfloat16: _BF16_SUMS}.get(dtype) if dtype else None
@@ -142,11 +142,11 @@ def findings(
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 
 WORTH_IT = 1.2
-"""From this multiple of the speed of fp32 on, a dtype counts as fast."""
+"""The multiple of the fp32 speed from which on a dtype counts as fast."""
 NOISY = 1.25
-"""Quartiles that differ by this factor do not tell which side of a limit a ratio is on."""
+"""The ratio of quartiles from which on a measurement is too noisy near a limit."""
 AS_GOOD = 0.8
-"""bf16 is taken before fp16 from this share of its speed on: it needs no scaler."""
+"""The fraction of the fp16 speed from which on bf16 is preferred: it needs no scaler."""
 
 _UNITS = {
     "amx_bf16": "AMX (bf16)",
@@ -187,7 +187,7 @@ class MachineReport:
 def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> MachineReport:
     """Measure the accelerator of this machine if it is a CUDA device, else the CPU.
 
-    This takes a second or two; ``on_round`` receives the share that has passed. Sync: many.
+    This takes a second or two; ``on_round`` receives the elapsed fraction of it. Sync: many.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     speeds = measure_speeds(device, on_round=on_round)
@@ -198,7 +198,7 @@ def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> M
 
 
 def advise(ratios: Mapping[str, Mapping[str, float]]) -> Advice:
-    """Return the precision to train in, from the ratios of :class:`Speeds`."""
+    """Return the advised training precision, from the ratios of :class:`Speeds`."""
     matmul = ratios["matmul"]
     bf16, fp16, tf32 = matmul["bf16"], matmul["fp16"], matmul.get("tf32", 0.0)
     if bf16 >= WORTH_IT and bf16 >= AS_GOOD * fp16:
@@ -229,7 +229,7 @@ def _units(device: str) -> tuple[str, ...]:
 
 
 def units_of_flags(flags: set[str]) -> tuple[str, ...]:
-    """Return the units of a CPU for lower precision, from the names of its features."""
+    """Return the units of a CPU for lower precision, from its feature names."""
     return tuple(title for flag, title in _UNITS.items() if flag in flags)
 
 
@@ -245,10 +245,10 @@ def units_of_capability(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 MATRIX_SIDE = {"cpu": 768, "cuda": 4096}
-"""Large enough to be limited by arithmetic, small enough for a slow fp16 kernel on a CPU."""
+"""The side of the matrices: compute-bound, but small enough for a slow fp16 kernel on a CPU."""
 
 CONVOLUTION = {"cpu": (4, 32, 32), "cuda": (32, 256, 56)}
-"""Images, channels, and side, under kernels of 3 x 3."""
+"""The images, channels and side of the input of 3 x 3 convolutions."""
 
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 30
 
@@ -261,7 +261,7 @@ class Speeds:
 
     gflops: dict[str, dict[str, float]]  # 1e9 operations a second
     ratios: dict[str, dict[str, float]]  # to fp32: medians over pairs measured in turn
-    noise: str = ""  # why the products of a dtype may be fast or not, all the same
+    noise: str = ""  # why it is uncertain whether a dtype is fast; empty if it is certain
 
 
 def measure_speeds(
@@ -276,7 +276,7 @@ def measure_speeds(
         device: ``"cpu"`` or ``"cuda"``.
         seconds: Approximate duration, without the first calls.
         kinds: ``"matmul"``, ``"conv"`` or both.
-        on_round: Receives the share of the time that has passed, after each round.
+        on_round: A function that receives the elapsed fraction of the time after each round.
 
     Sync: many.
     """
@@ -296,7 +296,7 @@ def measure_speeds(
 
 
 def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) -> Speeds:
-    """Return speeds from the seconds that each work takes, for each round.
+    """Return speeds from the seconds of each work in each round.
 
     A work has a kind, the name of a dtype, and a number of operations.
     """
@@ -307,7 +307,7 @@ def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) ->
     for at, (kind, name, operations) in enumerate(works):
         pairs = [durations[base[kind]] / durations[at] for durations in rounds]
         ratio = ratios.setdefault(kind, {})[name] = median(pairs)
-        # The best time of fp32: other programs only slow it down.
+        # Use the best time of fp32, since other programs can only slow it down.
         best = min(durations[base[kind]] for durations in rounds)
         gflops.setdefault(kind, {})[name] = operations / best * ratio / 1e9
         if kind == "matmul":
@@ -316,7 +316,7 @@ def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) ->
 
 
 def _noise(name: str, ratios: list[float]) -> str:
-    """Return a sentence if the middle half of the ratios lies on both sides of a verdict."""
+    """Return a warning if the quartiles of the ratios are on both sides of a limit, else ``""``."""
     if len(ratios) < FEWEST_ROUNDS:
         return ""
     low, _, high = quantiles(ratios, n=4)

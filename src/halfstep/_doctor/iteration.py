@@ -1,4 +1,4 @@
-"""The state of an iteration at a point of its source, its transitions, and what they report."""
+"""The state of an iteration at a point of its source, its transitions, and their findings."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import TypeAlias
 from halfstep._doctor.finding import Finding
 
 UNKNOWN = -1
-"""For values that may be scaled or not."""
+"""The number of scalings of a value that may or may not be scaled."""
 _Calls: TypeAlias = "frozenset[tuple[str, str, int]]"
-"""Calls of a scaler for an optimizer: the two, and the line."""
+"""The calls of scalers for optimizers: the key of each, and the line."""
 Report: TypeAlias = Callable[..., None]
-"""Takes the id of a finding, its line, and the values of its text."""
+"""A function of the id of a finding, its line, and the values for its text."""
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """What happened since the last steps, on one path."""
+    """The state of the current gradients and their iteration, on one path."""
 
-    losses: frozenset[int] = frozenset()  # scaled how often; of the gradients that wait
-    scaler: str = ""  # that scaled the last loss, as the source calls it
-    scalers: frozenset[str] = frozenset()  # keys of all; empty texts for unknown ones
-    line: int = 0  # of a backward pass, of one that is not scaled if there is any
-    loss: str = ""  # of this pass
+    losses: frozenset[int] = frozenset()  # how often the losses of the gradients were scaled
+    scaler: str = ""  # the scaler of the last loss, as named in the source
+    scalers: frozenset[str] = frozenset()  # the keys of all their scalers; "" for unknown ones
+    line: int = 0  # the line of a backward pass, of an unscaled one if there is any
+    loss: str = ""  # the loss of this pass
     used: frozenset[str] = frozenset()  # optimizers that have stepped with the gradients
     is_dropped: bool = False  # zero_grad came after the backward pass
-    is_uncertain: bool = False  # a call that is not known may have changed them
-    unscaled: _Calls = frozenset()  # since update
-    is_unscaled: bool = False  # since the last backward pass
-    stepped: _Calls = frozenset()  # since update
+    is_uncertain: bool = False  # an unknown call may have changed the gradients
+    unscaled: _Calls = frozenset()  # calls of unscale_ since update
+    is_unscaled: bool = False  # unscale_ was called since the last backward pass
+    stepped: _Calls = frozenset()  # calls of scaler.step since update
     clipped: int = 0  # the line that clipped scaled gradients
-    has_clip: bool = False  # since update
-    zeroed: frozenset[tuple[str, int]] = frozenset()  # optimizers whose gradients were dropped
-    updated: frozenset[tuple[str, int]] = frozenset()  # scalers, since the last backward pass
+    has_clip: bool = False  # gradients were clipped since update
+    zeroed: frozenset[tuple[str, int]] = frozenset()  # optimizers with dropped gradients, lines
+    updated: frozenset[tuple[str, int]] = frozenset()  # scalers since the last backward, lines
     made: frozenset[tuple[str, tuple[int, ...], int]] = frozenset()  # scalers, their loops, lines
 
     @property
@@ -45,7 +45,7 @@ class Iteration:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether gradients of a scaled loss wait, as far as one can know."""
+        """Whether the gradients certainly include those of a scaled loss."""
         return max(self.losses, default=0) > 0 and not self.is_uncertain
 
     def without(self, key: str) -> Iteration:
@@ -60,7 +60,7 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Call:
-    """A call: its line, the keys of its objects, and what the source calls them."""
+    """A call: its line, the keys of its objects, and their names in the source."""
 
     line: int
     scaler: str = ""
@@ -71,16 +71,16 @@ class Call:
 
     @property
     def is_one(self) -> bool:
-        """Whether the optimizer is one object, not any of several."""
+        """Whether the optimizer is a single object, not an element of a sequence."""
         return "[*]" not in self.optimizer
 
     def lines_in(self, calls: _Calls) -> list[int]:
-        """Return the lines of calls of the same scaler for the same optimizer."""
+        """Return the lines of those calls that have the same scaler and optimizer."""
         return [line for *of, line in calls if of == [self.scaler, self.optimizer]]
 
 
 def after_backward(now: Iteration, call: Call, scaled: int, report: Report) -> Iteration:
-    """Return the state after a backward pass of a loss that was scaled so many times."""
+    """Return the state after the backward pass of a loss that was scaled ``scaled`` times."""
     if scaled > 1:
         report("scaled-twice", call.line, **call.names)
     fresh = Iteration(
@@ -104,19 +104,19 @@ def after_backward(now: Iteration, call: Call, scaled: int, report: Report) -> I
 def after_unscale(now: Iteration, call: Call, report: Report) -> Iteration:
     """Return the state after ``scaler.unscale_(optimizer)``."""
     lines, is_stepped = call.lines_in(now.unscaled), bool(call.lines_in(now.stepped))
-    # Where both are called again in the next pass, it is `update` that is missing.
+    # If both calls are repeated in the next pass of a loop, `update` is what is missing.
     if call.is_one and (lines or is_stepped) and not (is_stepped and call.line in lines):
         first = "step" if is_stepped else "unscale_"
         report("unscale-twice", call.line, first=first, **call.names)
     elif now.line and not now.is_uncertain and call.is_one:
         _check_scale(now, call, report)
     unscaled = now.unscaled | {(call.scaler, call.optimizer, call.line)}
-    # `updated` ends here too: these are gradients of a pass without a visible backward.
+    # Clear `updated`: these gradients come from a backward pass that is not visible.
     return replace(now, updated=frozenset(), unscaled=unscaled, is_unscaled=True)
 
 
 def after_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> Iteration:
-    """Return the state after ``scaler.step(optimizer)``; an idle scaler scales no loss."""
+    """Return the state after ``scaler.step(optimizer)``; an idle scaler never scales a loss."""
     lines = call.lines_in(now.stepped)
     if lines and call.is_one and call.line not in lines:
         report("step-twice", call.line, first=lines[0], **call.names)
@@ -142,7 +142,7 @@ def _check_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> No
 
 
 def _check_scale(now: Iteration, call: Call, report: Report) -> bool:
-    """Report gradients that are divided by another scale than their loss was multiplied by."""
+    """Report gradients that are unscaled by another scale than their loss; return whether so."""
     if call.optimizer in now.used:  # no new gradients since its step
         return False
     updated = [line for key, line in now.updated if key == call.scaler]
@@ -155,7 +155,7 @@ def _check_scale(now: Iteration, call: Call, report: Report) -> bool:
 
 
 def _are_beside(one: str, other: str) -> bool:
-    """Return whether two keys are those of two variables side by side, or attributes of one."""
+    """Return whether two keys differ only in the last name, as for attributes of one object."""
     owner, other_owner = (re.sub(r"\w*$", "", key) for key in (one, other))
     return bool(other) and one != other and owner == other_owner
 
@@ -164,7 +164,7 @@ def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
     """Return the state after ``optimizer.step()``."""
     steps = [line for _, key, line in now.stepped if key == call.optimizer]
     is_unscaled = any(key == call.optimizer for _, key, _ in now.unscaled)
-    is_late = now.is_used and min(now.losses, default=0) <= 0  # others may have used them up
+    is_late = now.is_used and min(now.losses, default=0) <= 0  # others may have used them
     names = {"scaler": now.scaler or "scaler", **call.names}
     is_known = bool(now.losses) and not now.is_uncertain and not call.has_closure
     if is_known and steps:
@@ -177,7 +177,7 @@ def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
 
 
 def _zeroed_at(now: Iteration, optimizer: str) -> int:
-    """Return the line that dropped the gradients of a backward pass that is visible; else 0."""
+    """Return the line that dropped the gradients of a visible backward pass, else 0."""
     return next((line for key, line in now.zeroed if key == optimizer and now.line), 0)
 
 
@@ -219,32 +219,32 @@ def after_zero_grad(now: Iteration, optimizers: Iterable[str], line: int) -> Ite
 
 
 def after_clip(now: Iteration, line: int) -> Iteration:
-    """Return the state after gradients were clipped as they are."""
+    """Return the state after gradients were clipped without unscaling them."""
     if now.is_scaled and not now.is_unscaled and not now.is_used:
         now = replace(now, clipped=line)
     return replace(now, has_clip=True)
 
 
 def next_iteration(now: Iteration) -> Iteration:
-    """Return the state in which a function that ended so is called again."""
+    """Return the first state of the next call of a function that ended in this state."""
     return Iteration(unscaled=now.unscaled, stepped=now.stepped)
 
 
 def after_unknown(now: Iteration) -> Iteration:
-    """Return the state after a call that may step, or run a backward pass."""
+    """Return the state after a call that may step or run a backward pass."""
     none = frozenset[tuple[str, str, int]]()
     now = replace(now, unscaled=none, stepped=none, zeroed=frozenset(), updated=frozenset())
     return replace(now, is_uncertain=True)
 
 
 def is_optimizer_name(key: str) -> bool:
-    """Return whether a key ends with the name of an optimizer."""
+    """Return whether a key ends with a name that is typical for an optimizer."""
     last = re.split(r"[./]", re.sub(r"\[.*?\]$", "", key))[-1].lower()
     return "optim" in last or last.startswith("opt") or last.endswith("_opt")
 
 
 def _shown(key: str) -> str:
-    """Return a key as the source has it, without the function around it."""
+    """Return a key as written in the source, without its function."""
     return key.rpartition("/")[2]
 
 
@@ -252,7 +252,7 @@ def _shown(key: str) -> str:
 
 
 def finding(id: str, line: int, **values: object) -> Finding:
-    """Return a finding; the values are what its text names: scaler, optimizer, loss, lines."""
+    """Return a finding; ``values`` are inserted into its text: scaler, optimizer, loss, lines."""
     text, cure, code = (part.format(**values) for part in _TEXTS[id])
     names = [str(values[each]) for each in ("scaler", "optimizer", "loss") if each in values]
     return Finding(id, text, cure, code, tuple(names), line=line)
@@ -334,4 +334,4 @@ _TEXTS = {
         "{scaler}.update()",
     ),
 }
-"""Text, cure and code of the findings."""
+"""The text, cure and code of findings, by id."""

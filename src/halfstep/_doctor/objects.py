@@ -26,7 +26,10 @@ _LOST = {
     ),
     torch.bfloat16: ("bf16-parameters", 2**8, "", "halfstep.master_weights(optimizer)"),
 }
-"""An update is lost if the weight is larger by this factor: half a unit in the last place."""
+"""Finding id, factor, more text and cure by dtype.
+
+An update is lost if the weight is larger by this factor: half a unit in the last place.
+"""
 _EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 
 
@@ -36,10 +39,10 @@ class Training:
 
     model: nn.Module | None = None
     optimizers: tuple[Optimizer, ...] = ()
-    scaler: Any = None  # ours or PyTorch's
-    schedulers: tuple[Any, ...] = ()  # of learning rates
+    scaler: Any = None  # halfstep's or PyTorch's
+    schedulers: tuple[Any, ...] = ()  # learning rate schedules
     dtype: torch.dtype | None = None  # the lower precision of autocast, if it is known
-    makes_scaler: bool = False  # whether its function may make a scaler itself
+    makes_scaler: bool = False  # whether its function may create a scaler itself
 
     def names(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
         """Return the names of parameters."""
@@ -50,7 +53,7 @@ class Training:
 
     @property
     def apart(self) -> list[Optimizer]:
-        """The optimizers, in the place of a container those that it holds."""
+        """The optimizers, with containers replaced by their members."""
         found = [each for optimizer in self.optimizers for each in members(optimizer)]
         return [each for each in dict.fromkeys(found) if len(members(each)) == 1]
 
@@ -66,7 +69,7 @@ class Training:
 
     @property
     def scales(self) -> bool:
-        """Whether there is a scaler that is on."""
+        """Whether there is an enabled scaler."""
         return self.scaler is not None and bool(self.scaler.is_enabled())
 
 
@@ -202,7 +205,7 @@ def _in_fp16(eps: float) -> float:
     return torch.tensor(eps, dtype=torch.float16).item()
 
 
-# --- which parameters are where -------------------------------------------------------------------
+# --- owners and devices of parameters -------------------------------------------------------------
 
 
 def _shared(training: Training) -> Iterator[Finding]:

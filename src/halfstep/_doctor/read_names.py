@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Written: TypeAlias = "tuple[ast.expr, NameScope]"
-"""An expression, and the names that are visible there."""
+"""An expression, and the scope of its names."""
 Bindings: TypeAlias = "dict[str, list[Written | None]]"
-"""The expressions bound to names; None for unknown ones, as parameters and targets of loops."""
+"""The expressions bound to names; None for unknown ones, such as parameters and loop targets."""
 
 
 @dataclass(eq=False)
@@ -21,13 +21,13 @@ class NameScope:
 
     node: ast.Module | Function
     parent: NameScope | None
-    class_name: str = ""  # of the class around the function
+    class_name: str = ""  # the class around the function
     bindings: Bindings = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> set[str]:
-        """The names of the parameters; none of a file."""
+        """The names of the parameters, empty for a file."""
         if isinstance(self.node, ast.Module):
             return set()
         return {arg.arg for arg in ast.iter_child_nodes(self.node.args) if isinstance(arg, ast.arg)}
@@ -60,13 +60,13 @@ class FileNames:
 
     def __init__(self, tree: ast.Module) -> None:
         self.imports: dict[str, str] = {}  # full names: {"F": "torch.nn.functional"}
-        self.scopes: dict[ast.AST, NameScope] = {}  # of the file and of each function
+        self.scopes: dict[ast.AST, NameScope] = {}  # for the file and each function
         self.attributes: Bindings = {}  # of self.scaler and other attributes
         self.methods: dict[tuple[str, str], Function] = {}  # by class and name
         self.parts: dict[ast.AST, list[ast.AST]] = {}
-        self.calls: dict[ast.Call, Function] = {}  # of functions of the file
-        self.bases: dict[str, list[str]] = {}  # of each class
-        self.inheriting: set[str] = set()  # classes with bases of any file
+        self.calls: dict[ast.Call, Function] = {}  # calls of functions of the file
+        self.bases: dict[str, list[str]] = {}  # base classes in the file, by class
+        self.inheriting: set[str] = set()  # classes with a base class in any file
         self._scope = self.scopes[tree] = NameScope(tree, None)
         self._class = ""
         for statement in tree.body:
@@ -102,7 +102,7 @@ class FileNames:
                 outer, self._class = self._class, node.name
                 names = [dotted(each) for each in node.bases]
                 self.inheriting |= {node.name} if names else set()
-                # Only a class that was read before: no class is its own base.
+                # Only classes that were read before, so that there are no cycles.
                 self.bases[node.name] = [each for each in names if each in self.bases]
                 self._children(node)
                 self._class = outer
@@ -170,7 +170,7 @@ class FileNames:
             self.attributes.setdefault(name, []).append(bound)
 
     def _bind_parameters(self, tree: ast.Module) -> None:
-        """Bind the arguments of functions that are called once; others stay unknown."""
+        """Bind the parameters of functions that are called once; others stay unknown."""
         uses: dict[Function, list[tuple[ast.Call, NameScope]]] = {}
 
         def find_calls(node: ast.AST, scope: NameScope) -> None:
@@ -222,7 +222,7 @@ def words_of(node: ast.AST) -> Iterator[str]:
 
 
 def dotted(node: ast.expr) -> str:
-    """Return ``a.b.c`` as text; empty for anything else than a name with attributes."""
+    """Return ``a.b.c`` as text, empty for anything but a name with attributes."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (before := dotted(node.value)):

@@ -1,8 +1,8 @@
-"""The ways through a file or a function: its calls in order, and what is known on each way.
+"""The paths through a file or a function: the calls in order, and the known facts on each path.
 
-The walk is an abstract interpretation: each arm of a condition that is open makes a path of its
-own, two conditions with one text are decided together, loops run twice, and paths in one state
-are merged again.
+The walk is an abstract interpretation: each arm of an undecided condition becomes a path,
+conditions with the same text are decided together, loops run at most twice, and paths in the same
+state are merged.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from halfstep._doctor.read_sites import (
 from halfstep._doctor.read_values import Meaning
 
 MOST_NESTED_CALLS = 5
-"""Calls of functions are followed to this depth."""
+"""The depth to which function calls are followed."""
 MOST_SITES = 5000
-"""At most this many calls are visited for a root: nested functions may multiply them."""
+"""The largest number of visits for a root, since nested functions can multiply the calls."""
 
 _EXITS = ("exit", "sys.exit", "quit", "os._exit")
 _VISITED = (ast.Call, ast.NamedExpr)
@@ -38,24 +38,24 @@ _Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 
 
 class Here(NamedTuple):
-    """The place that a walk has reached."""
+    """The current place of a walk."""
 
     scope: NameScope
     statement: ast.AST
     inside: Inside
 
     def within(self, *around: Around) -> Here:
-        """Return the place inside of constructs."""
+        """Return the place inside further constructs."""
         return self._replace(inside=(*self.inside, *around))
 
 
 class Walk:
-    """Visits the calls of a file or a function, and of the functions that it calls, in order.
+    """A visitor of the calls of a file or a function, and of the functions that it calls.
 
-    By itself it lists them. A subclass follows states along the paths.
+    The base class lists the calls in order. A subclass tracks states along the paths.
 
     Args:
-        meaning: Recognizes expressions of the file.
+        meaning: The meanings of the file's expressions.
     """
 
     def __init__(self, meaning: Meaning) -> None:
@@ -68,7 +68,7 @@ class Walk:
         self._frames: dict[NameScope, str] = {}
 
     def run(self, root: ast.Module | Function, *states: Any) -> list[Any]:
-        """Visit a root on every path from these states; return the states in which it ends."""
+        """Visit a root on every path from these states, and return the final states."""
         self._visits = 0
         paths = self._body(root, (), [Path(state) for state in states])
         return list(dict.fromkeys(path.state for path in paths))
@@ -78,26 +78,26 @@ class Walk:
         """The calls that were visited, in order."""
         return list(self._sites.values())
 
-    # --- what a subclass knows --------------------------------------------------------------------
+    # --- hooks for subclasses ---------------------------------------------------------------------
 
     def matters(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...] = ()) -> bool:
-        """Return whether something in a statement or a function, or its end, can change a path."""
+        """Return whether a node in a statement or function, or one of ``ends``, changes paths."""
         return True
 
     def is_object(self, key: str) -> bool:
-        """Return whether the object with a key is one to follow."""
+        """Return whether the object with a key is tracked."""
         return False
 
     def is_loss(self, key: str) -> bool:
-        """Return whether a name is typical for a value whose number matters."""
+        """Return whether a name is typical for a loss, whose number is tracked."""
         return False
 
     def value(self, node: ast.expr, scope: NameScope, names: Names) -> int:
-        """Return a number for a value; 0 for an ordinary one."""
+        """Return the tracked number of a value, 0 for ordinary values."""
         return 0
 
     def condition(self, test: str) -> tuple[str, int]:
-        """Return the name of a condition, and 1 if ``test`` is its opposite."""
+        """Return the name of a condition, and 1 if ``test`` is its negation."""
         return test, 0
 
     def after_call(self, site: Site, path: Path) -> Any:
@@ -105,7 +105,7 @@ class Walk:
         return path.state
 
     def after_assignment(self, key: str, state: Any) -> Any:
-        """Return the state after a variable got a new value."""
+        """Return the state after an assignment to a variable."""
         return state
 
     def after_failure(self, state: Any) -> Any:
@@ -185,7 +185,7 @@ class Walk:
     def _loop(self, loop: _Loop, here: Here, paths: list[Path]) -> list[Path]:
         """Visit a loop, twice if the first pass changed a state.
 
-        Loops of trainings are taken to run at least once.
+        Training loops are assumed to run at least once.
         """
         outer = self._left
         self._left = outer | {"break": [], "continue": []}
@@ -239,7 +239,7 @@ class Walk:
     # --- expressions ------------------------------------------------------------------------------
 
     def _calls(self, node: ast.AST, here: Here, paths: list[Path]) -> list[Path]:
-        """Visit the calls in an expression, inner ones first, as they run."""
+        """Visit the calls in an expression in execution order, inner ones first."""
         match node:
             case ast.Lambda():
                 return paths
@@ -278,7 +278,7 @@ class Walk:
         return paths if function is None else self._followed(function, site, paths)
 
     def followed(self, site: Site) -> Function | None:
-        """Return the function of this file that a call runs, if it is followed."""
+        """Return the function of this file that a call runs, None if the walk does not enter it."""
         function = self._names.called(site.call, site.scope)
         outer = [around.function for around in site.inside if around.kind == "call"]
         if function is None or function in outer or len(outer) >= MOST_NESTED_CALLS:
@@ -300,10 +300,10 @@ class Walk:
     # --- names ------------------------------------------------------------------------------------
 
     def key(self, node: ast.expr, scope: NameScope, names: Names) -> str:
-        """Return what identifies the object that an expression stands for.
+        """Return the key of the object that an expression refers to.
 
-        Elements of a sequence that is indexed by a variable or looped over have one key, that
-        ends in ``[*]``.
+        Elements of a sequence that is indexed by a variable or looped over share a key that ends
+        in ``[*]``.
         """
         match node:
             case ast.Name(id="self"):
@@ -328,7 +328,7 @@ class Walk:
         return "" if found is None else self._frames.get(found, "")
 
     def _own_key(self, target: ast.expr, scope: NameScope, names: Names) -> str:
-        """Return the key of the variable itself, not of what it stands for now."""
+        """Return the key of the variable itself, not of the object that it refers to."""
         if isinstance(target, ast.Name):
             return self._frame(target.id, scope) + target.id
         if isinstance(target, ast.Attribute):
@@ -348,7 +348,7 @@ class Walk:
             parts: Sequence[ast.expr | None] = [None] * len(target.elts)
             if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
                 parts = value.elts
-            elif value is not None:  # all parts of a scaled result are taken for scaled
+            elif value is not None:  # all parts of a scaled result count as scaled
                 element = self.value(value, scope, path.names)
             for at, (part, of) in enumerate(zip(target.elts, parts, strict=True)):
                 inner = f"{element}.{at}" if element and isinstance(element, str) else element
@@ -367,7 +367,7 @@ class Walk:
         return Path(self.after_assignment(own, path.state), facts, names)
 
     def _meant(self, value: ast.expr, scope: NameScope, names: Names) -> str | int:
-        """Return what a name stands for that gets a value: another name, or a number."""
+        """Return the meaning of a name bound to ``value``: another name, or a number."""
         number = self.value(value, scope, names)
         if number > 0 or not isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
             return number
@@ -395,7 +395,7 @@ class Walk:
 
 
 def call_key(call: ast.Call) -> str:
-    """Return the name under which a path has the value that a call returned."""
+    """Return the name under which a path stores the result of a call."""
     return f"call@{call.lineno}:{call.col_offset}"
 
 
@@ -431,7 +431,7 @@ def _bound(statement: ast.stmt) -> list[tuple[ast.expr, ast.expr]]:
 
 
 def _arm(statement: ast.If, which: int) -> Around:
-    """Identify an arm by its condition: two ``if`` with the same condition depend on each other."""
+    """Return an arm, identified by its condition: equal conditions are decided together."""
     return Around("arm", statement, arm=condition_of(statement.test, which))
 
 

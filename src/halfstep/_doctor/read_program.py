@@ -1,4 +1,4 @@
-"""A source file that was read: its calls in the order in which they run, and their contexts."""
+"""A parsed source file: its calls in execution order, and their contexts."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ _CLIP_OWNERS = (
     "trainer",
 )
 _CLIPS = re.compile(r"(dispatch_)?clip_grad")
-"""Matches names of functions that clip gradients: ``dispatch_clip_grad`` is that of timm."""
+"""A pattern for functions that clip gradients; ``dispatch_clip_grad`` is timm's."""
 
 _OF_MODELS = ("parameters", "named_parameters", "train", "eval")
 _MODEL = re.compile(
     r"(^|[._])(model|net|unet|network|generator|discriminator)$|(^|\.)net[A-Z_]\w*$"
 )
-"""Matches names that are typical for a model."""
+"""A pattern for names that are typical for a model."""
 _AMP_WORDS = re.compile(r"amp|fp16|float16|half|mixed|scaler|precision|autocast|scaling", re.I)
 
 
 @dataclass(frozen=True)
 class Root:
-    """The top level of a file, or a function, with all calls that it leads to, in order."""
+    """A file or a function, with all calls that it leads to, in order."""
 
     node: ast.Module | Function
     sites: tuple[Site, ...]
 
 
 class Program:
-    """A source file that was read.
+    """A parsed source file.
 
     Args:
         tree: The file.
-        known: Objects that names stand for.
-        function: Check only this function and what it calls; None for the whole file.
+        known: The objects that names refer to.
+        function: The function to check, with those that it calls; None for the whole file.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Program:
 
     @cached_property
     def roots(self) -> list[Root]:
-        """The parts of the file to check: what is called from one of them is seen there."""
+        """The parts of the file to check; functions that another part calls are part of that."""
         names, found = self.meaning.names, list[Root]()
         called = {*names.calls.values()}
         functions = sorted((each.node for each in names.scopes.values()), key=called.__contains__)
@@ -93,17 +93,17 @@ class Program:
 
     @property
     def imported(self) -> set[str]:
-        """The full names of what the file imports."""
+        """The full names of the file's imports."""
         return set(self.meaning.names.imports.values())
 
     @cached_property
     def models(self) -> set[str]:
-        """The names of objects that are used as models: their parameters or mode are."""
+        """The names of objects used as models, by calls such as ``parameters()`` or ``eval()``."""
         names = {dotted(site.owner) for site in self.sites if site.method in _OF_MODELS}
         return names - {"", "self"}
 
     def is_model(self, node: ast.expr) -> bool:
-        """Return whether an expression is a model, by its name or by what is done with it."""
+        """Return whether an expression is a model, by its name or its use."""
         name = dotted(node).removesuffix(".module")
         is_defined = bool(name) and name.partition(".")[0] in self.meaning.names.imports
         return name in self.models or (bool(_MODEL.search(name)) and not is_defined)
@@ -165,9 +165,9 @@ class Program:
         return site.method == "step" and self.meaning.is_optimizer(site.owner, site.scope)
 
     def optimizers_of(self, model: ast.expr) -> set[str]:
-        """Return the names of the optimizers of a model: those made of its parameters.
+        """Return the names of the optimizers that are created from a model's parameters.
 
-        Where none is made in the file, it is the only one that is stepped.
+        If the file creates none, return the stepped optimizer if there is exactly one.
         """
         if self._models:
             return self._models.get(ast.unparse(model), set())
@@ -175,13 +175,13 @@ class Program:
 
     @cached_property
     def _stepped(self) -> set[str]:
-        """The optimizers that are stepped, by name."""
+        """The names of the optimizers that are stepped."""
         stepped = {dotted(site.owner) for site in self.sites if self.is_optimizer_step(site)}
         return stepped | {_first(site) for site in self.sites if self.is_scaler_step(site)}
 
     @cached_property
     def _models(self) -> dict[str, set[str]]:
-        """The optimizers that are made of the parameters of each model, by name."""
+        """The names of the optimizers that are created from each model's parameters."""
         found: dict[str, set[str]] = {}
         for site in self.sites:
             match site.statement:
@@ -194,7 +194,7 @@ class Program:
         return found
 
     def is_clip(self, site: Site) -> bool:
-        """Return whether a call clips gradients as they are."""
+        """Return whether a call clips gradients without unscaling them."""
         name = self.meaning.qualified(site.call.func, site.scope).rpartition(".")[2]
         if not _CLIPS.match(name or site.method or dotted(site.call.func)):
             return False
@@ -205,7 +205,7 @@ class Program:
 
     @cached_property
     def scalers(self) -> dict[str, SourceScaler]:
-        """The scalers that are made in the file, or known, by name."""
+        """The scalers that are created in the file or known, by name."""
         found: dict[str, SourceScaler] = {}
         for site in self.sites:
             scaler = self.meaning.scaler(site.owner, site.scope) if site.method else None
@@ -219,7 +219,7 @@ def _first(site: Site) -> str:
 
 
 def _calls_in(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the calls of a training iteration below nodes: ``"scaler"`` for those of a scaler."""
+    """Return the training calls below nodes; ``"scaler"`` stands for calls of a scaler."""
     found: set[str] = set()
     for node in (inner for each in nodes for inner in ast.walk(each)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -15,15 +15,15 @@ AroundKind: TypeAlias = Literal["autocast", "grad", "loop", "arm", "call"]
 
 @dataclass(frozen=True)
 class Around:
-    """One construct around a call."""
+    """A construct around a call."""
 
-    kind: AroundKind  # an arm is that of an ``if``; a call is that of a function of the same file
+    kind: AroundKind  # "arm": of a condition; "call": of a function of the same file
     node: ast.AST
     autocast: SourceAutocast | None = None
     grad: bool = True  # whether gradients are recorded
-    arm: tuple[str, int] = ("", 0)  # the condition, and the number of the arm
+    arm: tuple[str, int] = ("", 0)  # the condition, and the index of the arm
     is_decorator: bool = False  # it surrounds a whole function
-    function: Function | None = None  # that is called
+    function: Function | None = None  # the called function
 
     @property
     def line(self) -> int:
@@ -32,7 +32,7 @@ class Around:
 
 
 Inside: TypeAlias = tuple[Around, ...]
-"""The constructs around a call, the outermost first."""
+"""The constructs around a call, outermost first."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Site:
 
     call: ast.Call
     scope: NameScope  # the names that are visible there
-    statement: ast.AST  # that contains it
+    statement: ast.AST  # the statement that contains the call
     inside: Inside
 
     @property
@@ -61,7 +61,7 @@ class Site:
 
     @property
     def target(self) -> ast.expr | None:
-        """The variable that gets the value of its statement; None if there is not just one."""
+        """The target that its statement assigns to, None unless there is exactly one."""
         match self.statement:
             case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
                 return target
@@ -69,20 +69,20 @@ class Site:
 
     @property
     def autocast_at(self) -> int:
-        """The position in ``inside`` of the autocast that decides; -1 if there is none."""
+        """The position in ``inside`` of the innermost autocast, -1 if there is none."""
         at = [n for n, around in enumerate(self.inside) if around.kind == "autocast"]
         return at[-1] if at else -1
 
     @property
     def autocast(self) -> SourceAutocast | None:
-        """The autocast that is, or may be, enabled there."""
+        """The innermost autocast, None if it is known to be disabled."""
         at = self.autocast_at
         found = self.inside[at].autocast if at >= 0 else None
         return found if found is not None and found.enabled is not False else None
 
     @property
     def region(self) -> Around | None:
-        """The autocast around it in the same function."""
+        """The innermost autocast, if it is in the same function."""
         at = self.autocast_at
         is_own = at >= 0 and not any(each.kind == "call" for each in self.inside[at:])
         return self.inside[at] if is_own else None
@@ -93,16 +93,16 @@ class Site:
         return all([around.grad for around in self.inside if around.kind == "grad"][-1:])
 
     def around(self, kind: AroundKind) -> list[ast.AST]:
-        """Return the nodes of one kind around it: the loops, or the calls that lead to it."""
+        """Return the surrounding nodes of one kind, such as loops, or the calls that lead to it."""
         return [around.node for around in self.inside if around.kind == kind]
 
     @property
     def arms(self) -> dict[str, int]:
-        """The conditions around it."""
+        """The arms around it, by condition."""
         return dict(around.arm for around in self.inside if around.kind == "arm")
 
     def excludes(self, other: Site) -> bool:
-        """Return whether the two are in different arms of one condition."""
+        """Return whether two calls are in different arms of one condition."""
         theirs = other.arms
         return any(theirs.get(test, arm) != arm for test, arm in self.arms.items())
 
@@ -111,20 +111,20 @@ class Site:
 
 
 MOST_PATHS = 16
-"""At most this many paths are kept; leaving some out can only hide a finding."""
+"""The largest number of paths that are kept; dropping paths can only hide findings."""
 
 Names: TypeAlias = Mapping[str, "str | int"]
-"""What names stand for on a path: another name, or a number that a walk computes."""
+"""The meanings of names on a path: another name, or a number that a walk computes."""
 
 
 @dataclass(frozen=True)
 class Path:
-    """One way through the code.
+    """A path through the code.
 
     Attributes:
-        state: What a walk follows; it can be hashed.
+        state: The hashable state of a walk.
         facts: The conditions that hold (0) or do not hold (1), by their text.
-        names: What names stand for.
+        names: The meanings of names.
     """
 
     state: Any
@@ -133,10 +133,10 @@ class Path:
 
 
 class Conditions:
-    """Decides conditions along paths.
+    """The decisions of conditions along paths.
 
     Args:
-        name: Returns the name of a condition, and 1 if its text is the opposite.
+        name: A function that returns the name of a condition, and 1 if its text is the negation.
     """
 
     def __init__(self, name: Callable[[str], tuple[str, int]]) -> None:
@@ -158,7 +158,7 @@ class Conditions:
     def _assume(
         self, test: ast.expr, arm: int, facts: Mapping[str, int]
     ) -> Mapping[str, int] | None:
-        """Return the facts with a condition decided; None if they say the opposite."""
+        """Return the facts with a condition decided, None if they contradict it."""
         known_text = self._texts.get((test, arm))
         if known_text is None:
             known_text = self._texts[test, arm] = condition_of(test, arm)

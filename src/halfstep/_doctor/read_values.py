@@ -21,11 +21,11 @@ _MISSING: Any = object()
 
 
 class Values:
-    """Follows the expressions of a file to their possible values.
+    """The possible values of the expressions of a file.
 
     Args:
         tree: The file.
-        known: Objects that names of the file stand for in a running program.
+        known: The objects that names of the file refer to in a running program.
     """
 
     def __init__(self, tree: ast.Module, known: Mapping[str, object]) -> None:
@@ -33,7 +33,7 @@ class Values:
         self._known = known
 
     def candidates(self, node: ast.expr, scope: NameScope) -> list[Written | None]:
-        """Return the expressions that ``node`` may stand for; None for an unknown one."""
+        """Return the expressions that ``node`` may stand for, None for unknown ones."""
         return list(self._follow(node, scope, frozenset()))
 
     def _follow(self, node: ast.expr, scope: NameScope, seen: _Seen) -> Iterator[Written | None]:
@@ -68,7 +68,7 @@ class Values:
                     yield from self._follow(*each, seen | {(text, scope)})
 
     def object(self, node: ast.expr) -> object:
-        """Return the object that a name stands for; None if unknown."""
+        """Return the object that a name refers to, None if unknown."""
         if not self._known:
             return None
         first, *rest = dotted(node).split(".")
@@ -107,7 +107,7 @@ class Values:
         return dtype_name(found) if isinstance(found, torch.dtype) else ""
 
     def devices(self, node: ast.expr, scope: NameScope) -> set[str]:
-        """Return the types of the devices that an expression may stand for; empty for unknown."""
+        """Return the device types that an expression may stand for, empty if one is unknown."""
         found: set[str] = set()
         for each in self.candidates(node, scope):
             match each:
@@ -148,7 +148,7 @@ def _literal(node: ast.expr, known: object) -> Any:
 
 
 def argument(call: ast.Call, name: str, position: int = -1) -> ast.expr | None:
-    """Return the argument of a call with a name or at a position (-1: by name only)."""
+    """Return the argument of a call by name or position (-1: by name only)."""
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value
@@ -167,10 +167,10 @@ _OPTIMIZERS = ("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")
 class SourceAutocast:
     """An autocast, as far as the source shows it."""
 
-    dtype: str  # "float16", "bfloat16"; empty if it is not certain
-    enabled: bool | None  # None if it is not certain
-    is_torch: bool  # PyTorch's, whose casts of weights end with it
-    device: str = ""  # "cuda", "cpu"; empty if it is not certain
+    dtype: str  # "float16", "bfloat16"; empty if uncertain
+    enabled: bool | None  # None if uncertain
+    is_torch: bool  # PyTorch's, which drops its casts of weights at the end
+    device: str = ""  # "cuda", "cpu"; empty if uncertain
     switch: str = ""  # the source of ``enabled``
 
 
@@ -179,36 +179,36 @@ class SourceScaler:
     """A GradScaler, as far as the source shows it."""
 
     is_torch: bool
-    enabled: bool | None  # None if it is not certain
+    enabled: bool | None  # None if uncertain
     is_guard: bool = False  # it only skips steps: GradScaler(1.0, rule=Static())
-    line: int = 0  # that makes it; 0 if it is made elsewhere
+    line: int = 0  # where it is created; 0 if elsewhere
     switch: str = ""  # the source of ``enabled``
-    device: str = ""  # "cuda", "cpu"; empty if it is not certain
+    device: str = ""  # "cuda", "cpu"; empty if uncertain
 
 
 _AUTOCASTS = re.compile(r"^(?!.*(disabl|no_|without|enabled|get_)).*auto_?cast(?!\w*dtype)", re.I)
-"""Matches names of functions that return an autocast: ``smart_amp_autocast``."""
+"""A pattern for functions that return an autocast, such as ``smart_amp_autocast``."""
 
 _T = TypeVar("_T")
 _Context = TypeVar("_Context", SourceAutocast, SourceScaler)
 
 
 class Meaning(Values):
-    """Recognizes expressions of a file."""
+    """The autocasts, scalers, optimizers and schedules among the expressions of a file."""
 
     def autocast(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
-        """Return the autocast that ``node`` may be; None if it is none."""
+        """Return the autocast that ``node`` may stand for, None if there is none."""
         found = self._each(node, scope, self._autocast_as_written)
         return _certain(found, dtype=_only(one.dtype for one in found if one is not None))
 
     def scaler(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
-        """Return the scaler that ``node`` is; None if it is not known to be one."""
+        """Return the scaler that ``node`` stands for, None if it is not known to be one."""
         return _certain(self._each(node, scope, self._scaler_as_written))
 
     def is_scaler(self, node: ast.expr, scope: NameScope, key: str = "") -> bool:
-        """Return whether ``node`` is a scaler, or it or the object with a key has the name of one.
+        """Return whether ``node`` is a scaler, or ``node`` or its key is named like one.
 
-        Scalers of other libraries have calls of their own.
+        Scalers of other libraries do not count, since their methods differ.
         """
         is_named = any(name.endswith("scaler") for name in (_last_name(node), key.lower()))
         if is_named and not self._is(node, scope, (), self._makes_other):
@@ -225,25 +225,25 @@ class Meaning(Values):
         return found is None or found.enabled is not False
 
     def is_optimizer(self, node: ast.expr, scope: NameScope) -> bool:
-        """Return whether ``node`` is an optimizer, or has the name of one."""
+        """Return whether ``node`` is an optimizer, or is named like one."""
         name = _last_name(node)
         if "optim" in name or name == "opt" or name.startswith("opt_") or name.endswith("_opt"):
             return True
         return self._is(node, scope, torch.optim.Optimizer, self.makes_optimizer)
 
     def makes_optimizer(self, call: ast.Call, scope: NameScope) -> bool:
-        """Return whether a call makes an optimizer without master weights."""
+        """Return whether a call creates an optimizer without master weights."""
         name = self.qualified(call.func, scope)
         is_class = name.rpartition(".")[2][:1].isupper()
         return name.startswith(_OPTIMIZERS) and "lr_scheduler" not in name and is_class
 
     def makes_scaler(self, call: ast.Call, scope: NameScope) -> bool:
-        """Return whether a call makes a scaler that is not switched off."""
+        """Return whether a call creates a scaler that is not switched off."""
         made = self._scaler_as_written(call, scope)
         return made is not None and made.enabled is not False
 
     def is_scheduler(self, node: ast.expr, scope: NameScope) -> bool:
-        """Return whether ``node`` is a schedule of learning rates, or has the name of one."""
+        """Return whether ``node`` is a learning rate schedule, or is named like one."""
 
         def makes_scheduler(call: ast.Call, scope: NameScope) -> bool:
             name = self.qualified(call.func, scope)
@@ -253,7 +253,7 @@ class Meaning(Values):
         return "sched" in _last_name(node) or self._is(node, scope, kind, makes_scheduler)
 
     def switches_grad(self, node: ast.expr, scope: NameScope) -> bool | None:
-        """Return whether a context or decorator records gradients; None if it changes nothing."""
+        """Return whether a context or decorator records gradients, None if unchanged or unknown."""
         called = node.func if isinstance(node, ast.Call) else node
         name = self.qualified(called, scope).rpartition(".")[2]
         if name == "set_grad_enabled" and isinstance(node, ast.Call) and node.args:
@@ -346,7 +346,7 @@ class Meaning(Values):
         return types.pop() if len(types) == 1 else ""
 
     def _switch(self, node: ast.expr | None, scope: NameScope) -> str:
-        """Return the source of a switch, followed through names that are bound once."""
+        """Return the source of a switch, resolved through names that are bound once."""
         seen: list[str] = []
         while node is not None and (text := ast.unparse(node)) not in seen:
             seen.append(text)
@@ -355,9 +355,9 @@ class Meaning(Values):
         return seen[-1] if seen else ""
 
     def _maker(self, node: ast.expr, scope: NameScope) -> str:
-        """Return the full name of what a call calls in halfstep or PyTorch; empty for others.
+        """Return the full name of the function of halfstep or PyTorch that a call may call.
 
-        It may be one of several: ``(autocast if amp else nullcontext)()``.
+        Other alternatives are ignored, as in ``(autocast if amp else nullcontext)()``.
         """
         called = self.candidates(node.func, scope) if isinstance(node, ast.Call) else []
         names = (self._qualified_as_written(*each) for each in called if each)
@@ -375,7 +375,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _certain(found: Sequence[_Context | None], **changes: Any) -> _Context | None:
-    """Return the first that is known; ``enabled`` is None unless all agree."""
+    """Return the first known alternative; ``enabled`` is None unless all agree."""
     known = next((one for one in found if one is not None), None)
     if known is None:
         return None

@@ -274,7 +274,7 @@ class Tuned:
         return [f"{text}: {before / after:.2f} times as fast", *more]
 
     def slower(self) -> list[str]:
-        """Return the leaf modules that are slowest in lower precision relative to float32."""
+        """Return the leaf modules that lose most time in lower precision, worst first."""
         fp32, lower = self.seconds["fp32"], self.seconds["lower"]
         lost = {
             row.module: lower[row.module] - fp32[row.module]
