@@ -1,8 +1,8 @@
-"""halfstep inside the frameworks that train: a module for each that needs one.
+"""Integrations with training frameworks: one module for each framework that needs one.
 
-``lightning``, ``accelerate``, ``transformers``, ``timm``, ``ultralytics`` and ``fastai``. Each
-imports its framework, and halfstep imports none of them by itself. docs/integrations.md says what
-each does, and what to write for frameworks that need no module.
+These are ``lightning``, ``accelerate``, ``transformers``, ``timm``, ``ultralytics`` and ``fastai``.
+Each imports its framework; halfstep itself imports none of them. docs/integrations.md explains
+each, and what to write for frameworks that need no module.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needs(framework: str) -> Iterator[None]:
-    """Import a framework in this block; one that is missing is an error with the cure."""
+    """Import a framework in this block; the error for a missing one says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:

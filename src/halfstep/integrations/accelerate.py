@@ -1,4 +1,4 @@
-"""accelerate: halfstep's GradScaler in an Accelerator, and its log as a sink."""
+"""accelerate: halfstep's GradScaler in an Accelerator, and a sink for ``accelerator.log``."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _SCALE_BY_THEMSELVES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def use_scaler(accelerator: Accelerator, scaler: GradScaler | None = None) -> GradScaler:
-    """Let an Accelerator scale with halfstep's GradScaler; call it before ``prepare``.
+    """Make an Accelerator scale with halfstep's GradScaler; call this before ``prepare``.
 
     ``accelerator.backward``, ``clip_grad_norm_``, the optimizers and ``save_state`` then use it. On
-    a CPU, where accelerate trains in float32 if it is asked for ``"fp16"``, and does not say so, it
-    also switches float16 on.
+    a CPU, accelerate silently trains in float32 when ``"fp16"`` is requested; this call also
+    enables float16 there.
 
     The policy is that of :class:`halfstep.use_policy` around the training.
 
     Args:
-        accelerator: Made with ``mixed_precision="fp16"``.
-        scaler: The scaler; left out, a new one with the numbers of accelerate's
+        accelerator: An Accelerator with ``mixed_precision="fp16"``.
+        scaler: The scaler; by default a new one with the values of accelerate's
             ``GradScalerKwargs``.
 
     Returns:
         The scaler.
 
     Raises:
-        CallOrderError: An optimizer has been prepared; or, on a CPU, a model.
+        CallOrderError: An optimizer has already been prepared, or, on a CPU, a model.
         TypeError: The scaler is not halfstep's.
-        ValueError: The precision is another one, or DeepSpeed or Megatron scale by themselves.
+        ValueError: The precision is not ``"fp16"``, or DeepSpeed or Megatron scales by itself.
 
     Sync: none.
 
@@ -56,9 +56,9 @@ def use_scaler(accelerator: Accelerator, scaler: GradScaler | None = None) -> Gr
             "halfstep.guard(optimizer)"
         )
     known = accelerator.scaler
-    if isinstance(known, GradScaler) and scaler in (None, known):  # the call is made again
+    if isinstance(known, GradScaler) and scaler in (None, known):  # a repeated call
         return known
-    # Optimizers know the scaler, and models the precision, which is float32 on a CPU until now.
+    # Prepared optimizers keep their scaler, and models their precision: float32 on a CPU.
     if accelerator._optimizers or (accelerator._models and not accelerator.native_amp):
         raise CallOrderError(
             "use_scaler: prepare() has been called, and what it returned knows the scaler and the "
@@ -69,15 +69,16 @@ def use_scaler(accelerator: Accelerator, scaler: GradScaler | None = None) -> Gr
         numbers = accelerator.scaler_handler
         scaler = GradScaler(**({} if numbers is None else numbers.to_kwargs()))
     accelerator.scaler = scaler
-    accelerator.native_amp = True  # False on a CPU
+    accelerator.native_amp = True  # accelerate sets False on a CPU
     return scaler
 
 
 class AcceleratorSink:
-    """A sink of :class:`halfstep.record`: what it takes, ``accelerator.log`` gets.
+    """A sink of :class:`halfstep.record` that passes scalars to ``accelerator.log``.
 
     Args:
-        accelerator: One whose trackers were started (``init_trackers``); there are none before.
+        accelerator: An Accelerator; it logs only after its trackers were started with
+            ``init_trackers``.
 
     Example:
         >>> from accelerate import Accelerator

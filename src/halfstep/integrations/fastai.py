@@ -16,21 +16,21 @@ with needs("fastai"):
 
 
 class MixedPrecision(Callback):
-    """Runs the model and the loss of a ``Learner`` under autocast, and skips bad steps.
+    """A callback of a ``Learner`` for mixed precision, with halfstep's autocast and scaler.
 
-    Stands in for ``fastai.callback.fp16.MixedPrecision``, at the same place among the callbacks, so
-    that ``GradientAccumulation`` and ``GradientClip`` work with it. A step that is skipped is
-    cancelled as fastai does it: ``after_cancel_step`` follows instead of the step. On every device
-    of halfstep's autocast, the CPU too. The scaler lives as long as the callback: a second ``fit``
-    goes on with its scale.
+    It replaces ``fastai.callback.fp16.MixedPrecision`` at the same position among the callbacks, so
+    that ``GradientAccumulation`` and ``GradientClip`` work with it. The model and the loss run
+    under autocast. A bad step is skipped by cancelling it in fastai: ``after_cancel_step`` runs
+    instead of the step. All devices of halfstep's autocast are supported, including the CPU. The
+    scaler lives as long as the callback: a second ``fit`` continues with its scale.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``.
-        policy: For autocast, a policy or its text; rules for modules mean those of the Learner's
+        policy: The policy for autocast, or its text; rules for modules refer to the Learner's
             model.
-        scaler: The scaler; left out, a ``GradScaler()`` for float16 and none for bfloat16.
-        max_norm: Clip the norm of the gradients to this, in the same pass that unscales them;
-            ``math.inf`` only measures it. ``GradientClip`` does it in passes of its own.
+        scaler: The scaler; by default a ``GradScaler()``, disabled for bfloat16.
+        max_norm: The norm to clip the gradients to, in the same pass that unscales them;
+            ``math.inf`` only measures the norm. ``GradientClip`` clips in separate passes.
 
     Raises:
         ValueError: At ``fit``: the policy, or the dtype on this device, is not possible.
@@ -45,7 +45,7 @@ class MixedPrecision(Callback):
         True
     """
 
-    order = _Theirs.order  # fastai's other callbacks stand before and behind it
+    order = _Theirs.order  # keeps its position among fastai's callbacks
 
     def __init__(
         self,
@@ -60,17 +60,17 @@ class MixedPrecision(Callback):
             scaler = GradScaler(enabled=dtype == torch.float16)
         self.dtype, self.policy, self.scaler, self.max_norm = dtype, policy, scaler, max_norm
         self._optimizer = LearnerOptimizer(self)
-        self._autocast: autocast | None = None  # a Learner is exported without, after a fit
+        self._autocast: autocast | None = None  # None outside of a fit, for Learner.export
         self._is_inside = self._has_stepped = False
-        self._state: dict[str, Any] = {}  # to which a search of the learning rate goes back
+        self._state: dict[str, Any] = {}  # the scaler's state before a learning rate search
 
     @property
     def outcome(self) -> Outcome:
-        """What became of the last step. Sync: none; reading the outcome waits."""
+        """The outcome of the last step. Sync: none; reading the outcome waits."""
         return self.scaler.outcome(self._optimizer)  # type: ignore[arg-type]
 
     def before_fit(self) -> None:
-        """Make the autocast for the device that the model is on."""
+        """Create the autocast for the device of the model."""
         self.leave()
         self._state = self.scaler.state_dict() if hasattr(self.learn, "lr_finder") else {}
         device = next(self.model.parameters()).device.type
@@ -85,11 +85,11 @@ class MixedPrecision(Callback):
         self._is_inside = True
 
     def after_pred(self) -> None:
-        """Let the loss begin in float32."""
+        """Cast the predictions to float32 for the loss."""
         self.learn.pred = to_float(self.pred)
 
     def leave(self) -> None:
-        """Leave autocast, also where a batch or a fit was broken off inside of it."""
+        """Leave autocast, also after a batch or a fit was interrupted inside of it."""
         if self._is_inside:
             assert self._autocast is not None
             self._is_inside = False
@@ -110,13 +110,13 @@ class MixedPrecision(Callback):
             raise CancelStepException
 
     def after_step(self) -> None:
-        """End the iteration, unless another callback has cancelled the step before."""
+        """Update the scaler, unless another callback has cancelled the step earlier."""
         if self._has_stepped:
             self._has_stepped = False
             self.scaler.update()
 
     def after_fit(self) -> None:
-        """Leave autocast; a search of the learning rate leaves the scaler as it was, too."""
+        """Leave autocast; after a learning rate search, also restore the scaler."""
         self.leave()
         self._autocast = None
         if self._state:
@@ -124,9 +124,9 @@ class MixedPrecision(Callback):
 
 
 class LearnerOptimizer:
-    """The optimizer of a ``Learner`` as its scaler sees it: its gradients, and no step.
+    """The optimizer of a ``Learner`` for the scaler: its gradients, and a step that does nothing.
 
-    The Learner makes the step itself, when all callbacks have seen the unscaled gradients.
+    The Learner steps itself, after all callbacks have seen the unscaled gradients.
     """
 
     def __init__(self, callback: MixedPrecision) -> None:
@@ -135,10 +135,10 @@ class LearnerOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer."""
+        """The parameter groups of the Learner's optimizer."""
         groups: list[dict[str, Any]] = self._callback.learn.opt.param_groups
         return groups
 
     def step(self) -> None:
-        """Note that the scaler would step."""
+        """Record that the scaler takes the step."""
         self.is_taken = True

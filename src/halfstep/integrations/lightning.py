@@ -1,4 +1,4 @@
-"""Lightning: a precision plugin, a callback that records and one that diagnoses."""
+"""Lightning: a precision plugin, and callbacks that record and diagnose."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class HalfstepPrecision(MixedPrecision):
-    """Trains with halfstep's autocast and, in float16, with its GradScaler; a plugin of a Trainer.
+    """A precision plugin of a Trainer with halfstep's autocast and, for float16, its GradScaler.
 
     ``gradient_clip_val`` clips in the pass that checks the gradients, with fused optimizers too.
-    LBFGS works: each evaluation of its closure is checked. A learning rate schedule that moves on
-    at each step stays where it is when the step was skipped. Hooks that look at gradients before
-    the step (``on_before_optimizer_step``, ``configure_gradient_clipping``) see them unscaled.
+    LBFGS works: each evaluation of its closure is checked. A learning rate schedule that advances
+    with each step does not advance if the step was skipped. Hooks that see gradients before the
+    step (``on_before_optimizer_step``, ``configure_gradient_clipping``) see them unscaled.
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
-        policy: A policy for autocast, or its text; its rules for modules mean the names of the
-            LightningModule. Left out, that of :class:`halfstep.use_policy` around ``fit``, or else
+        policy: A policy for autocast, or its text; rules for modules use the names of the
+            LightningModule. By default that of :class:`halfstep.use_policy` around ``fit``, else
             ``"standard"``.
-        scaler: The scaler for float16; left out, a new one. Its state is in Lightning's
-            checkpoints; each of this plugin and Lightning's own reads those of the other.
+        scaler: The scaler for float16; by default a new one. Its state is saved in Lightning's
+            checkpoints. This plugin and Lightning's own can load each other's checkpoints.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The precision or the policy is not one, or a scaler is given for bfloat16.
+        ValueError: The precision or the policy is invalid, or a scaler is given for bfloat16.
 
     Sync: as :meth:`halfstep.GradScaler.step`; one more in a step of a fused optimizer that a
     schedule follows.
@@ -83,7 +83,7 @@ class HalfstepPrecision(MixedPrecision):
             )
         if precision == "16-mixed" and scaler is None:
             scaler = GradScaler()
-        # Not super().__init__(), which would make PyTorch's scaler.
+        # Not super().__init__(), which would create PyTorch's scaler.
         self.precision = precision
         self.scaler = scaler
         self._policy = policy if policy is None else settled_policy(policy)
@@ -99,10 +99,10 @@ class HalfstepPrecision(MixedPrecision):
     def connect(
         self, model: Any, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[Any, list[Optimizer], list[Any]]:
-        """Get to know the module, before it runs."""
+        """Prepare the module for training."""
         module = self._module = model if isinstance(model, LightningModule) else model.module
         self._contexts.clear()
-        if self._changes is None:  # a module that is put into another may be one with a rule
+        if self._changes is None:  # a newly registered submodule may have a rule
             self._changes = register_module_module_registration_hook(self._forget_contexts)
         if self.scaler is not None:
             self.scaler.watch(module)
@@ -111,9 +111,9 @@ class HalfstepPrecision(MixedPrecision):
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
-        """Leave the module as it was."""
+        """Undo the changes to the module."""
         if self._module is not None:
-            # Kept itself: a summary of it, after the training, runs it under autocast.
+            # Keep the module: a model summary after the training runs it under autocast.
             vars(self._module).pop("lr_scheduler_step", None)
         self._due = None
         if self._changes is not None:
@@ -123,13 +123,13 @@ class HalfstepPrecision(MixedPrecision):
         super().teardown()
 
     def autocast_context_manager(self) -> autocast:
-        """Return the context of a step."""
+        """Return the autocast of a step."""
         if self._module is None:
             raise CallOrderError(
                 "HalfstepPrecision does not know its module yet: call this in or after a fit"
             )
         key = self._module.device.type, torch.is_autocast_cache_enabled()
-        if key not in self._contexts:  # rules for modules walk the model
+        if key not in self._contexts:  # cached, since rules for modules walk the model
             self._contexts[key] = autocast(
                 self._module.device.type,
                 DTYPES[self.precision],
@@ -142,7 +142,7 @@ class HalfstepPrecision(MixedPrecision):
         self._contexts.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy made in a training has to be connected to a module of its own.
+        # A copy made during training must be connected to its own module.
         return vars(self) | {"_contexts": {}, "_changes": None, "_due": None}
 
     def optimizer_step(
@@ -212,25 +212,25 @@ class HalfstepPrecision(MixedPrecision):
             self.scaler.clip_grad_norm_(optimizer, clip_val)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Let Lightning's own plugin load the scaler too."""
+        """Save the scaler's state for Lightning's own plugin too."""
         if self.scaler is not None:
             checkpoint[MixedPrecision.__qualname__] = checkpoint[type(self).__qualname__]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the state of the scaler that Lightning's own plugin saved."""
+        """Load the scaler's state that Lightning's own plugin saved."""
         state = checkpoint.get(MixedPrecision.__qualname__)
         if state:
             self.load_state_dict(state)
 
 
 def _unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Unscale the gradients of an optimizer, unless that has been done in this iteration."""
+    """Unscale the gradients of an optimizer, unless already done in this iteration."""
     if not is_unscaled(scaler, optimizer):
         scaler.unscale_(optimizer)
 
 
 def _are_gradients_seen(model: LightningModule) -> bool:
-    """Return whether code of the user may look at the gradients between backward and step."""
+    """Return whether user code may see the gradients between backward and step."""
     return (
         is_overridden("configure_gradient_clipping", model)
         or is_overridden("on_before_optimizer_step", model)
@@ -239,15 +239,15 @@ def _are_gradients_seen(model: LightningModule) -> bool:
 
 
 class _AfterSteps:
-    """Moves a schedule on, unless it counts steps and all since its last move were skipped.
+    """A replacement of a module's ``lr_scheduler_step`` that takes skipped steps into account.
 
-    It stands in the place of a module's ``lr_scheduler_step`` during a training. A copy of the
-    module, by ``copy.deepcopy`` or pickle, has the module's own.
+    A schedule with the interval ``"step"`` does not advance if all steps since its last move were
+    skipped. A copy of the module, by ``copy.deepcopy`` or pickle, has the module's own method.
     """
 
     def __init__(self, due: DueSchedules, module: LightningModule) -> None:
         self._due, self._module = due, module
-        self.__wrapped__ = module.lr_scheduler_step  # Lightning asks whether it is overridden
+        self.__wrapped__ = module.lr_scheduler_step  # Lightning checks for overrides
 
     def __call__(self, scheduler: Any, metric: Any) -> None:
         configs = self._module.trainer.lr_scheduler_configs
@@ -269,14 +269,14 @@ def _scaler_of(trainer: Trainer) -> GradScaler | None:
 
 
 class RecordRun(Callback):
-    """Records the training for ``halfstep report``, and passes its scalars on to the loggers.
+    """A callback that records the training for ``halfstep report``, and logs its scalars.
 
     The loggers of the Trainer get ``halfstep/scale``, ``halfstep/skipped``, ``halfstep/underflow``
-    and what else :mod:`halfstep.sinks` names.
+    and the other scalars of :mod:`halfstep.sinks`.
 
     Args:
         path: The folder of :class:`halfstep.record`.
-        every: Tensors are sampled in every so many steps.
+        every: The number of steps from one sample of tensors to the next.
 
     Raises:
         As :class:`halfstep.record`, when the training begins.
@@ -290,11 +290,11 @@ class RecordRun(Callback):
 
     def __init__(self, path: str | os.PathLike[str], every: int = 50) -> None:
         self.path, self.every = path, every
-        self.run: record | None = None  # the one that is going on
+        self.run: record | None = None  # the current recording
         self._stack = ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin."""
+        """Start recording."""
         self.run = self._stack.enter_context(
             record(
                 self.path,
@@ -306,20 +306,20 @@ class RecordRun(Callback):
         )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End."""
+        """Stop recording."""
         self.run = None
         self._stack.close()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """End, and say why."""
+        """Stop recording, with the exception as the reason."""
         self.run = None
         self._stack.__exit__(type(exception), exception, exception.__traceback__)
 
 
 class _Logger:
-    """A sink that is a logger of Lightning."""
+    """A sink that writes to a logger of Lightning."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
@@ -329,11 +329,11 @@ class _Logger:
 
 
 class Diagnose(Callback):
-    """Diagnoses the steps that go bad, as :meth:`halfstep.GradScaler.diagnose` does.
+    """A callback that diagnoses bad steps, as :meth:`halfstep.GradScaler.diagnose` does.
 
-    A diagnosis is a warning, and stands in the record where :class:`RecordRun` is a callback too.
+    A diagnosis is issued as a warning. It is also recorded if :class:`RecordRun` is a callback too.
 
-    Sync: one a step.
+    Sync: one for each step.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -345,7 +345,7 @@ class Diagnose(Callback):
         self._stack = ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin."""
+        """Start diagnosing."""
 
         def tell(found: Diagnosis, step: int) -> None:
             self.found.append(found)
@@ -359,11 +359,11 @@ class Diagnose(Callback):
         self.watch = self._stack.enter_context(scaler.diagnose(pl_module, tell))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End."""
+        """Stop diagnosing."""
         self._stack.close()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """End."""
+        """Stop diagnosing."""
         self._stack.close()

@@ -1,4 +1,4 @@
-"""timm: its loss scaler, with halfstep's scaler inside."""
+"""timm: a replacement of its loss scaler that uses halfstep's GradScaler."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ with needs("timm"):
 
 
 class NativeScaler:
-    """Does in one call what follows a forward pass: backward, clip, step, update.
+    """A loss scaler whose call runs all that follows a forward pass: backward, clip, step, update.
 
-    Stands in for ``timm.utils.NativeScaler``, with the same call and the same key in checkpoints,
-    which each of the two reads of the other.
+    It replaces ``timm.utils.NativeScaler`` and has the same call and the same key in checkpoints.
+    Each of the two can load the other's checkpoints.
 
     Args:
-        device: Device of the scaler that is made if none is given; left out, that of the first
-            loss.
-        scaler: The scaler.
+        device: The device of a new scaler, if none is given; by default that of the first loss.
+        scaler: The scaler; by default a new one.
 
     Raises:
-        ValueError: PyTorch sees no such device here.
+        ValueError: PyTorch finds no such device.
 
     Sync: none for the constructor; a call has that of ``GradScaler.step``.
 
@@ -58,17 +57,17 @@ class NativeScaler:
         create_graph: bool = False,
         need_update: bool = True,
     ) -> None:
-        """Scale the loss, propagate it back, and step if the gradients are finite.
+        """Scale the loss, run the backward pass, and step if the gradients are finite.
 
         Args:
             loss: A scalar.
-            optimizer: Whose gradients are unscaled and used.
-            clip_grad: To what gradients are clipped; None for not at all.
-            clip_mode: ``"norm"``, ``"value"`` or ``"agc"``. The norm is clipped in the same pass
-                that unscales and checks.
-            parameters: Whose gradients are clipped; None for those of the optimizer.
+            optimizer: The optimizer whose gradients are unscaled and used.
+            clip_grad: The value to clip gradients to; None to not clip.
+            clip_mode: ``"norm"``, ``"value"`` or ``"agc"``. The norm of the optimizer's gradients
+                is clipped in the same pass that unscales and checks.
+            parameters: The parameters whose gradients are clipped; None for the optimizer's.
             create_graph: As for ``backward``.
-            need_update: False only adds to the gradients, and the next call goes on.
+            need_update: False to only accumulate gradients, for a later call to use.
 
         Sync: that of ``GradScaler.step``; none without an update.
         """
@@ -94,7 +93,7 @@ class NativeScaler:
         return self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that this class or timm's saved. Sync: none."""
+        """Load a state that this class or timm's has saved. Sync: none."""
         self.scaler.load_state_dict(state_dict)
 
 

@@ -1,4 +1,4 @@
-"""transformers: halfstep's GradScaler in a Trainer, and what the Trainer logs with its scalars."""
+"""transformers: halfstep's GradScaler in a Trainer, and halfstep's scalars in the Trainer's log."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ with needs("transformers"):
 
 
 def use_scaler(trainer: Trainer, scaler: GradScaler | None = None) -> GradScaler:
-    """Let a Trainer with ``fp16=True`` scale with halfstep's GradScaler; call it before ``train``.
+    """Make a Trainer with ``fp16=True`` scale with halfstep's GradScaler, before ``train``.
 
-    The arguments, the errors and what it does are those of
-    :func:`halfstep.integrations.accelerate.use_scaler`, for the Trainer's Accelerator. The Trainer
-    saves and loads the scaler with its checkpoints.
+    The effect and the errors are those of :func:`halfstep.integrations.accelerate.use_scaler` for
+    the Trainer's Accelerator. The Trainer saves and loads the scaler with its checkpoints.
+
+    Args:
+        trainer: The Trainer.
+        scaler: The scaler; by default a new one with the values of ``GradScalerKwargs``.
 
     Example:
         >>> import tempfile, torch
@@ -33,11 +36,12 @@ def use_scaler(trainer: Trainer, scaler: GradScaler | None = None) -> GradScaler
 
 
 class TrainerSink:
-    """A sink of :class:`halfstep.record`: a Trainer logs its scalars beside the loss.
+    """A sink of :class:`halfstep.record` that adds its scalars to the Trainer's log of the loss.
 
-    Each ``logging_steps`` the log gets ``halfstep/scale``, ``halfstep/underflow`` and the others of
-    :mod:`halfstep.sinks` as they were last known, some steps before, but for loss and norm, which
-    the Trainer logs itself. ``halfstep/skipped`` counts the steps skipped since the last time.
+    Every ``logging_steps`` the log gets ``halfstep/scale``, ``halfstep/underflow`` and the other
+    scalars of :mod:`halfstep.sinks` with their last known values, from some steps before. Loss and
+    norm are left out, since the Trainer logs them itself. ``halfstep/skipped`` counts the steps
+    skipped since the last log.
 
     Args:
         trainer: The Trainer; its ``log`` is replaced on the object.
@@ -57,8 +61,8 @@ class TrainerSink:
 
         @wraps(log)
         def log_with_scalars(logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            if "loss" in logs:  # of the training, not of an evaluation
-                # What a later sink has put there is newer.
+            if "loss" in logs:  # a log of training, not of an evaluation
+                # Scalars that a later sink has added are newer.
                 logs = prefixed(self._scalars) | logs
                 self._scalars["skipped"] = 0.0
             log(logs, *args, **kwargs)
@@ -66,7 +70,7 @@ class TrainerSink:
         trainer.log = log_with_scalars
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Keep the scalars for the next time that the Trainer logs."""
+        """Store the scalars for the Trainer's next log."""
         skipped = self._scalars.get("skipped", 0.0) + scalars.get("skipped", 0.0)
         self._scalars |= {**scalars, "skipped": skipped}
         for name in ("loss", "norm"):

@@ -1,4 +1,4 @@
-"""ultralytics: a callback that puts halfstep's scaler in place of the trainer's."""
+"""ultralytics: a callback that replaces the trainer's scaler with halfstep's."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 def use_scaler(trainer: BaseTrainer, scaler: GradScaler | None = None) -> None:
-    """Put a scaler in place of that of a trainer, in its callback ``on_train_start``.
+    """Replace the scaler of a trainer, as its callback ``on_train_start``.
 
-    Where the trainer's is off, as on a CPU, with ``amp=False`` or ``amp="bf16"``, nothing is
-    changed. In a run that is resumed the scaler takes over the state that was saved.
+    Nothing changes if the trainer's scaler is off, as on a CPU, with ``amp=False`` or
+    ``amp="bf16"``. In a resumed run, the new scaler loads the saved state.
 
     Args:
         trainer: The trainer, which passes itself to its callbacks.
-        scaler: The scaler; left out, a ``GradScaler()``. ``functools.partial(use_scaler,
-            scaler=...)`` makes a callback with one.
+        scaler: The scaler; by default a new ``GradScaler()``. ``functools.partial(use_scaler,
+            scaler=...)`` is a callback with a given scaler.
 
     Sync: none.
 
