@@ -100,7 +100,7 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
 
 
 def _uses_no_weights(program: Program, site: Site) -> bool:
-    """Return whether a call uses no weights, as the method call in ``model(x).argmax()``."""
+    """Return whether a call uses no weights, such as ``argmax`` in ``model(x).argmax()``."""
     name = program.meaning.qualified(site.call.func, site.scope)
     return name.startswith("torch.") or bool(site.method and isinstance(site.owner, ast.Call))
 
@@ -352,7 +352,7 @@ def _models(program: Program, node: ast.expr, scope: NameScope) -> Iterator[str]
 
 
 def _is_same_run(site: Site, built: _Built) -> bool:
-    """Return whether a name means the same at both: one function call, no different arms."""
+    """Return whether a name means the same at both: in one call, not in different arms."""
     is_same_call = site.around("call") == built.site.around("call")
     return bool(built.model) and is_same_call and not site.excludes(built.site)
 

@@ -141,7 +141,7 @@ def _several(name: str, value: Any, *kinds: type) -> Iterator[Any]:
 # --- source ---------------------------------------------------------------------------------------
 
 _NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "step"}
-"""Words without which a file needs no check."""
+"""The words of which a checked file contains at least one."""
 _ALLOWED = re.compile(r"#\s*halfstep:\s*allow\b([\w\s,-]*)")
 
 

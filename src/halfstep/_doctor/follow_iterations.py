@@ -118,7 +118,7 @@ class IterationWalk(LossWalk):
     # --- overridden hooks -------------------------------------------------------------------------
 
     def matters(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...] = ()) -> bool:
-        """Return whether a node in a statement or function, or one of ``ends``, changes paths."""
+        """Return whether anything inside a statement or function, or ``ends``, changes paths."""
         found = self._mattering.get(node)
         if found is None:
             self._mattering[node] = False  # in case functions call each other

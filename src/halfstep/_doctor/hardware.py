@@ -142,11 +142,11 @@ def findings(
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 
 WORTH_IT = 1.2
-"""The multiple of the fp32 speed from which on a dtype counts as fast."""
+"""The smallest multiple of the fp32 speed that counts as fast."""
 NOISY = 1.25
-"""The ratio of quartiles from which on a measurement is too noisy near a limit."""
+"""The smallest ratio of quartiles that makes a measurement near a limit too noisy."""
 AS_GOOD = 0.8
-"""The fraction of the fp16 speed from which on bf16 is preferred: it needs no scaler."""
+"""The smallest fraction of the fp16 speed at which bf16 is preferred: it needs no scaler."""
 
 _UNITS = {
     "amx_bf16": "AMX (bf16)",

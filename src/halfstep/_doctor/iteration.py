@@ -35,7 +35,7 @@ class Iteration:
     clipped: int = 0  # the line that clipped scaled gradients
     has_clip: bool = False  # gradients were clipped since update
     zeroed: frozenset[tuple[str, int]] = frozenset()  # optimizers with dropped gradients, lines
-    updated: frozenset[tuple[str, int]] = frozenset()  # scalers since the last backward, lines
+    updated: frozenset[tuple[str, int]] = frozenset()  # scalers updated since backward, lines
     made: frozenset[tuple[str, tuple[int, ...], int]] = frozenset()  # scalers, their loops, lines
 
     @property
@@ -142,7 +142,7 @@ def _check_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> No
 
 
 def _check_scale(now: Iteration, call: Call, report: Report) -> bool:
-    """Report gradients that are unscaled by another scale than their loss; return whether so."""
+    """Report gradients whose scale differs from that of their loss; return whether they do."""
     if call.optimizer in now.used:  # no new gradients since its step
         return False
     updated = [line for key, line in now.updated if key == call.scaler]

@@ -81,7 +81,7 @@ class Walk:
     # --- hooks for subclasses ---------------------------------------------------------------------
 
     def matters(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...] = ()) -> bool:
-        """Return whether a node in a statement or function, or one of ``ends``, changes paths."""
+        """Return whether anything inside a statement or function, or ``ends``, changes paths."""
         return True
 
     def is_object(self, key: str) -> bool:

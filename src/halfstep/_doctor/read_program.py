@@ -64,7 +64,7 @@ class Program:
 
     @cached_property
     def roots(self) -> list[Root]:
-        """The parts of the file to check; functions that another part calls are part of that."""
+        """The parts of the file to check; called functions belong to the part that calls them."""
         names, found = self.meaning.names, list[Root]()
         called = {*names.calls.values()}
         functions = sorted((each.node for each in names.scopes.values()), key=called.__contains__)

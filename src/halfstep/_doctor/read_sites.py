@@ -75,7 +75,7 @@ class Site:
 
     @property
     def autocast(self) -> SourceAutocast | None:
-        """The innermost autocast, None if it is known to be disabled."""
+        """The innermost autocast, None if there is none or it is known to be disabled."""
         at = self.autocast_at
         found = self.inside[at].autocast if at >= 0 else None
         return found if found is not None and found.enabled is not False else None

@@ -253,7 +253,7 @@ _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")  # the module names that a rule accepts
 
 @dataclass
 class Measurer:
-    """The measurements of a task with any islands."""
+    """The measurements of a task with different islands."""
 
     task: Task
     batches: Sequence[Any]
@@ -264,7 +264,7 @@ class Measurer:
     _is_warm: bool = field(default=False, init=False)
 
     def measure(self, islands: Islands) -> IslandTrial:
-        """Compare the model with some islands with float32, for the search."""
+        """Compare the model with some islands to float32, for the search."""
         comparisons = self.comparisons(islands)
         rows = worst_of([comparison.rows for comparison in comparisons])
         is_loss_good = all(comparison.is_loss_good for comparison in comparisons)
@@ -405,7 +405,7 @@ def with_islands(policy: Policy, islands: Sequence[str]) -> Policy:
 
 @contextmanager
 def _names_removed(model: nn.Module | None) -> Iterator[None]:
-    """Remove module names that a policy sets in the block when the block ends."""
+    """After the block, remove the module names that a policy has set in it."""
     modules = [] if model is None else [m for m in model.modules() if not isinstance(m, Wrapped)]
     try:
         yield

@@ -215,7 +215,7 @@ class ModuleCheck:
 
     @property
     def added(self) -> float:
-        """The error that this module adds, relative to its tolerance; inf if it overflows first."""
+        """The error that this module adds, in tolerances; inf if an overflow begins here."""
         gradients = max(self.input_gradient.error, self.parameters.error)
         return max(
             _more(self.output.error, self.input.error) / self.output_tolerance,

@@ -1,4 +1,4 @@
-"""A search for the fewest islands by name, with a function of the caller that measures them."""
+"""A search for the fewest islands; the caller provides the measurements."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class Tokens(NamedTuple):
 def tokens_of(batch: Any) -> Tokens | None:
     """Return the tokens of a batch, None if it is not one of a language model.
 
-    The ids are the batch's ``input_ids`` or its first tensor, and must be two-dimensional
-    integers. Padding has 0 in ``attention_mask``; untrained tokens have -100 in ``labels``.
+    The ids are its ``input_ids``, its first element or the batch itself, and must be integers in
+    two dimensions. Padding has 0 in ``attention_mask``; untrained tokens have -100 in ``labels``.
     """
     named = batch if isinstance(batch, Mapping) else {}
     ids = named.get("input_ids") if named else batch

@@ -37,7 +37,7 @@ from halfstep._tune.passes import LossFn, Lowering, Task
 from halfstep._tune.search import Islands, narrowed, smallest
 
 GAIN = 0.95
-"""The fraction of the float32 time from which on a shorter step counts as noise."""
+"""The smallest fraction of the float32 step time that counts as no speedup."""
 SLOWER = 1.2
 """The factor of the float32 time above which the forward pass of a module counts as slower."""
 MOST_SLOWER = 5

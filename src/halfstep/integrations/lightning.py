@@ -41,7 +41,7 @@ class HalfstepPrecision(MixedPrecision):
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
-        policy: A policy for autocast, or its text; rules for modules use the names of the
+        policy: A policy for autocast, or its text; rules for modules refer to names in the
             LightningModule. By default that of :class:`halfstep.use_policy` around ``fit``, else
             ``"standard"``.
         scaler: The scaler for float16; by default a new one. Its state is saved in Lightning's

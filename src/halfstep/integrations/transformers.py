@@ -17,12 +17,9 @@ with needs("transformers"):
 def use_scaler(trainer: Trainer, scaler: GradScaler | None = None) -> GradScaler:
     """Make a Trainer with ``fp16=True`` scale with halfstep's GradScaler, before ``train``.
 
-    The effect and the errors are those of :func:`halfstep.integrations.accelerate.use_scaler` for
-    the Trainer's Accelerator. The Trainer saves and loads the scaler with its checkpoints.
-
-    Args:
-        trainer: The Trainer.
-        scaler: The scaler; by default a new one with the values of ``GradScalerKwargs``.
+    The other argument, the errors and the effect are those of
+    :func:`halfstep.integrations.accelerate.use_scaler` for the Trainer's Accelerator. The Trainer
+    saves and loads the scaler with its checkpoints.
 
     Example:
         >>> import tempfile, torch

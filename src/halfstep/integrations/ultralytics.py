@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def use_scaler(trainer: BaseTrainer, scaler: GradScaler | None = None) -> None:
-    """Replace the scaler of a trainer, as its callback ``on_train_start``.
+    """Replace the scaler of a trainer; a callback for ``on_train_start``.
 
     Nothing changes if the trainer's scaler is off, as on a CPU, with ``amp=False`` or
     ``amp="bf16"``. In a resumed run, the new scaler loads the saved state.
