@@ -236,9 +236,9 @@ def _stop_when_settled(patches: Patches, observer: OpObserver, run: StepRun) -> 
 
 
 def watch_backward(patches: Patches, observer: OpObserver, *, begins_without: bool = False) -> None:
-    """Show an observer the losses of backward passes, and the gradients when they end.
+    """Show an observer the losses that start backward passes, and the gradients when they end.
 
-    If ``begins_without``, the gradient of each leaf is cleared before the first pass reaches it.
+    If ``begins_without``, a leaf's existing gradient is cleared before the first pass to reach it.
     """
     reached: dict[int, Tensor] = {}
 
