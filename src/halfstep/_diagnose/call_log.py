@@ -395,7 +395,7 @@ class BufferCopies:
         The modules with buffers are looked up once per model.
         """
         if model not in self._owners:
-            # Not `_buffers`: in a module of torch.jit it is not a dictionary.
+            # `_buffers` is not a dictionary in torch.jit modules.
             self._owners[model] = [
                 (module, name)
                 for module in model.modules()

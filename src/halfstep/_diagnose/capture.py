@@ -134,7 +134,7 @@ class Capture(TopLevelCalls):
     @property
     def is_on(self) -> bool:
         """Whether calls are kept."""
-        if not self._is_here():  # another thread must not resume while this one steps
+        if not self._is_here():  # another thread must not resume it while the watched one steps
             return False
         if self._is_paused and not optim.optimizer_step_depth():
             self.pause(is_paused=False)  # the optimizer step raised an error
@@ -274,7 +274,7 @@ class Capture(TopLevelCalls):
         return result
 
     def _note_read(self, tensor: Any, value: Any) -> None:
-        """Report a read value if it is bad, or if it is an answer that says so."""
+        """Report a value that the loop has read if it is bad, or the tensor that it calls bad."""
         made = self.log.made_by(tensor) if isinstance(tensor, Tensor) else None
         if made is None:
             return

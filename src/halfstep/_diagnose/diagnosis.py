@@ -72,7 +72,8 @@ class Operand:
     """Tensor that an op read or returned.
 
     Attributes:
-        name: The name of the parameter or buffer; empty for other tensors.
+        name: The name of the parameter, buffer or gradient (``"weight.grad"``); empty for other
+            tensors.
         dtype: The name of its dtype, ``"float16"``.
         shape: Its shape.
         low: The smallest finite value; None if there is none.

@@ -334,7 +334,7 @@ def _again(
     call: KeptCall, made: dict[KeptCall, list[Tensor]], scaler: GradScaler | None
 ) -> list[Tensor]:
     """Repeat one call with its autocast settings and random states; return its tensors."""
-    at = call.at  # noqa: F841 - read from here, see CALLED_AGAIN
+    at = call.at  # noqa: F841 - read from the frame, see CALLED_AGAIN
     if call.random is not None:
         call.random.restore()
     for module, name, buffer, values in call.buffers:

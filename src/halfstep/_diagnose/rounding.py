@@ -163,7 +163,7 @@ def lost_number(origins: Origins, number: int) -> str | None:
 
 
 def makers_of(replayer: Replayer, number: int, scale: float | None) -> list[UserCall]:
-    """Replay the step; return the user's calls that led to an op, the nearest ones first."""
+    """Replay the step; return the user's calls before that of an op, the nearest ones first."""
     origins, calls = Origins(), UserCalls(replayer.num_ops)
     with replayer.run(Variant(scale=scale), origins, calls.active()):
         found = [calls.call_of(origin.number) for _, origin in origins.before_op(number)]
@@ -185,7 +185,7 @@ def _lost(call: OpCall, dtype: torch.dtype | None) -> float:
 # --- underflow ------------------------------------------------------------------------------------
 
 SCALE_FACTORS = (2.0**-8, 2.0**-4, 2.0**4, 2.0**8)
-"""Other scales, as multiples of the present one."""
+"""Other scales to count underflow at, as multiples of the current scale."""
 
 _LARGEST_SCALE = 2.0**24
 _Key = tuple[str, str, Phase, str, Line | None]

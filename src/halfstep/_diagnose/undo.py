@@ -110,7 +110,7 @@ class UndoLog:
                 distributed.keep_buckets(module)
             self.note_grads(module.parameters(recurse=False))
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                with modes.no_function_modes():  # as above
+                with modes.no_function_modes():  # see note_grads
                     self._data.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))
 
     def note_optimizer(self, optimizer: Optimizer) -> None:

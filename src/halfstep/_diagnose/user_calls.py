@@ -38,7 +38,7 @@ _PASSES = ("backward", "grad")
 """Functions that run a backward pass, whose ops do not count as ops of the call."""
 
 
-class NotApplicable(Exception):  # noqa: N818  (the call is made as it is, nothing is wrong)
+class NotApplicable(Exception):  # noqa: N818  (control flow, not an error)
     """An edit does not fit the arguments of a call."""
 
 

@@ -151,7 +151,7 @@ def _self_of(frame: FrameType) -> Any:
     names = frame.f_locals
     owner = names.get("self")
     is_copy = type(names) is dict and code.co_flags & inspect.CO_OPTIMIZED
-    if is_copy and "locals" not in code.co_names:  # else the loop may use it too
+    if is_copy and "locals" not in code.co_names:  # code that calls locals() may use it too
         names.clear()
     return owner
 

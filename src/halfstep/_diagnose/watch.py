@@ -460,7 +460,7 @@ class Watch:
 
 
 def _is_of_the_model(found: Diagnosis) -> bool:
-    """Return whether a parameter or a buffer was bad before the step."""
+    """Return whether a tensor of the model was bad before the step."""
     inputs = () if found.bad is None else found.bad.inputs
     return any(operand.name == found.tensor for operand in inputs)
 

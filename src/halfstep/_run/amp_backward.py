@@ -273,11 +273,11 @@ class FreshGradients:
         self._taken_from_unknown(optimizer)
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer has not stepped since a scaled backward pass."""
+        """Return whether an optimizer has unscaled gradients that it has not stepped with."""
         return bool(_alive(self._unscaled.get(optimizer, [])))
 
     def is_waiting(self) -> bool:
-        """Return whether any known optimizer has not stepped since a scaled backward pass."""
+        """Return whether any known optimizer has such gradients, see :meth:`has`."""
         return any(map(_alive, self._unscaled.values()))
 
     def _taken_from_unknown(self, optimizer: torch.optim.Optimizer) -> list[UnscaledGradients]:

@@ -55,7 +55,7 @@ class Forward(TopLevelCalls):
 
     @not_compiled
     def call_loss(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a loss function under autocast if it receives lower precision."""
+        """Run a loss function under autocast if an argument is in the lower precision."""
         context = self._context_of_loss(name, [*args, *kwargs.values()])
         return self._under(context, original, *args, **kwargs)
 
