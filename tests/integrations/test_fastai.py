@@ -14,7 +14,10 @@ from torch import nn
 import halfstep
 from halfstep._record.read import read_run
 
-pytestmark = by_hand.needs("fastai")
+pytestmark = [
+    *by_hand.needs("fastai"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # of its own
+]
 NAME = "fastai_digits"
 
 

@@ -1,1 +1,1 @@
-"""Diagnosis of a step that went bad: the op, the module, the line, the cause and the cure."""
+"""Diagnosis of a bad step: the op, the module, the line, the cause and the cure."""

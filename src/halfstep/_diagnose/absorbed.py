@@ -1,8 +1,8 @@
-"""Overflows that later ops absorb and that do harm: ``rsqrt(inf)`` is 0, and so is the output.
+"""Harmful overflows that later ops absorb: ``rsqrt(inf)`` is 0, and so is the output.
 
-An op whose inputs are finite and whose result is not is computed in a wider dtype too. What follows
-is computed from both, until nothing infinite is left and the two agree: clamps, sigmoids and masks
-do. Where whole rows differ, the overflow has done harm.
+An op with finite inputs and an infinite result is also computed in a wider dtype. Later ops are
+computed from both results until they agree again and are finite, as after clamps, sigmoids and
+masks. If whole rows differ, the overflow did harm.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from halfstep._diagnose.variant import Variant
 from halfstep._pytorch.storages import ByMemory
 
 MOST_OPS = 64
-"""The most ops that are followed after an overflow."""
+"""The largest number of ops that are followed after an overflow."""
 MOST_OVERFLOWS = 16
-"""The most overflows of a step that are followed."""
+"""The largest number of overflows in a step that are followed."""
 _FAR = 0.5
-"""The share of the norm of a row from which an error counts."""
+"""The smallest error that counts as harm, as a share of the norm of the row."""
 _SMALL = 0.1
-"""Rows below this share of the median row do not count."""
+"""The smallest norm of a row that counts, as a share of the median norm."""
 _REPLACES_ON_PURPOSE = ("nan_to_num", "nan_to_num_")
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -39,7 +39,7 @@ Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Wide:
-    """What a tensor would hold in a wider dtype, and the op that overflowed before it."""
+    """Values of a tensor as computed in a wider dtype, and the op that overflowed before it."""
 
     values: Tensor
     origin: Blame
@@ -47,12 +47,12 @@ class Wide:
 
 
 class AbsorbedTracker(BlameTracker):
-    """Blame tracker that also follows overflows which are absorbed.
+    """Blame tracker that also follows overflows until they are absorbed.
 
     Attributes:
         harm: The blame for the first overflow that did harm, and the op that absorbed it.
 
-    Sync: several for each op that reads what has overflowed.
+    Sync: several for each op that reads values after an overflow.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class AbsorbedTracker(BlameTracker):
         super().before(call)
         self._computed = self._overflowed = None
         read = [wide for tensor in call.given if (wide := self._wide_of(tensor)) is not None]
-        # A gradient at the flat end of a function is small in any dtype.
+        # Only the forward pass: a gradient where a function saturates is small in any dtype.
         is_forward = call.phase != "backward"
         if read and is_forward and self.harm is None and call.name not in _REPLACES_ON_PURPOSE:
             origin = min(read, key=lambda wide: wide.origin.number)
@@ -110,7 +110,7 @@ class AbsorbedTracker(BlameTracker):
         return None if known is None else known.get(_geometry(tensor))
 
     def _in_wider(self, call: OpCall) -> list[Tensor]:
-        """Return the results of an op from what its inputs would hold; empty if it cannot run."""
+        """Compute an op from the wider values of its inputs; return no results if it cannot run."""
 
         def wide(value: Any) -> Any:
             found = self._wide_of(value) if isinstance(value, Tensor) else None
@@ -125,7 +125,7 @@ def _geometry(tensor: Tensor) -> Geometry:
 
 
 def _is_far(values: Tensor, exact: Tensor, tiny: float) -> bool:
-    """Return whether rows of values are far from the exact ones, rows too small to count aside."""
+    """Return whether a row is far from the exact one; rows that are too small do not count."""
     rows, exact_rows = (t.reshape(-1, t.shape[-1] if t.ndim else 1) for t in (values, exact))
     size, error = exact_rows.norm(dim=1), (rows - exact_rows).norm(dim=1)
     counts = size >= max(tiny, _SMALL * float(size.median()))
@@ -136,7 +136,7 @@ def _is_far(values: Tensor, exact: Tensor, tiny: float) -> bool:
 
 
 def find_absorbed(replayer: Replayer, run: StepRun) -> Diagnosis | None:
-    """Replay a finite step in which ops overflowed; return the diagnosis if one did harm."""
+    """Replay a finite step in which ops overflowed; return a diagnosis if an overflow did harm."""
     tracker = AbsorbedTracker()
     scan(replayer, Variant(scale=run.scale), tracker=tracker)
     if tracker.harm is None:
@@ -148,7 +148,7 @@ def find_absorbed(replayer: Replayer, run: StepRun) -> Diagnosis | None:
 
 
 def _cure(replayer: Replayer, run: StepRun, blame: Blame) -> Cure:
-    """Return the cure of a rule for the op that overflows, with what a replay says of it."""
+    """Return a rule for the op that overflows as the cure, tested by a replay if possible."""
     rule = cure_search.narrowest_rule(blame, replayer.model)
     if not run.entered or rule is None or rule.policy is None:
         return Cure("code", f"compute {blame.op} there in float32: pass x.float()")

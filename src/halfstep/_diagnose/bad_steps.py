@@ -17,23 +17,23 @@ from halfstep._scaler.scale_state import Reason
 START_STEPS = 50
 """The number of steps that count as the start of a run."""
 START_SKIPS = 16
-"""The most skips at the start that count as the search for a usable scale."""
+"""The largest number of skips at the start that count as the search for a usable scale."""
 MOST_SKIPPED = 0.75
 """The largest share of skipped steps that counts as the search for a usable scale."""
 
 
 class ExpectedSkips:
-    """Distinguishes skips that are part of dynamic scaling from others."""
+    """Classifier of skips as part of dynamic scaling or not."""
 
     def __init__(self) -> None:
         self._num_steps = self._num_skips = 0
         self._last_taken: Outcome | None = None
 
     def is_bad(self, outcome: Outcome) -> bool:
-        """Return whether a finished step went bad. Sync: one for a fused optimizer."""
+        """Return whether a finished step is bad. Sync: one for a fused optimizer."""
         self._num_steps += 1
         if outcome.taken:
-            self._last_taken = outcome  # its scale is read only if a skip follows
+            self._last_taken = outcome  # the scale is read only if a skip follows
             return False
         if outcome.reason is not Reason.OVERFLOW:
             return outcome.reason is not Reason.NORM
@@ -46,12 +46,12 @@ class ExpectedSkips:
         return not (has_just_grown and is_rare)
 
 
-# --- losses and gradients, unseen by the loop -----------------------------------------------------
+# --- checks of losses and gradients, hidden from the loop -----------------------------------------
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether all tensors are finite, as far as they can be asked. Sync: one for each."""
-    with modes.unseen_by_modes(), suppress(Exception):  # of a subclass that knows few functions
+    """Return whether all tensors are finite; True if that cannot be told. Sync: one for each."""
+    with modes.unseen_by_modes(), suppress(Exception):  # a subclass may lack the functions
         return all(map(is_finite, tensors))
     return True
 
@@ -62,7 +62,8 @@ def have_finite_gradients(weights: Iterable[Tensor]) -> bool:
         grads = [weight.grad for weight in weights if weight.grad is not None]
         dense = [grad for grad in grads if _is_plain(grad)]
         norms = _values_of(amp.norms_of_each(dense)) if dense else []
-        # A norm may overflow, and that of another layout may not be known: these are read again.
+        # A norm may overflow although all entries are finite, and other layouts may have no norm:
+        # check the entries of these gradients.
         doubtful = [g for g, norm in zip(dense, norms, strict=True) if not math.isfinite(norm)]
         return are_finite([*doubtful, *(g for g in grads if not _is_plain(g))])
 
@@ -80,6 +81,6 @@ def _is_plain(grad: Tensor) -> bool:
 
 
 def has_nan(model: nn.Module) -> bool:
-    """Return whether a gradient of a model has a NaN. Sync: one for each gradient."""
+    """Return whether a gradient of a model contains a NaN. Sync: one for each gradient."""
     with modes.unseen_by_modes():
         return any(p.grad is not None and badness(p.grad) == NAN for p in model.parameters())

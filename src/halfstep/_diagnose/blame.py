@@ -1,10 +1,10 @@
-"""Blame for values that are not finite, and the search for it: an op, or a tensor bad before it.
+"""Blame: the origin of values that are not finite, either an op or a tensor from outside.
 
-The outputs of an op are blamed on the op if all its inputs were finite. Otherwise they have the
-blame of the bad input. So a bad value is traced back to its origin, and infinities that do no harm
-are not blamed.
+If all inputs of an op were finite, its bad outputs are blamed on the op. Otherwise the outputs
+inherit the blame of the bad input. This traces each bad value to its origin, and leaves out
+infinities that do no harm.
 
-An infinity made on purpose, such as that of a mask, is not a fault; a NaN made from it is.
+An infinity made on purpose, such as that of a mask, is not a fault; a NaN computed from it is.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from halfstep._trace.ops import OpPlace, by_name, makes_no_values
 from halfstep._trace.rows import Phase
 
 OUTSIDE = -1
-"""The number of a tensor that was bad before the replay."""
+"""The number in the blame for a tensor that was bad before the replay."""
 ELSEWHERE = -2
-"""The number of a tensor that another rank has sent."""
+"""The number in the blame for a tensor from another rank."""
 
 _FILLS = {
     *("fill", "fill_", "full", "full_like", "new_full", "masked_fill", "masked_fill_"),
@@ -51,7 +51,7 @@ _SOFTMAXES = ("_softmax", "_log_softmax", "_safe_softmax")
 
 
 GradientPlace = tuple[str, int, str | None, str]
-"""Module, call, the op that the rule was looked up for, and the op: the same in any dtype."""
+"""Module, call, the op that the rule was looked up for, and the op; independent of the dtype."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Blame:
     """Origin of values that are not finite: an op, or a tensor and the op that read it first.
 
     Attributes:
-        number: The number of the op, ``OUTSIDE`` for a tensor from before the replay,
+        number: The number of the op; ``OUTSIDE`` for a tensor from before the replay,
             ``ELSEWHERE`` for a tensor from another rank.
-        reader: The number of the op in any case.
-        key: Identifies the op in other replays; None if there is no op.
+        reader: The number of the op, even if a tensor is to blame.
+        key: The identity of the op across replays; None if there is no op.
         of: In the backward pass, the key of the op whose gradient it computes.
         is_meant: Whether the values are infinities made on purpose.
         tensor: The tensor from outside.
@@ -80,12 +80,12 @@ class Blame:
 
     @property
     def where(self) -> tuple[str, str, Phase]:
-        """The op, its module and the phase: the same in other replays."""
+        """The op, its module and the phase, which are the same in all replays."""
         return self.place.op or self.op, self.place.module, self.phase
 
     @property
     def forward_number(self) -> int:
-        """The number of the op of the forward pass: its own, or that whose gradient it computes."""
+        """The number of the op in the forward pass, or of the op whose gradient it computes."""
         return self.place.number if self.phase == "backward" else self.reader
 
 
@@ -100,10 +100,10 @@ class BlameTracker(OpObserver):
     """Observer that checks the outputs of every op and tracks the blame for bad values.
 
     Attributes:
-        has_end: Whether there was a loss or a result by which the step is judged.
-        first: The first blame for values that are not finite, whether they do harm or not.
-        gradients: The dtypes and largest finite magnitudes of the outputs of ops of the backward
-            pass, by their places.
+        has_end: Whether the step has a loss, gradient or result to judge it by.
+        first: The first blame for values that are not finite, harmful or not.
+        gradients: The dtype and the largest finite magnitude of the outputs of each backward op,
+            keyed by place.
 
     Sync: one for every op.
     """
@@ -126,7 +126,7 @@ class BlameTracker(OpObserver):
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
         """Blame the outputs of an op on the op, or on its inputs."""
         if call.name == "lift_fresh" and self.first and badness(outputs[0]) == NAN:
-            self._put(outputs[0], self.first)  # torch.tensor of numbers that were read before
+            self._put(outputs[0], self.first)  # torch.tensor() of numbers read from bad tensors
         if makes_no_values(call.func):
             return
         bad = [tensor for tensor in outputs if not self._check(tensor, call)]
@@ -141,10 +141,10 @@ class BlameTracker(OpObserver):
             self._put(tensor, blame)
 
     def found(self, call: OpCall, blame: Blame, bad: list[Tensor]) -> None:
-        """Handle an op that is blamed for the first time; do nothing by default."""
+        """Handle an op that is newly blamed; do nothing by default."""
 
     def before_collective(self, call: OpCall) -> None:
-        """Blame the result on bad tensors that this rank sends, otherwise on another rank."""
+        """Blame a bad result on the bad tensors that this rank sends, or else on another rank."""
         own = [tensor for tensor in _sent_by(call) if badness(tensor) is not None]
         causes = [self._blames.get(tensor) or self._outside(tensor, call) for tensor in own]
         other = _of_call(call, ELSEWHERE)
@@ -159,17 +159,17 @@ class BlameTracker(OpObserver):
 
     def see_loss(self, loss: Tensor) -> None:
         parts = self._seen(loss, "a loss")
-        # That of torch.func.grad is no end: what is made of its gradients is.
+        # A loss inside torch.func.grad does not count; the results of its gradients do.
         self._has_loss |= parts is not None and not modes.is_inside_functorch(loss)
         self._losses += self._blames_of(parts or [])
 
     def see_output(self, output: Tensor) -> None:
-        """Note an output that is not finite. It counts if there is no loss, and no bad result."""
+        """Note a bad output. It counts if there is no loss and no bad result."""
         blames = self._blames_of(parts_of(output) or [])
         self._outputs += [blame for blame in blames if not blame.is_meant]
 
     def see_result(self, result: object) -> None:
-        """Note a result that is not finite. It counts if there is no loss."""
+        """Note a bad result. It counts if there is no loss."""
         if isinstance(result, Tensor):
             blames = self._blames_of(self._seen(result, "a result") or [])
             self._results += [blame for blame in blames if not blame.is_meant]
@@ -182,7 +182,7 @@ class BlameTracker(OpObserver):
             self._gradients.setdefault(id(leaf), (leaf, blame))
 
     def see_remaining(self, leaf: Tensor, gradient: Tensor, *, is_new: bool) -> None:
-        """Note a gradient that is not finite; one from before counts if nothing else is bad."""
+        """Note a bad gradient. One from before the step counts if nothing else is bad."""
         self.has_end |= is_new
         for blame in self._blames_of(parts_of(gradient) or []):
             if blame.number == OUTSIDE:
@@ -191,7 +191,7 @@ class BlameTracker(OpObserver):
                 self._gradients.setdefault(id(leaf), (leaf, blame))
 
     def _seen(self, tensor: Tensor, what: str) -> list[Tensor] | None:
-        """Return the parts of a tensor that the step ends in, and note if there are none."""
+        """Return the parts of a loss, result or gradient; note if its values cannot be read."""
         parts = parts_of(tensor)
         if parts is None:
             is_opaque = is_made_of_others(type(tensor))
@@ -202,8 +202,9 @@ class BlameTracker(OpObserver):
 
     @property
     def not_seen(self) -> tuple[str, ...]:
-        """What could not be looked into and may be bad, such as "a loss of class FakeTensor"."""
-        opaque = [] if self.first is None else self._opaque  # else all that made it was finite
+        """Unreadable results that may be bad, such as "a loss of class FakeTensor on cpu"."""
+        # If no op was bad, wrapper tensors are finite too, since the ops on their parts were seen.
+        opaque = [] if self.first is None else self._opaque
         return tuple(dict.fromkeys((*self._not_computed, *opaque)))
 
     def _blames_of(self, parts: list[Tensor]) -> list[Blame]:
@@ -219,7 +220,7 @@ class BlameTracker(OpObserver):
 
     @property
     def is_absorbed(self) -> bool:
-        """Whether a module has returned bad values, and the step without a loss has not."""
+        """Whether a module returned bad values but the step, which has no loss, ends finite."""
         is_judged_by_outputs = not (self._has_loss or self._gradients or self._results)
         return is_judged_by_outputs and bool(self._outputs) and self.has_end
 
@@ -229,9 +230,9 @@ class BlameTracker(OpObserver):
         return [leaf for leaf, _ in self._gradients.values() or self._remaining]
 
     def root(self, *, has_failed: bool = False) -> Blame | None:
-        """Return the blame for a loss or, if all losses are finite, for a gradient, or None.
+        """Return the blame for a loss, or else for a gradient; without a loss, for a result.
 
-        If the step has failed before there was any of these, return that of the first bad op.
+        If the step failed before any of these, return the blame for the first bad op.
         """
         ends = self._losses or [blame for _, blame in self._gradients.values()]
         if not self._has_loss:
@@ -239,7 +240,7 @@ class BlameTracker(OpObserver):
         if not ends and has_failed:
             return self.first
         ends = ends or [blame for _, blame in self._remaining]
-        # The ops of this rank say more than the tensors that it received.
+        # Prefer ops of this rank to tensors received from others.
         ends = [blame for blame in ends if blame.number != ELSEWHERE] or ends
         return min(ends, key=lambda blame: blame.number, default=None)
 
@@ -256,18 +257,19 @@ class BlameTracker(OpObserver):
                 continue
             cause = self._blames.get(tensor) or self._outside(tensor, call, values)
             if how_bad == NAN and cause.op == "scalar_tensor":
-                continue  # a number inside a function, such as logdet: its ``where`` returns it
+                continue  # a constant inside a function such as logdet, returned by its ``where``
             causes.append(cause)
             worst[cause] = max(worst.get(cause, 0), how_bad)
         if not causes:
             if self.first is not None and has_nan_number(call):
-                return self.first  # a number that was read before, as by item()
+                return self.first  # the number was read from a bad tensor, as by item()
             return replace(own, is_meant=_is_fill_with_inf(call))
         makes_nan = max(worst.values()) < NAN and any(badness(t) == NAN for t in bad)
         is_sum = any(cause.op in _SUMS and cause.number != OUTSIDE for cause in causes)
         is_masked = call.name in _SOFTMAXES and max(worst.values()) == MINUS_INF
-        if makes_nan and is_masked and not is_sum:  # masks whose sum overflows: the sum is to blame
-            return own  # of a row that is fully masked, whatever the mask
+        # A softmax of a fully masked row is to blame itself, unless a sum of masks overflowed.
+        if makes_nan and is_masked and not is_sum:
+            return own
         real = [cause for cause in causes if not cause.is_meant]
         if real:
             # NaN and inf spread; -inf alone may come from a mask.
@@ -275,13 +277,13 @@ class BlameTracker(OpObserver):
         return own if makes_nan else min(causes, key=lambda cause: cause.number)
 
     def _as_read(self, call: OpCall, tensor: Tensor) -> Tensor | None:
-        """Return the values of a tensor as an op read them; None if the result ignores them."""
+        """Return the values of a tensor from before the op; None if the result ignores them."""
         if not any(tensor is written for written in call.written):
             return tensor
         if call.name in _BATCH_NORMS:
             given = by_name(call.func, call.args, call.kwargs)
             if given.get("training", True):
-                return None  # running statistics, on which the result does not depend
+                return None  # running statistics do not affect the result
         if call.name in _OVERWRITE or "out" in overload_of(call.func):
             return None
         if self.undo.was_made(tensor):
@@ -296,14 +298,14 @@ class BlameTracker(OpObserver):
             if call.name == "copy_" and call.written[0] in self._awaited:
                 received = self._blames.get(call.written[0])
                 if received is not None:
-                    return received  # the values came through memory of the process group
+                    return received  # the values come from a buffer of the process group
             blame = _of_call(call, OUTSIDE)
         return replace(blame, is_meant=is_meant, tensor=tensor)
 
     # --- state ------------------------------------------------------------------------------------
 
     def _check(self, tensor: Tensor, call: OpCall) -> bool:
-        """Return whether all values of a tensor are finite; if so, forget its old blame."""
+        """Return whether all values of a tensor are finite; if so, drop its old blame."""
         found = extremes(tensor)
         if found is None:
             return True
@@ -328,7 +330,7 @@ class BlameTracker(OpObserver):
 
 
 def _is_finite_number(value: object) -> bool | None:
-    """Return whether a number, or an array of them, is finite; None for other values."""
+    """Return whether a float or a float array is finite; None for other values."""
     if isinstance(value, float):
         return math.isfinite(value)
     numpy = sys.modules.get("numpy")
@@ -338,7 +340,7 @@ def _is_finite_number(value: object) -> bool | None:
 
 
 def _sent_by(call: OpCall) -> list[Tensor]:
-    """Return the tensors that a collective sends; its output buffers need not have values."""
+    """Return the tensors that a collective sends, without its uninitialized output buffers."""
     if call.name in _NOTHING_SENT:
         return []
     given = by_name(call.func, call.args, call.kwargs)
@@ -372,14 +374,15 @@ ABSORBED = (
 
 @dataclass(frozen=True)
 class Scan:
-    """Result of a replay that looks for the op to blame.
+    """Result of a replay that searches for the op to blame.
 
     Attributes:
-        blame: The blame, None if the step is finite.
-        ends: What is not finite at the end: the loss, or gradients of parameters.
-        not_seen: What could not be looked into.
+        blame: The blame; None if the step is finite.
+        ends: ``"loss"``, or the names of the parameters with bad gradients.
+        not_seen: The results that could not be checked.
+        first: See :class:`BlameTracker`.
         is_scaling: Whether the op to blame multiplies the loss by the scale.
-        first: See :class:`BlameTracker`, as for ``gradients``.
+        gradients: See :class:`BlameTracker`.
     """
 
     run: StepRun
@@ -392,7 +395,7 @@ class Scan:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the replay came to its end, and nothing was bad."""
+        """Whether the replay was completed, was fully checked and had no bad value."""
         return self.blame is None and self.run.error is None and not self.not_seen
 
 
@@ -402,7 +405,7 @@ def scan(
     around: AbstractContextManager[object] | None = None,
     tracker: BlameTracker | None = None,
 ) -> Scan:
-    """Replay the step, in a context if one is given, and find the op to blame."""
+    """Replay the step, inside ``around`` if given, and find the op to blame."""
     tracker = tracker or BlameTracker()
     with replayer.run(variant, tracker, around) as run:
         if run.error is None and not tracker.has_end:
@@ -423,7 +426,7 @@ def scan(
 
 
 def _names_of(leaves: list[Tensor], model: nn.Module | None) -> tuple[str, ...]:
-    """Return the names of parameters, and the shapes of other leaves."""
+    """Return the names of leaves that are parameters, and descriptions of the others."""
     named = () if model is None else model.named_parameters()
     known = {id(param): without_wrappers(name) for name, param in named}
     return tuple(known.get(id(leaf), f"a leaf of shape {tuple(leaf.shape)}") for leaf in leaves)

@@ -1,8 +1,8 @@
-"""Log of the calls that a training loop makes, with what each has made.
+"""Log of the calls that a training loop makes, with their results.
 
-Arguments are kept by reference, and a tensor that a kept call has made as a reference to that call:
-a call is kept for as long as one of its results is in use, or a call that needs it. Nothing is
-computed. Only buffers, the states of random generators, and what the loop overwrites are copied.
+Arguments are stored by reference. A tensor that a kept call returned is stored as a reference to
+that call, so a call is kept as long as its results, or calls that need them, are in use. Nothing is
+computed. Only buffers, random states, and tensors that the loop overwrites are copied.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from halfstep._pytorch import autograd, compiler, modes, storages
 from halfstep._pytorch.storages import ByMemory
 
 MOST_CALLS = 4096
-"""The most calls of a step that are kept; older ones then count as those of the step before."""
+"""The largest number of calls kept for a step; with more, all of them count as the last step's."""
 MOST_MODELS = 256
-"""The most calls of models with gradients that are kept since the last step."""
+"""The largest number of model calls with gradients that are kept since the last step."""
 MOST_EVALUATED = 16
-"""The most calls of models without gradients whose results are more than values."""
+"""The largest number of model calls without gradients that a replay can repeat."""
 MOST_CHECKED = 256
-"""The most values that are checked when a loop has ended with an error."""
+"""The largest number of values that are checked when a loop ends with an error."""
 MOST_COPIED = 2**28
-"""The size in bytes of all that is copied in a step before the loop writes to it."""
+"""The largest total size in bytes of tensors copied in a step before the loop overwrites them."""
 
 _GAP = "something computed a tensor in it that cannot be called again"
 _GAP_OF_COMPILED = (
@@ -65,7 +65,7 @@ _SIMPLE = {
 
 
 class _Argument(NamedTuple):
-    """Tensor among the arguments of a call, the call that has made it, and its version."""
+    """Tensor argument of a call, with the call that made it and its version."""
 
     tensor: Tensor
     made: Made | None
@@ -73,7 +73,7 @@ class _Argument(NamedTuple):
 
 
 class LoggedCall(NamedTuple):
-    """Call to be kept, and the tensors among its arguments."""
+    """Call to keep, and its tensor arguments."""
 
     call: KeptCall
     arguments: list[_Argument]
@@ -87,12 +87,13 @@ class _Entry(weakref.ref[Tensor]):
 
 
 class CallLog:
-    """The calls of this step, and those of the last one that are still in use.
+    """The calls of this step, and those of the last step that are still in use.
 
     Attributes:
-        written: What the loop last wrote to a tensor from before the step, such as the factor that
-            it has multiplied gradients by.
-        written_at: Where it last wrote to a tensor in this step, such as a weight of a teacher.
+        written: The value that the loop last wrote to a tensor from before the step, such as a
+            factor for gradients.
+        written_at: The place in this step where the loop last wrote to a tensor, such as a weight
+            of a teacher.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ class CallLog:
         self._buffers = BufferCopies()
 
     def begin(self) -> None:
-        """Begin another step; its calls may use results of the last one, but no older ones."""
+        """Begin a new step. Its calls may use results of the last step, but not older ones."""
         self._turn()
         self.written, self.written_at, self._num_copied = None, ByMemory(), 0
         self._evaluated.clear()
@@ -130,7 +131,7 @@ class CallLog:
     def call(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_drawing: bool = False
     ) -> LoggedCall | None:
-        """Return a call with placeholders for its tensors, None if it cannot be kept."""
+        """Return a call with placeholders for its tensors, or None if it cannot be kept."""
         with unseen():
             kept = self._placed(function, args, kwargs)
             if isinstance(function, nn.Module):
@@ -138,7 +139,7 @@ class CallLog:
             elif is_drawing:
                 kept.call.random = RandomStates(accelerators())
             return kept
-        return None  # an object of the user's has raised an error
+        return None  # unseen() has suppressed an error of a user's object
 
     def _placed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> LoggedCall:
         call, arguments = KeptCall(next(self._numbers), function, user_place()), list[_Argument]()
@@ -166,21 +167,21 @@ class CallLog:
             self._forget_evaluated()
             return
         self._models.append(weakref.ref(call))
-        if len(self._models) > MOST_MODELS:  # an evaluation that forgets no_grad
+        if len(self._models) > MOST_MODELS:  # such as an evaluation without no_grad
             _forget([self._models.popleft()])
 
     def _forget_evaluated(self) -> None:
-        """Let go of calls without gradients, but those of the last evaluations of a model."""
+        """Drop calls without gradients, except those since the last few such model calls."""
         self._evaluated.append([])
         if len(self._evaluated) > MOST_EVALUATED:
             _forget(self._evaluated.popleft())
 
     def _kept(self, value: Any, call: KeptCall, arguments: list[_Argument]) -> Any:
-        """Return a placeholder for what is no container."""
+        """Return a placeholder for a value that is not a container."""
         if isinstance(value, Tensor):
             made, version = self.made_by(value), autograd.version_of(value)
             if made is not None and self.is_old(made.call) and _detaches(call):
-                made = None  # its value counts, not what has computed it
+                made = None  # only the value is needed, not the call that computed it
             arguments.append(_Argument(value, made, version))
             return self._placeholder(value, made, version, call)
         if type(value) in _SIMPLE:
@@ -211,7 +212,7 @@ class CallLog:
         return found
 
     def _inside_of(self, whole: Any, call: KeptCall) -> Any:
-        """Return a placeholder for an object; itself if no call has made a part of it."""
+        """Return a placeholder for an object, or the object if no kept call made a part of it."""
         parts = dict(parts_of(whole))
         made = {name: found for name, part in parts.items() if (found := self.made_by(part))}
         known = {id(parts[name]) for name in made}
@@ -228,7 +229,7 @@ class CallLog:
         return Inside(rest, made)
 
     def note_made(self, kept: LoggedCall, result: Any, *, is_effect: bool) -> None:
-        """Note which tensors a call has made, or written to."""
+        """Note the tensors that a call returned or wrote to."""
         call, arguments = kept
         call.writes = tuple(
             position
@@ -261,7 +262,7 @@ class CallLog:
             del self._entries[entry.key]
 
     def _note_write(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Note what the loop writes to a tensor from before the step, such as a gradient."""
+        """Note a value that the loop writes to an older tensor, such as a gradient."""
         made = [found for a in args[1:] if isinstance(a, Tensor) and (found := self.made_by(a))]
         self.written = made[0] if made else self.written
         if any(map(_is_bad_number, args[1:])):
@@ -269,7 +270,7 @@ class CallLog:
             self.written = Made(self._placed(function, copied, kwargs).call, 0)
 
     def writes_to_older(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Return whether a function writes to what no call of this step has made."""
+        """Return whether a function writes to a tensor that no call of this step made."""
         is_found = False
         with unseen():
             if args and isinstance(args[0], Tensor):
@@ -280,7 +281,7 @@ class CallLog:
                     is_found = True
                     self._note_write(function, args, kwargs)
                 if any(map(_is_bad_number, args[1:])):
-                    # A batch that the loop itself makes bad: its values are data from now on.
+                    # The loop itself makes a batch bad. Its values count as data from now on.
                     is_found |= args[0].grad_fn is None
         return is_found
 
@@ -289,18 +290,18 @@ class CallLog:
         return call.number < self._first
 
     def made_by(self, tensor: Tensor) -> Made | None:
-        """Return the kept call that has made a tensor, None if there is none."""
+        """Return the kept call that made a tensor, or None if there is none."""
         entry = self._entries.get(id(tensor))
         if entry is None or entry() is not tensor or entry.version != autograd.version_of(tensor):
             return None
         if tensor.grad_fn is not None and not entry.made.call.has_grad:
-            return None  # inside of a function of autograd that was not seen as a whole
+            return None  # made inside an autograd function that was not captured
         is_value = tensor.grad_fn is None or not is_grad_enabled()
         is_old = self.is_old(entry.made.call) or entry.made.call.is_forgotten
         return None if is_old and is_value else entry.made
 
     def keep_values(self, values: Iterable[Any]) -> None:
-        """Copy what earlier calls were given and this one may overwrite."""
+        """Copy arguments of earlier calls that this call may overwrite."""
         for value in values:
             if isinstance(value, Tensor):
                 for reference in self._given.get(_number_of(value), ()):
@@ -309,9 +310,9 @@ class CallLog:
                         self._num_copied += given.keep()
 
     def model_of(self, calls: Iterable[KeptCall]) -> nn.Module | None:
-        """Return the model that is trained: the first one called with gradients, or at all.
+        """Return the trained model: the first one called with gradients, else the first one called.
 
-        That is the one that it is a part of, if a method of that called it.
+        If a method of an enclosing module called it, return the enclosing module.
         """
         called = [call for call in calls if is_model(call.function)]
         trained = (call.function for call in called if call.has_grad)
@@ -322,7 +323,7 @@ class CallLog:
         return (reference and reference()) or model
 
     def first_bad(self) -> Made | None:
-        """Return the first value of this step that is not finite and still there. Sync: many."""
+        """Return the first value of this step that is alive and not finite. Sync: many."""
         with modes.unseen_by_modes():
             entries = sorted(self._entries.values(), key=lambda entry: entry.made.call.number)
             for entry in entries[-MOST_CHECKED:]:
@@ -336,10 +337,10 @@ class CallLog:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Keep books in a block that the loop does not see.
+    """Hide the bookkeeping in the block from the loop, including its errors.
 
-    Objects and tensors of the user's own may raise any error when they are looked through; the call
-    is then not kept. No mode or subclass of the user's sees what is asked of tensors.
+    Inspecting a user's object or tensor may raise any error; the call is then not kept. The user's
+    modes and tensor subclasses do not see the tensor calls of the block.
     """
     with modes.no_function_modes(), modes.unseen_by_modes():
         try:
@@ -350,7 +351,7 @@ def unseen() -> Iterator[None]:
 
 
 def _is_of_a_signal(error: Exception) -> bool:
-    """Return whether a signal handler of the loop has raised an error, such as a time limit."""
+    """Return whether a signal handler raised an error, such as one for a time limit."""
     handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
@@ -363,7 +364,7 @@ def _forget(references: Iterable[weakref.ref[KeptCall]]) -> None:
 
 
 def _number_of(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor from others, or the tensor if it has none."""
+    """Return an id for the memory of a tensor, or for the tensor if it has no memory."""
     return storages.number_of_memory(tensor) or id(tensor)
 
 
@@ -389,12 +390,12 @@ class BufferCopies:
         )
 
     def of(self, model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
-        """Return the present buffers of a model, each with a copy of its values.
+        """Return the current buffers of a model, each with a copy of its values.
 
-        The modules that have some are looked up once.
+        The modules with buffers are looked up once per model.
         """
         if model not in self._owners:
-            # Not `_buffers`: in a module of torch.jit it is not a dictionary.
+            # `_buffers` is not a dictionary in torch.jit modules.
             self._owners[model] = [
                 (module, name)
                 for module in model.modules()
@@ -408,7 +409,7 @@ class BufferCopies:
         return found
 
     def _copy_of(self, buffer: Tensor) -> Tensor:
-        """Return a copy of a buffer; a new one only if the buffer was written to."""
+        """Return a copy of a buffer; reuse the last one unless the buffer was written to."""
         known = self._copies.get(id(buffer))
         if known is None or known[0]() is not buffer or known[1] != autograd.version_of(buffer):
             copied = buffer.detach().clone()

@@ -1,7 +1,7 @@
 """Capture of the calls that a training loop makes, for a replay.
 
-Calls of models and of PyTorch's functions are kept where the loop makes them; what they call
-themselves is a part of them.
+Calls of models and of PyTorch functions are kept if the loop itself makes them. Calls inside these
+calls are not kept separately.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from halfstep._pytorch import autograd, compiler, modes, modules, optim
 from halfstep._scaler.scaler import GradScaler
 
 MOST_READ = 1024
-"""The most entries of an array that are checked when the loop reads it."""
+"""The largest number of entries of a tensor that is checked when the loop reads it."""
 
 _LEFT_OUT = ("_foreach_", "_fused_", "_amp_", "_record_function_")
-"""Beginnings of the names of functions of optimizers, scalers and profilers."""
+"""Prefixes of functions that optimizers, scalers and profilers call."""
 _READS = {"item", "tolist", "numpy", "__float__", "__bool__", "__array__"}
-"""Names of functions by which a loop gets values out of a tensor."""
+"""Functions that convert a tensor to Python or NumPy values."""
 _NO_TENSORS = {
     *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "is_contiguous"),
     *("is_floating_point", "is_complex", "data_ptr", "storage_offset", "__len__", "__repr__"),
     *("__format__", "__set__", "get_device", "untyped_storage", "_set_grad_enabled"),
 }
-"""Names of functions that return no tensors; to know them costs less than to look."""
+"""Functions without tensor results; a name lookup is cheaper than inspecting the result."""
 _WRITES = {
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"),
     *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__", "register_hook"),
     *("retain_grad", ".data", ".data="),
 }
-"""Names of functions that change a tensor, besides those that end in an underscore."""
+"""Functions that change a tensor, besides those that end in an underscore."""
 _UPDATES = {
     *("add_", "sub_", "subtract_", "mul_", "div_", "copy_", "lerp_", "addcmul_", "addcdiv_"),
     *("__iadd__", "__isub__", "__imul__", ".data", ".data="),
 }
-"""Names of functions by which a loop steps by hand; what it asks for ``data``, it will change."""
+"""Functions that a loop uses to step by hand. A loop that reads ``data`` will write to it."""
 _DRAWS = {
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
     *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_", "bernoulli_"),
@@ -56,7 +56,7 @@ _DRAWS = {
     *("gumbel_softmax", "scaled_dot_product_attention", "multi_head_attention_forward"),
     *("native_dropout", "dropout_", "_standard_gamma", "_sample_dirichlet"),
 }
-"""Names of functions that draw random numbers."""
+"""Functions that draw random numbers."""
 
 
 Kind = Literal["left out", "reads", "writes", "draws", "other"]
@@ -77,7 +77,7 @@ def kind_of(name: str) -> Kind:
 
 
 class _CallsOfFunctions(modes.FunctionMode):
-    """Function mode that hands calls to a :class:`Capture`."""
+    """Function mode that passes calls to a :class:`Capture`."""
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()
@@ -97,19 +97,19 @@ class _CallsOfFunctions(modes.FunctionMode):
 
 
 class Capture(TopLevelCalls):
-    """Keeps the calls of a training loop.
+    """Capture of the calls of a training loop.
 
     Args:
-        is_here: Returns whether a call now is part of the watched training.
-        before_model: Is called before a model is, with gradients enabled.
-        before_backward: Is called before ``backward``, with its roots.
-        before_update: Is called before the loop itself changes a weight after ``backward``.
-        after_read: Is called when the loop has read a value that is not finite, has asked for such
-            values and found some, or has got such gradients of a function, with the tensor.
+        is_here: Returns whether the current call is part of the watched training.
+        before_model: Called before a model runs with gradients enabled.
+        before_backward: Called with the roots before ``backward``.
+        before_update: Called before the loop itself changes a weight after ``backward``.
+        after_read: Called with the tensor when the loop reads a bad value, finds one by a test such
+            as ``isnan``, or gets bad gradients from a function such as ``torch.func.grad``.
 
     Attributes:
-        ends: The calls of ``backward`` in this step.
-        log: The calls, with what each has made.
+        ends: The calls in this step of ``backward`` and of functions that return gradients.
+        log: The calls, with their results.
     """
 
     losses = ()  # a function mode sees them
@@ -134,14 +134,14 @@ class Capture(TopLevelCalls):
     @property
     def is_on(self) -> bool:
         """Whether calls are kept."""
-        if not self._is_here():  # another thread must not go on for the one that steps
+        if not self._is_here():  # another thread must not resume it while the watched one steps
             return False
         if self._is_paused and not optim.optimizer_step_depth():
-            self.pause(is_paused=False)  # the step has raised an error
+            self.pause(is_paused=False)  # the optimizer step raised an error
         return not self._is_paused
 
     def pause(self, *, is_paused: bool) -> None:
-        """Keep nothing while an optimizer steps, or go on."""
+        """Pause the capture while an optimizer steps, or resume it."""
         if is_paused == self._is_paused:
             return
         self._is_paused = is_paused
@@ -150,7 +150,7 @@ class Capture(TopLevelCalls):
         self._has_left = is_paused and self._mode.leave()
 
     def install(self, patches: Patches) -> None:
-        """Put it around the calls until ``patches`` are undone; those of functions need more."""
+        """Patch modules, transforms, ``scale`` and others; functions also need :meth:`keeping`."""
         super().install(patches)
         for owner, name in modes.CALLED_AS_A_WHOLE:
             patches.wrap(owner, name, self._around_transform)
@@ -159,12 +159,12 @@ class Capture(TopLevelCalls):
         patches.put(autograd.FUNCTION_BASE, "apply", classmethod(self._apply()))
 
     def keeping(self) -> AbstractContextManager[None]:
-        """Keep the calls of functions in a block too."""
+        """Return a context that also keeps the calls of functions."""
         return self._mode.active()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Keep nothing that is called in the block in this thread."""
+        """Keep no calls that this thread makes inside the block."""
         with super().inside(), self._mode.aside():
             yield
 
@@ -187,7 +187,7 @@ class Capture(TopLevelCalls):
     def call_function(
         self, function: Callable[..., Any], kind: Kind, args: Any, kwargs: Any
     ) -> Any:
-        """Call a function of PyTorch, and keep the call if it returns or writes to a tensor."""
+        """Call a PyTorch function, and keep the call if it returns or writes to a tensor."""
         if is_called_by_a_scaler():
             return function(*args, **kwargs)
         if kind == "reads":
@@ -221,7 +221,7 @@ class Capture(TopLevelCalls):
         with self.inside():
             result = self._done(kept, original, args, kwargs)
         if kept is not None and is_end and not are_finite(tensors_reached(result)):
-            self._after_read(Made(kept.call, 0))  # no optimizer need step with them
+            self._after_read(Made(kept.call, 0))  # the loop may use them without an optimizer
         return result
 
     def _around_scale(
@@ -238,11 +238,11 @@ class Capture(TopLevelCalls):
             return original(loader)
 
     def _apply(self) -> Callable[..., Any]:
-        """Return ``apply`` of the classes of ``torch.autograd.Function``."""
+        """Return the replacement of ``torch.autograd.Function.apply``."""
         base = autograd.FUNCTION_BASE
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            original = getattr(super(base, cls), "apply")  # noqa: B009 - of PyTorch's C++
+            original = getattr(super(base, cls), "apply")  # noqa: B009 - defined in C++
             is_compiled = autograd.is_compiled_function(cls)
             if torch.compiler.is_compiling() or self.is_left_out() or is_compiled:
                 return original(*args, **kwargs)
@@ -253,7 +253,7 @@ class Capture(TopLevelCalls):
         return apply
 
     def is_left_out(self) -> bool:
-        """Return whether calls in this thread are no calls of the loop."""
+        """Return whether calls in this thread are not kept at the moment."""
         return self.is_inside or not self.is_on or not _counts()
 
     @compiler.do_not_compile_alone
@@ -266,7 +266,7 @@ class Capture(TopLevelCalls):
         *,
         is_effect: bool = False,
     ) -> Any:
-        """Make a call, note which tensors it has made, and return its result."""
+        """Make a call, note the tensors that it makes, and return its result."""
         result = function(*args, **kwargs)
         if kept is not None:
             with unseen():
@@ -274,7 +274,7 @@ class Capture(TopLevelCalls):
         return result
 
     def _note_read(self, tensor: Any, value: Any) -> None:
-        """Note that the loop has read a value, if it says that something is not finite."""
+        """Report a value that the loop has read if it is bad, or the tensor that it calls bad."""
         made = self.log.made_by(tensor) if isinstance(tensor, Tensor) else None
         if made is None:
             return
@@ -288,7 +288,7 @@ class Capture(TopLevelCalls):
 
 @compiler.do_not_compile_alone
 def _counts() -> bool:
-    """Return whether a call now is part of a loop, not of a backward pass or of a tracer."""
+    """Return whether a call is outside of backward passes, JIT tracing and transforms."""
     is_elsewhere = autograd.backward_number() >= 0 or modes.is_jit_tracing()
     return not is_elsewhere and not modes.has_transforms()
 

@@ -1,8 +1,8 @@
-"""Search for a cure: replays a step with one change after another until it is finite.
+"""Search for a cure: replays of a step with one change after another until it is finite.
 
 A change is a smaller scale, more rules, another dtype, or an edit of the user's code. An edit is
-text to paste. In a replay it is carried out above autograd: calls of the function at the line get
-other arguments, as if the line had been edited.
+text to paste. A replay applies it in a function mode: calls of the function at that line get other
+arguments, as if the line had been edited.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from halfstep._trace.rows import grouped
 # --- trials ---------------------------------------------------------------------------------------
 
 MOST_RULES = 3
-"""The most rules that are added to a policy before another dtype is tried."""
+"""The largest number of rules that are added to a policy before another dtype is tried."""
 SMALLEST_SCALE = 1.0
 """The smallest loss scale that is tried."""
 _SCALE_FACTORS = (2.0**-4, 2.0**-10, 0.0)
 
 
 _OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
-"""The blame of a replay that did not come to its end."""
+"""The blame for a replay that was not completed."""
 
 
 HIDES = (
@@ -57,14 +57,14 @@ HIDES = (
 
 
 class Tried(NamedTuple):
-    """What came of a replay: its blame, None if it is finite, and what the user's code called."""
+    """Result of a replay: its blame (None if it is finite) and the calls by the user's code."""
 
     blame: Blame | None
     calls: UserCalls
 
 
 class CureTrial:
-    """Replays of a bad step with one change after another; ``run`` is one without changes."""
+    """Replays of a bad step, each with changes; ``run`` is the replay without changes."""
 
     def __init__(self, replayer: Replayer, run: StepRun) -> None:
         self.replayer = replayer
@@ -74,27 +74,27 @@ class CureTrial:
     def inside(
         self, around: Callable[[], AbstractContextManager[object]], entered: EnteredAutocast
     ) -> CureTrial:
-        """Return a trial whose replays run in a context, which enters an autocast region."""
+        """Return a trial whose replays run in a context that enters an autocast region."""
         trial = copy(self)
         trial._around, trial.entered = around, [entered]
-        trial.model = None  # its modules have no float32 parameters yet, which rules for them ask
+        trial.model = None  # rules for modules need float32 parameters, which it does not have yet
         return trial
 
     def note_lost_number(self, blame: Blame) -> Origins:
-        """Note a number near the bad op that is zero in its dtype; return what led to the op."""
+        """Replay the step and return the origins; note a number near the op that rounds to zero."""
         origins = origins_in(self.replayer, Variant(scale=self.scale), self._around())
         note = lost_number(origins, blame.forward_number)
         self.replayer.notes += [] if note is None else [note]
         return origins
 
     def origins(self, blame: Blame) -> list[Origin]:
-        """Return the ops that round a value to what spoils the bad one, the first ones first."""
+        """Return the earlier ops whose rounding spoils the bad op, in order."""
         origins, exact = self.note_lost_number(blame), Variant(torch.float32, scale=self.scale)
         wide = origins_in(self.replayer, exact, self._around())
         return origins.spoiled(blame.forward_number, wide.special)
 
     def is_finite(self, **changes: Any) -> bool:
-        """Return whether a replay is finite, at the scale of the step if no other is given."""
+        """Return whether a replay with changes is finite; the scale is the step's by default."""
         return self.blame(**changes) is None
 
     def blame(
@@ -103,7 +103,7 @@ class CureTrial:
         variant = Variant(**{"scale": self.scale, **changes})
         try:
             found = scan(self.replayer, variant, around or self._around())
-        except ValueError:  # a rule for a module whose parameters are not float32
+        except ValueError:  # a rule applies to a module whose parameters are not float32
             return _OUTSIDE
         error = found.run.error
         if error is not None and found.blame is None:
@@ -126,9 +126,9 @@ class CureTrial:
 def smaller_scale(
     trial: CureTrial, scale: float, bad: BadOp, largest: float | None
 ) -> float | None:
-    """Return a smaller scale of at least 1, a power of two, at which the step is finite, or None.
+    """Return a smaller scale at which the step is finite: a power of two, at least 1; or None.
 
-    ``largest`` is the largest magnitude, in float32, of the float16 values of the backward pass.
+    ``largest`` is the largest float32 magnitude of gradients that the step computes in float16.
     """
     limit = bad.limit or FORMATS["fp16"].largest
     needed = max(filter(None, (largest, bad.needs)), default=16 * limit)
@@ -148,7 +148,7 @@ def of_scale(scale: float, *, is_finite: bool | None = None) -> Cure:
 
 
 def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) -> Cure | None:
-    """Return the cure of rules, or of another dtype, that can hold the values."""
+    """Return a cure for values out of range: rules, another dtype, or casts in the code."""
     is_rounded = not bad.is_beyond_its_dtype
     if not trial.entered:
         if is_rounded:
@@ -175,7 +175,7 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
 
 
 def _of_half_model(trial: CureTrial) -> Cure | None:
-    """Return the cure of float32 parameters and autocast, with rules if it takes them, or None."""
+    """Return float32 parameters plus autocast, with rules if needed, as the cure; or None."""
     half = half_of(trial.replayer.modules)
     if half is None:
         return None
@@ -206,11 +206,11 @@ def _of_half_model(trial: CureTrial) -> Cure | None:
 
 
 MOST_ORIGINS = 4
-"""The most ops before the bad one for which a rule is tried."""
+"""The largest number of ops before the bad one for which a rule is tried."""
 
 
 def _of_origin(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
-    """Add a rule for the op before the bad one whose value was rounded to what spoils it."""
+    """Try a rule for each earlier op whose rounding spoils the bad op."""
     origins = trial.origins(blame)
     rules = dict.fromkeys(next(_rules_for(o.place, o.op, trial.model), "") for o in origins)
     for policy in islice(filter(None, (_with_rules(base, [r]) for r in rules)), MOST_ORIGINS):
@@ -220,7 +220,7 @@ def _of_origin(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
 
 
 def _of_rules(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
-    """Add a rule for each op that goes bad, the narrowest rule first."""
+    """Add rules until a replay is finite; for each bad op, try the narrowest rule first."""
     rules: list[str] = []
     for _ in range(MOST_RULES):
         for rule in _rules_for(blame.place, blame.op, trial.model):
@@ -248,7 +248,7 @@ def _rules_for(place: OpPlace, name: str, model: nn.Module | None) -> Iterator[s
     if module and (
         model is None or module not in map(without_wrappers, dict(model.named_modules()))
     ):
-        module = ""  # it belongs to another model
+        module = ""  # the module is not part of this model
     if op and op != "_to_copy":
         yield f"{op}@{module}:fp32" if module else f"{op}:fp32"
     if module:
@@ -263,7 +263,7 @@ def _with_rules(base: Policy, rules: list[str]) -> Policy | None:
 
 
 def _scale_with(trial: CureTrial, policy: Policy) -> float | None:
-    """Return a scale at which a step under a policy is finite, None if there is none."""
+    """Return a scale at which the step is finite under a policy, or None."""
     if trial.scale is None:
         return None
     for factor in _SCALE_FACTORS:
@@ -288,15 +288,15 @@ def _of_policy(
 # --- edits ----------------------------------------------------------------------------------------
 
 MOST_EDITS = 3
-"""The most edits that are made together."""
+"""The largest number of calls that are edited together."""
 MOST_EDITS_TRIED = 8
-"""The most edits of one call that are tried."""
+"""The largest number of edits of one call that are tried."""
 MOST_REPLAYS = 32
-"""The number of replays of a diagnosis from which on no more edits are tried."""
+"""The number of replays of a diagnosis after which no more edits are tried."""
 
 
 def of_maths(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
-    """Return the cure of edits that keep functions away from values where they are not defined."""
+    """Return edits as the cure that keep functions away from values where they are undefined."""
     cure = None if call is None else _of_edits(trial, blame, call)
     if cure is not None and cure.is_finite and cure.edits:
         return cure
@@ -304,11 +304,11 @@ def of_maths(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | No
 
 
 MOST_MAKERS = 3
-"""The most calls before the bad one whose results are limited."""
+"""The largest number of calls before the bad one whose results are clamped in turn."""
 
 
 def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
-    """Limit what one of the calls before the bad one returns."""
+    """Return a clamp of the result of a call before the bad one as the cure."""
     makers = makers_of(trial.replayer, blame.forward_number, trial.scale)
     for call in makers[:MOST_MAKERS]:
         for edit in OF_RESULTS:
@@ -321,7 +321,7 @@ def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
 
 
 def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
-    """Return the cure of casts to float32 of what a function is given, or of its own edits."""
+    """Return casts of arguments to float32 as the cure, or edits specific to the function."""
     if call is None:
         return None
     return _of_edits(trial, blame, call, lambda function: (*IN_FLOAT32, *edits_of(function)))
@@ -334,10 +334,10 @@ def _of_edits(
     edits_for: Callable[[str], Iterable[Edit]] = edits_of,
     chosen: Edits = (),
 ) -> Cure | None:
-    """Edit the call that goes bad, then the one that goes bad after that.
+    """Edit the bad call, then the call that is bad after that edit, and so on.
 
-    ``edits_for`` returns the edits of a function, those first that change least; ``chosen`` are the
-    edits of other calls that are made too.
+    ``edits_for`` returns the edits of a function, the least invasive first. The edits ``chosen``
+    for other calls are applied too.
     """
     left, best = list(islice(edits_for(call.function), MOST_EDITS_TRIED)), None
     while left and trial.replayer.num_replays < MOST_REPLAYS:
@@ -348,7 +348,7 @@ def _of_edits(
         if edit is None:  # the call was not reached
             break
         left.remove(edit)
-        if tried.blame.number == OUTSIDE:  # the replay did not come to its end
+        if tried.blame.number == OUTSIDE:  # the replay was not completed
             continue
         best, now = best or tried.calls, (*chosen, (call, (edit,)))
         scale = _scale_of_edits(trial, now, blame, tried.blame)
@@ -363,7 +363,7 @@ def _of_edits(
 
 
 def _scale_of_edits(trial: CureTrial, edits: Edits, before: Blame, after: Blame) -> float | None:
-    """Return a smaller scale at which a step with edits is finite, None if there is none."""
+    """Return a smaller scale at which the step with edits is finite, or None."""
     if trial.scale is None or trial.scale <= 1 or after.phase != "backward":
         return None
     if before.phase == "backward" and before.where == after.where:
@@ -397,7 +397,7 @@ def _of_text(placed: list[Placed]) -> Cure:
 
 
 def of_op(bad: BadOp) -> Cure | None:
-    """Return the cure of an edit, from the description of an op and without a replay."""
+    """Return an edit as the cure from the description of an op, without a replay."""
     name, line = bad.forward_op if bad.line is None else bad.op, bad.line or bad.forward_line
     if name is None or line is None or not has_row(name):
         return None
@@ -412,7 +412,7 @@ def of_op(bad: BadOp) -> Cure | None:
 
 
 def narrowest_rule(blame: Blame, model: nn.Module | None) -> Cure | None:
-    """Return the cure of a rule for an op that needs a wider dtype, without a replay."""
+    """Return a rule as the cure for an op that needs a wider dtype, without a replay."""
     policies = (
         _with_rules(preset("standard"), [rule]) for rule in _rules_for(blame.place, blame.op, model)
     )
@@ -421,7 +421,7 @@ def narrowest_rule(blame: Blame, model: nn.Module | None) -> Cure | None:
 
 
 def power_below(scale: float) -> float:
-    """Return the largest power of two that is not larger than a scale."""
+    """Return the largest power of two that does not exceed a scale."""
     return float(2.0 ** math.floor(math.log2(scale)))
 
 

@@ -1,4 +1,4 @@
-"""Diagnosis of a step: replay it, search for the op to blame, inspect that, judge, and cure."""
+"""Diagnosis of a step: replay, search for the op to blame, inspection, verdict and cure."""
 
 from __future__ import annotations
 
@@ -54,24 +54,26 @@ COMPILED = "compiled code was replayed as it is written, in eager mode"
 def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -> Diagnosis:
     """Replay a training step and name the op, the module, the line, the cause and the cure.
 
-    The step is run several times, op by op, from the present state. Everything is restored:
-    parameters, buffers, gradients, random generators, the scaler, and what modules hold are bit for
-    bit what they were. Optimizers and schedules do not step. Other effects of ``step_fn``, such as
-    printing or reading files, happen each time, so read the batch outside of it.
+    The step is run several times, op by op, from the current state. Afterwards, parameters,
+    buffers, gradients, random generators, the scaler and the attributes of modules are restored bit
+    for bit. Optimizers and schedules do not step. Other effects of ``step_fn``, such as printing or
+    reading files, happen in each run, so read the batch outside of it.
 
     Args:
-        step_fn: Takes no arguments and runs the step: forward, loss and backward, under autocast
-            and with a scaler as in training. It may step optimizers and accumulate several batches.
-        model: The model, for the names of modules. If left out, the first module with parameters
+        step_fn: A function without arguments that runs the step: forward, loss and backward, under
+            autocast and with a scaler as in training. It may step optimizers and accumulate several
+            batches.
+        model: The model, for the names of modules. By default, the first module with parameters
             that is called.
 
     Returns:
         The diagnosis; ``print`` it.
 
     Raises:
-        TypeError: ``step_fn`` cannot be called, or ``model`` is not a module.
+        TypeError: ``step_fn`` is not callable, or ``model`` is not a module.
         CallOrderError: A trace is running.
-        RanksError: The step waits for other ranks: the model is sharded, or it calls a collective.
+        RanksError: The step needs other ranks: the model is sharded, or the step calls a
+            collective.
         Exception: Any error of ``step_fn``, if no value was bad before it.
 
     Sync: one for each op.
@@ -109,9 +111,9 @@ def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -
 def diagnosis_of(
     step: Callable[[], object], model: nn.Module | None, *, is_kept: bool = False
 ) -> Diagnosis:
-    """Replay a step until its cause and cure are known.
+    """Replay a step until the cause and the cure are known.
 
-    ``is_kept`` is for one that repeats kept calls: a finite step is not replayed again to find
+    If ``is_kept``, the step repeats kept calls. A finite one is then not replayed again to find
     underflow.
     """
     replayer = Replayer(step, model, is_kept=is_kept)
@@ -133,15 +135,15 @@ def diagnosis_of(
 def diagnosis_of_calls(
     calls: Sequence[KeptCall], root: Made | None, scale: float | None, model: nn.Module | None
 ) -> tuple[Diagnosis | None, str]:
-    """Replay the calls that a loop has made; return the diagnosis, or None and why there is none.
+    """Replay the calls of a loop; return the diagnosis, or None and the reason why there is none.
 
-    ``root`` is the value that is not finite, if it did not go backward.
+    ``root`` is the bad value, if ``backward`` was not called on it.
     """
     why_not = why_not_replayed(calls, model)
     if why_not is not None:
         return None, why_not
     try:
-        with replaying(), outside_of_contexts():  # hides its own scaler too
+        with replaying(), outside_of_contexts():  # also hides the scaler that step_of makes
             found = diagnosis_of(step_of(calls, root, scale), model, is_kept=True)
     except RanksError:
         return None, "the model or the loss waits for other ranks"
@@ -151,7 +153,7 @@ def diagnosis_of_calls(
     if gap is not None and found.verdict == "unknown":
         return None, gap
     if gap is not None and found.verdict == "data":
-        # What was computed in the gap is not computed again, and looks like data.
+        # Values computed in the gap are not computed again, so the replay takes them for data.
         named = () if model is None else (*model.named_parameters(), *model.named_buffers())
         if found.tensor not in {without_wrappers(name) for name, _ in named}:
             return None, gap
@@ -159,7 +161,7 @@ def diagnosis_of_calls(
 
 
 def why_not_replayed(calls: Sequence[KeptCall], model: nn.Module | None) -> str | None:
-    """Return why one rank cannot repeat calls, None if it can."""
+    """Return why one rank cannot repeat calls, or None if it can."""
     together = None if model is None else why_together(model)
     return together or why_not_again(calls)
 
@@ -171,13 +173,13 @@ def is_bad_in_float32(calls: Sequence[KeptCall], model: nn.Module) -> bool:
         replaying(),
         outside_of_contexts(),
         suppress(Exception),
-    ):  # of the user's code; another replay tells
+    ):  # raised by the user's code; the replay for the diagnosis reports it
         return scan(replayer, Variant(torch.float32, scale=1.0)).blame is not None
     return False
 
 
 def _of_what_was_seen(replayer: Replayer, found: Scan) -> Diagnosis:
-    """Return the diagnosis of a step whose end, or what made it, was not seen."""
+    """Return the diagnosis of a step whose result, or its origin, could not be checked."""
     if found.not_seen:
         replayer.notes.append(f"not seen: {', '.join(found.not_seen)}; {TO_SEE_MORE}")
     if found.first is None:
@@ -188,7 +190,7 @@ def _of_what_was_seen(replayer: Replayer, found: Scan) -> Diagnosis:
 
 
 def _of_no_blame(replayer: Replayer, found: Scan, with_underflow: bool) -> Diagnosis:
-    """Return the diagnosis of a step that is finite, as far as it was seen."""
+    """Return the diagnosis of a step in which no op is to blame."""
     run = found.run
     if run.error is not None:
         raise run.error
@@ -201,7 +203,7 @@ def _of_no_blame(replayer: Replayer, found: Scan, with_underflow: bool) -> Diagn
 
 
 def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
-    """Return the diagnosis of a step that ends in bad values which no op has made."""
+    """Return the diagnosis of a step with bad values that no observed op made."""
     name = "" if blame.tensor is None else names_in(replayer.model)(blame.tensor)
     if not name:
         replayer.notes.append(OF_NO_OP)
@@ -216,7 +218,7 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
     calls = UserCalls(replayer.num_ops)
     found = scan(replayer, Variant(), calls.active(), tracker=tracker)
     blame, scale, error = found.blame, found.run.scale, found.run.error
-    if isinstance(error, RanksError):  # the rest of the step was not seen
+    if isinstance(error, RanksError):  # the rest of the step did not run
         raise error
     if blame is None:
         return _of_no_blame(replayer, found, with_underflow)
@@ -252,7 +254,7 @@ Judgement = tuple[Verdict, Cure | None]
 def judge(
     replayer: Replayer, found: Scan, blame: Blame, bad: BadOp, call: UserCall | None
 ) -> Judgement:
-    """Return the verdict on a step, and its cure, from replays of it."""
+    """Replay a step with changes; return the verdict and the cure."""
     replayer.drop_bad_gradients()
     run, trial = found.run, CureTrial(replayer, found.run)
     wide: Scan | None = None
@@ -276,7 +278,7 @@ def judge(
 
 
 def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | None) -> bool:
-    """Return whether an op is finite in a wider dtype, though no replay is finite."""
+    """Return whether the op alone is finite in a wider dtype, although no replay is finite."""
     if not bad.is_beyond_its_dtype:
         return False
     if wide is None:
@@ -287,7 +289,7 @@ def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | N
             "the step could not be replayed in float32 "
             f"({type(error).__name__}: {error}): judged by the op alone"
         )
-    elif wide.blame.where != blame.where:  # a cast by hand lowers in every replay
+    elif wide.blame.where != blame.where:  # casts in the user's code stay in every replay
         place = wide.blame.place.module or "the model's own forward"
         replayer.notes.append(
             f"in float32 the step goes bad too, later: {wide.blame.op} in {place}"
@@ -296,7 +298,7 @@ def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | N
 
 
 def _largest_gradient(found: Scan, wide: Scan) -> float | None:
-    """Return the largest magnitude in float32 of the gradients that are float16 in the step."""
+    """Return the largest float32 magnitude of the gradients that the step computes in float16."""
     return max(
         (
             amax
@@ -310,7 +312,7 @@ def _largest_gradient(found: Scan, wide: Scan) -> float | None:
 def judge_alone(
     bad: BadOp, blame: Blame, scale: float | None, model: nn.Module | None
 ) -> Judgement:
-    """Return the verdict on an op, and a cure that was not tried; none for a bad tensor."""
+    """Return the verdict on an op without a replay, and an untested cure (None for bad data)."""
     if blame.number == OUTSIDE:
         return "data", None
     if not bad.is_beyond_its_dtype:
@@ -331,7 +333,7 @@ STEP_IN_FLOAT32 = (
 
 
 def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool) -> Judgement:
-    """Return the verdict on a tensor that was bad before the step, and its cure."""
+    """Return the verdict for a tensor that was bad before the step, and its cure."""
     if tensor is not None and tensor.endswith(".grad"):
         text = "call zero_grad() first: this gradient is left from an earlier step"
     elif named := [operand for operand in bad.inputs if operand.name == tensor]:
@@ -353,15 +355,16 @@ def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool) -> Judgemen
 # --- several ranks --------------------------------------------------------------------------------
 
 PATIENCE = timedelta(seconds=60)
-"""How long rank 0 waits for the diagnoses of other ranks."""
+"""The time that rank 0 waits for the diagnoses of other ranks."""
 
 _numbers = count()
 
 
 def _merged(found: Diagnosis) -> Diagnosis:
-    """Return the first bad diagnosis with the others in it on rank 0, the own one on other ranks.
+    """Merge the diagnoses of all ranks on rank 0; return ``found`` on other ranks.
 
-    Every rank must call this equally often. A note names ranks that do not.
+    The result is the first bad diagnosis, with the others in ``others``. Every rank must call this
+    equally often; a note names ranks that did not answer.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return found

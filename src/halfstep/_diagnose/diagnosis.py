@@ -1,4 +1,4 @@
-"""Diagnosis as plain values, as JSON and as text."""
+"""Diagnosis of a step as plain values, JSON and text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Verdict = Literal["none", "absorbed", "scale", "range", "maths", "data", "unknow
 """The cause: see :class:`Diagnosis`."""
 
 A_NUMBER = "the number nan"
-"""The name of a Python number that is NaN, for that of a tensor."""
+"""The text that stands for the tensor's name if a Python number is NaN."""
 
 NO_END = (
     "the step called no backward and returned no tensor: it was judged by its ops alone; return "
@@ -52,12 +52,12 @@ class Line:
 
 @dataclass(frozen=True)
 class LineEdit:
-    """Statement of the user's code as it is to stand.
+    """Replacement of a statement in the user's code.
 
     Attributes:
         file: The path of the file.
-        first: The number of its first line now, from 1.
-        last: The number of its last line now.
+        first: The number of the statement's first line, from 1.
+        last: The number of its last line.
         text: The new lines, with their indentation.
     """
 
@@ -72,14 +72,15 @@ class Operand:
     """Tensor that an op read or returned.
 
     Attributes:
-        name: The name of the parameter or buffer; empty for other tensors.
+        name: The name of the parameter, buffer or gradient (``"weight.grad"``); empty for other
+            tensors.
         dtype: The name of its dtype, ``"float16"``.
         shape: Its shape.
-        low: The smallest finite value, None if there is none.
-        high: The largest finite value.
+        low: The smallest finite value; None if there is none.
+        high: The largest finite value; None if there is none.
         nan: The number of entries that are NaN.
-        inf: The number that are inf or -inf.
-        zeros: The number that are zero.
+        inf: The number of entries that are inf or -inf.
+        zeros: The number of entries that are zero.
     """
 
     name: str
@@ -97,23 +98,23 @@ class BadOp:
     """First op whose inputs were finite and whose output is not.
 
     Attributes:
-        op: The name of the ATen op, ``"addmm"``; ``"_to_copy"`` for a cast.
-        name: Its name in a policy: the op that the rule was looked up for, ``"linear"``. That of
-            the function for the ``where`` inside one, ``"logdet"``.
-        module: The path of its module; empty in the model's own ``forward`` and outside of it.
+        op: The name of the ATen op, such as ``"addmm"``; ``"_to_copy"`` for a cast.
+        name: The name of the op in a policy, such as ``"linear"``. A ``where`` inside a function
+            has the name of that function, such as ``"logdet"``.
+        module: The path of its module; empty in the model's own ``forward`` and outside the model.
         call: The number of the call of that module in which it ran, from 0.
-        phase: The phase in which it ran; ``"recompute"`` repeats the forward pass for
-            checkpointing.
-        rule: The text of the policy's rule that decided, if one did.
-        line: The line of code that called it; in the backward pass only for a backward written in
-            Python.
+        phase: The phase in which it ran; ``"recompute"`` is a forward pass that checkpointing
+            repeats.
+        rule: The text of the policy's rule that decided, if any.
+        line: The line of code that called it. In the backward pass, only known for a backward
+            written in Python.
         forward_op: In the backward pass, the op whose gradient it computes.
         forward_line: The line that called that op.
         inputs: Its inputs, before it wrote to any of them.
         output: Its output.
-        needs: The largest magnitude of the result in float64; None if that is not finite either,
-            or if the op cannot run in float64.
-        limit: The largest number of the dtype of the result.
+        needs: The largest magnitude of the result in float64; None if that result is not finite
+            either, or if the op cannot run in float64.
+        limit: The largest finite number in the dtype of the result.
     """
 
     op: str
@@ -132,7 +133,7 @@ class BadOp:
 
     @property
     def is_beyond_its_dtype(self) -> bool:
-        """Whether float32 can hold its result, and its dtype cannot."""
+        """Whether the result fits float32 but not its own dtype."""
         if self.needs is None or self.limit is None:
             return False
         return self.limit < self.needs < _LARGEST_FLOAT32
@@ -146,10 +147,10 @@ class Cure:
         kind: The kind of change: a policy, a scale, a dtype, the code, or the data.
         text: The code to paste, or the action to take.
         is_finite: Whether a replay of the step with it was finite; None if it was not replayed.
-        policy: The text of the policy.
-        scale: The scale.
-        dtype: The name of the lower precision.
-        edits: The statements to replace, where the text is theirs.
+        policy: The text of the policy, if the cure has one.
+        scale: The scale, if the cure has one.
+        dtype: The name of the autocast dtype, if the cure changes it.
+        edits: The statements to replace; empty if ``text`` is not source code of the user's.
     """
 
     kind: CureKind
@@ -173,8 +174,9 @@ class Flush:
         line: The line that called it; in the backward pass, the line of the op whose gradient it
             computes.
         values: The number of results that are not zero in float32.
-        flushed: The number of those that it returns as zero.
-        at_scales: In the backward pass of a scaled loss, the same number at other scales.
+        flushed: The number of those results that it returns as zero.
+        at_scales: Pairs of another scale and the number flushed at it, for the backward pass of a
+            scaled loss.
     """
 
     op: str
@@ -197,23 +199,24 @@ class Diagnosis:
     """Result of :func:`halfstep.diagnose`; its ``str()`` is a report.
 
     Attributes:
-        verdict: ``"none"``: the step is finite. ``"absorbed"``: it is, but an overflow in it did
-            harm, such as an output of zeros. ``"scale"``: a gradient overflows, and a smaller
-            loss scale cures it. ``"range"``: the value is finite in float32, and the dtype cannot
-            hold it. ``"maths"``: it is not finite in float32 either. ``"data"``: a parameter, a
-            buffer or the batch was bad before the step. ``"unknown"``: see the notes.
+        verdict: ``"none"``: the step is finite. ``"absorbed"``: the step is finite, but an overflow
+            did harm, such as an output of zeros. ``"scale"``: a gradient overflows, and a smaller
+            loss scale cures it. ``"range"``: the value is finite in float32, but does not fit its
+            dtype. ``"maths"``: the value is not finite in float32 either. ``"data"``: a parameter,
+            a buffer or the batch was bad before the step. ``"unknown"``: see the notes.
         bad: The first bad op. For ``"data"``, the op that read the bad tensor first.
         tensor: For ``"data"``, the name of the bad tensor.
-        ends: ``"loss"`` if the loss is not finite, or the parameters whose gradients are not.
-        scale: The scale of the loss; None without one.
+        ends: ``"loss"`` if the loss is not finite, else the names of the parameters whose gradients
+            are not finite.
+        scale: The scale of the loss; None if it is not scaled.
         cure: The cure; None if none was found.
         underflow: The ops that flush values to zero, the largest shares first.
         notes: Other remarks, one line each.
-        num_replays: How often the step was run.
-        seconds: How long that took.
-        rank: The rank that it comes from.
+        num_replays: The number of times the step was run.
+        seconds: The time for all replays, in seconds.
+        rank: The rank that made the diagnosis.
         others: The diagnoses of other ranks.
-        source: The lines of code around that of ``bad``, each after its number.
+        source: The lines of code around the line of ``bad``, each with its number.
 
     Example:
         >>> import halfstep, torch
@@ -246,7 +249,7 @@ class Diagnosis:
         return preformatted(str(self))
 
     def to_json(self) -> str:
-        """Return everything as text that :meth:`from_json` reads."""
+        """Return the diagnosis as JSON that :meth:`from_json` reads."""
         return json.dumps(to_plain(asdict(self)), indent=1)
 
     @classmethod
@@ -254,7 +257,7 @@ class Diagnosis:
         """Return the diagnosis that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: The text is not JSON, or a part is missing or of another type.
+            ValueError: The text is not JSON, or a field is missing or has the wrong type.
         """
         return decoded(cls, text)
 
@@ -262,10 +265,10 @@ class Diagnosis:
 # --- text -----------------------------------------------------------------------------------------
 
 MOST_FLUSHES = 10
-"""The most ops with underflow that are printed."""
+"""The largest number of ops with underflow that are printed."""
 _MOST_ENDS = 3
 _NO_FLUSH = 0.0005
-"""Smaller shares are not worth a line."""
+"""The largest share of flushed values that is not printed."""
 
 
 def diagnosis_text(found: Diagnosis) -> str:
@@ -309,7 +312,7 @@ def _headline(found: Diagnosis) -> str:
 
 
 def _is_rounded(bad: BadOp) -> bool:
-    """Return whether it is not its own dtype that is too narrow."""
+    """Return whether an earlier rounding, not the dtype of the op's result, is the cause."""
     is_wide = bad.output is not None and bad.output.dtype in ("float32", "float64")
     return is_wide or (bad.needs is None and any(operand.zeros for operand in bad.inputs))
 
@@ -375,18 +378,18 @@ _AROUND = 2
 
 
 def line_text(line: Line) -> str:
-    """Return a line with its place, relative to the working directory."""
+    """Return a line with its location; the path is relative to the working directory."""
     return f"{short_path(line.file)}:{line.number} in {line.function}: {line.text}"
 
 
 def short_path(file: str) -> str:
-    """Return a path relative to the working directory, if it is inside."""
+    """Return a path relative to the working directory if it is inside, else unchanged."""
     path = Path(file)
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else file
 
 
 def source_of(bad: BadOp | None) -> tuple[str, ...]:
-    """Return the lines around that of an op; none if its file cannot be read or has changed."""
+    """Return the lines around the line of an op; none if the file is unreadable or has changed."""
     line = None if bad is None else bad.line or bad.forward_line
     if line is None or linecache.getline(line.file, line.number).strip() != line.text:
         return ()

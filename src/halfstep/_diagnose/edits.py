@@ -1,7 +1,7 @@
-"""Edits of calls that keep PyTorch's functions away from values where they are not defined.
+"""Edits of calls that keep PyTorch's functions away from values where they are undefined.
 
-An edit is an expression in which ``{}`` stands for what was there: an argument, or the call itself.
-A replay evaluates the very expression that is told.
+An edit is an expression in which ``{}`` stands for the original code: an argument or the call
+itself. A replay evaluates the same expression that the diagnosis shows.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch import Tensor
 from halfstep._autocast.rule import HALVES
 
 Expression = Callable[[Any, float], str | None]
-"""Returns the expression for a value and a small number, None if it does not fit the value."""
+"""A function from a value and a small number to an expression; None if none fits the value."""
 
 CALL = "call"
 """The slot of the call itself."""
 INSTEAD = "instead"
-"""The slot of the first argument, for an expression that takes the place of the call."""
+"""The slot of the first argument, for an expression that replaces the whole call."""
 NARROW = "narrow"
 """The slot that stands for all arguments in float16 and bfloat16."""
 USUAL_NAMES = ("input", "other", "var")
-"""The names that the first arguments of most functions have."""
+"""The usual parameter names of the first arguments of PyTorch's functions."""
 
 
 class Edit(NamedTuple):
     """Edit of a call.
 
     Attributes:
-        slots: What is edited: arguments by their position, a keyword, :data:`NARROW`,
-            :data:`CALL` or :data:`INSTEAD`.
-        expression: What is put there.
-        factor: Multiplies the small number.
-        told: What is to stand in the source instead, where a module of PyTorch makes the call.
+        slots: The parts to edit: positions of arguments, keywords, :data:`NARROW`, :data:`CALL`
+            or :data:`INSTEAD`.
+        expression: The new expression for each slot.
+        factor: The factor for the small number.
+        told: The expression to show instead if a PyTorch module makes the call.
     """
 
     slots: tuple[int | str, ...]
@@ -46,7 +46,7 @@ class Edit(NamedTuple):
     told: str = ""
 
     def slots_in(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, ...]:
-        """Return the slots of a call with some arguments; none if the edit does not fit it."""
+        """Return the slots for the given arguments; none if the edit does not fit them."""
         if NARROW not in self.slots:
             return self.slots
         given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
@@ -67,11 +67,11 @@ def evaluated(text: str, value: Any) -> Any:
 # --- expressions ----------------------------------------------------------------------------------
 
 _FAR = "10000.0"
-"""Larger than any score; all formats can hold it, and exp(-10000) is 0 in all of them."""
+"""A number larger than any score. All formats can hold it, and exp(-10000) is 0 in each."""
 
 
 def _limited(low: str | None, high: str | None) -> Expression:
-    """Keep values within limits; ``eps`` and ``edge`` (1 - eps) are names in them."""
+    """Clamp values; the limits are numbers or the names that ``_bound`` knows."""
 
     def expression(value: Any, eps: float) -> str | None:
         below, above = (_bound(each, eps) for each in (low, high))
@@ -98,7 +98,7 @@ def _bound(bound: str | None, eps: float) -> str | None:
 
 
 def _exponent(share: float) -> Expression:
-    """Keep an exponent well below the limit of its dtype, since a sum may follow."""
+    """Clamp an exponent well below the limit of its dtype, since a sum may follow."""
 
     def expression(value: Any, eps: float) -> str | None:
         if not (isinstance(value, Tensor) and value.is_floating_point()):
@@ -114,7 +114,7 @@ def _raised(value: Any, eps: float) -> str | None:
 
 
 def _lower_limit(value: Any, eps: float) -> str | None:
-    """Keep a sum of masks within its dtype."""
+    """Clamp a sum of masks to the range of its dtype."""
     if not (isinstance(value, Tensor) and value.is_floating_point()):
         return None
     return f"{{}}.clamp_min(torch.finfo({value.dtype}).min)"
@@ -122,7 +122,7 @@ def _lower_limit(value: Any, eps: float) -> str | None:
 
 def _zero_for_nan(value: Any, eps: float) -> str | None:
     if not isinstance(value, Tensor) or bool(value.isinf().any()):
-        return None  # nothing is empty there
+        return None  # the mean of an empty tensor is NaN, never inf
     return "{}.nan_to_num()"
 
 
@@ -131,7 +131,7 @@ def _is_narrow(value: Any) -> bool:
 
 
 def _cast_to(name: str) -> Expression:
-    """Cast arguments to float32 and, if a cast back is asked for, the result."""
+    """Cast arguments to float32, and the result to ``name`` if that is not empty."""
 
     def expression(value: Any, eps: float) -> str | None:
         if _is_narrow(value):
@@ -155,7 +155,7 @@ def _regular(value: Any, eps: float) -> str | None:
 
 
 def _distinct(value: Any, eps: float) -> str | None:
-    """Add different numbers to the diagonal of a matrix, so that no two eigenvalues are alike."""
+    """Add different numbers to the diagonal of a matrix to separate equal eigenvalues."""
     spread = f"torch.linspace({eps:g}, {1e3 * eps:g}, {{n}}{{where}})"
     return _plus_diagonal(value, f"torch.eye({{m}}, {{n}}{{where}}) * {spread}")
 
@@ -171,7 +171,7 @@ _SOME_KEY = "{0} & ~{0}.all(-1, keepdim=True)"
 
 
 def _some_key(value: Any, eps: float) -> str | None:
-    """Let a row that is fully masked (True) see all keys."""
+    """Unmask all keys of a row that is fully masked (True)."""
     if isinstance(value, Tensor) and value.dtype is torch.bool:
         return _SOME_KEY
     return _limited(f"-{_FAR}", None)(value, eps)
@@ -255,21 +255,21 @@ IN_FLOAT32 = (
     Edit((NARROW, CALL), _cast_to("half")),
     Edit((NARROW, CALL), _cast_to("bfloat16")),
 )
-"""Casts of arguments that are too narrow, where autocast has no say."""
+"""Casts of lower-precision arguments, for calls that autocast does not control."""
 
 OF_RESULTS = (
     Edit((CALL,), _limited("eps", None)),
     Edit((CALL,), _limited("eps", None), 1e3),
     Edit((CALL,), _limited(f"-{_FAR}", _FAR)),
 )
-"""Limits of what an earlier call returns, where the bad one is not in the user's own source."""
+"""Clamps of the result of an earlier call, for a bad call outside the user's source."""
 
 LAST_RESORTS = (*_FINITE, OF_RESULTS[-1])
-"""Limits that fit any function, and hide what is wrong."""
+"""Clamps that fit any function but hide the cause."""
 
 
 def row_name(function: str) -> str:
-    """Return the name of a function's row: ``div`` for ``div_``, ``inv`` for ``linalg_inv_ex``."""
+    """Return the table key of a function: ``div`` for ``div_``, ``inv`` for ``linalg_inv_ex``."""
     name = function.strip("_").removesuffix("_ex")
     for prefix in ("linalg_", "special_"):
         name = name.removeprefix(prefix)
@@ -277,21 +277,22 @@ def row_name(function: str) -> str:
 
 
 def writes_to_first(function: str) -> bool:
-    """Return whether a function changes its first argument, as ``fill_diagonal_`` does."""
+    """Return whether a function modifies its first argument, as ``fill_diagonal_`` does."""
     return function.endswith("_") and not function.endswith("__")
 
 
 def in_place(text: str) -> str | None:
-    """Return an expression that changes what was there, not a copy; None if there is none.
+    """Return the in-place form of an expression, or None if there is none.
 
-    What is then written to ``x.clamp(...)`` would be lost, and with it the fault.
+    A function that modifies its first argument would only modify the copy ``x.clamp(...)``. The
+    replay would then be finite because the write, and with it the fault, is lost.
     """
     changed, count = re.subn(r"^\{\}\.(clamp\w*?)_?\(", r"{}.\1_(", text)
     return changed if count else None
 
 
 def edits_of(function: str) -> Iterator[Edit]:
-    """Yield the edits of a function, those first that change least."""
+    """Yield the edits of a function, the least invasive first."""
     yield from _ROWS.get(row_name(function), (*_FINITE, *_LARGER))
 
 

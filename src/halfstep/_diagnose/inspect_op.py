@@ -1,4 +1,4 @@
-"""Inspection of a bad op: its values, its line, and what it returns in a wider dtype."""
+"""Inspection of a bad op: its values, its line, and its result in a wider dtype."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from halfstep._pytorch.dispatch import schema_of
 from halfstep._trace.ops import by_name
 
 MOST_INSPECTED = 64
-"""The most bad ops that are inspected; the one to blame is among the first."""
+"""The largest number of bad ops that are inspected; the one to blame is among the first."""
 
-# Their third argument asks for float32 results from float16; it is invalid for float64.
+# The third argument of these ops requests float32 results from float16; it is invalid for float64.
 _HALF_TO_FLOAT = ("_softmax", "_log_softmax")
-# Arguments with memory of the forward pass in a layout that depends on the dtype: an op of another
-# dtype would read past its end.
+# Buffers saved by the forward pass, with a layout that depends on the dtype. An op that runs in
+# another dtype would read out of bounds.
 _OPAQUE = {"workspace", "reserve", "reserveSpace", "weight_buf"}
 
 
@@ -41,11 +41,11 @@ class OpInspection(OpObserver):
 
     Attributes:
         bad: The description of the op.
-        has_seen: Whether the op ran, if there is one.
+        has_seen: Whether the op ran; True if no op is to blame.
         tensor: The name of the tensor from outside, or ``A_NUMBER``.
-        call: The call of the user's code that ran the op, or the op whose gradient it computes.
-        notes: Remarks about what the op was given.
-        is_of_batch: Whether the tensor from outside was handed to a module or a loss.
+        call: The call in the user's code that ran the op, or the op whose gradient it computes.
+        notes: Remarks about the op's arguments.
+        is_of_batch: Whether the tensor from outside was passed to a module or a loss.
     """
 
     def __init__(self, blame: Blame, name_of: Callable[[Tensor], str]) -> None:
@@ -114,14 +114,14 @@ def _ignored(call: OpCall) -> list[str]:
 
 
 def named_by(call: UserCall | None, bad: BadOp) -> BadOp:
-    """Return a description whose op, if it only selects values, has the name of its function."""
+    """Return a description that names the calling function instead of a ``where`` inside it."""
     return (
         bad if call is None or bad.name != "where" else replace(bad, name=row_name(call.function))
     )
 
 
 def described(blame: Blame) -> BadOp:
-    """Return the description of the op to blame, still without its lines and values."""
+    """Return the description of the op to blame, without lines and values."""
     place = blame.place
     return BadOp(
         op=blame.op,
@@ -141,7 +141,7 @@ def described(blame: Blame) -> BadOp:
 
 
 def _is_shown(tensor: Tensor) -> bool:
-    """Return whether a tensor is described: not masks."""
+    """Return whether an operand is shown; masks and complex tensors are not."""
     return tensor.dtype is not torch.bool and not tensor.is_complex()
 
 
@@ -156,7 +156,7 @@ def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
 
 
 def operand(tensor: Tensor, name: str) -> Operand:
-    """Return a description of the values of a tensor. Sync: one or two."""
+    """Describe the values of a tensor. Sync: one or two."""
     shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
     is_float = tensor.is_floating_point() or tensor.is_complex()
     values = float_values(tensor if is_float else tensor.detach().double())
@@ -172,9 +172,9 @@ def operand(tensor: Tensor, name: str) -> Operand:
 
 
 def _needs(call: OpCall) -> float | None:
-    """Return the largest magnitude of the result of an op in float64; None if that is not finite.
+    """Return the largest magnitude of the result of an op in float64.
 
-    Also None if the op cannot run in float64, or would draw other numbers.
+    None if the result is not finite, the op cannot run in float64, or it draws random numbers.
     """
     is_random = torch.Tag.nondeterministic_seeded in call.func.tags
     wide = None if is_random else in_wider(call, torch.float64)
@@ -184,15 +184,12 @@ def _needs(call: OpCall) -> float | None:
 
 
 def in_wider(call: OpCall, dtype: torch.dtype) -> list[Tensor] | None:
-    """Return what an op returns with its inputs cast to a wider dtype, None if it cannot run so.
-
-    No tensor is changed.
-    """
+    """Run an op on copies of its inputs in a wider dtype; return None if that is impossible."""
     if any(argument.name in _OPAQUE for argument in schema_of(call.func).arguments):
         return None
 
     def widened(value: Any) -> Any:
-        if isinstance(value, Tensor):  # a copy, since the op may write to it
+        if isinstance(value, Tensor):  # copied because the op may write to it
             is_float = value.is_floating_point()
             return value.detach().to(dtype, copy=True) if is_float else value.clone()
         return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
@@ -202,19 +199,19 @@ def in_wider(call: OpCall, dtype: torch.dtype) -> list[Tensor] | None:
         args[2] = False
     try:
         return list(tensors_in([call.func(*args, **kwargs)]))
-    except (RuntimeError, TypeError, NotImplementedError):  # it has no kernel for the dtype
+    except (RuntimeError, TypeError, NotImplementedError):  # no kernel for the dtype
         return None
 
 
 def names_in(model: nn.Module | None) -> Callable[[Tensor], str]:
-    """Return a function that names parameters and buffers, and views and gradients of them."""
+    """Return a function that names parameters, buffers, their views and their gradients."""
     if model is None:
         return lambda _: ""
     before = _names_by_memory(model)
 
     def name_of(tensor: Tensor) -> str:
         key, _ = _memory(tensor)
-        # FSDP replaces parameters by gathered ones while a module runs.
+        # FSDP swaps in gathered parameters while a module runs.
         _, found = before.get(key) or _names_by_memory(model).get(key) or (None, {})
         return found.get(_offset(tensor), "") if len(found) > 1 else "".join(found.values())
 
@@ -222,7 +219,7 @@ def names_in(model: nn.Module | None) -> Callable[[Tensor], str]:
 
 
 def _names_by_memory(model: nn.Module) -> dict[int, tuple[object, dict[int, str]]]:
-    """Return by the memory of tensors a reference to it, and their names by their offset in it."""
+    """Return a dictionary from a memory to a reference to it and the tensor names by offset."""
     names: dict[int, tuple[object, dict[int, str]]] = {}
     gradients = [(f"{name}.grad", param.grad) for name, param in model.named_parameters()]
     for name, tensor in (*model.named_buffers(), *model.named_parameters(), *gradients):
@@ -234,26 +231,26 @@ def _names_by_memory(model: nn.Module) -> dict[int, tuple[object, dict[int, str]
 
 
 def _offset(tensor: Tensor) -> int:
-    """Return the offset of a tensor in its memory; gradients may share one buffer."""
+    """Return the storage offset of a tensor; several gradients may share one buffer."""
     if tensor.layout is not torch.strided:
         return 0
     return int(distributed.local_part(tensor.detach()).storage_offset())
 
 
 def _memory(tensor: Tensor) -> tuple[int, object]:
-    """Return a number for the memory of a tensor, and what keeps other memory from having it."""
+    """Return an id for the memory of a tensor, and an object that prevents reuse of the id."""
     memory = storages.memory_of(distributed.local_part(tensor.detach()))
     return (id(tensor), tensor) if memory is None else (int(memory.cdata), memory)
 
 
 class InspectingTracker(BlameTracker):
-    """Blame tracker that inspects ops at once if they may be to blame.
+    """Blame tracker that inspects ops immediately if they may be to blame.
 
-    If ``is_replay``, some are left for another replay: ops that write to what they read, and ops of
-    the backward pass that read a bad tensor from outside, since what handed that over has returned.
+    If ``is_replay``, two kinds of op are left to another replay: ops that write to their inputs,
+    and backward ops that read a bad tensor from outside (the call that received it has returned).
 
     Attributes:
-        inspected: The inspections, by the number of the op.
+        inspected: The inspections, keyed by the number of the op.
     """
 
     def __init__(self, model: nn.Module | None, *, is_replay: bool) -> None:
@@ -264,7 +261,7 @@ class InspectingTracker(BlameTracker):
         self._name_of = names_in(model)
 
     def before(self, call: OpCall) -> None:
-        """Note the place of an op, for its backward pass."""
+        """Note the place of a forward op for use in its backward pass."""
         super().before(call)
         if call.phase != "backward":
             self._places[call.number] = (call.name, user_place())
@@ -278,7 +275,7 @@ class InspectingTracker(BlameTracker):
         inspection = OpInspection(blame, self._name_of)
         inspection.before(call)
         inspection.after(call, bad)
-        if call.written:  # what it has read is gone
+        if call.written:  # the op has overwritten its inputs
             inspection.bad = replace(inspection.bad, needs=None)
         if blame.of is not None:
             op, place = self._places.get(call.place.number, (None, None))

@@ -1,8 +1,8 @@
 """Kept calls of a training loop, and their repetition in a replay.
 
-A loop is no function, so halfstep keeps the calls that it makes of models, of PyTorch's functions
-and of ``backward``, and repeats those that a loss was computed by. Everything else in the loop
-(reading a batch, printing, an optimizer's step) is not done again: what it returned is an argument.
+halfstep cannot run an iteration of a loop again. Instead, it keeps the loop's calls of models, of
+PyTorch functions and of ``backward``, and repeats those that computed the loss. Other code in the
+loop (reading a batch, printing, an optimizer step) is not repeated; its results are arguments.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from halfstep._scaler.scaler import GradScaler
 LARGEST_COPY = 2**26
 """The size in bytes of the largest tensor that is copied before the loop writes to it."""
 VIEWS = {".T", ".mT", ".H", ".mH", ".real", ".imag", ".data"}
-"""Properties that are tensors."""
+"""Tensor properties whose values are tensors."""
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function; of the getter of a property, that of the property."""
+    """Return the name of a function; for a property's getter, ``.`` and the property's name."""
     name: str = getattr(function, "__name__", "")
     if name == "__get__":
         return f".{function.__self__.__name__}"
@@ -44,7 +44,7 @@ def name_of(function: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Placeholder of an argument: a tensor by its position among those of an earlier call."""
+    """Placeholder for an argument: a tensor by its position in the results of an earlier call."""
 
     call: KeptCall
     position: int
@@ -52,12 +52,12 @@ class Made:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Given:
-    """Placeholder of an argument: a tensor that no kept call has made.
+    """Placeholder for an argument: a tensor that no kept call made.
 
     Attributes:
-        tensor: The tensor; detached if something that was not kept has computed it.
-        version: How often it had been written to.
-        copy: Its values at that time, if it was written to since.
+        tensor: The tensor; detached if code that was not kept computed it.
+        version: The version counter of the tensor at the time of the call.
+        copy: A copy of the values, made before the loop overwrites the tensor.
     """
 
     tensor: Tensor
@@ -66,12 +66,12 @@ class Given:
 
     @property
     def has_changed(self) -> bool:
-        """Whether its values are gone."""
+        """Whether the tensor was overwritten without a copy."""
         is_read_only = self.tensor.is_inference()
         return self.copy is None and not is_read_only and self.tensor._version != self.version
 
     def keep(self) -> int:
-        """Copy its values, which are about to change; return how many bytes these are."""
+        """Copy the values before they change; return the number of bytes copied."""
         if self.copy is not None or self.tensor.nbytes > LARGEST_COPY or self.has_changed:
             return 0
         with torch.no_grad():
@@ -84,7 +84,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Placeholder of an argument: an object of the user's own with placeholders for its parts."""
+    """Placeholder for an argument: an object of a user's class, with placeholders for its parts."""
 
     like: Any
     parts: dict[str, Made]
@@ -95,18 +95,18 @@ class KeptCall:
     """Call of a model, of a function, of ``scale`` or of ``backward``.
 
     Attributes:
-        number: Its place in the order of all calls.
-        function: What was called; ``scale`` of this module for that of any scaler.
+        number: The number of the call; later calls have larger numbers.
+        function: The function or module; for any scaler's ``scale``, the ``scale`` of this module.
         args: The arguments, with placeholders for tensors.
-        of: The calls whose results it uses, or that wrote to them.
-        given: The other tensors.
+        of: The calls that made the tensors it uses, or wrote to them.
+        given: The other tensors it uses.
         settings: The settings of autocast around it.
         random: The states of random generators, if it draws numbers.
         generators: The generators among its arguments, with their states.
-        buffers: The buffers of the model: their modules, names, and tensors with their values.
-        forward: What was put in place of the model's own ``forward``, for this call or for good.
-        writes: The positions among the tensors of its arguments that it wrote to.
-        gap: Why it cannot be repeated as it was; None if it can.
+        buffers: The buffers of the model: module, name, tensor and a copy of the values.
+        forward: The replacement of the model's own ``forward``, if there was one at the call.
+        writes: The positions of the tensor arguments that it wrote to.
+        gap: The reason why it cannot be repeated exactly; None if it can.
         results: References to its results, each with its version.
     """
 
@@ -139,19 +139,19 @@ class KeptCall:
         return not (self.of or self.given or isinstance(self.function, nn.Module))
 
     def still_there(self) -> list[Tensor] | None:
-        """Return its results if all are in use, and none was written to; else None."""
+        """Return its results if all are alive and none was written to, else None."""
         found = [(reference(), version) for reference, version in self.results]
         same = [t for t, version in found if t is not None and t._version == version]
         return same if len(same) == len(found) else None
 
     def forget(self) -> None:
-        """Let go of all that it keeps, so that no chain of calls grows without end."""
+        """Drop everything that it references, so that chains of calls cannot grow without limit."""
         self.args, self.kwargs, self.of, self.given = (), None, (), ()
         self.random, self.buffers = None, ()
         self.is_forgotten = True
 
     def tensors(self, result: Any, args: Any, kwargs: Any) -> list[Tensor]:
-        """Return the tensors that are known by a position: results, then what it wrote to."""
+        """Return the tensors that positions refer to: results, then arguments written to."""
         found = tensors_reached(result)
         if self.writes:
             arguments = list(tensors_in([args, kwargs]))
@@ -164,7 +164,7 @@ def is_model(function: object) -> TypeGuard[nn.Module]:
 
 
 def needed_for(ends: Sequence[KeptCall]) -> list[KeptCall]:
-    """Return the calls that the ends need, and the ends, in order."""
+    """Return ``ends`` and all calls that they depend on, in order."""
     found = set(ends)
     stack = list(ends)
     while stack:
@@ -176,9 +176,9 @@ def needed_for(ends: Sequence[KeptCall]) -> list[KeptCall]:
 
 
 def weights_of(calls: Iterable[KeptCall]) -> list[Tensor]:
-    """Return the parameters of the modules that were called, and the leaves that calls were given.
+    """Return the parameters of the called modules and the tensors given to calls.
 
-    Some may stand there twice.
+    There may be duplicates.
     """
     found: list[Tensor] = []
     for call in calls:
@@ -189,12 +189,12 @@ def weights_of(calls: Iterable[KeptCall]) -> list[Tensor]:
 
 
 def gap_in(calls: Sequence[KeptCall]) -> str | None:
-    """Return why a part of some calls is not repeated, None if all is."""
+    """Return why a part of the calls is not repeated, or None if everything is."""
     return next((call.gap for call in calls if call.gap is not None), None)
 
 
 def why_not_again(calls: Sequence[KeptCall]) -> str | None:
-    """Return why calls cannot be repeated at all, None if they can."""
+    """Return why calls cannot be repeated at all, or None if they can."""
     if not calls:
         return "no loss was seen"
     for call in calls:
@@ -208,7 +208,7 @@ def why_not_again(calls: Sequence[KeptCall]) -> str | None:
 
 
 def scale(outputs: Any) -> Any:
-    """Stand for ``scale`` of a scaler among the kept calls; a replay has a scaler of its own."""
+    """Stand in for the ``scale`` of a scaler in kept calls; a replay has its own scaler."""
     return outputs
 
 
@@ -223,9 +223,9 @@ _OPPOSITE = {"logical_not", "__invert__", "bitwise_not"}
 
 
 def found_bad(answer: Made, *, is_true: bool) -> Made | None:
-    """Return the tensor of which an answer says that it is not finite, if there is one.
+    """Return the tensor that is not finite according to an answer, or None.
 
-    Such as ``loss`` for the answer of ``torch.isnan(loss).any()``, if that ``is_true``.
+    If ``torch.isnan(loss).any()`` ``is_true``, that is ``loss``.
     """
     call = answer.call
     name = call.name
@@ -233,7 +233,7 @@ def found_bad(answer: Made, *, is_true: bool) -> Made | None:
     if name in _SAYS_BAD | _SAYS_GOOD:
         is_comparison = name.strip("_") in ("ne", "eq")
         if is_comparison and (len(asked) != 2 or asked[0] != asked[1]):
-            return None  # only ``loss != loss`` asks for NaN
+            return None  # only ``loss != loss`` tests for NaN
         return asked[0] if asked and is_true == (name in _SAYS_BAD) else None
     if name in _SAME | _OPPOSITE:
         is_true = is_true != (name in _OPPOSITE)
@@ -243,7 +243,7 @@ def found_bad(answer: Made, *, is_true: bool) -> Made | None:
 
 
 def copied_from(made: Made) -> Made:
-    """Return the tensor that a tensor without gradients is a copy of, as in ``loss.detach()``."""
+    """Return the source of a copy, such as ``loss`` for ``loss.detach().cpu()``."""
     while made.call.name in _COPIES:
         source = made.call.args[0]
         if type(source) is not Made:
@@ -253,7 +253,7 @@ def copied_from(made: Made) -> Made:
 
 
 def _asked(call: KeptCall) -> list[Made]:
-    """Return the placeholders among the arguments of a call, and in its lists."""
+    """Return the placeholders in the arguments of a call, including nested containers."""
     found: list[Made] = []
     map_plain(lambda value: found.append(value) if type(value) is Made else None, call.args)
     return found
@@ -271,15 +271,15 @@ def _devices() -> tuple[str, ...]:
 
 
 def devices_of_autocast() -> list[str]:
-    """Return the device types for which autocast is on now."""
+    """Return the device types for which autocast is enabled."""
     return [device for device in _devices() if is_autocast_enabled(device)]
 
 
 @contextmanager
 def outside_of_contexts() -> Iterator[None]:
-    """Run a block as if the loop were in no autocast and no checkpoint now.
+    """Run a block outside of the loop's current autocast and checkpoint.
 
-    Each call has its own, and a step that was left out is replayed in the middle of the next one.
+    Each kept call has its own settings, and a replay may run in the middle of a later step.
     """
     with ExitStack() as stack:
         stack.enter_context(autograd.saving_as_always())
@@ -291,15 +291,15 @@ def outside_of_contexts() -> Iterator[None]:
 def step_of(
     calls: Sequence[KeptCall], root: Made | None, scale: float | None
 ) -> Callable[[], object]:
-    """Return a function that does :func:`call_again` at a scale, with a scaler of its own."""
+    """Return a function that runs :func:`call_again` at a scale, with its own scaler."""
     called = dict.fromkeys(c.function for c in calls if isinstance(c.function, nn.Module))
 
     def step(*modules: nn.Module) -> object:
-        # Made here, in the replay: made before it, it would be one of the script's.
+        # Make the scaler inside the replay; outside, it would count as a scaler of the script.
         ours = GradScaler(init_scale=scale, rule=Static(), process_group="local") if scale else None
         return call_again(calls, root, ours, modules)
 
-    return partial(step, *called)  # a replay keeps the state of modules among the arguments
+    return partial(step, *called)  # a replay saves the state of modules in the arguments
 
 
 def call_again(
@@ -308,10 +308,10 @@ def call_again(
     scaler: GradScaler | None,
     modules: Sequence[nn.Module],
 ) -> object:
-    """Repeat calls, in order, and return what the last one has made, or ``root``.
+    """Repeat calls in order; return the value of ``root``, or else the results of the last call.
 
-    If ``root`` is a loss, backward is called for it. The scaler multiplies losses as that of the
-    run does; None for losses without a scale. The modules begin without gradients.
+    If ``root`` is a loss, ``backward`` is called on it. The scaler scales losses where the run did;
+    it is None if losses are not scaled. The gradients of the modules are cleared first.
     """
     made: dict[KeptCall, list[Tensor]] = {}
     for module in modules:
@@ -320,12 +320,12 @@ def call_again(
     for call in calls:
         by_run = scaler if call.function is scale else None
         if by_run is None and call.name == "backward" and not is_scaled:
-            by_run = scaler  # the runner scales in backward
+            by_run = scaler  # `halfstep run --amp` scales inside backward
         made[call] = _again(call, made, by_run)
     if root is None:
         return made[calls[-1]]
     value = made[root.call][root.position]
-    if value.requires_grad and value.ndim == 0:  # a loss that the loop has left out
+    if value.requires_grad and value.ndim == 0:  # a loss that the loop dropped before backward
         torch.autograd.backward(value)
     return value
 
@@ -333,14 +333,14 @@ def call_again(
 def _again(
     call: KeptCall, made: dict[KeptCall, list[Tensor]], scaler: GradScaler | None
 ) -> list[Tensor]:
-    """Repeat one call with its autocast and its random numbers; return its tensors."""
-    at = call.at  # noqa: F841 - read from here, see CALLED_AGAIN
+    """Repeat one call with its autocast settings and random states; return its tensors."""
+    at = call.at  # noqa: F841 - read from the frame, see CALLED_AGAIN
     if call.random is not None:
         call.random.restore()
     for module, name, buffer, values in call.buffers:
         with torch.no_grad():
             buffer.copy_(values)
-        if getattr(module, name) is not buffer:  # the call has set another one
+        if getattr(module, name) is not buffer:  # the call replaced the buffer
             setattr(module, name, buffer)
     function: Callable[..., Any] = call.function
     if isinstance(function, nn.Module) and function.training != call.is_training:
@@ -353,7 +353,7 @@ def _again(
             stack.callback(generator.set_state, generator.get_state())
             generator.set_state(state)
         stack.enter_context(torch.set_grad_enabled(call.has_grad))
-        if call.is_constant:  # a value that was there before, for who looks for the cause
+        if call.is_constant:  # observers treat it as a value from before the step
             there = call.still_there()
             if there is not None:
                 return there
@@ -361,7 +361,7 @@ def _again(
         for settings in call.settings:
             stack.enter_context(Region(settings))
         if isinstance(function, nn.Module) and call.forward is not None:
-            # That of Lightning sends one call of DistributedDataParallel to training_step.
+            # Lightning replaces forward to route one call of DDP to training_step.
             vars(replicated(function))["forward"] = call.forward
         return call.tensors(function(*args, **kwargs), args, kwargs)
 
@@ -391,7 +391,7 @@ def parts_of(whole: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def set_part(whole: Any, name: str, part: Tensor) -> None:
-    """Set what :func:`parts_of` has named."""
+    """Set a part that :func:`parts_of` named."""
     if isinstance(whole, dict):
         whole[name] = part
     else:

@@ -1,4 +1,4 @@
-"""Live traces: steps traced as they run, because none can be replayed."""
+"""Live traces of steps as they run, for steps that cannot be replayed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ NOTE = "traced live, not replayed: judged by the op alone, and the cure was not 
 
 
 class LiveTrace:
-    """Traces the ops of this thread from :meth:`begin` to :meth:`end`.
+    """Trace of the ops of this thread from :meth:`begin` to :meth:`end`.
 
     Attributes:
-        came_from_elsewhere: Whether the bad values came from another rank; known after the end.
+        came_from_elsewhere: Whether the bad values came from another rank; set by :meth:`end`.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -43,11 +43,11 @@ class LiveTrace:
         self._mode = ObserverMode(FoundModules(model, undo), undo, self._tracker)
 
     def pause(self, *, is_paused: bool) -> None:
-        """Leave out what runs from now on, such as the step of an optimizer, or go on."""
+        """Pause the trace, as during the step of an optimizer, or resume it."""
         self._mode.is_paused = is_paused
 
     def begin(self) -> bool:
-        """Begin, and return whether that was possible: not inside another dispatch mode."""
+        """Begin the trace; return False if another dispatch mode is active."""
         if modes.dispatch_modes():
             return False
         with ExitStack() as stack:
@@ -60,7 +60,7 @@ class LiveTrace:
         return True
 
     def _backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Show the gradients of FSDP, whose parameters are not the leaves of the graph."""
+        """Show the gradients of FSDP parameters, which are not leaves of the graph."""
         original(*args, **kwargs)
         for param in () if self.model is None else self.model.parameters():
             if distributed.is_dtensor(param) and param.grad is not None:
@@ -68,13 +68,13 @@ class LiveTrace:
                     self._tracker.see_gradient(param, distributed.local_part(param.grad.detach()))
 
     def end(self, scale: float | None) -> Diagnosis | None:
-        """End the trace and return the diagnosis, None if nothing was bad."""
+        """End the trace and return the diagnosis; None if nothing was bad or no op is to blame."""
         if modes.dispatch_modes()[-1:] == [self._mode]:
             self._stack.close()
         blame = self._tracker.root()
         if blame is None:
             return None
-        # Another rank has sent the bad values, or no op of this rank made them.
+        # Either another rank sent the bad values, or no op of this rank made them.
         self.came_from_elsewhere = blame.number == ELSEWHERE or (
             blame.reader == OUTSIDE and has_ranks()
         )
@@ -89,7 +89,7 @@ class LiveTrace:
 
 
 class _NoUndoLog(UndoLog):
-    """Undo log that notes nothing, since the training itself runs."""
+    """Undo log that saves no tensors or modules, since the training itself runs."""
 
     def note_write(self, tensor: Tensor) -> None:
         """Do nothing."""

@@ -23,7 +23,7 @@ from halfstep.errors import RanksError
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 """The namespaces of PyTorch's collectives."""
 _FOR_COLLECTIVES = ("fsdp::all_gather_copy_in",)
-"""Ops that return memory for a collective, in which there are no values yet."""
+"""Ops that return uninitialized memory for a collective."""
 OpKey = tuple[str, Phase, str, int, str | None, int]
 """Name, phase, module, call, the op that the rule was looked up for, and a running number."""
 
@@ -34,10 +34,10 @@ class OpCall:
 
     Attributes:
         number: The number of the op in the replay, from 0.
-        key: Identifies the op in other replays, which may have more or fewer ops.
+        key: The identity of the op across replays, which may have more or fewer ops.
         of: In the backward pass, the key of the op whose gradient it computes.
         given: The tensors among its arguments.
-        written: The tensors among them that it writes to.
+        written: The tensors among its arguments that it writes to.
     """
 
     number: int
@@ -54,22 +54,22 @@ class OpCall:
 
 
 class OpObserver:
-    """Observer of the ops of a replay. Ops that it calls itself are not observed.
+    """Observer of the ops of a replay. Ops that the observer calls itself are not observed.
 
     Attributes:
-        undo: The undo log of the replay, which has the values of tensors before they were written
-            to; set when the replay begins.
+        undo: The undo log of the replay, set when the replay begins. It holds the values of tensors
+            from before they were written to.
     """
 
     undo: UndoLog
     is_settled = False
-    """Whether a backward pass from the losses so far would tell nothing more."""
+    """Whether the result is known without a backward pass from the losses so far."""
 
     def before(self, call: OpCall) -> None:
         """Observe an op before it runs."""
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
-        """Observe the outputs of an op or, if it returns no tensors, those that it wrote to."""
+        """Observe the outputs of an op, or the tensors that it wrote to if it returns none."""
 
     def before_collective(self, call: OpCall) -> None:
         """Observe a collective before it sends its inputs to other ranks."""
@@ -78,10 +78,10 @@ class OpObserver:
         """Note the outputs of a collective, which may not have arrived yet."""
 
     def see_loss(self, loss: Tensor) -> None:
-        """Observe a loss that is given to ``scale`` or ``backward``."""
+        """Observe a loss that is passed to ``scale`` or ``backward``."""
 
     def see_output(self, output: Tensor) -> None:
-        """Observe a tensor that a module returns which no other module has called."""
+        """Observe a tensor that an outermost module returns."""
 
     def see_result(self, result: object) -> None:
         """Observe a tensor, an array or a number that the step returns."""
@@ -90,20 +90,20 @@ class OpObserver:
         """Observe the gradient of a leaf when ``backward`` returns."""
 
     def see_remaining(self, leaf: Tensor, gradient: Tensor, *, is_new: bool) -> None:
-        """Observe the ``grad`` of a leaf when the step has returned, and whether it has set it."""
+        """Observe the ``grad`` of a leaf when the step returns; ``is_new`` if the step set it."""
 
 
 class FoundModules(RunningModules):
     """Modules that run in a replay: those of the model, and others when they are called.
 
-    If no model is given, it is the first module with parameters that is called outside of others,
-    or the one among ``known`` that has it. The names of other modules begin with their class.
+    The default model is the first outermost module with parameters that is called, or the module in
+    ``known`` that contains it. Names of other modules begin with their class.
 
     Attributes:
-        outermost: The model as it is called, None before its first call.
-        others: The other modules that were called outside of modules.
-        on_output: Called with what a module returns that no other module has called.
-        model: The same without its wrapper for replication; its names are used.
+        outermost: The model as it is called; None before its first call.
+        others: The other outermost modules that were called.
+        on_output: Called with the output of each outermost module.
+        model: The model without its wrapper for replication; its names are used.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class FoundModules(RunningModules):
             self._take(model)
 
     def _enter(self, module: nn.Module, given: Any) -> None:
-        # The hooks run in all threads, and another thread may train another model.
+        # Hooks run in all threads, and another thread may train another model.
         is_here = threading.get_ident() == self._thread
         if is_here and not self.knows(module) and self.innermost() is None:
             if self.model is None and any(True for _ in module.parameters()):
@@ -146,9 +146,10 @@ class FoundModules(RunningModules):
 
 
 class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that shows every op to an observer, unless ``is_paused``, and logs its writes.
+    """Dispatch mode that shows every op to an observer, and logs writes for the undo log.
 
-    ``is_alone`` if other ranks do not run the same ops, so that collectives are refused.
+    Ops that run while ``is_paused`` are not shown. With ``is_alone``, only this rank runs the ops,
+    so a collective raises an error.
     """
 
     is_paused = False
@@ -180,7 +181,7 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an op; an op on DTensors or other wrappers is observed as ops on their parts."""
         if any_made_of_others(types):
-            return NotImplemented  # the class runs it by ops that come here
+            return NotImplemented  # the class then calls ops on its parts, which come here
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(
@@ -200,7 +201,7 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         before, after = observer.before, observer.after
         if is_collective or op_name(func) in _FOR_COLLECTIVES:
             before, after = observer.before_collective, observer.after_collective
-        # A mode for the user's calls sees what is asked of tensors here in a backward pass.
+        # In a backward pass, a function mode would take our own tensor calls for the user's.
         with modes.no_function_modes():
             call = self._call(func, args, kwargs, given)
             for tensor in call.written:
@@ -233,7 +234,7 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
 
 
 def why_together(model: nn.Module) -> str | None:
-    """Return why a model needs all ranks to run, None if one rank can run it alone."""
+    """Return why a model needs all ranks to run, or None if one rank can run it alone."""
     names = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if names & {"FSDPModule", "FullyShardedDataParallel"}:
         return "the model is sharded by FSDP"
@@ -244,9 +245,9 @@ def why_together(model: nn.Module) -> str | None:
 
 
 def is_compiled_together(model: nn.Module) -> bool:
-    """Return whether compiled code of a model may call collectives, in an order of its own.
+    """Return whether compiled code of a model may call collectives in a different order.
 
-    If one rank runs the code in eager mode, ranks may wait for different collectives.
+    If one rank then runs in eager mode, ranks may wait for different collectives.
     """
     return any(map(compiler.is_compiled, model.modules())) and why_together(model) is not None
 

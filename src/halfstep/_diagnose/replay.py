@@ -1,4 +1,4 @@
-"""Replay of a step: run once more from the same state, which is restored afterwards."""
+"""Replay of a step from its current state, which is restored afterwards."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ from halfstep._scaler.gradients import parameters
 
 @dataclass
 class StepRun:
-    """Facts about one run of a step.
+    """Record of one run of a step.
 
     Attributes:
-        scale: The scale of the losses, None if they were not scaled.
+        scale: The scale of the losses; None if they were not scaled.
+        entered: The autocast regions that the step entered.
+        error: The exception that ended the step, if any.
         scaling: The numbers of the ops that multiplied losses by the scale.
     """
 
@@ -56,18 +58,18 @@ LEFT_GRADIENTS = (
 
 
 class Replayer:
-    """Runs a step several times.
+    """Runner of repeated replays of a step.
 
-    The training is the same afterwards: parameters, buffers, gradients, random generators, scalers
-    and all else that PyTorch or the modules hold. Optimizers and schedules do not step; closures
-    of optimizers are called once.
+    Each replay restores the training state: parameters, buffers, gradients, random generators,
+    scalers, and everything else that PyTorch or the modules hold. Optimizers and schedules do not
+    step; optimizer closures are called once.
 
     Args:
         step: Runs the step.
         model: The model, if it is known.
-        is_kept: Whether the step repeats kept calls, after they ran: it begins without gradients,
-            and may end before the backward pass of a loss that is bad by itself. A function of the
-            user's may not: it may have a hook or a flag to put back.
+        is_kept: Whether the step repeats kept calls. Such a step starts without gradients, and may
+            end before the backward pass if the loss itself is bad. A user's function must not be
+            cut short: it may have a hook or a flag to reset.
 
     Attributes:
         model: The model whose names are used; known after the first replay at the latest.
@@ -81,7 +83,7 @@ class Replayer:
         self._step, self._outermost, self.model = step, model, model
         self._owners = owners_in(step)
         self._mode: ObserverMode | None = None
-        self._left: list[tuple[Tensor, Tensor]] = []  # gradients that the step does not take away
+        self._left: list[tuple[Tensor, Tensor]] = []  # gradients that the step does not clear
         self._without_gradient: list[Tensor] = []
         self.num_replays = 0
         self.notes: list[str] = []
@@ -93,14 +95,14 @@ class Replayer:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules whose state is kept from the beginning of a replay."""
+        """The modules whose state is saved at the start of a replay."""
         found = [self._outermost, *(o for o in self._owners if isinstance(o, nn.Module))]
         return [module for module in found if module is not None]
 
     def drop_bad_gradients(self) -> None:
-        """Begin the replays from here on without gradients from before that are not finite.
+        """Start further replays without existing gradients that are not finite.
 
-        They are left of an earlier bad step, and no cure of this one would make them finite.
+        They are left over from an earlier bad step, and no cure of this step can fix them.
         """
         self._without_gradient = [leaf for leaf, grad in self._left if not is_finite(grad)]
         if self._without_gradient:
@@ -121,9 +123,9 @@ class Replayer:
         observer: OpObserver,
         around: AbstractContextManager[object] | None = None,
     ) -> Iterator[StepRun]:
-        """Run the step, in a context if one is given, and show its ops to an observer.
+        """Run the step, inside ``around`` if given, and show its ops to an observer.
 
-        In the block its results can be read; then everything is restored.
+        The results can be read inside the block. Everything is restored when it ends.
         """
         self.num_replays += 1
         undo, patches, run = UndoLog(), Patches(), StepRun()
@@ -159,7 +161,7 @@ class Replayer:
                     _see_ends(observer, result)
                 except _Settled:
                     pass
-                except Exception as error:  # of the step; the caller decides
+                except Exception as error:  # raised by the step; the caller decides
                     run.error = error
             self._outermost, self.model = modules.outermost, modules.model
             self._owners += [each for each in modules.others if each not in self._owners]
@@ -170,9 +172,9 @@ class Replayer:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Keep Python's garbage collector off: what a replay allocates starts it again and again.
+    """Disable Python's garbage collector, which the allocations of a replay trigger repeatedly.
 
-    With it a replay of thousands of small ops takes twice as long.
+    With it, a replay of thousands of small ops takes twice as long.
     """
     is_on = gc.isenabled()
     gc.disable()
@@ -191,13 +193,13 @@ _thread = _Thread()
 
 
 def is_replaying() -> bool:
-    """Return whether what runs now in this thread is a replay, and not the training."""
+    """Return whether this thread is running a replay."""
     return _thread.is_replaying
 
 
 @contextmanager
 def replaying() -> Iterator[None]:
-    """Hide the block from recorders and runners: it is not the training."""
+    """Mark the block as a replay, so that recorders and runners ignore it."""
     before, _thread.is_replaying = _thread.is_replaying, True
     try:
         with unobserved():
@@ -218,12 +220,12 @@ def _here(around: Around) -> Around:
     return only_here
 
 
-class _Settled(Exception):  # noqa: N818  (it ends a replay, nothing is wrong)
-    """The rest of a step would tell nothing more."""
+class _Settled(Exception):  # noqa: N818  (control flow, not an error)
+    """The result of a replay is known before the step has ended."""
 
 
 def _stop_when_settled(patches: Patches, observer: OpObserver, run: StepRun) -> None:
-    """End a replay before the backward pass of a loss that is bad by itself."""
+    """End a replay before the backward pass if the loss itself is bad."""
 
     def backward(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if observer.is_settled and not run.scaling:
@@ -234,9 +236,9 @@ def _stop_when_settled(patches: Patches, observer: OpObserver, run: StepRun) -> 
 
 
 def watch_backward(patches: Patches, observer: OpObserver, *, begins_without: bool = False) -> None:
-    """Show an observer the losses that start backward passes, and the gradients at their end.
+    """Show an observer the losses that start backward passes, and the gradients when they end.
 
-    If it ``begins_without``, the first pass that reaches a leaf finds no gradient there.
+    If ``begins_without``, a leaf's existing gradient is cleared before the first pass to reach it.
     """
     reached: dict[int, Tensor] = {}
 
@@ -277,7 +279,7 @@ def _see_gradients(observer: OpObserver, pairs: Iterable[tuple[Tensor, Tensor | 
 
 @contextmanager
 def _seen_before_hooks(observer: OpObserver, leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Show the gradients of leaves with hooks that may take them away."""
+    """Show the gradients of leaves before hooks run that may remove them."""
 
     def see(leaf: Tensor, gradient: Tensor) -> None:
         _see_gradients(observer, [(leaf, gradient)])
@@ -289,7 +291,7 @@ def _seen_before_hooks(observer: OpObserver, leaves: Iterable[Tensor]) -> Iterat
 
 
 def _see_ends(observer: OpObserver, result: object) -> None:
-    """Show what a step has returned, and the gradients that it has left."""
+    """Show the results of a step, and the gradients that remain after it."""
     with modes.unseen_by_modes():
         for value in values_reached(result, (nn.Module, Optimizer)):
             observer.see_result(value)
@@ -299,7 +301,7 @@ def _see_ends(observer: OpObserver, result: object) -> None:
 
 
 def _keep_swapped(patches: Patches, undo: UndoLog) -> None:
-    """Keep a module that is called with other parameters before it has these."""
+    """Save a module before ``functional_call`` swaps in other parameters."""
 
     def call(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         undo.note_model(module)
@@ -309,7 +311,7 @@ def _keep_swapped(patches: Patches, undo: UndoLog) -> None:
 
 
 def _suspend_optimizers(patches: Patches, observer: OpObserver) -> None:
-    """Keep optimizers and schedules from stepping, and keep gradients that are zeroed."""
+    """Disable steps of optimizers and schedules, and save gradients before they are zeroed."""
 
     def step(original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         closure, *_ = split_closure(args, kwargs)
@@ -342,13 +344,13 @@ def _parameters(owner: Any) -> Iterable[Tensor]:
 def _scaled(
     patches: Patches, mode: ObserverMode, run: StepRun, scale: float | None, may_end_early: bool
 ) -> Iterator[None]:
-    """Start every scaler with a scale, and restore the scalers after the block."""
+    """Restart every scaler, at ``scale`` if given; restore the scalers after the block."""
     before: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def multiply(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         if id(scaler) not in before and scaler.is_enabled():
             before[id(scaler)] = (scaler, dict(vars(scaler)))
-            with modes.unseen_by_modes():  # the ops of all replays have the same numbers
+            with modes.unseen_by_modes():  # keeps op numbers equal in all replays
                 run.scale = scaler.get_scale() if scale is None else scale
                 restart = amp.restart_scaler if isinstance(scaler, TorchGradScaler) else begin_anew
                 restart(scaler, scale)
@@ -364,7 +366,7 @@ def _scaled(
     patches.wrap(TorchGradScaler, "scale", _here(multiply))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of skipped steps
+            warnings.simplefilter("ignore")  # warnings about skipped steps
             yield
     finally:
         for scaler, attributes in before.values():

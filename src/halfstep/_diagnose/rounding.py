@@ -1,6 +1,6 @@
-"""Values that rounding loses: ops whose result spoils a later one, and ops that flush to zero.
+"""Values lost to rounding: ops whose rounded result spoils a later op, and ops that flush to zero.
 
-Inputs that were flushed earlier count for the op that flushed them.
+An input that was flushed earlier counts only for the op that flushed it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from halfstep._trace.rows import Phase
 
 _CASTS = ("_to_copy", "copy_")
 _NEAR = 4
-"""How far from the bad op an eps is looked for."""
+"""The distance from the bad op, in ops, below which an eps is searched for."""
 
 
 Alike = tuple[str, str, int, int]
-"""Op, module, call, and which of these: the same in any dtype, where casts do not count."""
+"""Op, module, call and a running number among these; casts do not count, so any dtype is alike."""
 
 
 class Special(NamedTuple):
-    """How many values of a tensor are 0, 1 or beyond, and not finite."""
+    """Numbers of entries of a tensor that are 0, at least 1 in magnitude, and not finite."""
 
     zeros: int
     ones: int
@@ -52,9 +52,9 @@ class Origin:
 
     Attributes:
         parents: The numbers of the ops that made its inputs.
-        dtype: The dtype of its result, if that is a lower precision.
-        lost: The number among its arguments that its dtype rounds to zero, 0 without one.
-        alike: Identifies it in a replay in another dtype; None for a cast.
+        dtype: The dtype of its result if that is a lower precision, else None.
+        lost: The Python number in its arguments that its dtype rounds to zero; 0 if there is none.
+        alike: The identity of the op in replays in other dtypes; None for a cast.
     """
 
     number: int
@@ -67,9 +67,9 @@ class Origin:
 
 
 class Origins(OpObserver):
-    """Observer that notes which ops made the inputs of which, and their special values.
+    """Observer that notes which ops made the inputs of each op, and the special values.
 
-    Sync: one for each op that returns numbers.
+    Sync: one for each op that returns floating-point values.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Origins(OpObserver):
         return alike
 
     def before_op(self, number: int) -> Iterator[tuple[int, Origin]]:
-        """Yield the ops before an op with their distance from it, the nearest ones first."""
+        """Yield an op and the ops before it with their distances, the nearest ones first."""
         todo, seen = deque([(0, number)]), {number}
         while todo:
             distance, current = todo.popleft()
@@ -116,9 +116,9 @@ class Origins(OpObserver):
             todo.extend((distance + 1, parent) for parent in new)
 
     def spoiled(self, number: int, exact: Mapping[Alike, Special]) -> list[Origin]:
-        """Return the ops from which an op has what spoils it, the first ones first.
+        """Return the lower-precision ops whose rounding spoils an op, in order.
 
-        ``exact`` are the special values of all ops in float32.
+        ``exact`` has the special values of all ops in float32.
         """
         found: dict[int, Origin] = {}
         todo = [number] if number in self._ops else []
@@ -133,9 +133,9 @@ class Origins(OpObserver):
         return [origin for origin in ordered if origin.alike is not None and origin.dtype]
 
     def _is_spoiled(self, origin: Origin, exact: Mapping[Alike, Special]) -> bool:
-        """Return whether an op has 0, 1 or no number where float32 has another value."""
+        """Return whether an op has more special values of some kind than in float32."""
         if origin.alike is None:
-            return True  # a cast has what it is given
+            return True  # a cast passes on the values of its input
         here, there = self.special.get(origin.alike), exact.get(origin.alike)
         return here is not None and there is not None and any(map(gt, here, there))
 
@@ -143,14 +143,14 @@ class Origins(OpObserver):
 def origins_in(
     replayer: Replayer, variant: Variant, around: AbstractContextManager[object]
 ) -> Origins:
-    """Replay the step, in a context, and return which ops made what."""
+    """Replay the step inside ``around`` and return the origins of its values."""
     origins = Origins()
     with replayer.run(variant, origins, around):
         return origins
 
 
 def lost_number(origins: Origins, number: int) -> str | None:
-    """Return a remark on a number near an op that its dtype rounds to zero, such as 1e-12."""
+    """Return a remark about a number near an op that its dtype rounds to 0, such as 1e-12."""
     for distance, origin in origins.before_op(number):
         if origin.lost and distance < _NEAR:
             assert origin.dtype is not None
@@ -163,7 +163,7 @@ def lost_number(origins: Origins, number: int) -> str | None:
 
 
 def makers_of(replayer: Replayer, number: int, scale: float | None) -> list[UserCall]:
-    """Replay the step; return the user's calls that led to an op, the nearest ones first."""
+    """Replay the step; return the user's calls before that of an op, the nearest ones first."""
     origins, calls = Origins(), UserCalls(replayer.num_ops)
     with replayer.run(Variant(scale=scale), origins, calls.active()):
         found = [calls.call_of(origin.number) for _, origin in origins.before_op(number)]
@@ -185,7 +185,7 @@ def _lost(call: OpCall, dtype: torch.dtype | None) -> float:
 # --- underflow ------------------------------------------------------------------------------------
 
 SCALE_FACTORS = (2.0**-8, 2.0**-4, 2.0**4, 2.0**8)
-"""Other scales, as multiples of the present one."""
+"""Other scales to count underflow at, as multiples of the current scale."""
 
 _LARGEST_SCALE = 2.0**24
 _Key = tuple[str, str, Phase, str, Line | None]
@@ -200,7 +200,8 @@ class FlushCounter(OpObserver):
     def __init__(self, scale: float | None) -> None:
         factors = () if scale is None else SCALE_FACTORS
         self._scales = {f * scale: f for f in factors if scale and 1 <= f * scale <= _LARGEST_SCALE}
-        # Values, flushed ones, and in the backward pass those that each other scale flushes.
+        # Numbers of values, of flushed values, and in the backward pass of values that would be
+        # flushed at each other scale.
         self._counts: dict[_Key, list[int]] = {}
         self._lines: dict[int, Line | None] = {}
         self._wide: list[Tensor] | None = None
@@ -251,7 +252,7 @@ def find_underflow(replayer: Replayer, scale: float | None) -> tuple[Flush, ...]
 
 
 def _in_float32(call: OpCall) -> list[Tensor] | None:
-    """Return the result of an op in float32, None if it needs none or cannot compute it."""
+    """Return the result of an op in float32; None if it cannot flush, run or be repeated."""
     dtypes = (call.kwargs.get("dtype"), *(tensor.dtype for tensor in call.given))
     may_flush = not makes_no_values(call.func) and any(dtype in HALVES for dtype in dtypes)
     is_random = torch.Tag.nondeterministic_seeded in call.func.tags

@@ -1,4 +1,4 @@
-"""Text of edits in the user's source: the statement with a call in it, as it would stand there."""
+"""Source text of edits: the user's statements with the edits applied."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Placed:
     """Expression to put at a slot of a call.
 
     Attributes:
-        function: The name of the function that was called there.
+        function: The name of the function that is called there.
         parameters: The names of its parameters, as far as they are known.
-        module: The class of the module of PyTorch that called it, empty if the user's code did.
+        module: The class of the PyTorch module that calls it; empty if the user's code does.
     """
 
     spot: Spot
@@ -41,7 +41,7 @@ class Placed:
 
 
 def edited_lines(placed: list[Placed]) -> list[LineEdit] | None:
-    """Return the statements with edits, each once; None if a call is not identified in its file."""
+    """Return each edited statement once, or None if a call is not found in its file."""
     found: list[LineEdit] = []
     for file, edits in grouped(placed, lambda each: each.spot.line.file).items():
         lines = _edited_file(file, edits)
@@ -77,7 +77,7 @@ def _can_be_parsed(source: str, edits: list[LineEdit]) -> bool:
 
 
 def in_words(placed: list[Placed]) -> str:
-    """Return what to change in a call that is not identified in its source."""
+    """Describe in words the edits of a call that is not found in its source."""
     line, function = placed[0].spot.line, row_name(placed[0].function)
     at = "reached from" if line.text and function not in line.text else "at"
     where = f"in the call of {function} {at} {short_path(line.file)}:{line.number}"
@@ -100,7 +100,7 @@ def _change(placed: Placed) -> str:
 
 
 class _Source:
-    """Source of a file, with the texts that are put into it."""
+    """Source of a file, and the edits to insert into it."""
 
     def __init__(self, file: str, source: str, tree: ast.Module) -> None:
         self._file = file
@@ -110,11 +110,11 @@ class _Source:
             self._starts.append(self._starts[-1] + len(line))
         self._bytes, self._tree = source.encode(), tree
         self._puts: list[tuple[int, int, int, int, bytes]] = []
-        """Position, rank and order among those at the same position, bytes replaced, text."""
+        """Position, rank and order at the same position, number of bytes replaced, and text."""
         self._statements: dict[tuple[int, int], None] = {}
 
     def put(self, placed: Placed) -> bool:
-        """Put an expression at its slot; return whether that was found."""
+        """Put an expression at its slot; return whether the slot was found."""
         node = self._node(placed.spot, placed.function)
         if node is None:
             return False
@@ -130,7 +130,7 @@ class _Source:
         return isinstance(node, ast.Call) and self._put_keyword(node, slot, placed)
 
     def edited(self) -> Iterator[LineEdit]:
-        """Yield the statements with what was put into them."""
+        """Yield the edited statements."""
         for first, last in sorted(self._statements):
             start, end = self._starts[first - 1], self._starts[last]
             text = self._bytes[start:end]
@@ -150,12 +150,12 @@ class _Source:
         first, last, start, end = spot.span
         ends = [n for n in nodes if (n.end_lineno, n.end_col_offset) == (last, end)]
         exact = [n for n in ends if (n.lineno, n.col_offset) == (first, start)]
-        # The position of a method in a chain over several lines begins at its name.
+        # In a chain of methods over several lines, the span of a call starts at the method's name.
         calls = [n for n in ends if isinstance(n, ast.Call)]
         return next(iter((*exact, *calls)), None)
 
     def _constructor(self, module: str, name: str) -> ast.Call | None:
-        """Return the call that makes a module: the only one of a class, or what has its name."""
+        """Return the constructor call of a module: the only one of its class, or of its name."""
         nodes = list(ast.walk(self._tree))
         calls = [n for n in nodes if isinstance(n, ast.Call) and _last_name(n.func) == module]
         if len(calls) > 1:
@@ -180,18 +180,19 @@ class _Source:
         if value is not None:
             return self._wrap(value, placed.expression)
         if "{" in placed.expression:
-            return False  # it changes what was given
+            return False  # the edit needs an existing argument
         if not placed.module and not _is_of(call, placed.function):
-            return False  # what is called there calls the function
+            return False  # the call at this line is another function, which calls this one
         end = self._offset(call.end_lineno or 0, call.end_col_offset or 0) - 1
         comma = "" if self._bytes[:end].rstrip().endswith((b"(", b",")) else ", "
         self._put_at(end, 1, f"{comma}{name}={placed.expression}")
         return self._note(call)
 
     def _wrap_each(self, node: ast.expr, placed: Placed) -> bool:
-        """Put an expression around a node, or around what is no number in a condition.
+        """Put an expression around a node, or around the branches of a conditional.
 
-        In ``a / (mean if mean is not None else 1.0)`` it is ``mean``: a number has no methods.
+        Branches that are numbers are left out, since numbers have no methods: in
+        ``a / (mean if mean is not None else 1.0)`` only ``mean`` is wrapped.
         """
         if placed.expression.startswith("{}") and isinstance(node, ast.IfExp):
             branches = [b for b in (node.body, node.orelse) if not _is_number(b, placed.spot)]
@@ -199,7 +200,7 @@ class _Source:
         return self._wrap(node, placed.expression)
 
     def _wrap(self, node: ast.expr | ast.AugAssign, expression: str) -> bool:
-        """Put an expression around a node, or in its place."""
+        """Put an expression around a node, or replace the node."""
         if not isinstance(node, ast.expr):
             return False
         start = self._offset(node.lineno, node.col_offset)
@@ -227,7 +228,7 @@ class _Source:
         return self._note(node)
 
     def _replace(self, call: ast.expr | ast.AugAssign, kept: ast.expr, expression: str) -> bool:
-        """Put an expression around an argument of a call, in place of the call."""
+        """Replace a call by an expression around one of its arguments."""
         before, after = expression.split("{}")
         for node_start, node_end, text in (
             ((call.lineno, call.col_offset), (kept.lineno, kept.col_offset), before),
@@ -250,7 +251,7 @@ class _Source:
     def _put_at(
         self, position: int, rank: int, text: str, *, order: int = 0, length: int = 0
     ) -> None:
-        """Put a text at a position; what ends a node (rank 0) stands before what begins one."""
+        """Insert a text at a position; the end of a node (rank 0) precedes the start of another."""
         self._puts.append((position, rank, order, length, text.encode()))
 
     def _note(self, node: ast.AST) -> bool:
@@ -262,7 +263,7 @@ class _Source:
         if found is None:
             return False
         inner = [each for each in _own_nodes(found) if hasattr(each, "end_lineno")]
-        ends = inner if hasattr(found, "body") else [found]  # of `with`, `for` and `def`: the head
+        ends = inner if hasattr(found, "body") else [found]  # only the head of `with`, `for`, `def`
         first, last = found.lineno, max(each.end_lineno for each in ends)
         self._statements[(first, last)] = None
         return True
@@ -302,7 +303,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _is_of(node: ast.AST, function: str) -> bool:
-    """Return whether a node may be a call of a function."""
+    """Return whether a node may be a call of a function, judged by its name."""
     if isinstance(node, ast.Call):
         return row_name(_last_name(node.func)) == row_name(function)
     if isinstance(node, (ast.BinOp, ast.AugAssign)):
@@ -311,7 +312,7 @@ def _is_of(node: ast.AST, function: str) -> bool:
 
 
 def _is_method(call: ast.Call, placed: Placed) -> bool:
-    """Return whether a call is that of a method of its first argument."""
+    """Return whether a call is a method call, whose object is the first argument."""
     if not isinstance(call.func, ast.Attribute) or placed.module:
         return False
     root: ast.expr = call.func.value
@@ -323,8 +324,8 @@ def _is_method(call: ast.Call, placed: Placed) -> bool:
 def _keyword(
     call: ast.Call, name: str, placed: Placed, parameters: tuple[str, ...]
 ) -> ast.expr | None:
-    """Return the value that a call gives to a parameter, None if it gives none."""
-    is_name = str.endswith if placed.module else str.__eq__  # src_key_padding_mask, for one
+    """Return the argument of a call for a parameter, or None if there is none."""
+    is_name = str.endswith if placed.module else str.__eq__  # such as src_key_padding_mask
     for each in call.keywords:
         if is_name(each.arg or "", name):
             return each.value
@@ -339,7 +340,7 @@ def parameters_of(function: Any) -> tuple[str, ...]:
     """Return the names of the parameters of a function or a class, as far as they are known."""
     try:
         return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a function of C has none; it may have an op of its name
+    except (TypeError, ValueError):  # C functions have no signature, but an op may have their name
         packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
         overload = getattr(packet, "default", None)
         arguments = () if overload is None else schema_of(overload).arguments
@@ -347,7 +348,7 @@ def parameters_of(function: Any) -> tuple[str, ...]:
 
 
 def _is_number(node: ast.expr, spot: Spot) -> bool:
-    """Return whether a node is a Python number, so that the other operand was asked."""
+    """Return whether a node is a Python number; the other operand's method was then called."""
     if isinstance(node, ast.UnaryOp):
         return _is_number(node.operand, spot)
     if isinstance(node, ast.Call):
@@ -359,7 +360,7 @@ _TO_NUMBERS = ("float", "int", "len", "item")
 
 
 def _argument(node: ast.expr | ast.AugAssign, slot: int, placed: Placed) -> ast.expr | None:
-    """Return the node of an argument of a call, by its position."""
+    """Return the node of the argument at a position of a call."""
     if isinstance(node, ast.UnaryOp):
         return node.operand if slot == 0 else None
     if isinstance(node, ast.AugAssign):

@@ -1,9 +1,8 @@
-"""Undo log of a replay: keeps what the replay changes, and restores it.
+"""Undo log of a replay, which saves and restores all state that the replay changes.
 
-Memory is copied when an op is about to write to it, and only if it existed before the replay. So
-every write by PyTorch is undone, whoever owns the memory. The state in Python is restored too: the
-``grad`` of parameters, the attributes of modules with their contents, and the states of random
-generators.
+Memory that existed before the replay is copied just before the first op writes to it. This covers
+every write by PyTorch, whoever owns the memory. Python state is restored too: the ``grad`` of
+parameters, the attributes of modules with their contents, and the states of random generators.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ _KEPT_ELSEWHERE = (nn.Module, Optimizer, Tensor)
 _WITHOUT_STATE = (type, FunctionType, MethodType, ModuleType)
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), Tensor, nn.Parameter, FunctionType}
 _OF_THREADS = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}
-"""Another thread may change the objects of these packages at any time."""
+"""Packages whose objects another thread may change at any time."""
 MOST_HELD = 100_000
-"""The most values inside modules and optimizers that are kept, outer ones first."""
+"""The largest number of values in modules and optimizers that are saved, outer ones first."""
 LARGEST_ARRAY = 2**24
-"""The size in bytes of the largest NumPy array that is kept."""
+"""The size in bytes of the largest NumPy array that is saved."""
 
 
 class UndoLog:
-    """Keeps the state of all that is noted, until :meth:`restore`.
+    """Saved state of everything that was noted, until :meth:`restore`.
 
-    Sync: none; the states of random generators lie on the host.
+    Sync: none; the states of random generators are on the host.
     """
 
     def __init__(self) -> None:
@@ -58,14 +57,14 @@ class UndoLog:
     # --- notes ------------------------------------------------------------------------------------
 
     def note_write(self, tensor: Tensor) -> None:
-        """Keep the memory of a tensor that an op is about to write to."""
+        """Save the memory of a tensor that an op is about to write to."""
         if tensor in self._born or tensor in self._saved or storages.memory_of(tensor) is None:
             return
         kept = _Saved(tensor) if tensor.layout is torch.strided else _SavedSparse(tensor)
         self._saved.put(tensor, kept)
 
     def note_made(self, outputs: Iterable[Tensor], given: Iterable[Tensor]) -> None:
-        """Note outputs of an op in new memory, which need not be kept."""
+        """Note outputs of an op in new memory, which need not be saved."""
         new = [tensor for tensor in outputs if tensor not in self._born]
         before = {storages.number_of_memory(tensor) for tensor in given} if new else set()
         for tensor in new:
@@ -73,11 +72,11 @@ class UndoLog:
                 self._born.put(tensor, True)
 
     def was_made(self, tensor: Tensor) -> bool:
-        """Return whether the replay has made the memory of a tensor."""
+        """Return whether the memory of a tensor was allocated in the replay."""
         return tensor in self._born
 
     def before(self, tensor: Tensor) -> Tensor | None:
-        """Return the values of a tensor before it was first written to; None if it never was."""
+        """Return the values of a tensor before the first write to it; None without a write."""
         kept = self._saved.get(tensor)
         if kept is None:
             return None
@@ -87,19 +86,19 @@ class UndoLog:
         return empty.set_(kept.copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def grads(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the leaves whose ``grad`` is kept, and that from before."""
+        """Return the leaves whose ``grad`` is saved, each with the saved ``grad``."""
         return list(self._grads.values())
 
     def note_grads(self, leaves: Iterable[Tensor]) -> None:
-        """Keep the ``grad`` of leaves, which may be set."""
-        with modes.no_function_modes():  # one that casts would show those of a copy
+        """Save the ``grad`` of leaves."""
+        with modes.no_function_modes():  # a mode that casts would return the grad of a copy
             for leaf in leaves:
                 self._grads.setdefault(id(leaf), (leaf, leaf.grad))
 
     def note_model(self, model: nn.Module) -> None:
-        """Keep the attributes and classes of a model's modules, and the ``grad`` of parameters.
+        """Save the attributes and classes of a model's modules, and the ``grad`` of parameters.
 
-        A policy with rules for modules, and a lazy module, change the class.
+        Policies with module rules, and lazy modules, change the class of a module.
         """
         new = [module for module in model.modules() if module not in self._modules]
         self._modules |= {module: type(module) for module in new}
@@ -111,21 +110,21 @@ class UndoLog:
                 distributed.keep_buckets(module)
             self.note_grads(module.parameters(recurse=False))
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                with modes.no_function_modes():  # as above
+                with modes.no_function_modes():  # see note_grads
                     self._data.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
-        """Keep the groups and the state of an optimizer, and the ``grad`` of its parameters."""
+        """Save the groups and the state of an optimizer, and the ``grad`` of its parameters."""
         self.note_grads(parameters(optimizer))
         for each in members(optimizer):  # a container may have neither groups nor state
             self._hold([each.param_groups, getattr(each, "state", {})])
 
     def _hold(self, values: Iterable[object]) -> None:
-        """Keep containers and objects with their contents; modules are noted separately."""
+        """Save containers and objects with their contents; modules are noted separately."""
         waiting = deque(values)
         while waiting and len(self._held) < MOST_HELD:
             value: Any = waiting.popleft()
-            kind = type(value)  # not __class__: a weak proxy has that of an object that may be gone
+            kind = type(value)  # not __class__: that of a weak proxy raises if its object is gone
             if id(value) in self._held or issubclass(kind, _KEPT_ELSEWHERE):
                 continue
             if kind is tuple or kind in _CONTAINERS:
@@ -140,7 +139,7 @@ class UndoLog:
                 waiting.extend([] if is_of_threads else [vars(value)])
 
     def note_generators(self, values: Iterable[Any]) -> None:
-        """Keep the states of the random generators among the arguments of an op."""
+        """Save the states of the random generators among the arguments of an op."""
         for value in values:
             if isinstance(value, torch.Generator) and id(value) not in self._generators:
                 self._generators[id(value)] = (value, value.get_state())
@@ -148,7 +147,7 @@ class UndoLog:
     # --- restoring --------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Restore everything bit for bit, versions of tensors too, even if a part fails."""
+        """Restore everything bit for bit, including tensor versions, even if a part fails."""
         with torch.no_grad():
             _call_all(self._restoring())
         self._saved, self._born = ByMemory(), ByMemory()
@@ -172,7 +171,7 @@ class UndoLog:
 
 
 def _call_all(functions: Iterator[Callable[[], object]]) -> None:
-    """Call functions, also those after one that fails, and raise the last error."""
+    """Call all functions even if some fail, then raise the last error."""
     error: BaseException | None = None
     for function in functions:
         try:
@@ -216,7 +215,7 @@ class _SavedSparse:
 
 
 def _restorer(value: Any) -> Callable[[], object] | None:
-    """Return a function that restores a random generator or an array, None for other values."""
+    """Return a function that restores a random generator or an array; None for other values."""
     kind, numpy = type(value), sys.modules.get("numpy")
     if issubclass(kind, random.Random):
         return partial(value.setstate, value.getstate())
@@ -234,7 +233,7 @@ def _restorer(value: Any) -> Callable[[], object] | None:
 def _restore_container(value: Any, before: Any) -> None:
     if _is_same(value, before):
         return
-    if isinstance(value, dict):  # not cleared: another thread may read the attributes of an object
+    if isinstance(value, dict):  # not cleared: another thread may read it as an object's __dict__
         for key in [key for key in value if key not in before]:
             del value[key]
         for key, item in before.items():
@@ -246,7 +245,7 @@ def _restore_container(value: Any, before: Any) -> None:
 
 
 def _restore_data(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
-    """Restore the memory that ``tensor.data = ...`` has replaced without an op."""
+    """Restore the memory that ``tensor.data = ...`` replaced without an op."""
     one, other = storages.memory_of(tensor), storages.memory_of(data)
     if one is not None and other is not None and one.cdata != other.cdata:
         tensor.data = data
@@ -255,7 +254,7 @@ def _restore_data(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Return whether containers have the same items, compared by identity: they may be tensors."""
+    """Return whether containers have the same items, compared by identity (for tensors)."""
     if len(value) != len(before):
         return False
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Calls of PyTorch's functions by the user's code: found by the ops they run, and edited."""
+"""Calls of PyTorch functions by the user's code, their lookup by op, and edits of them."""
 
 from __future__ import annotations
 
@@ -35,43 +35,44 @@ from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, modes
 
 _PASSES = ("backward", "grad")
-"""Functions that run a backward pass, which is no call of the user's."""
+"""Functions that run a backward pass, whose ops do not count as ops of the call."""
 
 
-class NotApplicable(Exception):  # noqa: N818  (the call is made as it is, nothing is wrong)
-    """An edit does not fit what a call was given."""
+class NotApplicable(Exception):  # noqa: N818  (control flow, not an error)
+    """An edit does not fit the arguments of a call."""
 
 
 class UserCall(NamedTuple):
-    """Outermost call of a function of PyTorch in the user's code, and the ops that it ran."""
+    """Outermost call of a PyTorch function in the user's code, and the ops that it ran."""
 
     place: Place
     function: str
     ops: range
 
     def is_at(self, other: UserCall) -> bool:
-        """Return whether both are the same expression of the source, and function."""
+        """Return whether both are the same instruction and function."""
         return self.place.is_at(other.place) and self.function == other.function
 
 
 Edits = tuple[tuple[UserCall, tuple[Edit, ...]], ...]
-"""Pairs of a call, found before, and edits of it, one of which is carried out."""
+"""Pairs of a known call and its alternative edits, one of which is applied."""
 
 
 class UserCalls(TorchFunctionMode):
-    """Mode that notes the user's calls of PyTorch's functions, and carries out edits of them.
+    """Function mode that notes the user's calls of PyTorch functions, and applies edits to them.
 
-    Of several edits of a call it is the first with which the call alone, and its gradients, are
-    finite.
+    Of several edits of a call, it applies the first that makes the call by itself, including its
+    gradients, finite.
 
     Args:
         num_ops: Returns the number of ops that have run.
+        edits: The calls to edit, each with its alternative edits.
         may_end_early: Whether an edit that does not fit may end the replay.
 
     Attributes:
-        chosen: The edits that were carried out, by their place among the pairs.
-        placed: Their texts.
-        do_fit: Whether all edits fitted the calls; where one did not, the call was made as it is.
+        chosen: The edits that were applied, keyed by the index of the pair.
+        placed: The source expressions of the edits, keyed by the index and the slot.
+        do_fit: Whether all edits fitted; a call that an edit did not fit was made unchanged.
     """
 
     def __init__(
@@ -110,13 +111,13 @@ class UserCalls(TorchFunctionMode):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Note the calls of the block, and those of backward passes in it."""
+        """Note the calls in the block, including those in backward passes."""
         with autograd.engine_in(self._in_backward), self:
             yield
 
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
-        """Note the calls of hooks too; PyTorch suspends a mode in what it is shown."""
+        """Note calls in hooks too: PyTorch disables a mode while it handles ``backward``."""
         if not self._is_inside:
             yield
             return
@@ -140,7 +141,7 @@ class UserCalls(TorchFunctionMode):
         try:
             changed = partial(self._changed, name, func, args)
             return _carried_out(edits, func, args, kwargs, changed)
-        except Exception:  # of the edit: it must not pass through a function that has more to do
+        except Exception:  # an error of the edit must not interrupt the user's function
             self.do_fit = False
             if self._may_end_early:
                 raise
@@ -156,7 +157,7 @@ class UserCalls(TorchFunctionMode):
         slot: int | str,
         value: Any,
     ) -> Any:
-        """Return what an edit makes of a value, and note its text."""
+        """Apply an edit to a value, and note the source expression of the edit."""
         key = number, slot
         text = self._texts.get(key)
         if text is None:
@@ -174,10 +175,10 @@ class UserCalls(TorchFunctionMode):
 def _is_in_call(
     slot: int | str, value: Any, args: tuple[Any, ...], told: str, around: Sequence[str]
 ) -> bool:
-    """Return whether an edit of what a module calls is one of the call or the making of the module.
+    """Return whether an edit inside a module can be made where the module is called or constructed.
 
-    The module may call the function with something of its own, such as a weight, and may have been
-    made by another module, as those of a ``TransformerEncoderLayer`` are.
+    It cannot if the module passes a value of its own, such as a weight, or if another module
+    constructed the module, such as a ``TransformerEncoderLayer``.
     """
     if isinstance(slot, str) and slot != CALL:
         return slot != INSTEAD and ("{" in told or set(around) <= {"Sequential"})
@@ -200,7 +201,7 @@ def _carried_out(
     kwargs: dict[str, Any],
     changed: Callable[[int, Edit, int | str, Any], Any],
 ) -> Any:
-    """Call a function with edits; ``changed`` returns what one of them makes of a value."""
+    """Call a function with edits; ``changed`` applies one of them to a value."""
     given, named, of_result = list(args), dict(kwargs), []
     for number, edit in edits:
         slots = edit.slots_in(given, named)
@@ -224,7 +225,7 @@ def _carried_out(
 def _best(
     edits: tuple[Edit, ...], name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Edit:
-    """Return the first edit with which a call alone is finite, else the first that fits it."""
+    """Return the first edit that makes the call by itself finite, else the first that fits."""
     best = None
     for edit in edits if len(edits) > 1 else ():
         is_cure = _is_finite_with(edit, name, func, args, kwargs)
@@ -238,13 +239,13 @@ def _best(
 def _is_finite_with(
     edit: Edit, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool | None:
-    """Return whether a call with an edit and its gradients are finite; None if it does not fit.
+    """Return whether a call with an edit, and its gradients, are finite; None if it does not fit.
 
-    Nothing is changed, and nothing is seen by those around the replay.
+    The call runs on copies, hidden from observers and modes.
     """
 
     def alone(value: Any) -> Any:
-        if isinstance(value, Tensor):  # a copy, since functions write to buffers too
+        if isinstance(value, Tensor):  # copied because functions may write to buffers
             return value.detach().clone().requires_grad_(value.requires_grad)
         if isinstance(value, torch.Generator):
             return torch.Generator(value.device).set_state(value.get_state())
@@ -254,7 +255,7 @@ def _is_finite_with(
         return evaluated(_text(edit, name, slot, value), value)
 
     random = RandomStates(accelerators())
-    hooks = autograd.saving_as_always()  # a checkpoint counts what is saved
+    hooks = autograd.saving_as_always()  # a checkpoint counts saved tensors
     try:
         with modes.no_function_modes(), modes.unseen_by_modes(), hooks:
             args, kwargs = map_plain(alone, (args, kwargs))
@@ -266,21 +267,21 @@ def _is_finite_with(
             return all(is_finite(each) for each in (*outputs, *gradients) if each is not None)
     except NotApplicable:
         return None
-    except Exception:  # of the function; a replay tells
+    except Exception:  # raised by the function; a replay reports it
         return False
     finally:
         random.restore()
 
 
 def call_of(calls: UserCalls, blame: Blame) -> UserCall | None:
-    """Return the call of the user's code that ran a bad op, or that whose gradient it is."""
+    """Return the user's call that ran a bad op, or the op whose gradient it computes."""
     return calls.call_of(blame.reader) or calls.call_of(blame.forward_number)
 
 
 def _holder(
     slot: int | str, given: list[Any], named: dict[str, Any], function: Any
 ) -> tuple[Any, Any]:
-    """Return what holds an argument, and its index or name there."""
+    """Return the list or dictionary that holds an argument, and its index or name."""
     if isinstance(slot, str):
         if slot in parameters_of(function)[: len(given)]:
             return given, parameters_of(function).index(slot)

@@ -1,4 +1,4 @@
-"""User code: the line that runs, its names of tensors, and the objects that a function reaches."""
+"""User code: the current line, its names for tensors, and objects reachable from a function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LIBRARY = f"{Path(os.__file__).parent}/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 
 CALLED_AGAIN: set[CodeType] = set()
-"""The code of functions that repeat a call of the user's; their local ``at`` is its place."""
+"""The code of functions that repeat a call of the user; their local ``at`` is its place."""
 
 
 class Spot(NamedTuple):
@@ -38,9 +38,9 @@ class Spot(NamedTuple):
     Attributes:
         line: The line.
         span: The first and last line, and the first and last column in bytes, of the expression;
-            None where Python does not know them.
-        modules: The names by which its function knows Python modules and classes.
-        numbers: Those by which it knows Python numbers.
+            None if Python does not know them.
+        modules: The names that refer to Python modules and classes in its function.
+        numbers: The names that refer to Python numbers in its function.
     """
 
     line: Line
@@ -50,7 +50,7 @@ class Spot(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Instruction of the user's code, and the global names of its function."""
+    """Instruction in the user's code, and the globals of its function."""
 
     code: CodeType
     instruction: int
@@ -64,7 +64,7 @@ class Place(NamedTuple):
         return Line(code.co_filename, number, code.co_name, text)
 
     def is_at(self, other: Place) -> bool:
-        """Return whether both are the same instruction, of code that may be compiled anew."""
+        """Return whether both are the same instruction, even if the code was compiled again."""
         one, two = self.code, other.code
         is_same = one is two or (one.co_filename == two.co_filename and one == two)
         return is_same and self.instruction == other.instruction
@@ -76,16 +76,16 @@ def _span_of(code: CodeType, instruction: int) -> tuple[int | None, ...]:
 
 
 def user_line() -> Line | None:
-    """Return the innermost line that is not PyTorch's, Python's or ours.
+    """Return the innermost running line outside PyTorch, the standard library and halfstep.
 
-    None in a backward pass that has called no code of the user's.
+    None inside a backward pass, unless it runs code of the user, such as a hook.
     """
     place = user_place()
     return None if place is None else place.line
 
 
 def user_place() -> Place | None:
-    """Return the instruction of the user's code that runs, as :func:`user_line` finds it."""
+    """Return the current instruction of the user's code, at the line of :func:`user_line`."""
     frame = _user_frame()
     if frame is None:
         return None
@@ -96,7 +96,7 @@ def user_place() -> Place | None:
 
 
 def user_spot() -> Spot | None:
-    """Return the expression of the user's code that runs."""
+    """Return the current expression of the user's code."""
     frame, place = _user_frame(), user_place()
     if frame is None or place is None:
         return None
@@ -120,7 +120,7 @@ def _user_frame() -> FrameType | None:
 
 
 def is_called_by_a_scaler() -> bool:
-    """Return whether the function of PyTorch that a mode is shown was called by a scaler."""
+    """Return whether a scaler called the PyTorch function that a function mode is handling."""
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
@@ -128,9 +128,9 @@ def is_called_by_a_scaler() -> bool:
 
 
 def whole_model(module: nn.Module) -> nn.Module:
-    """Return the outermost module whose method calls ``module``, as ``training_step`` does.
+    """Return the outermost module that contains ``module`` and whose method is calling it.
 
-    The module itself if no method of a module that has it as a part is running.
+    ``training_step`` is such a method. Return ``module`` if there is none.
     """
     whole = module
     for frame in _frames():
@@ -141,9 +141,9 @@ def whole_model(module: nn.Module) -> nn.Module:
 
 
 def _self_of(frame: FrameType) -> Any:
-    """Return ``self`` of a frame, and let go of its other names.
+    """Return ``self`` of a frame without keeping its other locals alive.
 
-    Before Python 3.13 a frame keeps what ``f_locals`` has returned: here a step's tensors.
+    Before Python 3.13, a frame caches the dictionary of ``f_locals``, here with a step's tensors.
     """
     code = frame.f_code
     if "self" not in code.co_varnames:
@@ -151,13 +151,13 @@ def _self_of(frame: FrameType) -> Any:
     names = frame.f_locals
     owner = names.get("self")
     is_copy = type(names) is dict and code.co_flags & inspect.CO_OPTIMIZED
-    if is_copy and "locals" not in code.co_names:  # else the loop may use it too
+    if is_copy and "locals" not in code.co_names:  # code that calls locals() may use it too
         names.clear()
     return owner
 
 
 def torch_modules() -> list[str]:
-    """Return the classes of PyTorch's modules between here and the user's code, innermost first."""
+    """Return the class names of the modules on the stack up to the user's code, innermost first."""
     owners: list[nn.Module] = []
     for frame in _frames():
         if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
@@ -169,21 +169,21 @@ def torch_modules() -> list[str]:
 
 
 def is_given_to_module(value: Any) -> bool:
-    """Return whether the user's code gives a value to the module of PyTorch that runs."""
+    """Return whether the user's code passed a value to the PyTorch module that is running."""
     given: list[Any] = []
     for frame in _frames():
         if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
             break
-        if frame.f_code is modules.CALL_CODE:  # the outermost one holds
+        if frame.f_code is modules.CALL_CODE:  # the outermost call wins
             given = [*frame.f_locals["args"], *frame.f_locals["kwargs"].values()]
     return any(value is each for each in given)
 
 
 def called_by_user(tensor: Tensor) -> str | None:
-    """Return the name that the outermost function with a tensor has for it, and where that is.
+    """Return the name of a tensor in the outermost user function that has one, and its location.
 
-    The tensor itself goes before others in the same memory, a name before a place in containers of
-    containers, and a parameter of a module before a name, which a loop may have given.
+    The tensor itself is preferred to others in the same memory, a direct name to an item in nested
+    containers, and a parameter of a module to a name that a loop may have assigned.
     """
     for is_it, depth in ((_is_same_view, 0), (_is_part_of, 0), (_is_same_view, 2)):
         found = None
@@ -202,9 +202,9 @@ def _is_module(value: Any) -> bool:
 
 
 def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
-    """Yield the user's functions that run, each with its line and what it has names for.
+    """Yield the running functions of the user, each with its line and its names.
 
-    One whose call is repeated may have returned: it has the names of its module.
+    A function whose call is repeated may have returned, so only its globals are known.
     """
     for frame in _frames():
         code, line, around, own = frame.f_code, frame.f_lineno, frame.f_globals, frame.f_locals
@@ -216,7 +216,7 @@ def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
 
 
 def is_of_batch(tensor: Tensor) -> bool:
-    """Return whether a tensor is handed to a module, or to a loss function of PyTorch."""
+    """Return whether a tensor is passed to a module or to a loss function of PyTorch."""
     for frame in _frames():
         is_loss = frame.f_code.co_name.endswith(("_loss", "cross_entropy", "_with_logits"))
         if is_loss and frame.f_code.co_filename == torch.nn.functional.__file__:
@@ -246,7 +246,10 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _path_to(is_it: Callable[[Tensor], bool], name: str, value: Any, depth: int) -> str | None:
-    """Return ``batch['x']`` if a tensor is there, in so many containers of containers at most."""
+    """Return the expression of a tensor in a value, such as ``batch['x']``; None if not found.
+
+    Containers are searched up to ``depth`` levels below the outermost one.
+    """
     if isinstance(value, Tensor):
         return name if is_it(value) else None
     if isinstance(value, dict):
@@ -289,13 +292,13 @@ def _is_part_of(tensor: Tensor, whole: Tensor) -> bool:
 # --- reachable objects ----------------------------------------------------------------------------
 
 _DEPTH = 3
-"""The depth of calls: ``lambda: train.step(batch)`` calls a method, which calls another."""
+"""The depth of calls to search: ``lambda: train.step(batch)`` calls a method that calls another."""
 
 
 def owners_in(function: Any) -> list[nn.Module | Optimizer]:
-    """Return the modules and optimizers in the closure, the globals and the object of a function.
+    """Return the modules and optimizers in a function's closure, globals and bound object.
 
-    The functions that it names are searched too. Nothing is called.
+    Functions that it refers to are searched too. Nothing is called.
     """
     found: dict[int, nn.Module | Optimizer] = {}
     for value in _reachable(function, _DEPTH):

@@ -1,4 +1,4 @@
-"""Variants of a replay: other settings of the autocast regions that it enters, other parameters."""
+"""Variants of a replay: changed settings of its autocast regions, and float32 parameters."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ from halfstep._pytorch import amp
 
 @dataclass(frozen=True)
 class Variant:
-    """Changes of a replay against the step; None for what the step itself does.
+    """Settings of a replay that differ from the step; None leaves a setting unchanged.
 
-    A lower precision for autocast, or float32 for none; a policy; and a scale for all losses.
+    Attributes:
+        dtype: The lower precision of autocast; float32 turns autocast off.
+        policy: The policy of autocast.
+        scale: The scale of all losses.
     """
 
     dtype: torch.dtype | None = None
@@ -34,7 +37,7 @@ class Variant:
     scale: float | None = None
 
     def settings(self, asked: Settings) -> Settings:
-        # Without a cache: cached casts of weights would be missing among the ops of a replay.
+        # The cache is off, since cached casts of weights would be missing from the observed ops.
         switches = asked.switches._replace(cache=False)
         if not switches.enabled:
             return asked
@@ -50,7 +53,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class EnteredAutocast:
-    """Autocast region that a step has entered; its policy is None for plain ``torch.autocast``."""
+    """Autocast region that a step entered; the policy is None for plain ``torch.autocast``."""
 
     device: str
     dtype: torch.dtype
@@ -63,8 +66,8 @@ def autocast_as(
 ) -> Iterator[list[EnteredAutocast]]:
     """Apply a variant to every autocast region that is entered in the block.
 
-    Yields the regions that the step enters, each once, in order. Rules for modules refer to the
-    model. The caller undoes the patches, of methods of ``torch.autocast``.
+    Yields the list of entered regions, each once, in order. Module rules refer to ``model``. The
+    caller undoes the patches, which replace methods of ``torch.autocast``.
     """
     entered: list[EnteredAutocast] = []
 
@@ -87,7 +90,7 @@ def autocast_as(
 
 @contextmanager
 def _named(model: nn.Module | None, policy: Policy) -> Iterator[None]:
-    """Name the modules of a model for which a policy has rules, in the block."""
+    """Name the modules that a policy has rules for, inside the block."""
     paths: dict[nn.Module, str] = {}
     if model is not None:
         for rule in policy.module_rules:
@@ -119,7 +122,7 @@ def _follow_torch_autocast(
         number: int | None = None
         if switches.enabled and has_own_rules:
             number = kernels.prepare(preset("torch"), switches.device, only_observed=True)
-        # A checkpoint enters this in what halfstep.autocast was around: its policy stays.
+        # A checkpoint re-enters torch.autocast for a halfstep.autocast region: keep its policy.
         region = Region(Settings(switches, number, inherit=True))
         region.__enter__()
         regions.setdefault(id(context), []).append(region)
@@ -139,14 +142,14 @@ def _follow_torch_autocast(
 
 
 def half_of(modules: Iterable[nn.Module]) -> tuple[str, torch.dtype] | None:
-    """Return the device and the dtype of the first parameter in lower precision, or None."""
+    """Return the device type and dtype of the first lower-precision parameter, or None."""
     params = chain.from_iterable(module.parameters() for module in modules)
     return next(((p.device.type, p.dtype) for p in params if p.dtype in HALVES), None)
 
 
 @contextmanager
 def float32_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Give modules float32 parameters and buffers; the undo log of the replay puts them back."""
+    """Cast parameters and buffers to float32; the undo log of the replay restores them."""
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.dtype in HALVES:
@@ -157,13 +160,13 @@ def float32_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def all_in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Compute in float32, with float32 parameters, whatever is asked for."""
+    """Compute in float32 with float32 parameters, even if the code casts to lower precision."""
     with float32_parameters(modules), _InFloat32():
         yield
 
 
 class _InFloat32(TorchFunctionMode):
-    """Casts what functions are given to float32, and lets them make no lower precision."""
+    """Function mode that casts arguments to float32 and replaces casts to lower precision."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,4 +1,4 @@
-"""Watch on a training loop: diagnoses the steps that go bad."""
+"""Watch on a training loop that diagnoses bad steps."""
 
 from __future__ import annotations
 
@@ -47,47 +47,46 @@ from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import CallOrderError, DiagnosisWarning
 
 MOST_DIAGNOSES = 5
-"""The most places that are diagnosed in a run."""
+"""The largest number of places that are diagnosed in a run."""
 MOST_TRIED = 10
-"""The most steps that are diagnosed, including those that go bad at a known place."""
+"""The largest number of steps that are diagnosed, including those that go bad at a known place."""
 MOST_LIVE = 5
-"""The most steps that are traced live after one that cannot be replayed."""
+"""The largest number of steps that are traced live after one that cannot be replayed."""
 SEE_MORE = (
     "to see more, put the step into a function and call halfstep.diagnose(step): it is then run "
     "as it is"
 )
 MOST_CHECKED = 16
-"""The most skips of dynamic scaling that are replayed for a NaN that no scale cures."""
+"""The largest number of expected skips that are replayed to find NaNs that no scale can cure."""
 
 
 class Watch:
-    """Diagnoses the steps of the training loop in a block that go bad.
+    """Watch that diagnoses the bad steps of the training loop inside a block.
 
-    A step is bad if its loss is not finite, if its gradients are not and no scaler would skip it,
-    or if it is skipped for an overflow that is not part of dynamic scaling. Overflows at the start
-    of a run, and right after the scale has grown, are part of it, unless float32 has them too. A
-    loss that the loop reads and leaves out, as ``if not math.isfinite(loss.item()): sys.exit(1)``
-    does, counts as one that goes backward.
+    A step is bad if its loss is not finite, if its gradients are not finite and no scaler would
+    skip it, or if it is skipped for an overflow that is not part of dynamic scaling. Overflows at
+    the start of a run or right after the scale has grown are expected, unless they also occur in
+    float32. A bad loss that the loop reads and drops without a backward pass, as in
+    ``if not math.isfinite(loss.item()): sys.exit(1)``, counts too.
 
-    A bad step is replayed at once, before its state changes, from the calls that the loop made. If
-    that cannot be done, the steps that follow are traced live as long as a scaler skips bad ones.
+    A bad step is replayed immediately, before its state changes, from the calls that the loop made.
+    If that is impossible, the following steps are traced live, provided a scaler skips bad steps.
 
     Args:
-        scaler: The scaler whose iterations count; None for those of all scalers, and for steps of
-            optimizers without a scaler.
-        model: The model. If left out, the first module with parameters that is called.
-        tell: Called with each new diagnosis and the number of the step, counted from 1. If left
-            out, a :class:`halfstep.errors.DiagnosisWarning` is issued.
+        scaler: The scaler to watch; None for all scalers, and for optimizer steps without a scaler.
+        model: The model. By default, the first module with parameters that is called.
+        tell: Called with each new diagnosis and the number of the step, counted from 1. By default,
+            a :class:`halfstep.errors.DiagnosisWarning` is issued.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``tell`` cannot be called.
+        TypeError: ``model`` is not a module, or ``tell`` is not callable.
 
     Attributes:
         found: The diagnoses, one for each place.
         notes: Remarks for the next diagnosis.
         is_ending: Whether a scaler is ending the step that is diagnosed.
 
-    Sync: two a step without a scaler; with one, one a step.
+    Sync: two per step without a scaler, one per step with a scaler.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Watch:
         self._left_out: Made | None = None
         self._ends: list[KeptCall] = []
         self._bad_ends: list[KeptCall] = []
-        self._waiting: list[nn.Module | None] = []  # the model of the trace of the next step
+        self._waiting: list[nn.Module | None] = []  # the model to trace in the next step, if any
         self._stack = ExitStack()
         self._pid, self._thread = os.getpid(), threading.get_ident()
 
@@ -150,7 +149,7 @@ class Watch:
         self.stop(kind)
 
     def stop(self, error: type[BaseException] | None = None) -> None:
-        """Stop watching, after an error of the loop if there was one."""
+        """Stop watching; ``error`` is the type of the error that ended the loop, if any."""
         live, self._live, self._num_live = self._live, None, 1
         try:
             if live is not None:
@@ -172,7 +171,7 @@ class Watch:
             self._losses = [loss.detach() for loss in tensors_in([outputs])]
 
     def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
-        """Check the outcomes of an iteration, and diagnose it if it went bad."""
+        """Check the outcomes of an iteration, and diagnose the iteration if it went bad."""
         if not outcomes or not self._is_watching(scaler):
             return
         bad = [outcome for outcome in outcomes if self._start.is_bad(outcome)]
@@ -190,50 +189,51 @@ class Watch:
             self.is_ending = False
 
     def _before_backward(self, roots: Any) -> None:
-        """Diagnose a step whose loss is not finite, before it goes backward."""
+        """Diagnose a step whose loss is not finite, before its backward pass."""
         self._left_out = None
         if self._is_trial or self._is_bad or self._live is not None or not self._is_here():
             return
-        # Those of a scaler are looked at before it has multiplied them.
+        # With a scaler, check the unscaled losses that on_loss has noted.
         losses, self._losses = self._losses or list(tensors_in([roots])), []
         if are_finite(losses):
             return
         self._is_bad = True
         ends = self._capture.ends[-1:]
         if any(isinstance(call.function, DistributedDataParallel) for call in needed_for(ends)):
-            self._bad_ends = ends  # its hooks count the gradients of this backward pass
+            # Not replayed before this backward pass, whose gradients DDP's hooks count.
+            self._bad_ends = ends
         else:
             scaler = self._loss_scaler
             self._look(ends, None if scaler is None else scaler.get_scale())
 
     def _after_read(self, made: Made) -> None:
-        """Note a value that the loop has found not to be finite."""
+        """Note a bad value that the loop has read."""
         if self._left_out is None and not self._is_bad:
             self._left_out = copied_from(made)
 
     def _conclude(self) -> None:
-        """Diagnose a step that the loop has left out: it read a bad value and went on, or ended."""
+        """Diagnose a step that the loop dropped: it read a bad value and continued, or ended."""
         made, self._left_out = self._left_out, None
         calls = [] if made is None else needed_for([made.call])
         num_ends = len(self._capture.ends)
-        is_end = made is not None and made.call in self._capture.ends  # of torch.func.grad
+        is_end = made is not None and made.call in self._capture.ends  # by torch.func.grad
         is_training = is_end or any(each.has_grad and is_model(each.function) for each in calls)
         if made is None or not is_training:
             return
-        was_taken = self._capture.log.is_old(made.call)  # it was read after the step
+        was_taken = self._capture.log.is_old(made.call)  # the loop read the value after the step
         if was_taken and not self._was_finite:
-            return  # of a step that was diagnosed when it went bad
+            return  # that step was already diagnosed
         self._is_leaving = not is_end
         self._num_steps -= was_taken
         self._look([made.call], None, root=made)
         self._was_finite = self._is_leaving = False
-        self._is_spoiled |= is_end  # nothing keeps the loop from stepping with them
+        self._is_spoiled |= is_end  # nothing keeps the loop from stepping with these gradients
         self._num_steps += num_ends if is_end else 1
         if not was_taken:
             self._capture.begin()
 
     def _before_update(self) -> None:
-        """End a step that the loop takes by hand, before the first weight changes."""
+        """End a step that the loop makes by hand, before the first weight changes."""
         if not self._optimizers and self._counts_plain_steps():
             self._num_by_hand += 1
             self._end_plain_step(weights_of(needed_for(self._capture.ends)))
@@ -241,14 +241,14 @@ class Watch:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Diagnose a step without a scaler, before it is taken or once its closure has run."""
+        """Diagnose a step without a scaler, before it is taken or after its closure has run."""
         if not self._is_outermost_step():
             return None
         self._pause(is_stepping=True)
         if is_in_step() or not self._counts_plain_steps():
             return None
         closure, others, kwargs = split_closure(args[1:], kwargs)
-        # An optimizer that finds gradients may never evaluate the closure it is given.
+        # With gradients in place, an optimizer may never evaluate its closure.
         if closure is None or self._is_bad:
             self._end_plain_step(parameters(optimizer), optimizer)
             return None
@@ -258,7 +258,7 @@ class Watch:
         return (args[0], watched, *others), kwargs
 
     def _watched(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        """Return a closure whose first evaluation in a step ends the step for the watch."""
+        """Wrap a closure so that its first evaluation ends the step for the watch."""
 
         def watched() -> Any:
             self._pause(is_stepping=False)
@@ -266,7 +266,7 @@ class Watch:
                 result = closure()
             finally:
                 self._pause(is_stepping=True)
-            if not self._is_trial:  # later ones are trials of a line search
+            if not self._is_trial:  # later evaluations are trials of a line search
                 self._end_plain_step(parameters(optimizer), optimizer)
                 self._is_trial = True
             return result
@@ -274,7 +274,7 @@ class Watch:
         return watched
 
     def _pause(self, *, is_stepping: bool) -> None:
-        """Keep and trace nothing that an optimizer does to its parameters."""
+        """Pause capture and tracing while an optimizer steps; otherwise resume."""
         self._capture.pause(is_paused=is_stepping)
         if self._live is not None:
             self._live.pause(is_paused=is_stepping)
@@ -295,7 +295,7 @@ class Watch:
             self._end_step(None, is_bad=False)
 
     def _count(self, optimizer: Optimizer) -> None:
-        """Count the steps of several optimizers, each once, as one, and none that came before."""
+        """Count a round of several optimizers as one step, and discard steps counted by hand."""
         self._num_steps, self._num_by_hand = self._num_steps - self._num_by_hand, 0
         if optimizer not in self._stepped and self._stepped:
             self._num_steps -= 1
@@ -310,7 +310,7 @@ class Watch:
         self._pause(is_stepping=False)
         self._is_trial = False
         if self._counts_plain_steps() and not is_in_step() and self._capture.ends:
-            self._capture.begin()  # trials of a line search, or a closure that is not known
+            self._capture.begin()  # drops trials of a line search, or of an unknown closure
 
     def _is_outermost_step(self) -> bool:
         is_here = not torch.compiler.is_compiling() and self._is_here()
@@ -323,7 +323,7 @@ class Watch:
         return self._scaler is None and not self._is_scaled and self._is_here()
 
     def _is_here(self) -> bool:
-        """Return whether this is the watched process and thread, and not a replay."""
+        """Return whether this is the watched process and thread, outside of replays."""
         is_mine = os.getpid() == self._pid and threading.get_ident() == self._thread
         return is_mine and self in OBSERVERS
 
@@ -349,10 +349,10 @@ class Watch:
     def _look(
         self, ends: Sequence[KeptCall], scale: float | None, root: Made | None = None
     ) -> None:
-        """Diagnose a step, unless enough were.
+        """Diagnose a step, up to the limits of a run.
 
-        The ends are the calls of ``backward``, or the one that has made ``root``: the value that is
-        not finite, if it did not go backward.
+        ``ends`` are the calls of ``backward``. For a bad value without a backward pass, ``root`` is
+        that value and ``ends`` is the call that made it.
         """
         if len(self.found) >= MOST_DIAGNOSES or self._num_tried >= MOST_TRIED:
             return
@@ -374,14 +374,14 @@ class Watch:
         self.notes.append(f"step {self._step} was not replayed: {why_not}")
         self._bad_step = self._step
         is_skipping = self._is_scaled or self._scaler is not None
-        if is_skipping and not self._is_stopping:  # it skips bad steps: others can be traced
+        if is_skipping and not self._is_stopping:  # later bad steps are skipped and can be traced
             self._num_live = MOST_LIVE
             self._waiting = [self._model_of(needed_for(ends))]
         elif not is_left_out:
             self._report(self._seen_only(root))
 
     def _note_writes(self, calls: Sequence[KeptCall]) -> None:
-        """Note where the loop last wrote to what it gave to calls and is not finite."""
+        """Note where the loop last wrote to a bad weight or argument of the calls."""
         bad = (tensor for tensor in weights_of(calls) if not are_finite([tensor]))
         places = map(self._capture.log.written_at.get, bad)
         place = next(filter(None, places), None)
@@ -392,7 +392,7 @@ class Watch:
         return self._model or self._capture.log.model_of(calls)
 
     def _is_fault_at_any_scale(self) -> bool:
-        """Return whether a skipped step is bad in float32 at scale 1 too."""
+        """Return whether a skipped step is also bad in float32 at scale 1."""
         calls = needed_for(self._capture.ends)
         model = self._model_of(calls)
         if self._num_checked >= MOST_CHECKED or model is None:
@@ -404,8 +404,8 @@ class Watch:
 
     @property
     def _step(self) -> int:
-        """The number of the step that runs, from 1."""
-        if not (self._optimizers or self._is_scaled or self._num_by_hand):  # no step is seen
+        """The number of the current step, from 1."""
+        if not (self._optimizers or self._is_scaled or self._num_by_hand):  # no step was seen yet
             return self._num_steps + len(self._capture.ends) + self._is_leaving
         is_begun = 0 < len(self._stepped) < len(self._optimizers)
         return self._num_steps + (0 if is_begun else 1)
@@ -437,7 +437,7 @@ class Watch:
             self.notes.append("steps were not traced live, since another dispatch mode is active")
 
     def _seen_only(self, first: Made | None) -> Diagnosis:
-        """Return what is known of a step that cannot be replayed."""
+        """Return the diagnosis of a step that cannot be replayed."""
         notes = [SEE_MORE]
         if first is not None:
             where = "" if first.call.at is None else f" at {line_text(first.call.at.line)}"
@@ -453,14 +453,14 @@ class Watch:
         self.notes.clear()
         is_left = self._is_spoiled or (not self._was_finite and _is_of_the_model(found))
         if self.found and is_left and found.verdict == "data":
-            return  # a bad step, whose cause was told, has left it
+            return  # left over from a bad step whose diagnosis was reported
         if all(_place(found) != _place(known) for known in self.found):
             self.found.append(found)
             self._tell(found, self._step if step is None else step)
 
 
 def _is_of_the_model(found: Diagnosis) -> bool:
-    """Return whether a parameter or a buffer was bad before the step."""
+    """Return whether a tensor of the model was bad before the step."""
     inputs = () if found.bad is None else found.bad.inputs
     return any(operand.name == found.tensor for operand in inputs)
 
@@ -471,7 +471,7 @@ def _place(found: Diagnosis) -> tuple[object, ...]:
 
 
 def warn(found: Diagnosis, step: int) -> None:
-    """Issue a :class:`halfstep.errors.DiagnosisWarning` at the line of the user's that runs."""
+    """Issue a :class:`halfstep.errors.DiagnosisWarning` at the current line of the user's code."""
     line = user_line() or Line("<unknown>", 1, "", "")
     text = f"step {step} went bad\n{found}"
     warnings.warn_explicit(text, DiagnosisWarning, line.file, line.number)

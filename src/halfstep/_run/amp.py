@@ -1,8 +1,8 @@
 """Mixed precision for an unmodified training script that has none (``halfstep run --amp``).
 
 ``amp_forward`` runs the model under autocast, ``amp_backward`` scales losses and unscales
-gradients, and ``amp_script`` prints messages. Here optimizers step through the scaler, and
-schedules wait for the steps that are taken.
+gradients, and ``amp_script`` prints messages. This module routes optimizer steps through the scaler
+and holds back learning-rate schedules after skipped steps.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ StepFunction = Callable[..., Any]
 def mixed_precision(
     dtype: torch.dtype, say: Callable[[str], None], *, policy: Policy | str | None = None
 ) -> Iterator[GradScaler | None]:
-    """Run training loops inside the block in mixed precision; docs/run.md describes what that is.
+    """Run training loops inside the block in mixed precision, as docs/run.md describes.
 
-    Everything is restored when the block ends. It costs 0.1 to 0.2 microseconds per call of a
-    module; with float16 about 1 per node of the autograd graph, and in each backward pass one read
-    and write of the gradients, two if the pass adds to existing ones. Limits: a module that is
-    called inside a compiled function but not compiled itself runs unchanged, as does one that is
-    being exported. Optimizers and schedules made before the block are found, except an optimizer
-    that already had a schedule.
+    All patches are undone when the block ends. Cost: 0.1 to 0.2 microseconds per module call. With
+    float16, also about 1 microsecond per node of the autograd graph, and one read and write of the
+    gradients per backward pass (two if the pass adds to existing gradients).
+
+    Limits: a module runs unchanged while it is exported, and also inside a compiled function unless
+    the module itself is compiled. Optimizers and schedules made before the block are found, except
+    an optimizer that already had a schedule.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``.
-        say: Receives each message, one line: what was found, after the first iteration; or why
-            nothing is done.
-        policy: As for :class:`halfstep.autocast`; its rules for modules apply to the first model.
+        say: Receives each message as one line: a summary after the first iteration, or the reason
+            why the script runs unchanged.
+        policy: As for :class:`halfstep.autocast`; its module rules apply to the first model.
 
     Yields:
         The scaler; None for bfloat16, which needs none.
@@ -73,7 +74,7 @@ def mixed_precision(
         try:
             with listening(forward.note_region):
                 yield scaler
-        except SystemExit:  # many scripts end this way
+        except SystemExit:  # the normal end of many scripts
             _end(scaler, script)
             raise
         _end(scaler, script)
@@ -104,14 +105,14 @@ def _note_steps(patches: Patches, script: ScriptState) -> None:
 
 
 def _watch_scalers(patches: Patches, ours: GradScaler | None, script: ScriptState) -> None:
-    """Switch off when the script has a scaler of its own."""
+    """Switch off if the script has a scaler of its own."""
 
     def look(scaler: Any) -> None:
         if not script.is_training or scaler is ours or not scaler.is_enabled():
             return
         if not isinstance(scaler, GuardScaler):
             script.switch_off("the script has a GradScaler of its own")
-        elif script.is_scaling:  # both would decide which steps are taken
+        elif script.is_scaling:  # the guard and our scaler would both skip steps
             script.switch_off("the script has a guard, which looks at unscaled gradients")
 
     def init(original: Callable[..., None], scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -119,7 +120,7 @@ def _watch_scalers(patches: Patches, ours: GradScaler | None, script: ScriptStat
         look(scaler)
 
     def scale(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # it may have been made before the block
+        if not torch.compiler.is_compiling():  # the scaler may have been made before the block
             look(scaler)
         return original(scaler, *args, **kwargs)
 
@@ -132,7 +133,7 @@ def _watch_scalers(patches: Patches, ours: GradScaler | None, script: ScriptStat
 
 
 class _Thread(threading.local):
-    """Whether the scaler is stepping, and whether it has called the optimizer."""
+    """Thread-local flags: whether the scaler is stepping, and whether it called the optimizer."""
 
     is_stepping = False
     was_called = False
@@ -140,7 +141,7 @@ class _Thread(threading.local):
 
 @dataclass
 class ScaledSteps:
-    """Wraps ``step`` of every class of optimizers."""
+    """Wrapper of ``step`` of every optimizer class."""
 
     _scaler: GradScaler
     _backward: Backward
@@ -174,7 +175,7 @@ class ScaledSteps:
         if closure is None:
             return self._take(original, optimizer, args, kwargs)
         if evaluates_first(optimizer):
-            # As the optimizer would do; gradients from before, as in accumulation, are kept.
+            # The optimizer would do the same. Gradients accumulated before are kept.
             with torch.enable_grad():
                 loss = closure()
             others = {key: value for key, value in others.items() if key != "closure"}
@@ -185,9 +186,9 @@ class ScaledSteps:
         return self._take_with(closure, optimizer, rest, others)
 
     def _take(self, original: StepFunction, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Step unless a gradient is inf or NaN."""
+        """Step through the scaler, which skips the step if a gradient is inf or NaN."""
         running = self._backward.running
-        if running is not None:  # an optimizer that steps in a hook, while backward runs
+        if running is not None:  # the optimizer steps in a hook of the backward pass
             running.unscale_(parameters(optimizer))
         found = self._fresh.take(optimizer)
         if found is None:
@@ -206,9 +207,9 @@ class ScaledSteps:
     def _take_unscaled(
         self, original: StepFunction, optimizer: Optimizer, args: Any, kwargs: Any
     ) -> Any:
-        """Step without gradients, or with such as no scaled pass has made, if they are finite.
+        """Step if no gradient comes from a scaled pass; skip if a gradient is inf or NaN.
 
-        Sync: one, with gradients.
+        Sync: one if there are gradients.
         """
         gradients = collect(parameters(optimizer))
         if gradients.grads:
@@ -238,7 +239,7 @@ class ScaledSteps:
         with self._stepping():
             result = self._scaler.step(optimizer, *args, **kwargs)
         self._finish(optimizer, None)
-        # The script may use the loss, even of a skipped step.
+        # The script may use the loss even if the step was skipped.
         return loss if result is None else result
 
     def _take_around(
@@ -249,9 +250,10 @@ class ScaledSteps:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Step with gradients from before and with a closure, as SAM does around another optimizer.
+        """Step with existing gradients and a closure, as SAM does around another optimizer.
 
-        The scaler would drop the gradients. The inner optimizer, if any, steps through the scaler.
+        The scaler's own step would drop the existing gradients. An inner optimizer still steps
+        through the scaler.
         """
         self._script.note_step(optimizer)
         before = snapshot_of(optimizer)
@@ -289,7 +291,7 @@ class ScaledSteps:
             self._thread.is_stepping = False
 
     def _finish(self, optimizer: Optimizer, was_called: bool | None) -> None:
-        """Tell the schedules; end the iteration if no other optimizer is still to step."""
+        """Report the outcome to the schedules; end the iteration after the last optimizer."""
         known = None if handles_scale(optimizer) else was_called
         self._schedules.note(optimizer, self._scaler.outcome(optimizer) if known is None else known)
         if self._backward.running is None and not self._fresh.is_waiting():
@@ -297,7 +299,7 @@ class ScaledSteps:
 
 
 def _with_closure(closure: StepFunction, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Put a closure in the place of the script's (see :func:`split_closure`)."""
+    """Replace the script's closure (see :func:`split_closure`)."""
     if "closure" in kwargs:
         return args, kwargs | {"closure": closure}
     return (closure, *args), kwargs
@@ -305,13 +307,13 @@ def _with_closure(closure: StepFunction, args: Any, kwargs: Any) -> tuple[Any, A
 
 # --- schedules ------------------------------------------------------------------------------------
 
-# A schedule moves only if a step of its optimizer was taken since its last move. One that is
-# stepped once per iteration waits with its optimizer; one that is stepped once per epoch moves on
-# even if the last step of the epoch was skipped.
+# A schedule moves only if its optimizer took a step since the schedule's last move. A schedule that
+# is stepped once per iteration is thus held back after a skipped step. A schedule that is stepped
+# once per epoch moves even if the last step of the epoch was skipped.
 
 
 class Schedules:
-    """Wraps ``step`` of every class of schedulers."""
+    """Wrapper of ``step`` of every scheduler class."""
 
     def __init__(self, script: ScriptState) -> None:
         self._script = script

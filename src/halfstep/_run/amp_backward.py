@@ -1,8 +1,7 @@
 """Backward passes with a scaled loss, whose gradients are unscaled before the pass returns.
 
-Outside a backward pass, every ``grad`` therefore has the value that it would have without a scale.
-Before a pass adds to an existing gradient, that gradient is multiplied by the scale. The scale is a
-power of two, so this is exact.
+The script therefore only ever sees unscaled gradients. If a pass adds to an existing gradient, that
+gradient is first multiplied by the scale. The scale is a power of two, so this is exact.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from halfstep._scaler.transition import CPU
 
 
 class ScaledPass:
-    """One backward pass: the leaves it adds to, and its scale."""
+    """A running backward pass, with its scale and the leaves it adds to."""
 
     def __init__(self, scale: LossScale, fresh: FreshGradients) -> None:
         self._scale = scale
@@ -37,7 +36,7 @@ class ScaledPass:
         self._leaves: dict[int, Tensor] = {}
 
     def include(self, leaves: Iterable[Tensor]) -> None:
-        """Prepare the existing gradients of these leaves for additions. 2 G of them."""
+        """Multiply the existing gradients of leaves by the scale. Memory traffic: 2 G of these."""
         new = [leaf for leaf in leaves if id(leaf) not in self._leaves]
         self._leaves.update((id(leaf), leaf) for leaf in new)
         held = collect(new)
@@ -45,7 +44,7 @@ class ScaledPass:
             held.multiply_(self._by)
 
     def unscale_(self, params: Iterable[Tensor] | None = None) -> None:
-        """Divide the gradients of some leaves, by default of all remaining ones. 2 G."""
+        """Unscale the gradients of some leaves, by default of all that remain. 2 G."""
         ids = list(self._leaves) if params is None else [id(p) for p in params]
         done = [self._leaves.pop(key) for key in ids if key in self._leaves]
         if done:
@@ -54,7 +53,7 @@ class ScaledPass:
 
 @dataclass
 class Backward:
-    """Wraps ``torch.autograd.backward``, which ``Tensor.backward`` calls."""
+    """Wrapper of ``torch.autograd.backward``, which ``Tensor.backward`` calls."""
 
     _scaler: GradScaler
     _fresh: FreshGradients
@@ -63,7 +62,7 @@ class Backward:
     running: ScaledPass | None = field(default=None, init=False)
 
     def install(self, patches: Patches) -> None:
-        """Wrap ``backward``, and ``retain_grad``, by which non-leaf tensors keep gradients."""
+        """Wrap ``backward``, ``grad``, and ``retain_grad``, which non-leaf gradients depend on."""
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.wrap(torch.autograd, "grad", self._grad)
         patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
@@ -99,13 +98,13 @@ class Backward:
         self._script.has_backward = True
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if autograd.backward_number() >= 0:
-            # A checkpoint recomputes a part; its gradients are scaled with the others.
+            # A checkpoint runs this inside the outer pass, so its gradients are scaled already.
             if self.running is not None:
                 self.running.include(_reached(roots, inputs))
             run(tensors)
         elif create_graph or not all(map(_can_be_scaled, roots)):
-            # Passes that are differentiated again, or have no value, stay unscaled: their gradients
-            # may underflow, but have the same unit as all others.
+            # Passes with create_graph, or with roots that cannot be scaled, stay unscaled. Their
+            # gradients may underflow, but need no unscaling.
             run(roots)
         else:
             leaves = list(_reached(roots, inputs))
@@ -117,10 +116,10 @@ class Backward:
     def _by_hand(
         self, run: Callable[[Any], None], roots: list[Tensor], leaves: list[Tensor]
     ) -> None:
-        """Run a pass whose gradients the script uses itself. Sync: one.
+        """Run a pass whose gradients the script applies by hand. Sync: one.
 
-        No step with them can be skipped: they are not scaled, and bad ones are set to zero, with
-        which a step does nothing.
+        halfstep cannot skip such a step. The loss is therefore not scaled, and if a gradient is inf
+        or NaN, all gradients of the pass are set to zero.
         """
         run(roots)
         if self._fresh.has_optimizers:
@@ -143,11 +142,11 @@ class Backward:
         self, run: Callable[[Any], None], roots: list[Tensor], leaves: list[Tensor]
     ) -> None:
         self._script.has_scaled = True
-        access.end_iteration(self._scaler)  # one optimizer has stepped, another has not
+        access.end_iteration(self._scaler)  # open if only some of the optimizers have stepped
         scaled = self._scaler.scale(roots)
         running = ScaledPass(access.unnamed_scale(self._scaler), self._fresh)
         running.include(leaves)
-        # Gradients of other graphs are multiplied and divided in vain, without harm.
+        # This includes gradients of other graphs. Multiplying and dividing them is harmless.
         self._retained = [ref for ref in self._retained if ref() is not None]
         running.include(tensor for ref in self._retained if (tensor := ref()) is not None)
         self.running = running
@@ -174,33 +173,34 @@ def _can_be_scaled(root: object) -> bool:
 
 @dataclass(frozen=True)
 class UnscaledGradients:
-    """Gradients that were unscaled together, and whether they were finite."""
+    """A group of gradients that were unscaled together, with the result of their finite check."""
 
     scale: LossScale
     found_inf: dict[torch.device, Tensor]
     refs: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]
-    """The parameters and their gradients, which the script may drop."""
+    """Weak references to the parameters and their gradients, since the script may drop either."""
 
     def present(self) -> dict[int, int]:
-        """Return the ids of the gradients that are still in place, by the ids of parameters."""
+        """Return the ids of the gradients that are still in place, keyed by parameter id."""
         pairs = ((param(), grad()) for param, grad in self.refs)
         return {id(p): id(g) for p, g in pairs if p is not None and g is not None and p.grad is g}
 
     def part(self, is_in: Callable[[int], bool]) -> UnscaledGradients:
-        """Return the same for the parameters with some ids."""
+        """Return the part whose parameter ids satisfy ``is_in``."""
         ids = set(filter(is_in, self.present()))
         return replace(self, refs=[refs for refs in self.refs if id(refs[0]()) in ids])
 
 
 class FreshGradients:
-    """The gradients that were unscaled since the last step of each known optimizer."""
+    """The gradients unscaled since the last step of each known optimizer."""
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._unscaled: weakref.WeakKeyDictionary[
             torch.optim.Optimizer, list[UnscaledGradients]
         ] = weakref.WeakKeyDictionary()
-        # Of parameters in no known optimizer: one made before the block is unknown until it steps.
+        # Gradients whose optimizer is not known. An optimizer made before the block is unknown
+        # until it steps.
         self._of_unknown: list[UnscaledGradients] = []
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
@@ -217,7 +217,8 @@ class FreshGradients:
     def unscale_(self, params: Iterable[Tensor], scale: LossScale, by: Tensor) -> None:
         """Divide gradients by ``by``, in groups of parameters with the same optimizers.
 
-        So the step of one optimizer does not depend on the gradients of another. 2 G. Sync: none.
+        A group per set of optimizers keeps an overflow in one optimizer from skipping another's
+        step. 2 G. Sync: none.
         """
         owners: dict[int, list[torch.optim.Optimizer]] = defaultdict(list)
         for optimizer in self._optimizers:
@@ -242,16 +243,16 @@ class FreshGradients:
     def take(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[Gradients, dict[torch.device, Tensor]] | None:
-        """Return and forget what was found in the gradients of an optimizer since its last step.
+        """Return the gradients of an optimizer and their finite check, and forget them.
 
         Returns:
-            All its current gradients, and by device whether one is inf or NaN; those that the
-            script has replaced are checked here. None without gradients, or if none come from a
-            scaled pass.
+            All current gradients of the optimizer, and per device whether any is inf or NaN.
+            Gradients that the script has replaced are checked here. None if there are no gradients,
+            or if none come from a scaled pass.
         """
         self._optimizers.add(optimizer)
         earlier = self._taken_from_unknown(optimizer)
-        for each in members(optimizer):  # those of a container wait no longer
+        for each in members(optimizer):  # a container steps all of its members
             earlier += self._unscaled.pop(each, [])
         gradients = collect(parameters(optimizer))
         if not earlier or not gradients.grads:
@@ -267,16 +268,16 @@ class FreshGradients:
         return gradients, {device: found_inf}
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Forget the gradients of an optimizer, which were dropped or zeroed."""
+        """Forget the gradients of an optimizer after they were dropped or zeroed."""
         self._unscaled.pop(optimizer, None)
         self._taken_from_unknown(optimizer)
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer has not stepped since a scaled backward pass."""
+        """Return whether an optimizer has unscaled gradients that it has not stepped with."""
         return bool(_alive(self._unscaled.get(optimizer, [])))
 
     def is_waiting(self) -> bool:
-        """Return whether any known optimizer has such gradients."""
+        """Return whether any known optimizer has such gradients, see :meth:`has`."""
         return any(map(_alive, self._unscaled.values()))
 
     def _taken_from_unknown(self, optimizer: torch.optim.Optimizer) -> list[UnscaledGradients]:
@@ -289,5 +290,5 @@ class FreshGradients:
 
 
 def _alive(unscaled: list[UnscaledGradients]) -> list[UnscaledGradients]:
-    """Return those of which any gradient is still in place."""
+    """Return the groups that still have a gradient in place."""
     return [each for each in unscaled if each.present()]

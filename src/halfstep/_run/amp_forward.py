@@ -26,7 +26,10 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
 class Forward(TopLevelCalls):
-    """Runs top-level calls under autocast; rules for modules apply to the first one that runs."""
+    """Patches that run top-level calls under autocast.
+
+    Module rules of the policy apply to the first module that runs.
+    """
 
     def __init__(
         self, dtype: torch.dtype, policy: Policy | str | None, script: ScriptState
@@ -52,7 +55,7 @@ class Forward(TopLevelCalls):
 
     @not_compiled
     def call_loss(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a loss function under autocast if it receives lower precision."""
+        """Run a loss function under autocast if an argument is in the lower precision."""
         context = self._context_of_loss(name, [*args, *kwargs.values()])
         return self._under(context, original, *args, **kwargs)
 
@@ -68,7 +71,7 @@ class Forward(TopLevelCalls):
             return function(*args, **kwargs)
 
     def note_region(self, switches: Switches) -> None:
-        """Note an autocast of the script inside a call; accelerate has one in ``model.forward``."""
+        """Note an autocast that the script enters inside a call, as accelerate's forward does."""
         if (
             self.is_inside
             and switches.enabled
@@ -77,13 +80,13 @@ class Forward(TopLevelCalls):
             self._note_own(switches.dtype)
 
     def _note_own(self, dtype: torch.dtype) -> None:
-        # In the backward pass it is our own, restored by a checkpoint.
+        # An autocast entered in a backward pass is our own, restored by a checkpoint.
         if autograd.backward_number() < 0 and self._script.is_on:
             self._script.note_own_autocast(dtype)
 
     @compiler.do_not_compile_alone
     def _context_of(self, module: nn.Module) -> AbstractContextManager[object] | None:
-        """Return the context of an outermost module; None for no context."""
+        """Return the autocast context for an outermost module, or None to run it unchanged."""
         param = next(module.parameters(), None)
         if param is None:
             return None
@@ -103,7 +106,7 @@ class Forward(TopLevelCalls):
     @compiler.do_not_compile_alone
     def _context_of_loss(self, name: str, args: list[Any]) -> AbstractContextManager[object]:
         self._script.losses.setdefault(name)
-        # On float32, which models return, autocast changes nothing.
+        # Models return float32. A loss of float32 inputs needs no autocast.
         tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
         device = next((t.device.type for t in tensors if t.dtype is self._dtype), None)
         if device is None or not self._may_enter(device):
@@ -111,7 +114,7 @@ class Forward(TopLevelCalls):
         return self._context(device, None)
 
     def _may_enter(self, device: str) -> bool:
-        # An exported or traced program runs elsewhere and cannot keep a policy.
+        # An exported or traced program cannot carry a policy with it.
         if (
             self._script.is_by_hand
             or modes.is_jit_tracing()
@@ -139,7 +142,7 @@ class Forward(TopLevelCalls):
 
 
 def _why_not_scaled(module: nn.Module) -> str | None:
-    """Return why the gradients of a model cannot be scaled from outside; None if they can."""
+    """Return why halfstep cannot scale the gradients of a model, or None if it can."""
     name = type(_unwrapped(module)).__name__
     if any(p.dtype is torch.float16 and p.requires_grad for p in module.parameters()):
         return f"the script keeps parameters of {name} in float16 itself"
@@ -152,7 +155,7 @@ def _why_not_scaled(module: nn.Module) -> str | None:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside compiled or replicated wrappers, as the script knows it."""
+    """Return the script's own module, without wrappers for compilation or replication."""
     inner = compiler.compiled_from(module) or getattr(module, "module", None)
     return _unwrapped(inner) if isinstance(inner, nn.Module) else module
 
@@ -162,11 +165,11 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 @compiler.do_not_compile_alone
 def in_float32(value: Any, lower: torch.dtype) -> Any:
-    """Return ``value`` with every tensor in it that has the dtype ``lower`` as float32.
+    """Return ``value`` with all its tensors of dtype ``lower`` cast to float32.
 
-    Searches lists, tuples, named tuples, dictionaries (also a transformers ``ModelOutput``) and
-    dataclasses, nested in any way. A container without such tensors is returned itself, not a copy;
-    objects of other classes, such as a key-value cache, stay unchanged. Sync: none.
+    Nested lists, tuples, named tuples, dictionaries (including a transformers ``ModelOutput``) and
+    dataclasses are searched. A container without such tensors is returned as it is, not copied.
+    Objects of other classes, such as a key-value cache, stay unchanged. Sync: none.
     """
 
     def each(item: Any) -> Any:
@@ -186,5 +189,5 @@ def _dataclass_in_float32(value: Any, lower: torch.dtype) -> Any:
         return value
     result = copy.copy(value)
     for name, item in new.items():
-        object.__setattr__(result, name, item)  # it may be frozen
+        object.__setattr__(result, name, item)  # the dataclass may be frozen
     return result

@@ -1,4 +1,4 @@
-"""The state of a script under ``--amp``: what runs in mixed precision, and messages about it."""
+"""The state of a script under ``--amp``, and the messages about it."""
 
 from __future__ import annotations
 
@@ -15,40 +15,41 @@ _OPTION = {torch.float16: "--amp fp16", torch.bfloat16: "--amp bf16"}
 
 
 class ScriptState:
-    """The findings about the script so far. Each message is printed once."""
+    """Facts learned about the script so far. Each message is printed once."""
 
     def __init__(self, dtype: torch.dtype, say: Callable[[str], None]) -> None:
         self.is_on = True  # once off, it stays off
         self.is_scaling = dtype is torch.float16
-        # Names, in order: classes of outermost modules that ran under our autocast, loss functions
-        # outside them, classes of optimizers and how often they stepped, classes of schedules.
+        # Names in order of appearance: classes of outermost modules that ran under our autocast,
+        # loss functions called outside modules, optimizer classes with their number of steps, and
+        # scheduler classes.
         self.modules: dict[str, None] = {}
         self.losses: dict[str, None] = {}
         self.optimizers: dict[str, int] = {}
         self.schedules: dict[str, None] = {}
         self.has_backward = self.has_scaled = self.has_own_autocast = False
         self.has_unscaled = False
-        self.is_by_hand = False  # until there is an optimizer
+        self.is_by_hand = False  # true while gradients are used without an optimizer
         self._option, self._print = _OPTION[dtype], say
         self._said: set[str] = set()
         self._has_summed_up = False
 
     @property
     def is_training(self) -> bool:
-        """Whether this thread is running the script's training, and halfstep acts on it.
+        """Whether halfstep is on and this thread runs the training, not a replay of it.
 
-        A replay runs under our autocast, but scales by itself and must leave no trace.
+        A replay does its own scaling and must leave no trace.
         """
         return self.is_on and not is_replaying()
 
     def switch_off(self, reason: str) -> None:
-        """Leave the script alone from now on, and print why."""
+        """Run the script unchanged from now on, and print why."""
         if self.is_on:
             self.is_on = False
             self._say(f"{reason}; it runs unchanged")
 
     def note_by_hand(self) -> None:
-        """Let models run in float32 until there is an optimizer, and print why, once."""
+        """Run models in float32 until there is an optimizer; print the reason once."""
         self.is_by_hand = True
         self.say_once(
             "no optimizer of torch.optim was made, so a step with inf or NaN could not be skipped: "
@@ -65,7 +66,7 @@ class ScriptState:
         self._print(f"{self._option}: {text}")
 
     def note_own_autocast(self, dtype: torch.dtype) -> None:
-        """Print that the script has its own autocast, which applies inside it."""
+        """Print once that the script has its own autocast."""
         if not self.has_own_autocast:
             self.has_own_autocast = True
             self._say(
@@ -74,14 +75,14 @@ class ScriptState:
             )
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the begin of a step; the second step of an optimizer ends the first iteration."""
+        """Count a step; the second step of an optimizer marks the end of the first iteration."""
         steps = self.optimizers.get(name(optimizer), 0)
         self.optimizers[name(optimizer)] = steps + 1
         if steps and self.modules:
             self._sum_up()
 
     def note_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step with gradients that are not of a scaled backward pass."""
+        """Note a step whose gradients come from no scaled backward pass."""
         if not self.has_scaled:
             self.has_unscaled = True
             self.say_once(

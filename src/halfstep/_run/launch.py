@@ -1,4 +1,4 @@
-"""How runs are started: launchers, folders that all ranks share, and ranks that a script starts."""
+"""The start of a run: launchers, folders shared by all ranks, and scripts that start ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from halfstep._pytorch import distributed
 from halfstep._record.files import RUNS
 from halfstep.errors import RanksError
 
-# Programs that start the processes of a run, by module or file name, and what their command line
-# begins with. Their own options follow, then ours.
+# Launchers by module or file name, and the start of their command line. The launcher's own options
+# follow, then ours.
 _LAUNCHERS = {
     **dict.fromkeys(("torchrun", "torch.distributed.run", "torch.distributed.launch"), "torchrun"),
     **dict.fromkeys(
@@ -37,7 +37,7 @@ _LAUNCHERS = {
 
 
 def make_folder(stem: str, environ: Mapping[str, str], parent_pid: int) -> Path:
-    """Make and return a folder for a run, the same on all ranks without communication."""
+    """Create a folder for a run and return it; all ranks get the same one without communication."""
     if machine.num_ranks(environ) > 1:
         folder = RUNS / f"{stem}-{_name_of_launch(environ, parent_pid)}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,9 +61,9 @@ def _name_of_launch(environ: Mapping[str, str], parent_pid: int) -> str:
 def command_inside_launcher(
     target: str, arguments: Sequence[str], options: Sequence[str]
 ) -> str | None:
-    """Return the right command line if the target of ``halfstep run`` is a launcher, else None.
+    """Return the corrected command line if the target of ``halfstep run`` is a launcher, else None.
 
-    A launcher starts the processes that train, and halfstep has to run inside those.
+    halfstep has to run inside the training processes that the launcher starts.
     """
     name = Path(target).name
     if name in ("accelerate", "accelerate.commands.accelerate_cli") and arguments[:1] == ["launch"]:
@@ -89,17 +89,17 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 # --- scripts that start their other ranks themselves ----------------------------------------------
 
 
-# Lightning's strategy="ddp" runs `python train.py` again for each further rank. Those would train
-# with plain PyTorch beside a first rank with halfstep: with --amp fp16 the gradients of a scaled
-# loss would be averaged with those of a plain one.
+# Lightning's strategy="ddp" runs `python train.py` again for each further rank. Those ranks would
+# run plain PyTorch while the first one runs halfstep. With --amp fp16, gradients of a scaled loss
+# would be averaged with unscaled gradients.
 
 
 @contextmanager
 def other_ranks_refused(command: str) -> Iterator[None]:
-    """Raise ``RanksError`` where a script that was started alone starts another rank of itself.
+    """Raise ``RanksError`` if a script that runs as one process starts another rank of itself.
 
     Args:
-        command: The script and its arguments, as they follow ``halfstep run``.
+        command: The script and its arguments, as given to ``halfstep run``.
     """
 
     def start(original: Any, process: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ def other_ranks_refused(command: str) -> Iterator[None]:
         original(process, args, *rest, **kwargs)
 
     patches = Patches()
-    if machine.num_ranks() == 1:  # else a launcher has started all of them
+    if machine.num_ranks() == 1:  # otherwise a launcher has started all ranks
         patches.wrap(subprocess.Popen, "__init__", start)
     try:
         yield
@@ -124,12 +124,12 @@ def other_ranks_refused(command: str) -> Iterator[None]:
 
 
 def _is_of_another_rank(environ: Mapping[str, str]) -> bool:
-    """Return whether a process will have another rank than this one."""
+    """Return whether an environment is that of a different rank than this process."""
     return any(environ.get(name) != os.environ.get(name) for name in ("RANK", "LOCAL_RANK"))
 
 
 def _is_this_script(command: Any) -> bool:
-    """Return whether a command line runs Python with the script, or module, that runs here."""
+    """Return whether a command line runs Python with the current script or module."""
     if not isinstance(command, list | tuple) or len(command) < 2 or command[0] != sys.executable:
         return False
     words = iter(map(str, command[1:]))
@@ -139,7 +139,7 @@ def _is_this_script(command: Any) -> bool:
             return spec is not None and next(words, None) == spec.name
         if word == "-c":
             return False
-        if word in ("-W", "-X", "--check-hash-based-pycs"):  # they have a value
+        if word in ("-W", "-X", "--check-hash-based-pycs"):  # options that take a value
             next(words, None)
         elif not word.startswith("-"):
             return spec is None and os.path.abspath(word) == os.path.abspath(sys.argv[0])
@@ -150,9 +150,9 @@ def _is_this_script(command: Any) -> bool:
 
 
 def show_once(error: BaseException) -> None:
-    """Show the error that ends the script with its traceback on one rank, as a line on others.
+    """Show the traceback of a fatal error on one rank, and a single line on the others.
 
-    The first rank to arrive shows it, not rank 0: a launcher stops the others after a failure.
+    The first rank to get here shows it, since a launcher may stop rank 0 before it can.
     """
     if _is_first(error):
         return
@@ -167,11 +167,11 @@ def show_once(error: BaseException) -> None:
 
 
 def _is_first(error: BaseException) -> bool:
-    """Return whether no other rank has shown the same error."""
+    """Return whether this rank is the first to report an error."""
     if not distributed.has_process_group():
         return True
     digest = hashlib.sha256(str(error).encode()).hexdigest()[:16]
     try:
         return int(distributed.default_store().add(f"halfstep/error/{digest}", 1)) == 1
-    except RuntimeError:  # the store is gone with its rank
+    except RuntimeError:  # the rank that hosts the store has exited
         return True

@@ -1,4 +1,4 @@
-"""A run of a script under halfstep, from before its first line until after its last one."""
+"""A run of a script under halfstep, from before its first line to process exit."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Command:
 
     @property
     def stem(self) -> str:
-        """A short name: ``train`` for ``scripts/train.py`` and ``mypackage.train``."""
+        """The short name: ``train`` for ``scripts/train.py`` and ``mypackage.train``."""
         name = self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
-        return Path(name).name  # -m ../package is a mistake, which is found later
+        return Path(name).name  # `-m ../package` is an error that is reported later
 
     @property
     def text(self) -> str:
-        """What follows ``halfstep run`` and its options on a command line."""
+        """The part of the command line after ``halfstep run`` and its options."""
         return shlex.join([*(["-m"] if self.is_module else []), self.target, *self.arguments])
 
 
@@ -58,7 +58,7 @@ class Options:
     """The options of a run, as ``halfstep run --help`` describes them."""
 
     policy: Policy
-    folder: Path | None  # None for a new one
+    folder: Path | None  # None: create a new one
     every: int
     is_quiet: bool
     amp: torch.dtype | None
@@ -68,8 +68,8 @@ class Options:
 class Session:
     """A run of a program, with its record and the replaced names.
 
-    Both stay until this process ends: threads and ``atexit`` functions of the program may still
-    train.
+    Both stay active until the process exits, because threads and ``atexit`` functions of the
+    program may still train.
     """
 
     def __init__(self, command: Command, options: Options) -> None:
@@ -84,10 +84,11 @@ class Session:
         self._folder = options.folder or make_folder(command.stem, os.environ, os.getppid())
         self._file = file_of(self._folder.absolute(), self._rank)
         self._is_new = not self._file.exists()
-        sys.argv = [command.target, *command.arguments]  # the record says what was run
+        sys.argv = [command.target, *command.arguments]  # stored in the record
         self._record = record(self._file.parent, every=options.every)
         self._record.__enter__()
-        # Before the program registers its own functions, as the last one registered runs first.
+        # atexit functions run in reverse order. Registering before the program does means that
+        # this one runs last.
         atexit.register(self._close)
 
     def run(self) -> None:
@@ -104,7 +105,7 @@ class Session:
 
     def _put_in_place(self) -> None:
         amp, policy = self._options.amp, self._options.policy
-        # Imported before the names are replaced, as these modules need PyTorch's own scaler too.
+        # Import these before the names are replaced: they also need PyTorch's own scaler.
         from halfstep._run.amp import mixed_precision
 
         if self._options.is_diagnosing:
@@ -119,17 +120,17 @@ class Session:
             self._stack.enter_context(self._watch)
 
     def _tell(self, diagnosis: Diagnosis, step: int) -> None:
-        """Record and print the diagnosis of a step, on the rank that made it."""
+        """Record and print the diagnosis of a step on the rank that made it."""
         assert self._watch is not None
-        if self._record.num_steps:  # else the first one, or the loop steps by hand
+        if self._record.num_steps:  # zero in the first step, and if the loop steps by hand
             step = self._record.num_steps + (not self._watch.is_ending)
         self._record.add_diagnosis(diagnosis, step=step)
         self._say_of_rank(f"step {step} went bad:\n{diagnosis}")
 
     def _close(self) -> None:
-        """Complete the record and print where it is."""
+        """Complete the record and print its location."""
         if os.getpid() != self._pid:
-            return  # a fork of the program; the record belongs to its parent
+            return  # a fork of the program; its parent completes the record
         failure = self._failure
         try:
             if self._watch is not None:
@@ -140,7 +141,7 @@ class Session:
                 self._say_of_rank(note)
         finally:
             self._record.__exit__(type(failure) if failure else None, failure, None)
-            # A script that Python cannot read, too: Python says so, and there is nothing to report.
+            # Nothing ran if the target was not found or has a syntax error. Python reports that.
             has_run = self._record.num_steps or not isinstance(failure, NotRunnable | SyntaxError)
             if not has_run and self._is_new:
                 self._remove_record()
@@ -149,7 +150,7 @@ class Session:
 
     def _remove_record(self) -> None:
         self._file.unlink(missing_ok=True)
-        with suppress(OSError):  # of other ranks, or other files
+        with suppress(OSError):  # a folder with files of other ranks or runs is not empty
             self._file.parent.rmdir()
             if self._options.folder is None:
                 self._folder.parent.rmdir()
@@ -170,12 +171,12 @@ class Session:
         return f"{things(steps, 'step')} recorded, {skipped} skipped{diagnosed}: {view}"
 
     def _say(self, text: str) -> None:
-        """Print a message that is the same on all ranks, on one of them."""
+        """Print a message that is the same on all ranks, once."""
         if self._rank == 0:
             self._print(text)
 
     def _say_of_rank(self, text: str) -> None:
-        """Print a message that may differ between ranks, on this one."""
+        """Print a message that may differ between ranks on this rank."""
         if not self._options.is_quiet:
             self._print(f"rank {self._rank}, {text}" if self._num_ranks > 1 else text)
 
@@ -183,19 +184,19 @@ class Session:
         if self._stderr is not None:
             try:
                 tell(f"halfstep: {text}", self._stderr, flush=True)
-            except (OSError, ValueError):  # stderr was closed, here or by its reader
+            except (OSError, ValueError):  # stderr was closed by the script or its reader
                 return
 
 
-# --- the script, executed as Python does it -------------------------------------------------------
+# --- execution of the script ----------------------------------------------------------------------
 
 
-# It runs in a new module, which stays `__main__` until the process ends: code that runs at the end
-# (`atexit`, threads, `__del__`) may pickle objects of it.
+# The script runs in a new module that stays `__main__` until the process exits: code that runs at
+# exit (`atexit`, threads, `__del__`) may pickle its objects.
 
 
 class NotRunnable(SystemExit):
-    """The target is no module that can be run; nothing of it has run."""
+    """The target is not a runnable module; none of its code has run."""
 
 
 def require_file(path: str) -> None:
@@ -207,9 +208,9 @@ def require_file(path: str) -> None:
 
 
 def execute(target: str, arguments: list[str], *, is_module: bool) -> None:
-    """Run ``python target arguments...``, or with ``is_module`` ``python -m target arguments...``.
+    """Run ``python target arguments...``, or ``python -m target arguments...`` if ``is_module``.
 
-    Exceptions of the script pass through; :func:`hide_our_frames` shortens their traceback.
+    Exceptions of the script propagate; :func:`hide_our_frames` shortens their traceback.
     """
     sys.argv = [target, *arguments]
     if is_module:
@@ -247,7 +248,7 @@ def hide_our_frames() -> None:
 
 
 def _within_script(traceback: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback inside the script, without the recorder's frames."""
+    """Return the part of a traceback inside the script, without frames of halfstep's listeners."""
     frame = traceback
     while frame is not None and frame.tb_frame.f_code is not execute.__code__:
         frame = frame.tb_next
@@ -266,12 +267,16 @@ def _within_script(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _set_first_path(folder: str) -> None:
-    if not sys.flags.safe_path:  # python -P adds no folder
+    if not sys.flags.safe_path:  # `python -P` adds no folder
         sys.path[0] = folder
 
 
 def _find(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Find what ``python -m name`` runs; raise ``SystemExit`` if there is no such thing."""
+    """Return the spec and code that ``python -m name`` runs.
+
+    Raises:
+        NotRunnable: There is no such module, or it cannot be run.
+    """
     if name.startswith("."):
         raise NotRunnable("halfstep run: Relative module names not supported")
     try:

@@ -1,7 +1,8 @@
-"""Stand-ins for autocast and GradScaler of PyTorch, and their installation under all names.
+"""Stand-ins for PyTorch's autocast and GradScaler, and their installation under all names.
 
-The stand-ins are halfstep's classes with PyTorch's arguments. Where PyTorch warns and switches
-itself off, such as for CUDA on a machine without it, halfstep raises; the stand-ins warn too.
+The stand-ins are halfstep's classes with PyTorch's signatures. In some cases, such as CUDA on a
+machine without it, PyTorch warns and disables the object while halfstep raises. The stand-ins warn
+like PyTorch.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _TorchGradScaler = torch.amp.GradScaler
 # --- autocast -------------------------------------------------------------------------------------
 
 _policy = preset("standard")
-"""The policy of :class:`Autocast` outside contexts with a policy of their own."""
+"""The policy of :class:`Autocast` where no surrounding context sets one."""
 
 
 class Autocast(halfstep.autocast):
-    """Stands in for ``torch.autocast``."""
+    """Stand-in for ``torch.autocast``."""
 
     @compiler.do_not_compile_alone
     def __init__(
@@ -84,19 +85,19 @@ def _settings(
             )
             enabled = False
     if dtype not in LOWER_PRECISIONS:
-        dtype = None  # it is off, or means the default
-    # Its rules for modules are given their model at the first call of one, by --amp.
+        dtype = None  # autocast is off, or the default dtype is meant
+    # Module rules need a model; --amp binds them at the first call of one.
     policy = None if _policy.module_rules else _policy
     ours = halfstep.autocast(device_type, dtype, bool(enabled), cache_enabled, policy=policy)
     settings = ours._settings
     if policy is None and settings.policy is not None:
         settings = settings._replace(policy=kernels.prepare(_policy, settings.switches.device))
-    # A policy of the script, from a halfstep context around it, comes first.
+    # A surrounding halfstep context of the script takes precedence.
     return settings._replace(inherit=True)
 
 
 def _autocast_problem(device_type: str, dtype: torch.dtype | None) -> str | None:
-    """Return why ``torch.autocast`` would switch itself off; None if it would not."""
+    """Return why ``torch.autocast`` would disable itself, or None if it would not."""
     if device_type == "cuda":
         if not torch.cuda.is_available():
             return "autocast('cuda'), but PyTorch sees no CUDA device here"
@@ -109,10 +110,10 @@ def _autocast_problem(device_type: str, dtype: torch.dtype | None) -> str | None
 
 
 class _PlaceInMode(type):
-    """Makes torch.compile treat PyTorch's autocast, not ours, as ``autocast_mode.autocast``.
+    """Metaclass that makes torch.compile treat only PyTorch's own autocast as its autocast.
 
-    torch.compile compares classes with ``torch.amp.autocast_mode.autocast``, and compiles equal
-    ones and their instances in a special way that has no policies.
+    torch.compile compares classes with ``torch.amp.autocast_mode.autocast`` and has a special path
+    for equal classes and their instances. That path knows no policies.
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Autocast:
@@ -128,14 +129,14 @@ class _PlaceInMode(type):
 
 
 class AutocastInMode(Autocast, metaclass=_PlaceInMode):
-    """Stands in for ``torch.amp.autocast_mode.autocast``; makes :class:`Autocast`."""
+    """Stand-in for ``torch.amp.autocast_mode.autocast``; a call returns an :class:`Autocast`."""
 
 
 # --- the scaler -----------------------------------------------------------------------------------
 
 
 class GradScaler(halfstep.GradScaler):
-    """Stands in for ``torch.amp.GradScaler``."""
+    """Stand-in for ``torch.amp.GradScaler``."""
 
     def __init__(
         self,
@@ -157,19 +158,20 @@ class GradScaler(halfstep.GradScaler):
         process_group: distributed.ProcessGroup | None = None,
     ) -> None:
         if _is_possible(device, enabled):
-            # The device is that of the first loss: PyTorch's scaler ignores its argument as well.
+            # PyTorch's scaler also ignores its device argument; the first loss decides.
             super().__init__(None, *numbers, process_group=process_group)
         else:
             self._switch_off()
-            super().__init__()  # of the new class; PyTorch does not check the numbers either
+            super().__init__()  # of the new class; like PyTorch, without validating the numbers
         self._device = device
 
     def _switch_off(self) -> None:
         self.__class__ = _switched_off(type(self))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Warn about overridden methods that only PyTorch's scaler calls."""
-        super(halfstep.GradScaler, cls).__init_subclass__(**kwargs)  # ours refuses such a class
+        """Warn about overridden methods that only PyTorch's scaler would call."""
+        # halfstep.GradScaler would raise for such a class.
+        super(halfstep.GradScaler, cls).__init_subclass__(**kwargs)
         internal = vars(_TorchGradScaler).keys() - set(dir(halfstep.GradScaler))
         overridden = sorted(internal & vars(cls).keys())
         if overridden:
@@ -182,7 +184,7 @@ class GradScaler(halfstep.GradScaler):
 
 
 def _is_possible(device: str, enabled: bool) -> bool:
-    """Return ``enabled``; False, with a warning, for CUDA on a machine without it."""
+    """Return ``enabled``; for CUDA on a machine without it, warn and return False."""
     if not enabled or device != "cuda" or torch.cuda.is_available():
         return enabled
     frame, depth = inspect.currentframe(), 0
@@ -200,9 +202,9 @@ _switched_off_classes: dict[type[GradScaler], type[GradScaler]] = {}
 
 
 def _switched_off(cls: type[GradScaler]) -> type[GradScaler]:
-    """Return ``cls`` with the methods of a disabled scaler.
+    """Return a subclass of ``cls`` with the methods of a disabled scaler.
 
-    Methods that a script overrides stay.
+    Methods that the script overrides take precedence.
     """
     if cls not in _switched_off_classes:
         members = {
@@ -219,7 +221,7 @@ def _make_switched_off(cls: type[GradScaler]) -> GradScaler:
 
 
 class _DeviceGradScaler(GradScaler):
-    """A scaler whose device is in its name."""
+    """A scaler for the fixed device type of its module, such as ``torch.cuda.amp``."""
 
     _device: str
 
@@ -236,19 +238,19 @@ class _DeviceGradScaler(GradScaler):
 
 
 class CudaGradScaler(_DeviceGradScaler):
-    """Stands in for ``torch.cuda.amp.GradScaler``."""
+    """Stand-in for ``torch.cuda.amp.GradScaler``."""
 
     _device = "cuda"
 
 
 class CpuGradScaler(_DeviceGradScaler):
-    """Stands in for ``torch.cpu.amp.GradScaler``."""
+    """Stand-in for ``torch.cpu.amp.GradScaler``."""
 
     _device = "cpu"
 
 
 class ShardedGradScaler(GradScaler):
-    """Stands in for ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``."""
+    """Stand-in for ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``."""
 
     def __init__(
         self,
@@ -285,7 +287,7 @@ NAMES: dict[tuple[str, str], object] = {
     ("torch.cpu.amp", "GradScaler"): CpuGradScaler,
     ("torch.cpu.amp.grad_scaler", "GradScaler"): CpuGradScaler,
 }
-"""The names that ``import torch`` defines, by module and name, and their stand-ins."""
+"""The stand-ins, keyed by the module and name that ``import torch`` defines."""
 
 _ORIGINALS = {key: getattr(import_module(key[0]), key[1]) for key in NAMES}
 
@@ -294,10 +296,10 @@ _SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 
 @contextmanager
 def replaced(policy: Policy) -> Iterator[None]:
-    """Replace autocast and GradScaler of PyTorch under all their names.
+    """Replace PyTorch's autocast and GradScaler under all their names inside the block.
 
     Args:
-        policy: The policy of ``torch.autocast`` where the script gives none.
+        policy: The policy of ``torch.autocast`` where the script sets none.
     """
     global _policy
     patches = Patches()
@@ -326,9 +328,10 @@ def _put(meanings: Mapping[tuple[str, str], object], patches: Patches) -> None:
 
 
 class _FinderWithOriginals:
-    """Loads some modules of PyTorch with the original names, which they keep or subclass.
+    """Import finder that loads some PyTorch modules while the original names are in place.
 
-    Importing those modules in advance would cost every script two seconds.
+    These modules store or subclass the originals. Importing them in advance would cost every script
+    two seconds.
     """
 
     def __init__(self, modules: Sequence[str], when_loaded: Callable[[str], None]) -> None:
