@@ -44,7 +44,7 @@ pytest: $(READY)
 fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler (make test runs a share of them)
 	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaler/test_scaler_fuzz.py $(ARGS)
 
-score: $(READY)  ## diagnose 286 injected faults and 200 clean steps (four minutes)
+score: $(READY)  ## diagnose 286 injected faults, 200 clean steps and 500 small programs (nine minutes)
 	$(BIN)/python -m tests.diagnose.score $(ARGS)
 
 quality: $(READY)  ## final losses of nine precisions (an hour); ARGS="--only digits --seeds 2" for less
