@@ -14,6 +14,7 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 
 from halfstep._autocast import autocast
 from halfstep._autocast.kernels import only_our_kernels
+from halfstep._autocast.sums import are_products_rounded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")
 
@@ -118,7 +119,11 @@ def test_an_op_is_what_it_is_on_arguments_cast_by_hand(
 
     promotes_itself = "builtin_promote" in entry.group
     args = entry.args if promotes_itself else cast(entry.args, entry.runs_in or half)
-    for result, expected in zip(results, entry(args), strict=True):
+    expectations = entry(args)
+    if policy != "torch" and are_products_rounded(f"{entry.op}.default", "cpu", half):
+        # PyTorch's own kernel rounds the sums of products.
+        expectations = [each.to(half) for each in entry(cast(args, torch.float32))]
+    for result, expected in zip(results, expectations, strict=True):
         if isinstance(expected, torch.Tensor):
             assert result.dtype == expected.dtype
             assert torch.equal(result, expected)

@@ -78,7 +78,8 @@ def test_torch_cuda_is_the_cuda_list_on_every_device() -> None:
 def test_standard_does_what_pytorch_does_on_cuda() -> None:
     """Except where standard.toml says otherwise.
 
-    bfloat16 has room for the gradient of BCE; some matrix norms refuse an input in lower precision.
+    bfloat16 has room for the gradient of BCE; some matrix norms refuse an input in lower precision;
+    what adds many terms promotes, and adds in float32.
     """
     on_purpose = {("binary_cross_entropy.default", torch.bfloat16)} | {
         (f"linalg_matrix_norm.{overload}", dtype)
@@ -89,7 +90,8 @@ def test_standard_does_what_pytorch_does_on_cuda() -> None:
         for op in sorted(dispatch.overloads_with_autocast_kernel("cuda")):
             if (op, dtype) not in on_purpose:
                 expected = preset("torch").action(op, "cuda", dtype)
-                assert preset("standard").action(op, "cpu", dtype) == expected, op
+                action = preset("standard").action(op, "cpu", dtype)
+                assert ("promote" if action == "fp32-sums" else action) == expected, op
 
 
 def test_standard_is_one_table_for_every_device() -> None:

@@ -183,7 +183,7 @@ def test_explicit_leave_is_told(model: nn.Sequential) -> None:
 
 
 def test_ops_in_composites_have_their_own_rules(model: nn.Sequential) -> None:
-    with halfstep.trace(model) as t, bf16():
+    with halfstep.trace(model) as t, bf16("standard; cross_entropy_loss:leave"):
         F.cross_entropy(torch.ones(2, 4, dtype=BF16), torch.tensor([0, 1]))
     rules = {row.op: row.rule for row in t.ops if "loss" in row.op or "softmax" in row.op}
     # log_softmax:fp32-dtype stands aside: cross_entropy asks for the dtype of its input.

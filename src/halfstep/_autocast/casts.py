@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from halfstep._autocast import hold, weight_cache
+from halfstep._autocast import hold, sums, weight_cache
 from halfstep._autocast.hold import Held
-from halfstep._autocast.rule import Rule
+from halfstep._autocast.rule import HALVES, Rule
 from halfstep._autocast.written import rules_of
-from halfstep._common.nested import tensors_in
+from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._pytorch import autograd, dispatch, distributed, modes, storages
 from halfstep._pytorch.dispatch import Kernel, Keys, overload, schema_of
 from halfstep.errors import CallOrderError
@@ -62,11 +62,15 @@ def _leave(name: str, device: str) -> Kernel:
 def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
     match rule.action:
         case "lower":
+            if needs_fp32_sums(rule, name, device, dtype):
+                return _lower_with_fp32_sums(name, device, dtype)
             return _cast_to(name, device, dtype, use_cache=_is_product(name))
         case "fp32":
             return _cast_to(name, device, torch.float32)
         case "fp32-dtype":
             return _ask_for_fp32(name, device)
+        case "fp32-sums":
+            return _add_in_fp32(name, device)
         case "promote":
             return _promote(name, device)
         case "destination":
@@ -77,11 +81,17 @@ def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
             return _leave(name, device)
 
 
+def needs_fp32_sums(rule: Rule, name: str, device: str, dtype: torch.dtype) -> bool:
+    """Return whether a rule that lowers must keep PyTorch's kernel from rounding partial sums."""
+    # The rules of the preset "torch" are PyTorch's to the bit.
+    return sums.are_products_rounded(name, device, dtype) and rule not in rules_of("torch")
+
+
 @cache
 def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Return a kernel that uses PyTorch's, which is faster, for everything but cached weights."""
     pytorch = pytorch_kernel(name, device)
-    in_float64 = _promote(name, device)
+    in_float64, in_float32 = _promote(name, device), _cast_to(name, device, torch.float32)
 
     def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         is_cache_on = torch.is_autocast_cache_enabled()
@@ -93,6 +103,8 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
             return pytorch(keys, *casts, **kwargs)
         except Float64Met:
             return in_float64(keys, *args, **kwargs)
+        except SparseMet:
+            return in_float32(keys, *args, **kwargs)
         except GatheredMet:
             pass  # called below, to keep this exception out of the context of the op's errors
         finally:
@@ -120,6 +132,8 @@ def _is_product(name: str) -> bool:
 def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = False) -> Kernel:
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
     in_float64 = _promote(name, device)
+    in_float32 = _cast_to(name, device, torch.float32) if dtype in HALVES else None
+    written = dispatch.written_by(overload(name))  # statistics, which must not be copies
 
     def cast_to(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
@@ -127,12 +141,16 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
                 if use_cache:
                     args = tuple(cast_weights(arg, device, dtype) for arg in args)
                 casts = [
-                    arg if type(arg) in _NO_TENSORS else cast(arg, device, dtype) for arg in args
+                    arg if type(arg) in _NO_TENSORS or i in written else cast(arg, device, dtype)
+                    for i, arg in enumerate(args)
                 ]
                 if kwargs:
                     kwargs = {key: cast(arg, device, dtype) for key, arg in kwargs.items()}
             except Float64Met:
                 return in_float64(keys, *args, **kwargs)
+            except SparseMet:
+                assert in_float32 is not None
+                return in_float32(keys, *args, **kwargs)
             except GatheredMet:
                 pass
             else:
@@ -167,19 +185,80 @@ def _promote(name: str, device: str) -> Kernel:
 
 
 @cache
+def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
+    """Round the inputs and the result to lower precision; compute in float32 between."""
+    op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
+    in_float64 = _promote(name, device)
+
+    def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+        with dispatch.exclude_keys(autocast):
+            try:
+                lowered = [cast(cast_weights(arg, device, dtype), device, dtype) for arg in args]
+            except Float64Met:
+                return in_float64(keys, *args, **kwargs)
+            except GatheredMet:
+                pass
+            else:
+                wide = [cast(arg, device, torch.float32) for arg in lowered]
+                return _rounded(op(*wide, **kwargs), dtype)
+        return _with_gathered(lower, keys, args, kwargs, dtype)
+
+    return lower
+
+
+@cache
+def _add_in_fp32(name: str, device: str) -> Kernel:
+    op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
+    promote = _promote(name, device)
+    is_rounded = sums.is_backward_rounded(name, device)
+    with_backward: Any = sums.with_backward_in_float32(name)
+
+    def add_in_forward(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+        dtype = widest((*args, *kwargs.values()), device)
+        if dtype not in HALVES or not sums.adds(name, args, kwargs):
+            return promote(keys, *args, **kwargs)
+        with dispatch.exclude_keys(autocast):
+            result = op(
+                *(cast(arg, device, torch.float32) for arg in args),
+                **{key: cast(arg, device, torch.float32) for key, arg in kwargs.items()},
+            )
+        return _rounded(result, dtype)
+
+    def add_in_backward(keys: Keys, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_summed = torch.is_grad_enabled() and x.requires_grad and x.dtype in HALVES
+        # DTensors go on to PyTorch: their backward pass belongs to their placements.
+        is_summed = is_summed and is_rounded and not distributed.is_dtensor(x)
+        if is_summed and modes.has_transforms():
+            return add_in_forward(keys, x, *args, **kwargs)
+        with dispatch.exclude_keys(autocast):
+            call = with_backward if is_summed else op
+            return call(x, *args, **kwargs)
+
+    return add_in_forward if with_backward is None else add_in_backward
+
+
+def _rounded(result: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda t: t.to(dtype) if t.dtype is torch.float32 else t, result)
+
+
+@cache
 def _cast_to_destination(name: str, device: str) -> Kernel:
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
+    adding = sums.out_of_place(name)
 
     def cast_to_destination(_: Keys, destination: Any, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             if not destination.is_floating_point():
                 return op(destination, *args, **kwargs)
-            dtype = destination.dtype
-            return op(
-                destination,
-                *(cast_any(arg, device, dtype) for arg in args),
-                **{key: cast_any(arg, device, dtype) for key, arg in kwargs.items()},
-            )
+            is_summed = destination.dtype in HALVES and adding is not None
+            is_summed = is_summed and sums.adds(name, (destination, *args), kwargs)
+            dtype = torch.float32 if is_summed else destination.dtype
+            args = tuple(cast_any(arg, device, dtype) for arg in args)
+            kwargs = {key: cast_any(arg, device, dtype) for key, arg in kwargs.items()}
+            if not is_summed:
+                return op(destination, *args, **kwargs)
+            assert adding is not None
+            return destination.copy_(overload(adding)(destination.float(), *args, **kwargs))
 
     return cast_to_destination
 
@@ -230,6 +309,15 @@ class Float64Met(Exception):  # noqa: N818  # not an error: see cast
     """Raised for a float64 argument."""
 
 
+class SparseMet(Exception):  # noqa: N818  # not an error: see cast
+    """Raised for a sparse argument that would be lowered."""
+
+
+_SPARSE = frozenset(
+    {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+)
+
+
 def is_eligible(tensor: Tensor, device: str) -> bool:
     """Return whether autocast for ``device`` may cast a tensor: floating point, but not float64."""
     return (
@@ -247,9 +335,13 @@ def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
     Raises:
         Float64Met: there is a float64 tensor with dimensions on the device. The op must then run in
             float64. (Raising avoids a second pass over the arguments.)
+        SparseMet: There is a sparse tensor, and ``dtype`` is float16 or bfloat16, in which products
+            of sparse tensors have no kernels. The op must then run in float32.
     """
     if isinstance(value, Tensor):
         has = value.dtype
+        if value.layout in _SPARSE and dtype in HALVES:
+            raise SparseMet
         if has is dtype or not has.is_floating_point or value.device.type != device:
             return value
         if has is not torch.float64:
@@ -270,6 +362,7 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
 
     Raises:
         Float64Met: as :func:`cast`.
+        SparseMet: as :func:`cast`.
         GatheredMet: there is a gathered weight; :class:`Lent` casts it.
     """
     kind = type(value)
@@ -279,6 +372,8 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
         has = value.dtype
         if has is torch.float64 and value.device.type == device and value.dim() > 0:
             raise Float64Met
+        if value.layout in _SPARSE:
+            raise SparseMet
         if has is dtype or not has.is_floating_point or not is_weight(value):
             return value
         # The device is not checked, which would double the time: an op has its weights on its
@@ -304,11 +399,12 @@ def are_for_pytorch(args: Iterable[Any], dtype: torch.dtype) -> bool:
     for arg in args:
         kind = type(arg)
         if kind is nn.Parameter:
-            if arg.dtype is torch.float64 or not weight_cache.is_small(arg):
+            is_plain = arg.dtype is not torch.float64 and arg.layout is torch.strided
+            if not is_plain or not weight_cache.is_small(arg):
                 return False
             has_weights = True
         elif kind is Tensor:
-            if arg.dtype is torch.float64:
+            if arg.dtype is torch.float64 or arg.layout is not torch.strided:
                 return False
         elif kind not in _NO_TENSORS:
             return False

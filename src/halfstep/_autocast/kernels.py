@@ -20,7 +20,12 @@ from typing import Any
 import torch
 
 from halfstep._autocast import hold, scopes
-from halfstep._autocast.casts import carry_out, lower_with_pytorch, pytorch_kernel
+from halfstep._autocast.casts import (
+    carry_out,
+    lower_with_pytorch,
+    needs_fp32_sums,
+    pytorch_kernel,
+)
 from halfstep._autocast.policy import Policy, check, meant_by, preset
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
 from halfstep._common.nested import tensors_in
@@ -111,7 +116,8 @@ class PolicyOnDevice:
         theirs = _action_of_pytorch(op, self.device, dtype)
         if (native and _is_native(rule, theirs)) or (rule.action, theirs) == ("leave", "leave"):
             return None
-        if native and rule.action == theirs == "lower":
+        is_native = native and rule.action == theirs == "lower"
+        if is_native and not needs_fp32_sums(rule, op, self.device, dtype):
             return lower_with_pytorch(op, self.device, dtype)
         return carry_out(rule, op, self.device, dtype)
 

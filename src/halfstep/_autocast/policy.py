@@ -20,6 +20,7 @@ from halfstep._autocast.rule import Action, Phase, Rule, is_in_place
 from halfstep._autocast.written import PRESETS, rules_of
 from halfstep._common.text import did_you_mean, preformatted
 from halfstep._pytorch import compiler, dispatch
+from halfstep._pytorch.dispatch import overload
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 """Default device types for comparing and explaining policies."""
@@ -413,10 +414,15 @@ def _table() -> frozenset[str]:
 
 
 def _writes_out(name: str) -> bool:
-    """Return whether an op writes to anything but the first argument of an in-place op."""
-    aliases = [arg.alias_info for arg in dispatch.arguments_of(name)]
-    written = [alias is not None and alias.is_write for alias in aliases]
-    return any(written[1:]) or (any(written) and not is_in_place(name.rpartition(".")[0]))
+    """Return whether an op writes to ``out=``, or to several arguments in place.
+
+    One that updates statistics, such as fused_moving_avg_obs_fake_quant, can have rules: what it
+    writes to is not cast.
+    """
+    written = dispatch.written_by(overload(name))
+    if is_in_place(name.rpartition(".")[0]):
+        return written != {0}
+    return any(dispatch.arguments_of(name)[position].kwarg_only for position in written)
 
 
 def _must_name_dtype(name: str) -> bool:

@@ -9,7 +9,9 @@ from typing import Literal, get_args
 
 import torch
 
-Action = Literal["lower", "fp32", "fp32-dtype", "promote", "destination", "refuse", "leave"]
+Action = Literal[
+    "lower", "fp32", "fp32-dtype", "fp32-sums", "promote", "destination", "refuse", "leave"
+]
 Phase = Literal["train", "eval"]
 HALVES = (torch.float16, torch.bfloat16)
 LOWER_PRECISIONS = (*HALVES, torch.float32)  # float32 lowers nothing
@@ -24,6 +26,7 @@ _PREFIXES = {
     "torch.ops.aten.": "",
     "torch.linalg.": "linalg_",
     "torch.special.": "special_",
+    "torch.sparse.": "_sparse_",
     "torch.Tensor.": "",
     "torch.fft.": "fft_",
     "Tensor.": "",
@@ -63,6 +66,8 @@ class Rule:
             * ``"fp32"``: cast them to float32.
             * ``"fp32-dtype"``: request a float32 result through the op's ``dtype`` argument, unless
               the caller passes one; the inputs are not cast.
+            * ``"fp32-sums"``: for an op that adds many terms: add in float32, forward and backward,
+              and round the sum once, to the widest dtype among them.
             * ``"promote"``: cast them to the widest dtype among them.
             * ``"destination"``: for an in-place op (``"index_put_"``): cast the other inputs to the
               dtype of the tensor that is written to, float64 included.

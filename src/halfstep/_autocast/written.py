@@ -62,6 +62,7 @@ _MEANINGS = {
     "lower": "cast to the lower precision",
     "fp32": "cast to float32",
     "fp32-dtype": "asked for a float32 result",
+    "fp32-sums": "added in float32, results in the dtype of the inputs",
     "promote": "cast to the widest dtype among the inputs",
     "destination": "cast to the dtype of what is written to",
     "leave": "run as without a rule",

@@ -140,6 +140,13 @@ def writes_to_arguments(function: Any) -> bool:
     )
 
 
+def written_by(op: torch._ops.OpOverload) -> frozenset[int]:
+    """Return the positions of the arguments that an op writes to."""
+    aliases = [argument.alias_info for argument in schema_of(op).arguments]
+    written = (i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
+    return frozenset(written)
+
+
 def has_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey) -> bool:
     """Return whether a kernel is registered for ``op`` at ``key``."""
     name: str = op.name()  # type: ignore[no-untyped-call]
@@ -159,6 +166,17 @@ def is_made_of_others(op: torch._ops.OpOverload, device_type: str) -> bool:
     """Return whether ``op`` runs on a device as other ops, without a kernel for that device."""
     key = torch._C.DispatchKey.__members__[torch._C._dispatch_key_for_device(device_type)]
     return is_composite(op) and not has_kernel(op, key)
+
+
+@cache
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has kernels for a lower precision on this CPU."""
+    match dtype:
+        case torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        case torch.float16:
+            return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
 
 
 def is_higher_order(op: Any) -> bool:

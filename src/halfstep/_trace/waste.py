@@ -227,7 +227,8 @@ class _Search:
                 yield _finding("straggler", rows, row.name, what, best)
 
     def _is_straggler(self, row: Row) -> bool:
-        is_wide = row.action in (None, "leave", "promote") and row.compute == "float32"
+        widest = (None, "leave", "promote", "fp32-sums")
+        is_wide = row.action in widest and row.compute == "float32"
         is_meant = is_wide and row.autocast is not None and not self._flow.is_fixed(row)
         return is_meant and self._flow.flows_down(row)
 

@@ -1,0 +1,623 @@
+"""Every op that PyTorch's OpInfo database and torch.nn.functional know, beside itself in float32.
+
+An op runs forward and backward under a policy, on inputs in lower precision and on the same values
+in float32, and without autocast in float32 on the same values. The inputs are those of the
+database, and the same with a dimension, or an argument, repeated 300 times, so that the op adds
+many like terms and indices repeat; and calls of our own for windows, padding and other sums that
+are small in the database.
+
+The unit of an error is what one rounding of the inputs and one of the result explain. What a
+rounding of the inputs does is measured: they are moved at random by up to half a unit in the last
+place. An op is right within one unit. Within four, a formula of several steps rounded between them.
+
+    python benchmarks/op_audit.py                      # all ops, both dtypes: half an hour
+    python benchmarks/op_audit.py --markdown docs/op_audit.md        # and the page
+    python benchmarks/op_audit.py --ops index nn.functional.pad --dtypes bf16
+    python benchmarks/op_audit.py --policy torch --own # PyTorch's own lists, calls of our own
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from halfstep._autocast import autocast
+from halfstep._common.machine import device_name
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+REPEATS = 300
+MOST_ENTRIES = 1 << 18
+SECONDS_AN_OP = 2.0
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
+RIGHT, FEW_ROUNDINGS = 1.05, 4.0
+
+# Kernels that read outside of their tensors if pivots are repeated.
+READS_WILD = {"lu_unpack", "lu_solve", "linalg.lu_solve", "linalg.ldl_solve", "ormqr"}
+
+KNOWN = {
+    "Tensor.unfold": "a view: its overlapping windows are added in the backward pass by PyTorch; "
+    "`F.unfold` adds in float32",
+    "nn.functional.scaled_dot_product_attention": "attention weights are rounded between two "
+    "products, by design of its kernels; of like keys the gradient is a difference of like terms",
+}
+"""Why an op is further off than a few roundings explain, where that is known and left."""
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an op, with its arguments in float32."""
+
+    op: str
+    about: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def cases_of_database(names: set[str] | None = None, most_samples: int = 3) -> Iterator[Case]:
+    # It imports all of PyTorch's tests: seconds.
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for op in op_db:
+        label = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+        if (names is not None and op.name not in names) or torch.float32 not in op.dtypes:
+            continue
+        samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=False))
+        step = max(1, len(samples) // most_samples)
+        for number, sample in list(enumerate(samples))[::step]:
+            args = (sample.input, *sample.args)
+            yield Case(label, f"sample {number}", op.op, args, dict(sample.kwargs))
+
+
+def enlarged(case: Case) -> Iterator[Case]:
+    """Yield the case with all dimensions of one size repeated, and with those of one argument."""
+    if case.op in READS_WILD:
+        return
+    leaves, spec = tree_flatten((case.args, case.kwargs))
+    tensors = [(n, leaf) for n, leaf in enumerate(leaves) if is_dense(leaf)]
+    for size in sorted({size for _, tensor in tensors for size in tensor.shape if size}):
+        yield from _repeated(
+            case, leaves, spec, f"{size} -> {size * REPEATS}", lambda _, __, s, size=size: s == size
+        )
+    for number, tensor in tensors:
+        for dim in range(tensor.dim()):
+            yield from _repeated(
+                case,
+                leaves,
+                spec,
+                f"argument {number}, dimension {dim}",
+                lambda n, d, _, where=(number, dim): (n, d) == where,
+            )
+
+
+def _repeated(
+    case: Case,
+    leaves: list[Any],
+    spec: Any,
+    about: str,
+    is_repeated: Callable[[int, int, int], bool],
+) -> Iterator[Case]:
+    changed = list(leaves)
+    for number, leaf in enumerate(leaves):
+        if is_dense(leaf):
+            repeats = [
+                REPEATS if is_repeated(number, dim, size) else 1
+                for dim, size in enumerate(leaf.shape)
+            ]
+            if max(1, leaf.numel()) * math.prod(repeats) > MOST_ENTRIES:
+                return
+            changed[number] = leaf.repeat(repeats) if math.prod(repeats) > 1 else leaf
+    args, kwargs = tree_unflatten(changed, spec)
+    yield replace(case, about=f"{case.about}, {about}", args=args, kwargs=kwargs)
+
+
+def is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def like(*shape: int) -> Tensor:
+    """Return terms of one sign and of like size."""
+    return torch.rand(shape) * 0.25 + 0.75
+
+
+def own_cases() -> Iterator[Case]:
+    torch.manual_seed(0)
+    yield from indexing()
+    yield from windows()
+    yield from resizing()
+    yield from losses()
+    yield from products()
+    yield from reductions()
+
+
+def indexing() -> Iterator[Case]:
+    many = torch.zeros(4096, dtype=torch.long)
+    columns = many[:, None].expand(-1, 8)
+    reads: dict[str, Callable[[Tensor], Any]] = {
+        "h[index]": lambda h: h[many],
+        "h[:, index]": lambda h: h.T[:, many],
+        "h[mask]": lambda h: h[h > 0],
+        "nn.functional.embedding": lambda h: F.embedding(many, h),
+        "nn.functional.embedding, by frequency": lambda h: F.embedding(
+            many, h, scale_grad_by_freq=True
+        ),
+        "nn.functional.embedding_bag, sum": lambda h: F.embedding_bag(
+            many.view(64, 64), h, mode="sum"
+        ),
+        "nn.functional.embedding_bag, mean": lambda h: F.embedding_bag(
+            many, h, torch.tensor([0]), mode="mean"
+        ),
+        "take": lambda h: h.take(many),
+        "index_select": lambda h: h.index_select(0, many),
+        "gather": lambda h: h.gather(0, columns),
+        "take_along_dim": lambda h: h.take_along_dim(columns, 0),
+        "expand": lambda h: h[:1].expand(4096, 8) * 1,
+        "repeat_interleave": lambda h: h.repeat_interleave(4096, 0),
+        "Tensor.unfold": lambda h: h.repeat(100, 10).flatten().unfold(0, 1000, 1),
+    }
+    for op, read in reads.items():
+        yield Case(op, "one row, 4,096 times", read, (like(3, 8),))
+    writes: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "index_add": lambda x, s: x.index_add(0, many, s),
+        "index_put, accumulate": lambda x, s: x.index_put((many,), s, accumulate=True),
+        "put, accumulate": lambda x, s: x.put(columns, s, accumulate=True),
+        "scatter_add": lambda x, s: x.scatter_add(0, columns, s),
+        "segment_reduce": lambda x, s: torch.segment_reduce(s, "sum", lengths=torch.tensor([4096])),
+    }
+    for reduce in ("sum", "mean", "amax"):
+        writes[f"scatter_reduce, {reduce}"] = lambda x, s, r=reduce: x.scatter_reduce(
+            0, columns, s, r
+        )
+    for reduce in ("mean", "amax"):
+        writes[f"index_reduce, {reduce}"] = lambda x, s, r=reduce: x.index_reduce(0, many, s, r)
+    for op, write in writes.items():
+        yield Case(op, "4,096 terms", write, (like(3, 8), like(4096, 8)))
+
+
+def windows() -> Iterator[Case]:
+    for dims, shape, window in (
+        (1, (2, 4, 4096), 1023),
+        (2, (2, 4, 64, 64), 31),
+        (3, (1, 2, 16, 16, 16), 15),
+    ):
+        x = like(*shape)
+        for kind in ("avg", "max"):
+            op = f"nn.functional.{kind}_pool{dims}d"
+            pool = getattr(F, f"{kind}_pool{dims}d")
+            yield Case(
+                op, f"window {window}, stride 1", lambda x, p=pool, w=window: p(x, w, 1), (x,)
+            )
+            adaptive = getattr(F, f"adaptive_{kind}_pool{dims}d")
+            for out in (1, 3) if kind == "max" else (1, 3, shape[-1] * (2 if dims == 3 else 8)):
+                yield Case(
+                    f"nn.functional.adaptive_{kind}_pool{dims}d",
+                    f"to {out}",
+                    lambda x, p=adaptive, o=out: p(x, o),
+                    (x,),
+                )
+        lp_pool = getattr(F, f"lp_pool{dims}d")
+        yield Case(
+            f"nn.functional.lp_pool{dims}d",
+            "",
+            lambda x, p=lp_pool, w=window: p(x, 2.0, w, 1),
+            (x,),
+        )
+    peak = torch.zeros(1, 1, 64, 64)
+    peak[..., 32, 32] = 1
+    yield Case("nn.functional.max_pool2d", "a peak", lambda x: F.max_pool2d(x, 31, 1), (peak,))
+    yield Case("nn.functional.unfold", "31 x 31", lambda x: F.unfold(x, 31), (like(1, 2, 64, 64),))
+    yield Case("nn.functional.fold", "31 x 31", lambda x: F.fold(x, 64, 31), (like(1, 961, 1156),))
+    yield Case(
+        "nn.functional.local_response_norm",
+        "",
+        lambda x: F.local_response_norm(x, 31),
+        (like(2, 64, 8, 8),),
+    )
+
+
+def resizing() -> Iterator[Case]:
+    shapes = ((2, 3, 32), (1, 2, 32, 32), (1, 1, 16, 16, 16))
+    for mode in ("replicate", "reflect", "circular", "constant"):
+        for shape in shapes:
+            wide = [600, 40, 12][len(shape) - 3] if mode == "replicate" else shape[-1] - 1
+            yield Case(
+                "nn.functional.pad",
+                f"{mode}, {len(shape) - 2}d",
+                lambda x, m=mode, w=wide: F.pad(x, [w] * 2 * (x.dim() - 2), mode=m),
+                (like(*shape),),
+            )
+    small = ((2, 4, 4), (2, 4, 4, 4), (1, 2, 4, 4, 4))
+    modes = {"linear": small[:1], "bilinear": small[1:2], "bicubic": small[1:2]}
+    modes |= {"trilinear": small[2:], "nearest": small, "nearest-exact": small, "area": small}
+    for mode, of in modes.items():
+        for shape in of:
+            factor = [512, 32, 10][len(shape) - 3]
+            up = lambda x, f=factor, m=mode: F.interpolate(x, scale_factor=f, mode=m)  # noqa: E731
+            down = lambda x, m=mode: F.interpolate(x, size=(2,) * (x.dim() - 2), mode=m)  # noqa: E731
+            large = (*shape[:2], *(4 * factor for _ in shape[2:]))
+            for about, call, size in (("up", up, shape), ("down", down, large)):
+                name = f"{mode}, {len(shape) - 2}d, {about}"
+                yield Case("nn.functional.interpolate", name, call, (like(*size),))
+    for size, shape in ((3, (1, 2, 128, 128)), (128, (1, 2, 4, 4))):
+        yield Case(
+            "nn.functional.interpolate",
+            f"antialias, to {size}",
+            lambda x, s=size: F.interpolate(x, size=(s, s), mode="bilinear", antialias=True),
+            (like(*shape),),
+        )
+    for about, where in (("one point", 0.0), ("the border", 2.0)):
+        yield Case(
+            "nn.functional.grid_sample",
+            about,
+            lambda x, w=where: F.grid_sample(
+                x,
+                torch.full((1, 64, 64, 2), w).to(x),
+                padding_mode="border",
+                align_corners=False,
+            ),
+            (like(1, 2, 5, 5),),
+        )
+
+
+def losses() -> Iterator[Case]:
+    logits, weight = torch.randn(64, 1000) * 4, like(1000)
+    indices, soft = torch.arange(64) % 10, torch.softmax(torch.randn(64, 1000), -1)
+    for reduction in ("none", "mean", "sum"):
+        for target, about in ((indices, "class indices"), (soft, "probabilities")):
+            yield Case(
+                "nn.functional.cross_entropy",
+                f"{about}, {reduction}",
+                lambda x, r=reduction, t=target: (
+                    F.cross_entropy(x, t.to(soft), reduction=r)
+                    if t is soft
+                    else F.cross_entropy(x, t, reduction=r)
+                ),
+                (logits,),
+            )
+    yield Case(
+        "nn.functional.cross_entropy",
+        "smoothing, weights, ignore_index",
+        lambda x, w: F.cross_entropy(x, indices, w, ignore_index=3, label_smoothing=0.1),
+        (logits, weight),
+    )
+    yield Case(
+        "nn.functional.ctc_loss",
+        "",
+        lambda x: F.ctc_loss(
+            x.log_softmax(-1),
+            torch.arange(120).view(4, 30) % 19 + 1,
+            torch.full((4,), 200),
+            torch.full((4,), 30),
+        ),
+        (torch.randn(200, 4, 20),),
+    )
+    for norm in ("batch_norm", "instance_norm"):
+        options = {"training": True} if norm == "batch_norm" else {}
+        yield Case(
+            f"nn.functional.{norm}",
+            "affine",
+            lambda x, w, b, n=norm, o=options: getattr(F, n)(x, None, None, w, b, **o),
+            (torch.randn(64, 8, 16, 16), like(8), like(8)),
+        )
+    x, w, b = torch.randn(4096, 64), like(64), like(64)
+    yield Case(
+        "nn.functional.layer_norm", "", lambda *a: F.layer_norm(a[0], (64,), *a[1:]), (x, w, b)
+    )
+    yield Case("nn.functional.rms_norm", "", lambda x, w: F.rms_norm(x, (64,), w), (x, w))
+    yield Case("nn.functional.group_norm", "", lambda *a: F.group_norm(a[0], 8, *a[1:]), (x, w, b))
+    yield Case("nn.functional.prelu", "one weight", F.prelu, (-like(64, 8, 16, 16), like(1)))
+
+
+def products() -> Iterator[Case]:
+    yield Case("nn.functional.linear", "", F.linear, (like(4096, 64), like(8, 64), like(8)))
+    yield Case("nn.functional.linear", "long", F.linear, (like(8, 4096), like(8, 4096), like(8)))
+    yield Case("addbmm", "many", torch.addbmm, (like(4, 4), like(600, 4, 8), like(600, 8, 4)))
+    yield Case(
+        "nn.functional.bilinear", "", F.bilinear, (like(512, 16),) * 2 + (like(4, 16, 16), like(4))
+    )
+    yield Case("cdist", "", torch.cdist, (torch.randn(512, 16), torch.randn(512, 16)))
+    pair = (like(4096, 4), like(4096, 4))
+    yield Case("einsum", "", lambda x, y: torch.einsum("bi,bj->ij", x, y), pair)
+    yield Case("tensordot", "", lambda x, y: torch.tensordot(x.T, y, 1), pair)
+    yield Case("outer", "", torch.outer, (like(4096), like(8)))
+    yield Case("kron", "", torch.kron, (like(64, 64), like(4, 4)))
+    for dims in (1, 2, 3):
+        size, window = {1: (2048, 255), 2: (40, 17), 3: (12, 7)}[dims]
+        for kind in ("conv", "conv_transpose"):
+            conv = getattr(F, f"{kind}{dims}d")
+            op = f"nn.functional.{kind}{dims}d"
+            batch = (like(512, 2, *[6] * dims), like(2, 2, *[3] * dims), like(2))
+            yield Case(op, "a batch of 512", conv, batch)
+            large = (like(1, 2, *[size] * dims), like(2, 2, *[window] * dims), like(2))
+            yield Case(op, f"window {window}", conv, large)
+    attention = F.scaled_dot_product_attention
+    op = "nn.functional.scaled_dot_product_attention"
+    yield Case(op, "like keys", attention, tuple(like(1, 2, 256, 16) for _ in range(3)))
+    yield Case(op, "", attention, tuple(torch.randn(1, 2, 256, 16) for _ in range(3)))
+
+
+def reductions() -> Iterator[Case]:
+    for about, call in (
+        ("add", lambda x, b: x + b),
+        ("mul", lambda x, b: x * b),
+        ("div", lambda x, b: x / b),
+        ("where", lambda x, b: torch.where(x > 0, b, x)),
+    ):
+        yield Case(f"broadcast {about}", "4,096 rows", call, (like(4096, 8), like(8)))
+    for op, call in {
+        "mean": lambda x: x.mean(0),
+        "sum": lambda x: x.sum(0),
+        "var": lambda x: x.var(0),
+        "std": lambda x: x.std(0),
+        "cumsum": lambda x: x.cumsum(0),
+        "logsumexp": lambda x: x.logsumexp(0),
+        "logcumsumexp": lambda x: x.logcumsumexp(0),
+        "trapezoid": lambda x: torch.trapezoid(x, dim=0),
+        "nn.functional.normalize": lambda x: F.normalize(x, dim=0),
+        "stft": lambda x: torch.stft(x[:, 0], 64, window=torch.ones(64), return_complex=True).abs(),
+    }.items():
+        yield Case(op, "4,096 rows", call, (like(4096, 8),))
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Verdict:
+    """What came of one op in one lower precision; errors in units of the module's docstring."""
+
+    op: str
+    dtype: str
+    num_compared: int = 0
+    worst: float = 0.0
+    where: str = ""
+    raised: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether one rounding explains all errors."""
+        return self.worst <= RIGHT and not self.raised
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether a few roundings, or a known cause, explain all errors."""
+        return (self.worst <= FEW_ROUNDINGS and not self.raised) or self.op in KNOWN
+
+
+@dataclass
+class Run:
+    """Results of a call and gradients of its floating-point arguments, without autograd."""
+
+    results: list[Tensor]
+    gradients: list[Tensor | None]
+
+
+def run(
+    case: Case,
+    leaves: list[Any],
+    spec: Any,
+    cotangents: list[Tensor],
+    policy: str | None,
+    dtype: torch.dtype,
+) -> Run:
+    """Call an op and its backward pass, without autocast if there is no policy.
+
+    ``cotangents`` is filled by the first call, with terms of one sign.
+    """
+    ours = [leaf.detach().clone().requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
+    args, kwargs = tree_unflatten(ours, spec)
+    torch.manual_seed(0)
+    with autocast("cpu", dtype, policy=policy or "standard", enabled=policy is not None):
+        result = case.call(*args, **kwargs)
+    results = [each for each in tree_flatten(result)[0] if is_float(each)]
+    if not cotangents:
+        made = ((torch.rand_like(each) * 0.5 + 0.5) for each in results)
+        cotangents += [rounded(each.detach(), dtype) for each in made]
+    wanted = [leaf for leaf in ours if is_float(leaf)]
+    pairs = zip(results, cotangents, strict=True)
+    differentiable = [(result, given.to(result.dtype)) for result, given in pairs if result.grad_fn]
+    gradients: list[Tensor | None] = [None] * len(wanted)
+    if differentiable:
+        outputs, given = zip(*differentiable, strict=True)
+        gradients = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+    return Run(
+        [dense(each.detach()) for each in results],
+        [g if g is None else dense(g) for g in gradients],
+    )
+
+
+def dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in FLOATS
+
+
+def rounded(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype).float() if is_float(value) else value
+
+
+def moved(value: Any, dtype: torch.dtype, generator: torch.Generator) -> Any:
+    """Return a tensor whose entries are moved by up to half a unit in the last place."""
+    if not is_float(value) or not is_dense(value):
+        return value
+    by = (torch.rand(value.shape, generator=generator) - 0.5) * torch.finfo(dtype).eps
+    return value * (1 + by)
+
+
+def error(
+    found: Tensor | None, exact: Tensor | None, others: list[Any], dtype: torch.dtype
+) -> float:
+    """Return the largest error of a tensor; ``others`` are results of moved inputs."""
+    if found is None or exact is None or found.shape != exact.shape:
+        return 0.0 if found is exact else math.inf
+    if exact.numel() == 0:
+        return 0.0
+    limits = torch.finfo(dtype)
+    deviation = torch.zeros_like(exact)
+    for other in others:
+        if other is not None and other.shape == exact.shape:
+            deviation = deviation.maximum((other - exact).abs().nan_to_num(math.inf))
+    usual = deviation[deviation.isfinite()].mean().nan_to_num(0.0)
+    allowed = limits.eps / 2 * exact.abs() + deviation + usual + limits.smallest_normal * limits.eps
+    found = found.float()
+    same = (found == exact) | (found.isnan() & exact.isnan()) | (exact.abs() > limits.max)
+    units = ((found - exact).abs() / allowed).nan_to_num(math.inf, math.inf)
+    return torch.where(same, 0.0, units).max().item()
+
+
+def is_repeatable(one: Run, two: Run) -> bool:
+    both = zip(one.results + one.gradients, two.results + two.gradients, strict=True)
+    return all(a is None or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in both)
+
+
+def audit(case: Case, dtype: torch.dtype, policy: str) -> tuple[float, str] | None:
+    """Return the largest error of a call, and where it is; None if it cannot be compared.
+
+    Raises:
+        RuntimeError: The op runs in float32 without autocast, and not here.
+    """
+    leaves, spec = tree_flatten((case.args, case.kwargs))
+    leaves = [rounded(leaf, dtype) for leaf in leaves]
+    cotangents: list[Tensor] = []
+    try:
+        exact = run(case, leaves, spec, cotangents, None, dtype)
+        again = run(case, leaves, spec, cotangents, None, dtype)
+    except REFUSALS:
+        return None  # a repeated dimension does not fit
+    if not any(map(is_float, leaves)) or not exact.results or not is_repeatable(exact, again):
+        return None
+    others = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        inputs, given = ([moved(x, dtype, generator) for x in xs] for xs in (leaves, cotangents))
+        others.append(run(case, inputs, spec, given, None, dtype))
+    worst, where = 0.0, ""
+    for kind in ("lower precision", "float32"):
+        is_lower = kind != "float32"
+        inputs = [leaf.to(dtype) if is_lower and is_float(leaf) else leaf for leaf in leaves]
+        found = run(case, inputs, spec, cotangents, policy, dtype)
+        for what in ("results", "gradients"):
+            lists = (getattr(each, what) for each in (found, exact, *others))
+            for ours, reference, *shifted in zip(*lists, strict=True):
+                units = error(ours, reference, shifted, dtype)
+                if units > worst:
+                    worst, where = units, f"{what} of inputs in {kind}; {case.about}"
+    return worst, where
+
+
+def audit_all(cases: Iterable[Case], dtypes: Iterable[str], policy: str) -> list[Verdict]:
+    """Audit cases, those of an op for a few seconds at most; show progress on a terminal."""
+    verdicts: dict[tuple[str, str], Verdict] = {}
+    op, started = "", 0.0
+    for case in cases:
+        if case.op != op:
+            op, started = case.op, time.monotonic()
+            if sys.stderr.isatty():
+                print(f"\r\033[K{len(verdicts)} {op}", end="", file=sys.stderr)
+        for name in dtypes:
+            verdict = verdicts.setdefault((op, name), Verdict(op, name))
+            if verdict.num_compared and time.monotonic() - started > SECONDS_AN_OP:
+                continue
+            try:
+                found = audit(case, DTYPES[name], policy)
+            except REFUSALS as refusal:
+                text = str(refusal).strip().splitlines() or [type(refusal).__name__]
+                verdict.raised = verdict.raised or f"{text[0][:100]} ({case.about})"
+                continue
+            if found is not None:
+                verdict.num_compared += 1
+                verdict.worst, verdict.where = max(found, (verdict.worst, verdict.where))
+    return list(verdicts.values())
+
+
+# --- showing --------------------------------------------------------------------------------------
+
+
+def page(verdicts: list[Verdict], policy: str) -> str:
+    """Return the table as Markdown."""
+    compared = [v for v in verdicts if v.num_compared or v.raised]
+    right = [v for v in compared if v.is_right]
+    few = [v for v in compared if RIGHT < v.worst <= FEW_ROUNDINGS and not v.raised]
+    wrong = [v for v in compared if v not in right and v not in few]
+    version = torch.__version__.partition("+")[0]
+    lines = [
+        "# Audit of ops",
+        "",
+        "`python benchmarks/op_audit.py --markdown docs/op_audit.md`:",
+        f"{device_name('cpu')}, PyTorch {version}, policy `{policy}`.",
+        "Each op of PyTorch's OpInfo database and of `torch.nn.functional`, forward and backward,",
+        "beside float32 on the same rounded inputs,",
+        "with inputs that make it add many like terms. One unit is what one rounding of the inputs",
+        "and one of the result explain.",
+        "",
+        "| ops, in two dtypes | |",
+        "|---|---:|",
+        f"| compared | {len(compared)} |",
+        f"| right: within one unit | {len(right)} |",
+        f"| a formula of several steps, rounded between: within {FEW_ROUNDINGS:g} | {len(few)} |",
+        f"| further off, or an error | {len(wrong)} |",
+        f"| random, or without floating-point inputs | {len(verdicts) - len(compared)} |",
+        "",
+        "## Further off, or an error",
+        "",
+        "| op | dtype | units | why |",
+        "|---|---|---:|---|",
+    ]
+    for v in sorted(wrong, key=lambda v: (-v.worst, v.op)):
+        units = "error" if v.raised else f"{v.worst:.1f}"
+        lines.append(f"| {v.op} | {v.dtype} | {units} | {KNOWN.get(v.op) or v.raised or v.where} |")
+    lines += [
+        "",
+        "## Rounded between steps",
+        "",
+        "| op | dtype | units | where |",
+        "|---|---|---:|---|",
+    ]
+    for v in sorted(few, key=lambda v: (-v.worst, v.op)):
+        lines.append(f"| {v.op} | {v.dtype} | {v.worst:.1f} | {v.where} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ops", nargs="+", help="names in the database or of our own calls")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--policy", default="standard")
+    parser.add_argument("--own", action="store_true", help="only the calls of our own")
+    parser.add_argument("--markdown", type=Path, help="write the page to this file")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # the tensors are small
+    names = set(args.ops) if args.ops else None
+    own = (case for case in own_cases() if names is None or case.op in names)
+    database = () if args.own else cases_of_database(names)
+    cases = chain(own, chain.from_iterable(chain([case], enlarged(case)) for case in database))
+    text = page(audit_all(cases, args.dtypes, args.policy), args.policy)
+    if args.markdown:
+        args.markdown.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

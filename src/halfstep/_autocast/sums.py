@@ -1,0 +1,159 @@
+"""Ops that add many terms: which do, and how they add in float32.
+
+PyTorch adds in the dtype of the tensors. In bfloat16 a sum of ones ends at 256, in float16 at
+2,048: that of the gradient of ``h[index]`` if one row is read often, of overlapping windows, of a
+padding that repeats an edge; that of an ``index_put`` that accumulates. On a CPU this was measured
+(benchmarks/op_audit.py); for CUDA it was read in ATen/native/cuda (Indexing.cu,
+ScatterGatherKernel.cu, ReplicationPadding.cu), where atomic additions round each sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep._common.nested import map_leaves, tensors_in
+from halfstep._pytorch import dispatch
+from halfstep._pytorch.dispatch import callable_of, overload, schema_of
+
+_aten = torch.ops.aten
+
+# Of ops that add in their backward pass: the gradient of the first argument. ``like`` has its shape
+# and strides, but no values; then follow all other arguments, and all results but the first.
+_BACKWARD: dict[str, Callable[..., Any]] = {
+    "index": lambda grad, like, indices: _aten.index_put(
+        torch.zeros_like(like), indices, grad, accumulate=True
+    ),
+    "index_select": lambda grad, like, dim, index: torch.zeros_like(like).index_add(
+        dim, index, grad
+    ),
+    "gather": lambda grad, like, dim, index, _: torch.zeros_like(like).scatter_add(
+        dim, index, grad
+    ),
+    "take": lambda grad, like, index: torch.zeros_like(like).put(index, grad, accumulate=True),
+    "embedding": lambda grad, like, indices, padding_idx, by_freq, _: (
+        _aten.embedding_dense_backward(grad, indices, like.shape[0], padding_idx, by_freq)
+    ),
+    "_adaptive_avg_pool2d": lambda grad, like, _: callable_of(
+        overload("_adaptive_avg_pool2d_backward.default")
+    )(grad, like),
+    "im2col": lambda grad, like, *window: _aten.col2im(grad, like.shape[-2:], *window),
+}
+for _name in (
+    "replication_pad1d", "replication_pad2d", "replication_pad3d",
+    "avg_pool2d", "max_pool2d_with_indices", "max_pool3d_with_indices",
+):  # fmt: skip
+    _BACKWARD[_name] = getattr(_aten, f"{_name}_backward")
+
+
+def are_products_rounded(name: str, device: str, dtype: torch.dtype) -> bool:
+    """Return whether PyTorch's kernel for an op of products rounds their partial sums.
+
+    addbmm adds to its result, one matrix after the other. A CPU without instructions for ``dtype``
+    has no kernel of oneDNN for convolutions, and PyTorch's own adds windows and the gradients of a
+    batch in lower precision: 600 images give a weight a gradient that is 24 % wrong. In float32
+    the convolution also takes a fraction of the time.
+    """
+    op = name.partition(".")[0]
+    is_convolution = op in ("convolution", "_convolution") or op.startswith("conv")
+    is_rounded = is_convolution and device == "cpu" and not dispatch.has_onednn(dtype)
+    return is_rounded or op == "addbmm"
+
+
+_ADD_INTO = ("index_add", "index_put", "index_reduce", "put", "scatter_add", "scatter_reduce")
+
+
+def adds(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an overload, in place or not, may add several terms to an entry."""
+    op, _, of_op = name.partition(".")
+    if op.rstrip("_") == "scatter":
+        return "reduce" in of_op
+    arguments = [argument.name for argument in schema_of(overload(name)).arguments]
+    return "accumulate" not in arguments or bool(
+        (dict(zip(arguments, args, strict=False)) | dict(kwargs)).get("accumulate")
+    )
+
+
+def out_of_place(name: str) -> str | None:
+    """Return the overload that does the same as one in place that may add, None for any other."""
+    op, _, of_op = name.partition(".")
+    into = op.rstrip("_")
+    return f"{into}.{of_op}" if into in (*_ADD_INTO, "scatter") else None
+
+
+def is_backward_rounded(name: str, device: str) -> bool:
+    """Return whether PyTorch's own backward pass of an op rounds its partial sums on a device."""
+    # Embedding.cu adds the rows of an index in float32.
+    return (name.partition(".")[0], device) != ("embedding", "cuda")
+
+
+def with_backward_in_float32(name: str) -> Callable[..., Any] | None:
+    """Return an overload with a backward pass in float32; None if it adds in its forward pass.
+
+    The gradient of its first argument, in lower precision, is rounded once. Only sizes and indices
+    are saved. Differentiable twice and in forward mode; not for ``torch.func``.
+    """
+    if name.partition(".")[0] not in _BACKWARD:
+        return None
+    rest = schema_of(overload(name)).arguments[1:]
+
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = {argument.name: argument.default_value for argument in rest}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        if given.get("sparse") or given.get("sparse_grad"):
+            return callable_of(overload(name))(x, *args, **kwargs)
+        return _Float32Backward.apply(x, name, list(given.values()))  # type: ignore[no-untyped-call]
+
+    return call
+
+
+class _Float32Backward(torch.autograd.Function):
+    """An op with one of the backward passes above."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, args: list[Any]) -> Any:
+        ctx.name, ctx.dtype, ctx.shape, ctx.stride = name, x.dtype, x.shape, x.stride()
+        output = _call(name, x, args)
+        others = () if isinstance(output, Tensor) else output[1:]
+        ctx.mark_non_differentiable(*others)
+        known = [*args, *others]
+        ctx.save_for_backward(*tensors_in(known))
+        ctx.save_for_forward(*tensors_in(known))
+        ctx.known = map_leaves(lambda leaf: _SAVED if isinstance(leaf, Tensor) else leaf, known)
+        ctx.num_args = len(args)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        like = grad.new_empty_strided(ctx.shape, ctx.stride, dtype=torch.float32)
+        formula = _BACKWARD[ctx.name.partition(".")[0]]
+        return formula(grad.float(), like, *_saved(ctx)).to(ctx.dtype), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
+        args = _saved(ctx)
+        if len(args) == ctx.num_args:
+            return _call(ctx.name, tangent, args)  # linear
+        indices, start = args[-1], -2 if "2d" in ctx.name else -3
+        largest = tangent.flatten(start).gather(-1, indices.flatten(start))
+        return largest.view_as(indices), None
+
+
+_SAVED = object()
+
+
+def _call(name: str, x: Tensor, args: list[Any]) -> Any:
+    arguments = schema_of(overload(name)).arguments[1:]
+    positional = [v for a, v in zip(arguments, args, strict=False) if not a.kwarg_only]
+    keywords = {a.name: v for a, v in zip(arguments, args, strict=False) if a.kwarg_only}
+    return callable_of(overload(name))(x, *positional, **keywords)
+
+
+def _saved(ctx: Any) -> list[Any]:
+    """Return the arguments of the op after the first, then its results after the first."""
+    saved = iter(ctx.saved_tensors)
+    args: list[Any] = map_leaves(lambda leaf: next(saved) if leaf is _SAVED else leaf, ctx.known)
+    return args

@@ -1,0 +1,82 @@
+"""Ops without a kernel in lower precision run in float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.ao import quantization
+
+from halfstep._autocast import Policy, autocast
+from halfstep._autocast.rule import HALVES
+
+Call = Callable[[Tensor, Tensor], Tensor]
+PRODUCTS: dict[str, Call] = {
+    "torch.sparse.mm": torch.sparse.mm,
+    "torch.sparse.addmm": lambda s, x: torch.sparse.addmm(torch.ones(8, 4), s, x),
+    "@": lambda s, x: s @ x,
+    "mm": torch.mm,
+    "mv": lambda s, x: torch.mv(s, x[:, 0]),
+    "addmm": lambda s, x: torch.addmm(torch.ones(8, 4), s, x),
+    "linear": lambda s, x: F.linear(x.T, s),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("has", [torch.float32, *HALVES])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_with_a_sparse_matrix(name: str, layout: torch.layout, has: torch.dtype) -> None:
+    matrix = (torch.eye(8) * 2).to_sparse(layout=layout)
+    x = torch.randn(8, 4).to(has)
+
+    def gradients(run: Callable[[Tensor, Tensor], Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+        leaves = [each.detach().clone().requires_grad_() for each in inputs]
+        result = run(*leaves)
+        assert result.dtype is torch.float32
+        result.square().sum().backward()
+        return (result, *(leaf.grad.to_dense() for leaf in leaves if leaf.grad is not None))
+
+    def lowered(s: Tensor, x: Tensor) -> Tensor:
+        with autocast("cpu", torch.bfloat16 if has is torch.float32 else has):
+            return PRODUCTS[name](s, x)
+
+    found = gradients(lowered, matrix, x)
+    expected = gradients(PRODUCTS[name], matrix, x.float())
+    assert len(found) == len(expected) == 3
+    assert found[2].dtype is has
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
+
+
+def test_rules_take_the_names_of_torch_sparse() -> None:
+    policy = Policy.parse("standard; torch.sparse.mm:leave")
+    assert policy.action("_sparse_mm.default", "cpu", torch.bfloat16) == "leave"
+
+
+@pytest.mark.parametrize("make", [
+    quantization.FusedMovingAvgObsFakeQuantize,
+    quantization.default_fused_per_channel_wt_fake_quant,
+    quantization.FakeQuantize,
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*reduce_range")
+def test_quantization_aware_training(make: Callable[[], torch.nn.Module]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4).bfloat16()
+    ours, plain = make(), make()
+    given = x.clone().requires_grad_()
+    with autocast("cpu", torch.bfloat16):
+        result = ours(given)
+    assert torch.allclose(result.float(), plain(x.float()), rtol=4e-3)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(ours.get_buffer(name), buffer), name
+    result.sum().backward()
+    assert given.grad is not None
+
+
+def test_eigenvectors_by_iteration() -> None:
+    matrix = torch.diag(torch.arange(1.0, 31.0))
+    with autocast("cpu", torch.bfloat16):
+        values, _ = torch.lobpcg(matrix.bfloat16(), k=2)
+    assert torch.allclose(values, torch.tensor([30.0, 29.0]), rtol=1e-2)
