@@ -129,6 +129,19 @@ def unseen_by_modes() -> AbstractContextManager[object]:
     return stack
 
 
+@contextmanager
+def without_ours() -> Iterator[None]:
+    """Hide ops in a block from halfstep's dispatch modes, unless they are inside other modes."""
+    ours = []
+    while num_dispatch_modes() and isinstance(dispatch_modes()[-1], DispatchMode):
+        ours.append(torch.utils._python_dispatch._pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(ours):
+            torch.utils._python_dispatch._push_mode(mode)
+
+
 def outside_of_transforms() -> AbstractContextManager[object]:
     """Return a context outside of the surrounding transforms of ``torch.func``."""
     if torch._C._functorch.peek_interpreter_stack() is None:
