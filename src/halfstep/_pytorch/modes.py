@@ -98,6 +98,11 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
                 _push(self)
 
 
+def function_modes() -> list[Any]:
+    """Return the function modes of this thread, innermost first."""
+    return [_mode_at(place) for place in reversed(range(torch._C._len_torch_function_stack()))]
+
+
 def _mode_at(place: int) -> Any:
     return torch._C._get_function_stack_at(place)
 
