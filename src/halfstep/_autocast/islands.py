@@ -33,6 +33,9 @@ def dtypes_in(module: nn.Module) -> frozenset[torch.dtype]:
         if each is None or each in seen:
             continue
         seen.add(each)
+        if isinstance(each, torch.jit.ScriptModule):  # its registers are in C++
+            found.update(tensor.dtype for tensor in (*each.parameters(), *each.buffers()))
+            continue
         parameters, buffers, modules = registers_of(each)
         tensors = (*parameters.values(), *buffers.values())
         found.update(tensor.dtype for tensor in tensors if tensor is not None)

@@ -39,14 +39,16 @@ def keep(
     """Run modules in one dtype even under autocast, permanently or during a block.
 
     Their floating-point inputs are cast to ``dtype`` and autocast is off inside them, including
-    their submodules. Parameters, ``state_dict`` and ``isinstance`` checks are unaffected. Works
-    inside ``torch.compile`` and activation checkpointing, in copies of the model and in threads.
+    their submodules. Parameters and buffers of another dtype are cast where they are used; a
+    gradient has the dtype of its parameter. Parameters, ``state_dict`` and ``isinstance`` checks
+    are unaffected. Works inside ``torch.compile`` and activation checkpointing, in copies of the
+    model and in threads.
 
     Args:
         model: The model whose module names the patterns match.
         *patterns: Globs over the names of ``model.named_modules()``: ``"head"``, ``"*.norm"``; a
             ``*`` also matches dots.
-        dtype: A floating dtype, the one of the modules' parameters.
+        dtype: A floating dtype, the one to compute in.
         cast_back: Whether to cast outputs of ``dtype`` to the dtype of the first floating-point
             input.
 
@@ -55,8 +57,9 @@ def keep(
 
     Raises:
         TypeError: ``model`` is not a module, or ``dtype`` is not a floating dtype.
-        ValueError: A pattern matches no module (the message lists similar names), or the parameters
-            of a module have another dtype.
+        ValueError: A pattern matches no module (the message lists similar names), or a module is
+            lazy or runs TorchScript. When it runs: fully_shard gathers its parameters in another
+            dtype than they have.
 
     Sync: none.
 
@@ -115,8 +118,8 @@ def name_modules(model: nn.Module | None, policy: Policy) -> None:
     """Make the modules of ``model`` that have rules in ``policy`` look these up when they run.
 
     Raises:
-        ValueError: There is no model, a rule matches none of its modules, or the parameters of a
-            module that must be an island have another dtype.
+        ValueError: There is no model, a rule matches none of its modules, or a module cannot look
+            up rules.
         TypeError: ``model`` is not a module.
     """
     if model is None:
