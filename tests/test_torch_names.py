@@ -781,3 +781,23 @@ def test_backends_of_torch_compile_have_names() -> None:
     assert compiler.has_backend("inductor")
     assert compiler.has_backend("aot_eager")
     assert not compiler.has_backend("inductr")
+
+
+def test_modes_stand_aside() -> None:
+    ours, function_mode = modes.DispatchMode(), modes.FunctionMode()
+    with function_mode, ours:
+        assert modes.function_modes() == [function_mode]
+        with modes.without_ours():
+            assert not modes.num_dispatch_modes()
+        assert modes.dispatch_modes() == [ours]
+
+
+def test_hooks_stand_aside_in_an_export() -> None:
+    import torch.export._trace as trace
+
+    before = trace._export
+    hooks = modules.GlobalHooks(lambda *_: None, lambda *_: None)
+    hooks.install()
+    assert trace._export is not before
+    hooks.remove()
+    assert trace._export is before

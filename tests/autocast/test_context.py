@@ -210,9 +210,9 @@ def test_pytorchs_cache_ends_with_the_outermost_context() -> None:
 
 
 def test_each_device_has_its_own_policy() -> None:
-    with autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW), autocast("xpu", BF16):
+    with autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW), autocast("privateuseone", BF16):
         assert current_policy("cpu") == KEEP_SOFTMAX_LOW
-        assert current_policy("xpu") == preset("standard")
+        assert current_policy("privateuseone") == preset("standard")
         assert softmax() == BF16
 
 
@@ -240,6 +240,7 @@ def test_the_policy_in_force_can_be_asked_for() -> None:
         ({"device_type": "cup"}, ValueError, r"no autocast for 'cup'; it has for cpu, cuda"),
         ({"device_type": "meta"}, ValueError, r"no autocast for 'meta'; it has for cpu, cuda"),
         ({"device_type": "xla"}, ValueError, r"no autocast for 'xla'; it has for cpu, cuda"),
+        ({"device_type": "cudaa"}, ValueError, r"no autocast for 'cudaa'; .* mean 'cuda'\?"),
         ({"device_type": ""}, ValueError, r"no autocast for ''; it has for cpu, cuda"),
         ({"device_type": "ipu", "enabled": False}, ValueError, r"no autocast for 'ipu'"),
         ({"dtype": torch.int8}, ValueError, r"float16 or torch\.bfloat16, got dtype=torch\.int8"),
@@ -273,11 +274,27 @@ def test_off_is_possible_for_devices_whose_kernels_are_out_of_reach(device: str)
         autocast(device)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
-def test_cuda_without_cuda_is_an_error_not_a_warning() -> None:
-    with pytest.raises(ValueError, match=r"no CUDA device here; leave device_type out"):
-        autocast("cuda")
-    with autocast("cuda", enabled=False):
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "xpu", "mps", "mps:0", "hpu"])
+def test_a_device_that_is_not_there_is_an_error_not_a_warning(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = device.partition(":")[0]
+    if hasattr(torch, kind):
+        monkeypatch.setattr(getattr(torch, kind), "is_available", lambda: False)
+    monkeypatch.setattr("halfstep._autocast.context._settled", {})
+    with pytest.raises(ValueError, match=f"no {kind.upper()} device here; leave device_type out"):
+        autocast(device, FP16)
+    with autocast(device, enabled=False):
+        assert linear() == FP32
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps:0"])
+def test_a_device_that_is_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = device.partition(":")[0]
+    monkeypatch.setattr(getattr(torch, kind), "is_available", lambda: True)
+    monkeypatch.setattr("halfstep._autocast.context._settled", {})
+    with autocast(device, FP16):
+        assert torch.is_autocast_enabled(kind)
         assert linear() == FP32
 
 
@@ -375,13 +392,13 @@ def test_leaving_in_a_thread_that_did_not_enter_is_an_error() -> None:
         autocast("cpu", FP16),
         autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW),
         autocast("cpu", enabled=False),
-        autocast("xpu", BF16),
+        autocast("privateuseone", BF16),
     ],
     ids=repr,
 )
 def test_a_context_left_before_one_inside_it_is_an_error(inner: autocast) -> None:
     with inner:
-        alone = amp.autocast_switches("cpu"), current_policy("cpu"), current_policy("xpu")
+        alone = amp.autocast_switches("cpu"), current_policy("cpu"), current_policy("privateuseone")
     outer = autocast("cpu", BF16)
     outer.__enter__()
     inner.__enter__()
@@ -390,7 +407,7 @@ def test_a_context_left_before_one_inside_it_is_an_error(inner: autocast) -> Non
     assert str(caught.value).startswith(f"{outer!r} is left while {inner!r}, entered after it, is")
     assert "asyncio.to_thread" in str(caught.value)
     # The inner one goes on as if there had been no other.
-    now = amp.autocast_switches("cpu"), current_policy("cpu"), current_policy("xpu")
+    now = amp.autocast_switches("cpu"), current_policy("cpu"), current_policy("privateuseone")
     assert now == alone
     inner.__exit__(None, None, None)
     assert_nothing_is_left()

@@ -226,6 +226,72 @@ def test_an_ensemble(inputs: int | None) -> None:
     assert_close(result, expected, BF16)
 
 
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm1d(3),
+    "batch, without statistics": lambda: nn.BatchNorm1d(3, track_running_stats=False),
+    "instance": lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+    "group": lambda: nn.GroupNorm(3, 3),
+    "layer": lambda: nn.LayerNorm(4),
+    "rms": lambda: nn.RMSNorm(4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize(("is_training", "lower"), [(True, BF16), (False, FP16)])
+@pytest.mark.parametrize("policy", ["standard", "torch", "standard; layer_norm:leave"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_an_ensemble_with_norms(
+    norm: str, policy: str, is_training: bool, lower: torch.dtype
+) -> None:
+    """Their inputs are in lower precision, their weights and statistics in float32."""
+    torch.manual_seed(0)
+    models = [
+        nn.Sequential(nn.Conv1d(2, 3, 1, bias=False), NORMS[norm]()).train(is_training)
+        for _ in "ab"
+    ]
+    for parameter in (each for model in models for each in model[1].parameters()):
+        nn.init.normal_(parameter, mean=1.0)
+    parameters, buffers = stack_module_state(models)
+
+    def call(parameters: Any, buffers: Any) -> Tensor:
+        return functional_call(copy.deepcopy(models[0]), (parameters, buffers), (SAMPLES,))
+
+    def total(parameters: Any, buffers: Any) -> Tensor:
+        return call(parameters, buffers).float().pow(3).sum()
+
+    def inside(parameters: Any, buffers: Any) -> Tensor:
+        with autocast("cpu", lower, policy=policy):
+            return total(parameters, buffers)
+
+    with autocast("cpu", lower, policy=policy):
+        result = vmap(call)(parameters, tree_map(torch.clone, buffers))
+        around = vmap(grad(total))(parameters, tree_map(torch.clone, buffers))
+        jacobian = jacrev(total)(*tree_map(lambda each: each[0].clone(), (parameters, buffers)))
+    inner = vmap(grad(inside))(parameters, buffers)
+    for number, model in enumerate(models):
+        with autocast("cpu", lower, policy=policy):
+            expected = model(SAMPLES)
+            expected.float().pow(3).sum().backward()
+        assert_close(result[number], expected, lower)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            found = [around[name][number], inner[name][number]]
+            for gradient in found if number else [*found, jacobian[name]]:
+                assert gradient.dtype is FP32
+                assert (gradient - parameter.grad).norm() < 0.05 * parameter.grad.norm()
+        for name, buffer in model.named_buffers():
+            assert_close(buffers[name][number], buffer, lower)
+
+
+@pytest.mark.parametrize("policy", ["standard", "torch"])
+def test_a_part_in_another_dtype_is_written_into_a_copy(policy: str) -> None:
+    def write(x: Tensor) -> Tensor:
+        return x.bfloat16().select_scatter(x[0], 0, 1).slice_scatter(x[:1], 0, 0, 1)
+
+    with autocast("cpu", BF16, policy=policy):
+        assert_close(vmap(write)(SAMPLES), loop(write, SAMPLES), BF16)
+
+
 def twice_differentiated(function: Function) -> Function:
     return grad(lambda x: grad(lambda y: function(y).square())(x).sum())
 

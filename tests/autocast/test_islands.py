@@ -1,18 +1,21 @@
 """Modules that stay in one dtype under autocast."""
 
+import abc
 import copy
+import pickle
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import halfstep
 from halfstep._autocast import autocast, keep
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Block(nn.Module):
@@ -249,11 +252,6 @@ def test_a_module_that_fsdp2_has_wrapped(tmp_path: Any) -> None:
         ),
         (lambda m: keep(m, "zzz*"), ValueError, r"'zzz\*'; its modules are blocks, blocks.0, "),
         (lambda m: keep(m), ValueError, r"say which modules to keep"),
-        (
-            lambda m: keep(m, "head", dtype=BF16),
-            ValueError,
-            r"parameter weight is torch.float32",
-        ),
         (lambda m: keep(m, "head", dtype=torch.int8), TypeError, r"pass a floating dtype"),
         (lambda m: keep("head", m), TypeError, r"keep\(str\): pass the model"),
     ],
@@ -265,7 +263,282 @@ def test_wrong_calls(call: Any, error: type[Exception], message: str) -> None:
     assert in_fp32(model) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_script_is_told() -> None:
+    model = nn.Sequential(torch.jit.trace(nn.Linear(4, 4), (torch.ones(1, 4),)))
+    with pytest.raises(ValueError, match=r"runs TorchScript, .* the Python module that calls it"):
+        keep(model, "0")
+    keep(nn.Sequential(model), "0")
+
+
 def test_names_without_what_wrappers_add() -> None:
     model = torch.compile(make(), backend="eager")
     with keep(model, "head"), autocast("cpu", BF16):
         assert model(torch.ones(2, 4)).dtype is FP32
+
+
+# --- classes of every kind ------------------------------------------------------------------------
+
+Kind = TypeVar("Kind")
+REGISTERED: list[type] = []
+
+
+class Runs(Protocol):
+    def runs(self) -> int: ...
+
+
+class Slotted:
+    __slots__ = ("note",)
+
+
+class Registering:
+    def __init_subclass__(cls, *, name: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        REGISTERED.append(cls)
+
+
+class Asking(type):
+    def __new__(mcs, name: str, bases: Any, namespace: Any, *, asked: bool) -> Any:
+        return super().__new__(mcs, name, bases, namespace)
+
+    def __init__(cls, *args: Any, asked: bool) -> None:
+        super().__init__(*args)
+
+
+class AbstractFirst(abc.ABC, nn.Linear): ...
+
+
+class GenericFirst(Generic[Kind], nn.Linear): ...
+
+
+class ProtocolFirst(Runs, nn.Linear): ...
+
+
+class SlottedFirst(Slotted, nn.Linear): ...
+
+
+class WithSlots(nn.Linear):
+    __slots__ = ("note",)
+
+
+class RegisteringFirst(Registering, nn.Linear, name="linear"): ...
+
+
+class AskingForArguments(nn.Linear, metaclass=Asking, asked=True): ...
+
+
+class Final(nn.Linear):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("no class may be derived from this one")
+
+
+class Fixed(nn.Linear):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("in_features", "out_features", "weight", "bias", "training"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+class CopiesItself(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> "CopiesItself":
+        return CopiesItself(self.in_features, self.out_features)
+
+    def __reduce__(self) -> Any:
+        return CopiesItself, (self.in_features, self.out_features)
+
+
+CLASSES = [
+    *(AbstractFirst, GenericFirst, ProtocolFirst, SlottedFirst, WithSlots, RegisteringFirst),
+    *(AskingForArguments, Final, Fixed, CopiesItself),
+]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_module_of_any_class(cls: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), cls(4, 2))
+    looks = repr(model), list(model.state_dict())
+    kept = keep(model, "1")
+    assert in_fp32(model) == ["1"]
+    assert isinstance(model[1], cls)
+    assert (repr(model), list(model.state_dict())) == looks
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert in_fp32(other) == ["1"]
+    kept.remove()
+    assert type(model[1]) is cls
+    assert in_fp32(model) == []
+    assert len(REGISTERED) == 1
+    assert not isinstance(model[0], type(keep(model, "1") and model[1]))  # caches of ABCMeta
+
+
+def test_a_compiled_module_of_a_class_with_another_layout() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), AbstractFirst(4, 2))
+    keep(model, "1")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert in_fp32(model, run=compiled) == ["1"]
+
+
+# --- parameters in another dtype ------------------------------------------------------------------
+
+
+class Custom(nn.Module):
+    """Uses a weight without a layer, a buffer, and the dtype of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((4,), 1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.weight.dtype) / 3
+        return (x @ self.weight * self.scale).matmul(self.weight)
+
+
+class Checkpointing(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.use_reentrant = nn.Linear(4, 4), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(lambda x: self.inner(x).exp(), x, use_reentrant=self.use_reentrant)
+        return y
+
+
+class First(nn.Module):
+    """A layer that returns a tuple, alone."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_attention = isinstance(self.layer, nn.MultiheadAttention)
+        result: Tensor = (self.layer(x, x, x) if is_attention else self.layer(x))[0]
+        return result
+
+
+ROW, SEQUENCE = torch.randn(6, 4), torch.randn(3, 5, 4)
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "linear": (lambda: nn.Linear(4, 4), ROW),
+    "custom": (Custom, ROW),
+    "submodules": (lambda: nn.Sequential(Custom(), nn.LayerNorm(4), nn.Linear(4, 2)), ROW),
+    "batch norm": (lambda: nn.BatchNorm1d(4), ROW),
+    "instance norm": (lambda: nn.InstanceNorm1d(5, track_running_stats=True), SEQUENCE),
+    "attention": (lambda: First(nn.MultiheadAttention(4, 2)), SEQUENCE),
+    "lstm": (lambda: First(nn.LSTM(4, 4)), SEQUENCE),
+    "conv": (lambda: nn.Conv1d(5, 2, 3), SEQUENCE),
+    "embedding": (lambda: nn.Embedding(9, 4, max_norm=0.5), torch.tensor([1, 3])),
+    "checkpoint": (lambda: Checkpointing(False), ROW),
+    "reentrant checkpoint": (lambda: Checkpointing(True), ROW),
+}
+
+
+@pytest.mark.parametrize("way", ["keep", "rule", "compiled"])
+@pytest.mark.parametrize("lower", [BF16, FP16])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_an_island_with_parameters_in_lower_precision(
+    layer: str, lower: torch.dtype, way: str
+) -> None:
+    """It computes what a float32 copy of it computes; what it stores keeps its dtype."""
+    if way == "compiled" and ("checkpoint" in layer or layer == "lstm"):
+        pytest.skip("torch.compile cannot trace it")
+    torch.manual_seed(0)
+    make_layer, x = LAYERS[layer]
+    model = nn.Sequential(make_layer()).to(lower)
+    reference = copy.deepcopy(model).float()
+    if x.is_floating_point():
+        x = x.to(lower)
+    policy = "standard; @0:fp32" if way == "rule" else None
+    if policy is None:
+        keep(model, "0")
+    torch.compiler.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if way == "compiled" else model
+
+    inputs = [x.clone().requires_grad_(x.is_floating_point()) for _ in "ab"]
+    with autocast("cpu", lower, policy=policy, module=model if policy else None):
+        result = run(inputs[0])
+    expected = reference(inputs[1].float() if x.is_floating_point() else x)
+    for each in (result, expected):
+        each.square().sum().backward()
+
+    assert result.dtype is FP32
+    assert torch.allclose(result, expected, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.dtype is lower
+        assert torch.equal(ours, theirs.to(lower))  # an embedding with max_norm writes to it
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert (ours.grad.float() - theirs.grad).norm() <= 1e-2 * theirs.grad.norm() + 1e-5
+    for own, other in zip(model.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(own, other.to(own.dtype))
+
+
+def test_a_head_tied_to_an_embedding() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.lm_head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+            self.lm_head.weight = self.embedding.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits: Tensor = self.lm_head(self.embedding(tokens))
+            return logits
+
+    model = Tied().to(BF16)
+    with autocast("cpu", BF16, policy="standard; @lm_head:fp32", module=model):
+        logits = model(torch.tensor([1, 2]))
+        hidden = model.embedding(torch.tensor([1, 2]))
+    weight = model.embedding.weight
+    assert torch.equal(logits, hidden.float() @ weight.float().t())
+    logits.sum().backward()
+    assert model.lm_head.weight is weight
+    assert weight.grad is not None
+    assert weight.grad.dtype is BF16
+
+
+def test_replicas_in_lower_precision() -> None:
+    model = nn.Sequential(nn.Linear(4, 2)).to(BF16)
+    keep(model, "0")
+    replica = model[0]._replicate_for_data_parallel()
+    replica.weight, replica.bias = (each.detach() for each in model.parameters())
+    with autocast("cpu", BF16):
+        assert torch.equal(replica(torch.ones(1, 4)), model(torch.ones(1, 4)))
+
+
+def test_the_dtype_of_an_island_need_not_be_that_of_its_parameters() -> None:
+    model = make()
+    keep(model, "head", dtype=BF16)
+    result = model.head(torch.ones(1, 4))
+    result.sum().backward()
+    assert (result.dtype, model.head.weight.grad.dtype) == (BF16, FP32)
+
+
+def test_a_parameter_of_an_island_is_cast_once() -> None:
+    model = nn.Sequential(Custom()).to(BF16)
+    keep(model, "0")
+    with halfstep.trace(model) as t, autocast("cpu", BF16), torch.no_grad():
+        model(torch.ones(1, 4))
+    casts = [row for row in t.ops if row.op == "_to_copy" and row.inputs[0].shape == (4, 4)]
+    assert len(casts) == 1
+
+
+def test_islands_without_floating_inputs() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+        def forward(self, tokens: Tensor | None = None) -> Tensor:
+            words = self.embedding.weight if tokens is None else self.embedding(tokens)
+            result: Tensor = self.linear(words)
+            return result
+
+    model = nn.Sequential(Encoder())
+    for kept in (True, False):
+        policy = None if kept else "standard; @0:fp32"
+        with autocast("cpu", BF16, policy=policy, module=None if kept else model):
+            island = keep(model, "0") if kept else None
+            assert model(torch.tensor([1])).dtype is FP32
+            assert model[0]().dtype is FP32
+            if island is not None:
+                island.remove()

@@ -14,6 +14,8 @@ from halfstep._autocast.modules import name_modules
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.region import Region, Settings, current_settings, in_graph, outside_of
 from halfstep._autocast.rule import DTYPE_NAMES, LOWER_PRECISIONS
+from halfstep._common.machine import has_device
+from halfstep._common.text import did_you_mean
 from halfstep._pytorch import amp, compiler
 from halfstep.errors import CallOrderError
 
@@ -211,8 +213,9 @@ def _device(device_type: str | None, enabled: bool) -> str:
     without_index = re.sub(r":\d+$", "", device_type)
     # Switching off needs no kernels. PyTorch does so for every device in compiled backward passes.
     if without_index not in (known if enabled else amp.switch_devices()):
+        near = did_you_mean(without_index, known)
         raise ValueError(
-            f"halfstep has no autocast for {device_type!r}; it has for {', '.join(known)}"
+            f"halfstep has no autocast for {device_type!r}; it has for {', '.join(known)}{near}"
         )
     return without_index
 
@@ -226,14 +229,12 @@ def default_device() -> str:
 
 
 def _check_device(device: str, dtype: torch.dtype) -> None:
-    if device != "cuda":
-        return
-    if not torch.cuda.is_available():
+    if not has_device(device):
         raise ValueError(
-            "autocast('cuda'), but PyTorch sees no CUDA device here; leave device_type out to use "
-            "what this machine has, or pass enabled=False"
+            f"autocast({device!r}), but PyTorch sees no {device.upper()} device here; leave "
+            "device_type out to use what this machine has, or pass enabled=False"
         )
-    if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+    if device == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise ValueError(
             f"{torch.cuda.get_device_name()} does not compute in bfloat16; "
             "use dtype=torch.float16 with a GradScaler"

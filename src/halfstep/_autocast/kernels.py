@@ -201,7 +201,7 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
             )
             for op in () if only_observed else sorted(on_device.ops()):
                 _register(op, device)
-            _register_in_functorch(on_device.table())
+            _register_in_functorch(on_device.table() | _COMPONENT_OF.keys() | _SCATTERS)
             autograd.wrap_recomputed(scopes.carry)
             hold.follow_writes()
             _prepared.append(on_device)
@@ -334,6 +334,25 @@ def _kernel(name: str, device: str) -> Kernel:
 # unchanged.
 
 
+# Ops that run in one call with inputs in lower precision beside weights, statistics or values in
+# float32, and whose batched forms do not, nor those of their gradients (jacrev is a vmap of these).
+_COMPONENT_OF = {
+    f"{norm}.default": f"native_{component}.default"
+    for norm, component in [
+        ("batch_norm", "batch_norm"),
+        ("instance_norm", "batch_norm"),
+        ("layer_norm", "layer_norm"),
+        ("group_norm", "group_norm"),
+    ]
+}
+"""The norms, with the component that may have a rule of its own."""
+
+_SCATTERS = frozenset(
+    {"diagonal_scatter.default", "select_scatter.default", "slice_scatter.default"}
+)
+"""They cast what they write to the dtype of their first input."""
+
+
 def _register_in_functorch(ops: Iterable[str]) -> None:
     """Register halfstep's kernels for overloads at the keys of functorch, each once."""
     for op in sorted(ops):
@@ -353,9 +372,15 @@ def _register_at(name: str, key: Key) -> None:
         device = _device_of((*args, *kwargs.values()))
         if device is None:
             return pytorch(keys, *args, **kwargs)
-        cast = scopes.policies()[device].casts().get(name)
+        casts = scopes.policies()[device].casts()
+        cast = casts.get(name)
         if cast is not None:
             return cast(keys, *args, **kwargs)
+        if name in _SCATTERS:
+            args = (args[0], args[1].to(args[0].dtype), *args[2:])
+        if name in _COMPONENT_OF and _COMPONENT_OF[name] not in casts and _is_first_narrower(args):
+            # What the kernel does inside: it computes in float32 and rounds the result.
+            return pytorch(keys, args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
         if is_composite:  # its component ops have their own rules
             return pytorch(keys, *args, **kwargs)
         # Its batched form has none: matmul replaces an mm that must be left alone.
@@ -363,6 +388,12 @@ def _register_at(name: str, key: Key) -> None:
             return pytorch(keys, *args, **kwargs)
 
     dispatch.register_kernel(op, key, kernel)
+
+
+def _is_first_narrower(args: tuple[Any, ...]) -> bool:
+    """Return whether an op's first input is in lower precision, and the others in float32."""
+    dtypes = {each.dtype for each in tensors_in(args[1:])}
+    return args[0].dtype in LOWER_PRECISIONS[:2] and dtypes == {torch.float32}
 
 
 def _device_of(args: Iterable[Any]) -> str | None:

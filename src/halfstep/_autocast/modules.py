@@ -8,9 +8,12 @@ Hooks run after the module's own hooks, and break ``torch.compile``.)
 from __future__ import annotations
 
 import re
+from abc import ABCMeta
 from collections.abc import Iterator
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,12 +21,13 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from halfstep._autocast.islands import InDtype, carry, dtypes_in
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import ModuleRegion, Settings, settings_within
 from halfstep._autocast.rule import Rule, around
 from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._common.text import did_you_mean
-from halfstep._pytorch import amp, distributed
+from halfstep._pytorch import amp, autograd, distributed
 
 
 def keep(
@@ -35,14 +39,16 @@ def keep(
     """Run modules in one dtype even under autocast, permanently or during a block.
 
     Their floating-point inputs are cast to ``dtype`` and autocast is off inside them, including
-    their submodules. Parameters, ``state_dict`` and ``isinstance`` checks are unaffected. Works
-    inside ``torch.compile`` and activation checkpointing, in copies of the model and in threads.
+    their submodules. Parameters and buffers of another dtype are cast where they are used; a
+    gradient has the dtype of its parameter. Parameters, ``state_dict`` and ``isinstance`` checks
+    are unaffected. Works inside ``torch.compile`` and activation checkpointing, in copies of the
+    model and in threads.
 
     Args:
         model: The model whose module names the patterns match.
         *patterns: Globs over the names of ``model.named_modules()``: ``"head"``, ``"*.norm"``; a
             ``*`` also matches dots.
-        dtype: A floating dtype, the one of the modules' parameters.
+        dtype: A floating dtype, the one to compute in.
         cast_back: Whether to cast outputs of ``dtype`` to the dtype of the first floating-point
             input.
 
@@ -51,8 +57,9 @@ def keep(
 
     Raises:
         TypeError: ``model`` is not a module, or ``dtype`` is not a floating dtype.
-        ValueError: A pattern matches no module (the message lists similar names), or the parameters
-            of a module have another dtype.
+        ValueError: A pattern matches no module (the message lists similar names), or a module is
+            lazy or runs TorchScript. When it runs: fully_shard gathers its parameters in another
+            dtype than they have.
 
     Sync: none.
 
@@ -75,8 +82,6 @@ def keep(
     modules: dict[str, nn.Module] = {}
     for pattern in patterns:
         modules |= matching(model, pattern, "keep()")
-    for name, module in modules.items():
-        require_parameters(name, module, dtype)
     return Kept(list(modules.values()), Island(dtype, cast_back))
 
 
@@ -87,13 +92,12 @@ class Kept:
         self._modules = modules
         self._island = island
         for module in modules:
-            wrapped = wrap(module)
-            wrapped._islands = (*wrapped._islands, island)
+            _set(module, _islands=(*wrap(module)._islands, island))
 
     def remove(self) -> None:
         """Return the modules to autocast's rules."""
         for module in map(wrap, self._modules):
-            module._islands = tuple(each for each in module._islands if each is not self._island)
+            _set(module, _islands=tuple(i for i in module._islands if i is not self._island))
             unwrap(module)
         self._modules = []
 
@@ -114,8 +118,8 @@ def name_modules(model: nn.Module | None, policy: Policy) -> None:
     """Make the modules of ``model`` that have rules in ``policy`` look these up when they run.
 
     Raises:
-        ValueError: There is no model, a rule matches none of its modules, or the parameters of a
-            module that must be an island have another dtype.
+        ValueError: There is no model, a rule matches none of its modules, or a module cannot look
+            up rules.
         TypeError: ``model`` is not a module.
     """
     if model is None:
@@ -128,9 +132,7 @@ def name_modules(model: nn.Module | None, policy: Policy) -> None:
         raise TypeError(f"autocast(module={type(model).__name__}): pass the model")
     for rule in policy.module_rules:
         for name, module in matching(model, rule.module or "", f"policy rule {rule}").items():
-            if rule.is_for_whole_module and rule.action == "fp32":
-                require_parameters(name, module, torch.float32)
-            wrap(module)._path = name
+            _set(wrap(module), _path=name)
 
 
 # --- wrapped modules ------------------------------------------------------------------------------
@@ -151,20 +153,22 @@ class Island(NamedTuple):
 class Wrapped:
     """The mixin class that precedes the original class of a wrapped module."""
 
-    _islands: tuple[Island, ...]
+    _islands: tuple[Island, ...] = ()
     """The islands from keep(); the last one applies."""
-    _path: str
+    _path = ""
     """Its name in the model, if a policy has rules for it."""
+    _dtypes: frozenset[torch.dtype] = frozenset()
+    """Those of its parameters and buffers when it was wrapped."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own ``forward`` under its rules."""
         run = super().forward  # type: ignore[misc]
         if self._islands:
             return _run_on_island(self, self._islands[-1], run, args, kwargs)
-        given = next(tensors_in((args, kwargs)), None) if self._path else None
-        if given is None or not torch.is_autocast_enabled(given.device.type):
+        device = _device_of(self, args, kwargs) if self._path else None
+        if device is None or not torch.is_autocast_enabled(device):
             return run(*args, **kwargs)
-        settings = settings_within(self._path, given.device.type)
+        settings = settings_within(self._path, device)
         if settings is None:
             return run(*args, **kwargs)
         if not settings.switches.enabled:
@@ -173,98 +177,168 @@ class Wrapped:
         with ModuleRegion(settings):
             return run(*args, **kwargs)
 
+    def __init_subclass__(cls, **_: object) -> None:
+        """Do not call the module's own, which may require arguments, or register classes."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class cannot be imported by name, so it is recreated on load.
         reduced: Any = super().__reduce_ex__(protocol)
-        _, args, *rest = reduced
-        return _new, (type(self).__mro__[2], *args[1:]), *rest
+        make, args, *rest = reduced
+        args = tuple(_base(self) if each is type(self) else each for each in args)
+        return _remake, (_settings(self), make, args), *rest
+
+
+class _Inserting(type):
+    """A metaclass that puts :class:`Wrapped` before the base of a class.
+
+    As a base it could change the memory layout, and then no module could get the class.
+    """
+
+    def mro(cls) -> list[type]:
+        order = super().mro()
+        return order if Wrapped in order else [order[0], Wrapped, *order[1:]]
 
 
 def wrap(module: nn.Module) -> Any:
     """Make ``module`` look up how to run.
 
     Raises:
-        ValueError: It is a lazy module, which will change its own class.
+        ValueError: It is a lazy module, which will change its own class, or a script.
     """
     if isinstance(module, LazyModuleMixin):
         raise ValueError(
             f"{type(module).__name__} becomes another module with its first batch: run the model "
             "on one before its modules are kept or have rules"
         )
-    cls: Any = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"{type(module).__name__} runs TorchScript, which cannot look up rules: keep, or give "
+            "rules to, the Python module that calls it"
+        )
     if not isinstance(module, Wrapped):
-        module.__class__ = _wrapped(cls)
-        module._islands, module._path = (), ""  # type: ignore[assignment]
+        _swap(module, _dtypes=dtypes_in(module))
     return module
 
 
 def unwrap(module: Any) -> None:
     """Restore the class of ``module`` if nothing needs to be looked up."""
-    base = type(module).__mro__[2]
-    if not module._islands and not module._path and type(module) is _wrapped(base):
-        module.__class__ = base
+    if not module._islands and not module._path and type(module) is _wrapped(_base(module)):
+        object.__setattr__(module, "__class__", _base(module))
+        for name in _SETTINGS:
+            vars(module).pop(name, None)
 
 
-def require_parameters(name: str, module: nn.Module, dtype: torch.dtype) -> None:
-    """Raise ``ValueError`` if a module cannot be an island in ``dtype``."""
-    for param_name, param in module.named_parameters():
-        if param.is_floating_point() and param.dtype is not dtype:
-            raise ValueError(
-                f"{name!r} cannot be an island in {dtype}: its parameter {param_name} is "
-                f"{param.dtype}. Convert it first: model.get_submodule({name!r}).to({dtype})"
-            )
+_SETTINGS = ("_islands", "_path", "_dtypes")
+
+
+def _settings(module: Any) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in _SETTINGS}
+
+
+def _set(module: nn.Module, **settings: Any) -> None:
+    vars(module).update(settings)  # the class may override __setattr__
+
+
+def _swap(module: nn.Module, **settings: Any) -> None:
+    cls: Any = type(module)
+    object.__setattr__(module, "__class__", _wrapped(cls))
+    _set(module, **settings)
+
+
+def _base(module: Any) -> Any:
+    """Return the original class of a wrapped module."""
+    order = type(module).__mro__
+    return order[order.index(Wrapped) + 1]
 
 
 @cache
 def _wrapped(cls: Any) -> Any:
     # The same name, for repr(model) and messages.
-    wrapped = type(cls.__name__, (Wrapped, cls), {"__module__": cls.__module__})
-    wrapped.__qualname__ = cls.__qualname__
-    return wrapped
+    namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if hasattr(cls, "__deepcopy__"):  # which need not copy our settings
+        namespace["__deepcopy__"] = _deepcopy
+    # Metaclasses may require arguments, or register classes, except for ABCMeta.
+    create: Any = ABCMeta.__new__ if isinstance(cls, ABCMeta) else type.__new__
+    meta: Any = type(cls)
+    return create(_inserting(meta), cls.__name__, (cls,), namespace | {"__slots__": ()})
 
 
-def _new(cls: Any, *args: Any) -> Any:
-    wrapped = _wrapped(cls)
-    return wrapped.__new__(wrapped, *args)
+@cache
+def _inserting(meta: Any) -> Any:
+    return type.__new__(type, meta.__name__, (_Inserting, meta), {})
+
+
+def _deepcopy(module: Any, memo: Any) -> Any:
+    copied = _base(module).__deepcopy__(module, memo)
+    if not isinstance(copied, Wrapped):
+        _swap(copied)
+    _set(copied, **_settings(module))
+    return copied
+
+
+def _remake(settings: dict[str, Any], make: Any, args: Any) -> Any:
+    module = make(*args)
+    _swap(module, **settings)
+    return module
+
+
+def _device_of(module: Any, args: Any, kwargs: Any) -> str | None:
+    """Return the device type on which a call computes."""
+    tensors = chain(tensors_in((args, kwargs)), module.parameters(), module.buffers())
+    return next((each.device.type for each in tensors), None)
 
 
 def _run_on_island(module: Any, island: Island, run: Any, args: Any, kwargs: Any) -> Any:
     dtype, cast_back = island
-    if not torch.compiler.is_compiling() and distributed.has_process_group():
-        _require_gathered(module, dtype)
+    # The replicas of nn.DataParallel have no parameters, but copies in attributes.
+    others = (dtypes_in(module) or module._dtypes) - {dtype}
+    if not torch.compiler.is_compiling():
+        if distributed.has_process_group():
+            _require_gathered(module, dtype)
+        if others:
+            autograd.wrap_recomputed(carry)
     given = next((each for each in tensors_in((args, kwargs)) if each.is_floating_point()), None)
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     args, kwargs = map_tensors(cast, (args, kwargs))
-    device = None if given is None else given.device.type
-    if device is None or not torch.is_autocast_enabled(device):
+    device = _device_of(module, args, kwargs)
+    with ExitStack() as stack:
+        if device is not None and torch.is_autocast_enabled(device):
+            off = amp.autocast_switches(device)._replace(enabled=False)
+            stack.enter_context(ModuleRegion(Settings(off, policy=None, inherit=False)))
+        if others:
+            stack.enter_context(InDtype(dtype, others))
         result = run(*args, **kwargs)
-    else:
-        off = amp.autocast_switches(device)._replace(enabled=False)
-        with ModuleRegion(Settings(off, policy=None, inherit=False)):
-            result = run(*args, **kwargs)
+    if others:
+        result = map_tensors(lambda t: t.to(dtype) if t.dtype in others else t, result)
     if cast_back and given is not None and given.dtype is not dtype:
         before = given.dtype
         result = map_tensors(lambda t: t.to(before) if t.dtype is dtype else t, result)
     return result
 
 
-def _require_gathered(island: nn.Module, dtype: torch.dtype) -> None:
-    """Raise ``ValueError`` if fully_shard gathers parameters of an island in another dtype."""
+def _require_gathered(island: Any, dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` if fully_shard gathers parameters of an island in another dtype.
+
+    An island may have parameters of any dtype, but these would be rounded.
+    """
     for name, module in island.named_modules():
         # A module that is sharded by itself has not gathered its parameters yet.
         gathered = distributed.gathered_dtype(module)
         dtypes = {param.dtype for param in module.parameters(recurse=False)} | {gathered}
-        wrong = [each for each in dtypes if each not in (None, dtype) and each.is_floating_point]
+        known = (dtype, *island._dtypes)
+        wrong = [each for each in dtypes if each is not None and each not in known]
+        wrong = [each for each in wrong if each.is_floating_point]
         if wrong:
             inner = f" (in {name})" if name else ""
             policy = f"MixedPrecisionPolicy(param_dtype={dtype})"
             raise ValueError(
                 f"{type(island).__name__}{inner} is an island in {dtype}, but runs with parameters "
                 f"in {wrong[0]}, as fully_shard gathers them. Shard the island by itself, before "
-                f"the modules around it: fully_shard(island, mp_policy={policy})"
+                f"the modules around it: fully_shard(island, mp_policy={policy}). If you converted "
+                "the model, do so before its modules are kept or have rules"
             )
 
 

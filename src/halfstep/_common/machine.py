@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._pytorch import amp
 from halfstep._pytorch.distributed import has_process_group
 
 
@@ -95,6 +96,12 @@ def accelerators() -> list[torch.device]:
     if hasattr(module, "is_initialized") and not module.is_initialized():
         return []
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def has_device(device_type: str) -> bool:
+    """Return whether this machine has a device of a type; a custom backend need not tell."""
+    is_custom = device_type == amp.custom_backend_name()
+    return bool(getattr(getattr(torch, device_type, None), "is_available", lambda: is_custom)())
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -172,21 +172,9 @@ def forget_compiled_code() -> None:
         torch.compiler.reset()
 
 
-@contextmanager
-def eager(*, has_global_hooks: bool) -> Iterator[None]:
-    """Run compiled code eagerly in the block.
-
-    Args:
-        has_global_hooks: Whether global module hooks are installed, about which compiled modules
-            warn.
-    """
-    with ExitStack() as stack:
-        if has_global_hooks:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message=".*when there are global hooks")
-        if is_loaded():
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+def eager() -> AbstractContextManager[object]:
+    """Return a context in which compiled code runs eagerly."""
+    return torch.compiler.set_stance("force_eager") if is_loaded() else nullcontext()
 
 
 class Captured(NamedTuple):

@@ -98,6 +98,11 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
                 _push(self)
 
 
+def function_modes() -> list[Any]:
+    """Return the function modes of this thread, innermost first."""
+    return [_mode_at(place) for place in reversed(range(torch._C._len_torch_function_stack()))]
+
+
 def _mode_at(place: int) -> Any:
     return torch._C._get_function_stack_at(place)
 
@@ -127,6 +132,19 @@ def unseen_by_modes() -> AbstractContextManager[object]:
         stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
     return stack
+
+
+@contextmanager
+def without_ours() -> Iterator[None]:
+    """Hide ops in a block from halfstep's dispatch modes, unless they are inside other modes."""
+    ours = []
+    while num_dispatch_modes() and isinstance(dispatch_modes()[-1], DispatchMode):
+        ours.append(torch.utils._python_dispatch._pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(ours):
+            torch.utils._python_dispatch._push_mode(mode)
 
 
 def outside_of_transforms() -> AbstractContextManager[object]:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 import torch
 import torch.utils.data.dataloader
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from halfstep._pytorch import modes
 
 
 def registers_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
@@ -24,3 +35,107 @@ CALL_CODE = torch.nn.Module._call_impl.__code__
 
 # The class whose ``__next__`` returns the batches of every DataLoader.
 LOADER_ITERATOR: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+
+
+# --- hooks on all modules -------------------------------------------------------------------------
+
+_WARNING = ("ignore", re.compile(".*when there are global hooks"), Warning, None, 0)
+_EXPORT = "torch.export._trace"
+
+
+class GlobalHooks:
+    """Functions that are called before and after every ``forward``, except in ``torch.export``.
+
+    They are global, not hooks on each module: nn.TransformerEncoderLayer takes another code path if
+    it has hooks. While there are any, ``torch.export.export(strict=True)`` would fail.
+    """
+
+    def __init__(self, enter: Callable[..., None], leave: Callable[..., None]) -> None:
+        self._enter, self._leave = enter, leave
+        self._handles: list[RemovableHandle] = []
+
+    def install(self) -> None:
+        """Install the hooks, and hide the warning of compiled modules about them."""
+        # warnings.filterwarnings() would make every earlier warning of the script appear again.
+        warnings.filters.insert(0, _WARNING)  # type: ignore[attr-defined]
+        _installed.append(self)
+        self._register()
+        _watch_export()
+
+    def remove(self) -> None:
+        """Remove the hooks, if they are installed."""
+        if self not in _installed:
+            return
+        _installed.remove(self)
+        self._unregister()
+        if _WARNING in warnings.filters:
+            warnings.filters.remove(_WARNING)  # type: ignore[attr-defined]
+        if not _installed:
+            _unwatch_export()
+
+    def _register(self) -> None:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _unregister(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+_installed: list[GlobalHooks] = []
+
+
+class _Importer(MetaPathFinder):
+    """Watches torch.export once it is imported, which takes seconds."""
+
+    def find_spec(self, name: str, *_: object) -> Any:
+        if name != _EXPORT:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            if _installed:
+                _watch_export()
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+_importer = _Importer()
+_export: Callable[..., Any] | None = None
+
+
+def _watch_export() -> None:
+    """Let torch.export run without the hooks, until :func:`_unwatch_export`."""
+    global _export
+    module: Any = sys.modules.get(_EXPORT)
+    if module is None and _importer not in sys.meta_path:
+        sys.meta_path.insert(0, _importer)
+    elif module is not None and _export is None:
+        _export = module._export
+        module._export = functools.partial(_without_hooks, _export)
+
+
+def _unwatch_export() -> None:
+    global _export
+    if _importer in sys.meta_path:
+        sys.meta_path.remove(_importer)
+    if _export is not None:
+        module: Any = sys.modules[_EXPORT]
+        module._export, _export = _export, None
+
+
+def _without_hooks(export: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    for each in _installed:
+        each._unregister()
+    try:
+        with modes.without_ours():
+            return export(*args, **kwargs)
+    finally:
+        for each in _installed:
+            each._register()

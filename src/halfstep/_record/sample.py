@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import sys
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -16,10 +14,6 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -35,6 +29,7 @@ from halfstep._numerics.statistics import Statistics, merged
 from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.amp import Switches
 from halfstep._pytorch.distributed import local_part
+from halfstep._pytorch.modules import GlobalHooks
 from halfstep._record.models import Models
 from halfstep._record.run import KINDS, Kind, Measured
 from halfstep._scaler.gradients import parameters
@@ -48,7 +43,6 @@ COMPILED = (
     "parts of the model are compiled: the outputs of modules inside them are not sampled, but "
     "their parameters and the gradients of these are"
 )
-_FILTER = ("ignore", re.compile(".*when there are global hooks"), Warning, None, 0)
 
 
 class Sampler:
@@ -74,6 +68,7 @@ class Sampler:
         self._is_searching = is_searching
         self._say, self._is_listening = say, is_listening
         self.is_open = self._is_measuring = False
+        self._global_hooks = GlobalHooks(self._enter, self._leave)
         self._forward_hooks: list[RemovableHandle] = []
         self._parameter_hooks: list[RemovableHandle] = []
         self._output_hooks: list[RemovableHandle] = []
@@ -92,15 +87,7 @@ class Sampler:
         self._depth, self._depth_of_region = 0, -1
         self._ran_under.clear()
         LISTENERS.append(self._enter_region)
-        # Global hooks, not one per module: nn.TransformerEncoderLayer leaves its fast path if it
-        # has hooks.
-        self._forward_hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-        # torch.compile's module warns about global hooks before they are removed for it.
-        # warnings.filterwarnings() would make every earlier warning of the script appear again.
-        warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
+        self._global_hooks.install()
         self._watch_models()
 
     def end(self) -> list[Measured]:
@@ -109,10 +96,9 @@ class Sampler:
         if self._enter_region in LISTENERS:
             LISTENERS.remove(self._enter_region)
         self._settle_policies()
+        self._global_hooks.remove()
         for hooks in (self._forward_hooks, self._parameter_hooks, self._output_hooks):
             _remove(hooks)
-        if _FILTER in warnings.filters:
-            warnings.filters.remove(_FILTER)  # type: ignore[attr-defined]
         found, self._found = self._found, {}
         measured = [Measured.of(*key, *value) for key, value in found.items()]
         return sorted(measured, key=lambda each: KINDS.index(each.kind))
@@ -124,6 +110,7 @@ class Sampler:
         if self._models.has_compiled:
             # Global hooks would make torch.compile compile everything again.
             self._say(COMPILED)
+            self._global_hooks.remove()
             _remove(self._forward_hooks)
             for module in self._models.eager_modules():
                 handle = module.register_forward_hook(_ForwardHook(self._leave))

@@ -25,7 +25,8 @@ import halfstep
 from halfstep import Policy, preset
 from halfstep._autocast import kernels
 from halfstep._autocast.region import Region, Settings
-from halfstep._autocast.rule import LOWER_PRECISIONS
+from halfstep._autocast.rule import HALVES, LOWER_PRECISIONS
+from halfstep._common.machine import has_device
 from halfstep._common.patches import Patches
 from halfstep._pytorch import compiler
 from halfstep._scaler.disabled import DisabledGradScaler
@@ -98,13 +99,10 @@ def _settings(
 
 def _autocast_problem(device_type: str, dtype: torch.dtype | None) -> str | None:
     """Return why ``torch.autocast`` would disable itself, or None if it would not."""
-    if device_type == "cuda":
-        if not torch.cuda.is_available():
-            return "autocast('cuda'), but PyTorch sees no CUDA device here"
-        possible: tuple[torch.dtype | None, ...] = (None, *LOWER_PRECISIONS)
-    else:
-        possible = (None, torch.float16, torch.bfloat16)
-    if dtype in possible:
+    if not has_device(device_type):
+        return f"autocast({device_type!r}), but PyTorch sees no {device_type.upper()} device here"
+    possible = LOWER_PRECISIONS if device_type == "cuda" else HALVES
+    if dtype is None or dtype in possible:
         return None
     return f"autocast({device_type!r}) lowers to float16 or bfloat16, not to {dtype}"
 

@@ -180,7 +180,7 @@ class simulate:
             stack.enter_context(_rules_observed())
             stack.enter_context(self._simulator.modules.followed())
             if self._is_compiled:
-                stack.enter_context(eager(has_global_hooks=True))
+                stack.enter_context(eager())
             stack.enter_context(autocast_forward(self._devices, lower, self._autocast))
             stack.enter_context(self._simulator)
             self._stack = stack.pop_all()

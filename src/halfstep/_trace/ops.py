@@ -17,10 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
 from halfstep._autocast import scopes
 from halfstep._autocast.kernels import PolicyOnDevice
@@ -31,6 +27,7 @@ from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import amp, autograd, compiler, dispatch, modes
 from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.dispatch import schema_of
+from halfstep._pytorch.modules import GlobalHooks
 from halfstep._trace.rows import Cast, Phase, Value
 
 # Ops that allocate results without computing them.
@@ -167,17 +164,12 @@ class RunningModules:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Track calls during the block."""
-        # Global hooks, not hooks on each module: nn.TransformerEncoderLayer takes another code path
-        # if it has hooks, so that tracing would change results.
-        hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+        hooks = GlobalHooks(self._enter, self._leave)
+        hooks.install()
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            hooks.remove()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         name = self._names.get(module)
@@ -341,12 +333,12 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
         self._decomposing = _Decomposing()
 
     @contextmanager
-    def active(self, *, has_global_hooks: bool = True) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Activate the mode for this thread and its backward passes.
 
         Compiled code runs in eager mode, see :func:`eager`.
         """
-        with eager(has_global_hooks=has_global_hooks), self.modules.followed(), self:
+        with eager(), self.modules.followed(), self:
             yield
 
     def run(

@@ -97,7 +97,7 @@ class trace(Recording):
         tracer = Tracer(self._model)
         with ExitStack() as stack:
             stack.enter_context(observed_by(tracer.observe))
-            stack.enter_context(tracer.active(has_global_hooks=self._is_compiled))
+            stack.enter_context(tracer.active())
             self._stack = stack.pop_all()
         self._model, self._tracer, self._thread = None, tracer, threading.get_ident()
         return self

@@ -325,7 +325,7 @@ def run(version: Callable[..., Any], batch: Any, names: Names) -> Version:
     listener, patches = _Listener(names, list(tensors_in([batch]))), Patches()
     states = RandomStates(accelerators())
     try:
-        with eager(has_global_hooks=False), listener.restoring:
+        with eager(), listener.restoring:
             listener.install(patches)
             output = called_with(version, batch)
     finally:

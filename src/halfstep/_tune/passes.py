@@ -376,7 +376,7 @@ def _copied(batch: Any) -> Any:
 def step_runner(task: Task, batch: Any, lowering: Lowering) -> Iterator[StepRunner]:
     """Yield a runner of steps in eager mode, with gradients and without lasting changes."""
     device = task.device(batch)
-    with eager(has_global_hooks=False), ExitStack() as stack:
+    with eager(), ExitStack() as stack:
         # Created before `restored`, since it may name modules, and the names must stay.
         region = autocast(device, lowering.dtype, policy=lowering.policy, module=task.model)
         reset = stack.enter_context(restored(task.model, batch_tensors(batch), device))
