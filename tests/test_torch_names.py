@@ -9,9 +9,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 import torch.utils.checkpoint
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -247,6 +249,41 @@ def test_the_tag_of_the_compile_caches_keeps_what_the_user_wrote() -> None:
         assert torch.compiler.config.cache_key_tag == "mine|halfstep:b"
         compiler.set_compile_mark(off, off, "")
         assert torch.compiler.config.cache_key_tag == "mine"
+
+
+@pytest.mark.parametrize("users", ["same_as_forward", "off", [{"device_type": "cpu"}]])
+def test_backward_passes_are_compiled_outside_of_autocast_while_there_is_a_tag(users: Any) -> None:
+    config, off = torch._functorch.config, compiler.compile_guard()
+    with config.patch(backward_pass_autocast=users):
+        before = config.save_config()  # a part of the keys of the cache on disk
+        compiler.set_compile_mark(off, off, "a")
+        expected = users if isinstance(users, list) else "off"
+        assert config.backward_pass_autocast == expected
+        assert (config.save_config() == before) is (users == expected)
+        compiler.set_compile_mark(off, off, "")
+        assert config.backward_pass_autocast == users
+        assert config.save_config() == before
+
+
+def test_graphs_being_traced_can_be_wrapped() -> None:
+    seen: list[list[str]] = []
+
+    def wrap(run: Any, devices: list[str]) -> Any:
+        seen.append(devices)
+        return run
+
+    @compiler.run_while_tracing
+    def prepare() -> None:
+        compiler.wrap_traced_graph(wrap)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        prepare()
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2, 2)).dtype == torch.bfloat16
+    assert seen == [["cpu"], ["cpu"]]  # the backend, and what it returned
 
 
 def test_switches_come_back() -> None:

@@ -108,9 +108,16 @@ class FullPrecision(nn.Linear):
             return x.float() @ self.weight.float().T + self.bias
 
 
-@pytest.mark.parametrize(("setting", "passes"), [("same_as_forward", False), ("off", True)])
-def test_a_backward_pass_under_the_autocast_of_the_forward_pass(setting: str, passes: bool) -> None:
-    """A fault of PyTorch itself, and its cure (pytorch#153044, pytorch#179804)."""
+@pytest.mark.parametrize(
+    ("setting", "passes"),
+    [
+        ("same_as_forward", True),
+        ("off", True),
+        ([{"device_type": "cpu", "dtype": torch.bfloat16}], False),
+    ],
+)
+def test_a_backward_pass_under_autocast(setting: Any, passes: bool) -> None:
+    """Like eager code by default, in lower precision where the user asks PyTorch for it."""
     model, batch = around(FullPrecision), torch.randn(32, 8)
     with torch._functorch.config.patch(backward_pass_autocast=setting):
         check = self_check(model, batch, dtype=torch.bfloat16, compiled=EAGER)

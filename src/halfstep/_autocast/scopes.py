@@ -94,7 +94,7 @@ def current() -> Scope:
     state = thread.state
     scope = state.scope
     if scope.nesting is not None:
-        nesting = _nesting()
+        nesting = nesting_depth()
         while scope.nesting is not None and scope.nesting > nesting:
             assert scope.outer is not None
             scope = scope.outer
@@ -129,7 +129,7 @@ def enter(
 
 def enter_in_graph(outer: Scope, policies: Policies) -> None:
     """Enter a scope while torch.compile traces the call, or when the compiled graph runs it."""
-    thread.state.scope = Scope(policies, outer, nesting=_nesting())
+    thread.state.scope = Scope(policies, outer, nesting=nesting_depth())
 
 
 def leave(scope: Scope) -> None:
@@ -224,7 +224,7 @@ def carry(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiler.do_not_compile_alone(under_the_same_policies, nor_below=False)
 
 
-def _nesting() -> int:
+def nesting_depth() -> int:
     """Return the number of autocast contexts of any kind that this thread is in."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
