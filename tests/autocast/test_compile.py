@@ -320,6 +320,18 @@ def test_the_gradients_of_an_island_in_plain_autocast_are_those_of_eager_code(x:
     assert all(map(torch.equal, gradients(compiled), expected))
 
 
+def test_the_policy_torch_has_the_gradients_of_torch_autocast(x: Tensor) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), FullPrecision(8, 8))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = []
+    for context in (torch.autocast("cpu", BF16), autocast("cpu", BF16, policy="torch")):
+        with context:
+            loss = compiled(x).sin().sum()
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert all(map(torch.equal, *found))
+
+
 @backends
 def test_code_compiled_under_one_policy_never_runs_under_another(
     x: Tensor, weight: Tensor, backend: str

@@ -50,7 +50,7 @@ class Region:
         if torch.compiler.is_compiling():
             if settings.switches.enabled and compiler.is_exporting():
                 raise RuntimeError(_NOT_IN_A_PROGRAM.format("torch.export"))
-            context = in_graph(settings)
+            context = in_graph(settings, is_users=self._is_users)
             context.__enter__()
             self._traced.append(context)
         else:
@@ -271,9 +271,9 @@ def _policies(outside: scopes.Policies, device: str, number: int, inherit: bool)
 
 
 @contextmanager
-def in_graph(settings: Settings) -> Iterator[None]:
+def in_graph(settings: Settings, *, is_users: bool = True) -> Iterator[None]:
     """Trace a graph with torch.compile whose ops run with ``settings``."""
-    _prepare_graph()
+    _prepare_graph(settings.policy, is_users)
     # Use attributes: before 2.13 torch.compile cannot unpack a named tuple.
     switches = settings.switches
     with torch_autocast(switches.device, switches.dtype, switches.enabled, switches.cache):
@@ -299,9 +299,11 @@ def _leave_scope() -> None:
 
 
 @compiler.run_while_tracing
-def _prepare_graph() -> None:
+def _prepare_graph(number: int | None, is_users: bool) -> None:
     compiler.allow_in_graph(_enter_scope, _leave_scope)
-    compiler.wrap_traced_graph(_restoring)
+    is_pytorchs = number is None or kernels.prepared(number).is_pytorchs
+    # The policy "torch" keeps PyTorch's gradients, too; an island has those of eager code.
+    compiler.wrap_traced_graph(_restoring, backward_off=not (is_users and is_pytorchs))
 
 
 def _restoring(run: Callable[..., Any], devices: list[str]) -> Callable[..., Any]:

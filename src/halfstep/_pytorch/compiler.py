@@ -30,24 +30,28 @@ def allow_in_graph(*functions: Callable[..., None]) -> None:
 WrapGraph = Callable[[Callable[..., Any], list[str]], Callable[..., Any]]
 
 
-def wrap_traced_graph(wrap: WrapGraph) -> None:
+def wrap_traced_graph(wrap: WrapGraph, *, backward_off: bool) -> None:
     """Make torch.compile run the graph that it is tracing in this thread inside of ``wrap``.
 
-    ``wrap`` also applies to its compilation, and its backward pass is compiled as eager code runs.
+    ``wrap`` also applies to its compilation. ``backward_off`` compiles its backward pass outside of
+    autocast.
     """
     from torch._dynamo.symbolic_convert import tls
 
     translator = getattr(tls, "current_tx", None)  # torch.export may trace without one
     output: Any = getattr(translator, "output", None)
     backend = getattr(output, "compiler_fn", None)
-    if backend is None or hasattr(backend, "_halfstep_wrap"):
+    if backend is None:
+        return
+    if hasattr(backend, "_is_backward_off"):
+        backend._is_backward_off |= backward_off
         return
 
     @functools.wraps(backend)
     def wrapped_backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         devices = _autocast_devices_of(graph)
         graph.code  # noqa: B018  # generates it: torch.compile would do so in the backend's result
-        is_new = _set_backward_off(True)
+        is_new = wrapped_backend._is_backward_off and _set_backward_off(True)  # type: ignore[attr-defined]
         try:
             run = wrap(backend, devices)(graph, inputs, **options)
         finally:
@@ -57,7 +61,7 @@ def wrap_traced_graph(wrap: WrapGraph) -> None:
             return run
         return wrap(run, devices)
 
-    wrapped_backend._halfstep_wrap = True  # type: ignore[attr-defined]
+    wrapped_backend._is_backward_off = backward_off  # type: ignore[attr-defined]
     output.compiler_fn = wrapped_backend
 
 
@@ -179,11 +183,14 @@ _has_changed: Any = getattr(torch.compiler.config, "_hash_dirty_var", None)
 _tag_variable: ContextVar[object] | None = None if _has_changed is None else _override
 
 
-def set_compile_mark(was: CompileGuard, guard: CompileGuard, tag: str) -> None:
+def set_compile_mark(
+    was: CompileGuard, guard: CompileGuard, tag: str, *, backward_off: bool
+) -> None:
     """Set the guard and the tag for code that this thread compiles from now on.
 
     ``was`` is the current guard. The code runs only under the same guard; ``tag`` distinguishes it
-    in the on-disk caches. With a tag, its backward pass is compiled outside of autocast.
+    in the on-disk caches. ``backward_off`` compiles its backward pass outside of autocast; it
+    depends on the tag.
     """
     enabled, dtype = guard
     _set_enabled(GUARD_DEVICE, enabled)  # always: PyTorch itself switches all of them off and on
@@ -191,7 +198,7 @@ def set_compile_mark(was: CompileGuard, guard: CompileGuard, tag: str) -> None:
         _set_dtype(GUARD_DEVICE, dtype)
     if _tag_variable is None:
         torch.compiler.config.cache_key_tag = _with_tag(tag)
-        _set_backward_off(bool(tag))
+        _set_backward_off(backward_off)
         return
     before = _tag_variable.get()
     after = _tags_after.get((before, tag))
@@ -201,7 +208,7 @@ def set_compile_mark(was: CompileGuard, guard: CompileGuard, tag: str) -> None:
         _tag_variable.set(after)
         if not _has_changed.get():
             _has_changed.set(True)
-        _set_backward_off(bool(tag))
+        _set_backward_off(backward_off)
 
 
 def _with_tag(tag: str) -> str:
