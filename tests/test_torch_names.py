@@ -9,9 +9,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 import torch.utils.checkpoint
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -241,12 +243,47 @@ def test_the_classes_of_checkpoint_that_keep_a_function() -> None:
 def test_the_tag_of_the_compile_caches_keeps_what_the_user_wrote() -> None:
     off = compiler.compile_guard()
     with torch.compiler.config.patch(cache_key_tag="mine"):
-        compiler.set_compile_mark(off, off, "a")
+        compiler.set_compile_mark(off, off, "a", backward_off=True)
         assert torch.compiler.config.cache_key_tag == "mine|halfstep:a"
-        compiler.set_compile_mark(off, off, "b")
+        compiler.set_compile_mark(off, off, "b", backward_off=False)
         assert torch.compiler.config.cache_key_tag == "mine|halfstep:b"
-        compiler.set_compile_mark(off, off, "")
+        compiler.set_compile_mark(off, off, "", backward_off=False)
         assert torch.compiler.config.cache_key_tag == "mine"
+
+
+@pytest.mark.parametrize("users", ["same_as_forward", "off", [{"device_type": "cpu"}]])
+def test_backward_passes_are_compiled_outside_of_autocast(users: Any) -> None:
+    config, off = torch._functorch.config, compiler.compile_guard()
+    with config.patch(backward_pass_autocast=users):
+        before = config.save_config()  # a part of the keys of the cache on disk
+        compiler.set_compile_mark(off, off, "a", backward_off=True)
+        expected = users if isinstance(users, list) else "off"
+        assert config.backward_pass_autocast == expected
+        assert (config.save_config() == before) is (users == expected)
+        compiler.set_compile_mark(off, off, "", backward_off=False)
+        assert config.backward_pass_autocast == users
+        assert config.save_config() == before
+
+
+def test_graphs_being_traced_can_be_wrapped() -> None:
+    seen: list[list[str]] = []
+
+    def wrap(run: Any, devices: list[str]) -> Any:
+        seen.append(devices)
+        return run
+
+    @compiler.run_while_tracing
+    def prepare() -> None:
+        compiler.wrap_traced_graph(wrap, backward_off=True)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        prepare()
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2, 2)).dtype == torch.bfloat16
+    assert seen == [["cpu"], ["cpu"]]  # the backend, and what it returned
 
 
 def test_switches_come_back() -> None:
@@ -293,7 +330,7 @@ def test_the_compile_guard_is_guarded_on() -> None:
         compiler.numbered_guard(1),
     )
     for guard, expected in ((off, 1), (first, 2), (second, 3), (first, 3), (off, 3)):
-        compiler.set_compile_mark(compiler.compile_guard(), guard, "")
+        compiler.set_compile_mark(compiler.compile_guard(), guard, "", backward_off=False)
         assert compiler.compile_guard() == guard
         function(torch.ones(1))
         assert compiled == expected

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from halfstep._autocast import (
     autocast,
     custom_bwd,
     custom_fwd,
+    keep,
     kernels,
     preset,
     scopes,
 )
-from halfstep._pytorch import compiler
+from halfstep._autocast.ambient import use_policy
+from halfstep._pytorch import amp, compiler
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
@@ -39,8 +42,9 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     assert scopes.current().outer is None
-    assert scopes._nesting() == 0
+    assert scopes.nesting_depth() == 0
     assert not torch.is_autocast_enabled("cpu")
+    assert torch._functorch.config.backward_pass_autocast == "same_as_forward"
     assert torch.is_grad_enabled()
 
 
@@ -163,6 +167,171 @@ def test_an_error_inside_leaves_nothing_behind(
         assert F.softmax(x.to(BF16), -1).dtype == FP32
 
 
+# --- exceptions when the graph runs ---------------------------------------------------------------
+
+
+@torch.library.custom_op("halfstep_tests::interrupted", mutates_args=())
+def interrupted(x: Tensor) -> Tensor:
+    raise KeyboardInterrupt
+
+
+interrupted.register_fake(torch.empty_like)
+
+
+class Selecting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.index_select(0, torch.full((1,), 99))
+
+
+def in_a_context(x: Tensor) -> Tensor:
+    with autocast("cpu", FP16, policy=LOW_SOFTMAX):
+        return Selecting()(x @ x.t())
+
+
+def in_nested_contexts(x: Tensor) -> Tensor:
+    with autocast("cpu", BF16), torch.autocast("cpu", FP16), autocast("cpu", enabled=False):
+        return Selecting()(x)
+
+
+def by_an_interrupt(x: Tensor) -> Tensor:
+    with autocast("cpu", FP16):
+        return interrupted(x @ x.t())
+
+
+def in_a_generator(x: Tensor) -> Tensor:
+    def values() -> Iterator[Tensor]:
+        with autocast("cpu", FP16):
+            yield x @ x.t()
+            yield Selecting()(x)
+
+    return list(values())[-1]
+
+
+def on_an_island(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", FP16):
+        return ISLAND(x @ x.t())
+
+
+MODEL = nn.Sequential(Selecting())
+keep(MODEL, "0")
+ISLAND = MODEL[0]
+
+
+def switches_and_marks() -> tuple[object, ...]:
+    guard, tag = compiler.compile_guard(), torch.compiler.config.cache_key_tag
+    return amp.autocast_switches("cpu"), scopes.nesting_depth(), scopes.current(), guard, tag
+
+
+@pytest.mark.parametrize(
+    "function", [in_a_context, in_nested_contexts, by_an_interrupt, in_a_generator, on_an_island]
+)
+@pytest.mark.parametrize("around", [False, True])
+def test_an_exception_in_a_graph_leaves_autocast_as_it_was(
+    x: Tensor, function: Callable[[Tensor], Tensor], around: bool
+) -> None:
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    with autocast("cpu", BF16, enabled=around):
+        before = switches_and_marks()
+        for _ in range(2):  # the second call finds the compiled code
+            with pytest.raises((IndexError, KeyboardInterrupt)):
+                compiled(x)
+            assert switches_and_marks() == before
+
+
+def test_an_exception_in_a_backend_leaves_autocast_as_it_was(x: Tensor) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> None:
+        graph(*map(torch.zeros_like, inputs))
+
+    before = switches_and_marks()
+    with pytest.raises(IndexError):
+        torch.compile(in_a_context, backend=backend, fullgraph=True)(x)
+    assert switches_and_marks() == before
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+class FullPrecision(nn.Linear):
+    """Computes in float32 inside of autocast, in plain PyTorch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(x.float(), self.weight, self.bias)
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 8), FullPrecision(8, 8)
+        self.mix = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.utils.checkpoint.checkpoint(self.mix, self.inner(x), use_reentrant=False)
+        hidden = self.head(hidden @ F.softmax(hidden.t() @ hidden, -1))
+        return F.cross_entropy(hidden, torch.arange(len(x)))
+
+
+@contextmanager
+def policy_in_plain_autocast(policy: str, model: nn.Module) -> Iterator[None]:
+    with use_policy(policy, module=model), torch.autocast("cpu", BF16):
+        yield
+
+
+@pytest.mark.parametrize("islands", [(), ("mix", "inner")])
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda _: autocast("cpu", BF16),
+        lambda model: autocast("cpu", BF16, policy="standard; @mix.2:fp32", module=model),
+        lambda model: autocast("cpu", FP16, policy="standard; matmul,mm@mix:fp32", module=model),
+        lambda _: autocast("cpu", BF16, policy="standard; linear[train]:fp32"),
+        lambda model: policy_in_plain_autocast("standard; @inner:fp32", model),
+    ],
+)
+def test_gradients_are_those_of_eager_code(x: Tensor, islands: Any, context: Any) -> None:
+    """PyTorch would compile the backward pass under the autocast around the forward pass."""
+    torch.manual_seed(0)
+    model = Loss()
+    if islands:
+        keep(model, *islands)
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        with context(model):
+            loss = run(x)
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    expected = gradients(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, gradients(compiled), expected))
+
+
+def test_the_gradients_of_an_island_in_plain_autocast_are_those_of_eager_code(x: Tensor) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    keep(model, "2")
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", BF16):
+            loss = run(x).square().sum()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    expected = gradients(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, gradients(compiled), expected))
+
+
+def test_the_policy_torch_has_the_gradients_of_torch_autocast(x: Tensor) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), FullPrecision(8, 8))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = []
+    for context in (torch.autocast("cpu", BF16), autocast("cpu", BF16, policy="torch")):
+        with context:
+            loss = compiled(x).sin().sum()
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert all(map(torch.equal, *found))
+
+
 @backends
 def test_code_compiled_under_one_policy_never_runs_under_another(
     x: Tensor, weight: Tensor, backend: str
@@ -255,10 +424,13 @@ def test_a_function_decorated_inside(x: Tensor, weight: Tensor, backend: str) ->
 
 
 @backends
-def test_a_custom_function(x: Tensor, weight: Tensor, backend: str) -> None:
+@pytest.mark.parametrize("cast_inputs", [None, FP32])
+def test_a_custom_function(
+    x: Tensor, weight: Tensor, backend: str, cast_inputs: torch.dtype | None
+) -> None:
     class Product(torch.autograd.Function):
         @staticmethod
-        @custom_fwd(device_type="cpu")
+        @custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
         def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
             ctx.save_for_backward(a, b)
             return a @ b
@@ -268,7 +440,8 @@ def test_a_custom_function(x: Tensor, weight: Tensor, backend: str) -> None:
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
             a, b = ctx.saved_tensors
             # Large enough to be inf in float16: only under the policy's float32 it is not.
-            one = F.softmax((a.to(FP16) + 11.5).exp(), -1).sum().to(FP32) / a.shape[0]
+            scores = a.to(FP16 if cast_inputs is None else FP32) + 11.5
+            one = F.softmax(scores.exp(), -1).sum().to(FP32) / a.shape[0]
             return (gradient @ b.t()).to(a.dtype), (a.t() @ gradient).to(b.dtype) * one
 
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:

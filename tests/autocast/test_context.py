@@ -361,7 +361,7 @@ OUTSIDE = [amp.autocast_switches(device) for device in ("cpu", "ipu")]
 def assert_nothing_is_left() -> None:
     assert [amp.autocast_switches(device) for device in ("cpu", "ipu")] == OUTSIDE
     assert scopes.current().outer is None
-    assert scopes._nesting() == 0
+    assert scopes.nesting_depth() == 0
 
 
 def test_the_mark_for_compiled_code_goes_with_the_last_context() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep._autocast import Policy, Rule, autocast, preset
+from halfstep._autocast import Policy, Rule, autocast, preset, scopes
 from halfstep.errors import CallOrderError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -357,6 +357,63 @@ class TasksThatTakeTurns:
         with pytest.raises(CallOrderError, match="asyncio tasks"):
             is_on_after_taking_turns(autocast)
         assert not torch.is_autocast_enabled("cpu")
+
+
+def compiled_gradient_error(context: Any) -> float:
+    """The error of the gradient of code in float32 inside of autocast, relative to eager code."""
+    weight = nn.Parameter(torch.linspace(0, 1, 12).reshape(4, 3))
+
+    def full_precision(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return (x @ weight).sin().sum()
+
+    def gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
+        with context("cpu", dtype=BF16):
+            loss = run(torch.linspace(1, 2, 8).reshape(2, 4))
+        return torch.autograd.grad(loss, weight)[0]
+
+    expected = gradient(full_precision)
+    compiled = gradient(torch.compile(full_precision, backend="aot_eager", fullgraph=True))
+    return (compiled - expected).abs().max().item()
+
+
+@difference("C9")
+class CompiledBackwardPass:
+    @staticmethod
+    def pytorch() -> None:
+        assert compiled_gradient_error(torch.autocast) > 1e-4
+
+    @staticmethod
+    def halfstep() -> None:
+        assert compiled_gradient_error(autocast) == 0
+
+
+def contexts_after_an_error_in_compiled_code(context: Any) -> int:
+    """The number of contexts that the thread is still in."""
+
+    def function(x: Tensor, index: Tensor) -> Tensor:
+        with context("cpu", dtype=BF16):
+            return x.index_select(0, index)
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    with pytest.raises(IndexError):
+        compiled(torch.ones(2), torch.tensor([9]))
+    num = 0
+    while scopes.nesting_depth() > 0:
+        torch.autocast_decrement_nesting()
+        num += 1
+    return num
+
+
+@difference("C10")
+class AnErrorInCompiledCode:
+    @staticmethod
+    def pytorch() -> None:
+        assert contexts_after_an_error_in_compiled_code(torch.autocast) == 1
+
+    @staticmethod
+    def halfstep() -> None:
+        assert contexts_after_an_error_in_compiled_code(autocast) == 0
 
 
 @pytest.mark.parametrize("row", DIFFERENCES)

@@ -108,12 +108,20 @@ class FullPrecision(nn.Linear):
             return x.float() @ self.weight.float().T + self.bias
 
 
-@pytest.mark.parametrize(("setting", "passes"), [("same_as_forward", False), ("off", True)])
-def test_a_backward_pass_under_the_autocast_of_the_forward_pass(setting: str, passes: bool) -> None:
+@pytest.mark.parametrize(
+    ("policy", "setting", "passes"),
+    [
+        ("standard", "same_as_forward", True),
+        ("standard", [{"device_type": "cpu"}], False),
+        ("torch", "same_as_forward", False),
+        ("torch", "off", True),
+    ],
+)
+def test_a_backward_pass_under_autocast(policy: str, setting: Any, passes: bool) -> None:
     """A fault of PyTorch itself, and its cure (pytorch#153044, pytorch#179804)."""
     model, batch = around(FullPrecision), torch.randn(32, 8)
     with torch._functorch.config.patch(backward_pass_autocast=setting):
-        check = self_check(model, batch, dtype=torch.bfloat16, compiled=EAGER)
+        check = self_check(model, batch, dtype=torch.bfloat16, policy=policy, compiled=EAGER)
     assert check.passed is passes, check
     assert check.origins == (() if passes else ("1.0",))
 

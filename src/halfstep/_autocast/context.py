@@ -316,11 +316,10 @@ def custom_fwd(
     def forward(ctx: Any, *args: Any) -> Any:
         device = device_type or default_device()
         settings = current_settings(device)
-        switches = settings.switches
-        if cast_inputs is None or not switches.enabled:
+        if cast_inputs is None or not settings.switches.enabled:
             _remember(ctx, settings)
             return fwd(ctx, *args)
-        _remember(ctx, settings._replace(switches=switches._replace(enabled=False)))
+        _remember(ctx, current_settings(device, enabled=False))
         with autocast(device, enabled=False):
             return fwd(ctx, *_cast(args, device, cast_inputs))
 

@@ -58,6 +58,7 @@ class PolicyOnDevice:
         self.number = number
         self.module = module
         self.only_observed = only_observed
+        self.is_pytorchs = policy == preset("torch")
         self.has_phases = any(rule.phase is not None for rule in policy.rules)
         self.plan_for = cache(self._plan)  # not a method: a cache hit makes no Python call
         # Even where PyTorch's kernel does the same, because that one could not be observed.

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
@@ -50,7 +50,7 @@ class Region:
         if torch.compiler.is_compiling():
             if settings.switches.enabled and compiler.is_exporting():
                 raise RuntimeError(_NOT_IN_A_PROGRAM.format("torch.export"))
-            context = in_graph(settings)
+            context = in_graph(settings, is_users=self._is_users)
             context.__enter__()
             self._traced.append(context)
         else:
@@ -151,10 +151,15 @@ def current_policy(device_type: str) -> Policy | None:
 
 
 @compiler.run_while_tracing
-def current_settings(device_type: str) -> Settings:
-    """Return the settings of a :class:`Region` that runs a block like the current context."""
+def current_settings(device_type: str, *, enabled: bool | None = None) -> Settings:
+    """Return the settings of a :class:`Region` that runs a block like the current context.
+
+    ``enabled`` overrides whether autocast is on.
+    """
     active = scopes.policies().get(device_type)
     switches = amp.autocast_switches(device_type)
+    if enabled is not None:
+        switches = switches._replace(enabled=enabled)
     if active is not None:
         return Settings(switches, active.number, inherit=False)
     number = kernels.prepare(preset("torch"), device_type) if switches.enabled else None
@@ -266,9 +271,9 @@ def _policies(outside: scopes.Policies, device: str, number: int, inherit: bool)
 
 
 @contextmanager
-def in_graph(settings: Settings) -> Iterator[None]:
+def in_graph(settings: Settings, *, is_users: bool = True) -> Iterator[None]:
     """Trace a graph with torch.compile whose ops run with ``settings``."""
-    _allow_in_graph()
+    _prepare_graph(settings.policy, is_users)
     # Use attributes: before 2.13 torch.compile cannot unpack a named tuple.
     switches = settings.switches
     with torch_autocast(switches.device, switches.dtype, switches.enabled, switches.cache):
@@ -294,5 +299,32 @@ def _leave_scope() -> None:
 
 
 @compiler.run_while_tracing
-def _allow_in_graph() -> None:
+def _prepare_graph(number: int | None, is_users: bool) -> None:
     compiler.allow_in_graph(_enter_scope, _leave_scope)
+    is_pytorchs = number is None or kernels.prepared(number).is_pytorchs
+    # The policy "torch" keeps PyTorch's gradients, too; an island has those of eager code.
+    compiler.wrap_traced_graph(_restoring, backward_off=not (is_users and is_pytorchs))
+
+
+def _restoring(run: Callable[..., Any], devices: list[str]) -> Callable[..., Any]:
+    """Return ``run`` such that an exception in it leaves autocast as it was.
+
+    A graph has no ``finally``: the exception skips the nodes that exit its contexts.
+    """
+
+    def restoring(*args: Any, **kwargs: Any) -> Any:
+        nesting = scopes.nesting_depth()
+        outside = [amp.autocast_switches(device) for device in devices]
+        try:
+            return run(*args, **kwargs)
+        except BaseException:
+            while scopes.nesting_depth() > nesting:
+                _decrement_nesting()
+            if nesting == 0:
+                amp.clear_autocast_cache()
+            for switches in outside:
+                amp.set_autocast_switches(switches)
+            scopes.current()  # drops the scopes of the graph
+            raise
+
+    return restoring

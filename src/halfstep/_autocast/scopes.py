@@ -94,7 +94,7 @@ def current() -> Scope:
     state = thread.state
     scope = state.scope
     if scope.nesting is not None:
-        nesting = _nesting()
+        nesting = nesting_depth()
         while scope.nesting is not None and scope.nesting > nesting:
             assert scope.outer is not None
             scope = scope.outer
@@ -129,7 +129,7 @@ def enter(
 
 def enter_in_graph(outer: Scope, policies: Policies) -> None:
     """Enter a scope while torch.compile traces the call, or when the compiled graph runs it."""
-    thread.state.scope = Scope(policies, outer, nesting=_nesting())
+    thread.state.scope = Scope(policies, outer, nesting=nesting_depth())
 
 
 def leave(scope: Scope) -> None:
@@ -170,6 +170,7 @@ class _Mark(NamedTuple):
 
     guard: compiler.CompileGuard  # unique in this process
     tag: str  # part of the cache keys; equal in every process
+    backward_off: bool  # whether backward passes are compiled outside of autocast
 
 
 _marks: dict[frozenset[int], _Mark] = {}
@@ -184,20 +185,22 @@ def _follow(state: _State, policies: Policies) -> None:
     """
     if not state.followed:
         state.guard = state.guard_outside = compiler.compile_guard()
-    guard, tag = state.guard_outside, ""
+    guard, tag, backward_off = state.guard_outside, "", False
     if policies:
-        guard, tag = _marks.get(policies.key) or _mark(policies)
-    compiler.set_compile_mark(state.guard, guard, tag)
+        guard, tag, backward_off = _marks.get(policies.key) or _mark(policies)
+    compiler.set_compile_mark(state.guard, guard, tag, backward_off=backward_off)
     state.followed, state.guard = policies, guard
 
 
 def _mark(policies: Policies) -> _Mark:
     tag = ",".join(f"{d}:{policies[d].fingerprint}" for d in sorted(policies))
+    backward_off = not all(policy.is_pytorchs for policy in policies.values())
     with _lock:
         if len(_marks) == compiler.NUM_GUARD_VALUES:
             compiler.forget_compiled_code()
             _marks.clear()
-        return _marks.setdefault(policies.key, _Mark(compiler.numbered_guard(len(_marks)), tag))
+        guard = compiler.numbered_guard(len(_marks))
+        return _marks.setdefault(policies.key, _Mark(guard, tag, backward_off))
 
 
 # --- recomputation -------------------------------------------------------------------------------
@@ -224,7 +227,7 @@ def carry(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiler.do_not_compile_alone(under_the_same_policies, nor_below=False)
 
 
-def _nesting() -> int:
+def nesting_depth() -> int:
     """Return the number of autocast contexts of any kind that this thread is in."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()

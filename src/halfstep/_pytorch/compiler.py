@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,8 +11,10 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+import torch._functorch.config
 import torch.compiler.config
 import torch.utils._pytree
+from torch.utils._config_module import _UNSET_SENTINEL as _UNSET
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -21,6 +24,57 @@ _Value = TypeVar("_Value")
 def allow_in_graph(*functions: Callable[..., None]) -> None:
     """Make torch.compile put calls of the functions into its graphs unchanged."""
     torch.compiler.allow_in_graph(list(functions))  # type: ignore[no-untyped-call]
+
+
+# (graph, device types of the autocast contexts in it) -> the function to run in place of the graph.
+WrapGraph = Callable[[Callable[..., Any], list[str]], Callable[..., Any]]
+
+
+def wrap_traced_graph(wrap: WrapGraph, *, backward_off: bool) -> None:
+    """Make torch.compile run the graph that it is tracing in this thread inside of ``wrap``.
+
+    ``wrap`` also applies to its compilation. ``backward_off`` compiles its backward pass outside of
+    autocast.
+    """
+    from torch._dynamo.symbolic_convert import tls
+
+    translator = getattr(tls, "current_tx", None)  # torch.export may trace without one
+    output: Any = getattr(translator, "output", None)
+    backend = getattr(output, "compiler_fn", None)
+    if backend is None:
+        return
+    if hasattr(backend, "_is_backward_off"):
+        backend._is_backward_off |= backward_off
+        return
+
+    @functools.wraps(backend)
+    def wrapped_backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        devices = _autocast_devices_of(graph)
+        graph.code  # noqa: B018  # generates it: torch.compile would do so in the backend's result
+        is_new = wrapped_backend._is_backward_off and _set_backward_off(True)  # type: ignore[attr-defined]
+        try:
+            run = wrap(backend, devices)(graph, inputs, **options)
+        finally:
+            if is_new:
+                _set_backward_off(False)
+        if not devices:
+            return run
+        return wrap(run, devices)
+
+    wrapped_backend._is_backward_off = backward_off  # type: ignore[attr-defined]
+    output.compiler_fn = wrapped_backend
+
+
+def _autocast_devices_of(graph: torch.fx.GraphModule) -> list[str]:
+    """Return the device types of the autocast contexts that a graph enters."""
+    entered = (
+        node.args[0]
+        for module in graph.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+        if node.target is torch.amp.autocast_mode._enter_autocast
+    )
+    return list(dict.fromkeys(entered))
 
 
 def do_not_compile_alone(
@@ -129,11 +183,14 @@ _has_changed: Any = getattr(torch.compiler.config, "_hash_dirty_var", None)
 _tag_variable: ContextVar[object] | None = None if _has_changed is None else _override
 
 
-def set_compile_mark(was: CompileGuard, guard: CompileGuard, tag: str) -> None:
+def set_compile_mark(
+    was: CompileGuard, guard: CompileGuard, tag: str, *, backward_off: bool
+) -> None:
     """Set the guard and the tag for code that this thread compiles from now on.
 
     ``was`` is the current guard. The code runs only under the same guard; ``tag`` distinguishes it
-    in the on-disk caches.
+    in the on-disk caches. ``backward_off`` compiles its backward pass outside of autocast; it
+    depends on the tag.
     """
     enabled, dtype = guard
     _set_enabled(GUARD_DEVICE, enabled)  # always: PyTorch itself switches all of them off and on
@@ -141,6 +198,7 @@ def set_compile_mark(was: CompileGuard, guard: CompileGuard, tag: str) -> None:
         _set_dtype(GUARD_DEVICE, dtype)
     if _tag_variable is None:
         torch.compiler.config.cache_key_tag = _with_tag(tag)
+        _set_backward_off(backward_off)
         return
     before = _tag_variable.get()
     after = _tags_after.get((before, tag))
@@ -150,11 +208,46 @@ def set_compile_mark(was: CompileGuard, guard: CompileGuard, tag: str) -> None:
         _tag_variable.set(after)
         if not _has_changed.get():
             _has_changed.set(True)
+        _set_backward_off(backward_off)
 
 
 def _with_tag(tag: str) -> str:
     users = torch.compiler.config.cache_key_tag.partition(_TAG_MARK)[0]
     return users + (_TAG_MARK + tag if tag else "")
+
+
+# By default PyTorch traces the backward pass of compiled code under the autocast around the call.
+# That would lower what a policy or an island keeps in float32. In eager code the backward pass runs
+# outside of autocast; the forward pass has recorded all casts.
+_functorch: Any = torch._functorch.config
+_BACKWARD = "backward_pass_autocast"
+_SAME, _OFF = "same_as_forward", "".join(("of", "f"))  # its identity differs from a user's "off"
+_backward: Any = _functorch._config[_BACKWARD]
+_changed_names: Any = getattr(_functorch, "_get_dict_dirty_keys_var", None)
+
+
+def _set_backward_off(is_off: bool) -> bool:
+    """Set or reset how code is differentiated; return whether this changed it.
+
+    A user's list of contexts for the backward pass stays.
+    """
+    if _tag_variable is None:
+        value = _functorch.backward_pass_autocast
+    else:
+        value = _backward.user_override.get()
+        if value is _UNSET:
+            value = _backward.default
+    if not (value == _SAME if is_off else value is _OFF):
+        return False
+    value = _OFF if is_off else _SAME
+    if _tag_variable is None:
+        _functorch.backward_pass_autocast = value
+        return True
+    _backward.user_override.set(value)
+    _functorch._hash_dirty_var.set(True)
+    if _changed_names is not None and (names := _changed_names.get()) is not None:
+        names.add(_BACKWARD)
+    return True
 
 
 def is_loaded() -> bool:
