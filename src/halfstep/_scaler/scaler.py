@@ -381,9 +381,9 @@ class GradScaler(TorchAttributes):
         """Run the same batch again at a smaller scale instead of losing it.
 
         Put the whole iteration, from ``zero_grad`` to ``update``, into the loop; it runs once, and
-        again while gradients or loss are inf or NaN, at most ``times`` more. Before each repetition the random
-        number generators (PyTorch's, Python's, and NumPy's if loaded) and the buffers of watched
-        modules are restored, and the gradients are zeroed.
+        again while gradients or loss are inf or NaN, at most ``times`` more. Before each repetition
+        the random number generators (PyTorch's, Python's, and NumPy's if loaded) and the buffers of
+        watched modules are restored, and the gradients are zeroed.
 
         Args:
             optimizer: The optimizer whose step decides.

@@ -32,7 +32,7 @@ from halfstep._scaler.scalars import (
     float32_bits,
     float32_from_bits,
 )
-from halfstep._scaler.scale_state import COUNTS, ScaleState
+from halfstep._scaler.scale_state import COUNTS, NO_RUN, ScaleState
 
 # --- the buffer -----------------------------------------------------------------------------------
 
@@ -102,8 +102,12 @@ def decode(bits: Sequence[int], state: ScaleState) -> ScaleState:
         name: bits[SLOT[name]] if name in _INTS else float32_from_bits(bits[SLOT[name]])
         for name in (*_FIELDS, "min_scale")
     }
-    flags = {name: bool(values[name]) for name in ("held", "may_restore")}
-    return replace(state, **values | flags)
+    values |= {name: bool(values[name]) for name in ("held", "may_restore")}
+    # Existing code writes to scaler._scale in place, which ends a run.
+    scale, run_scale = values["scale"], values["run_scale"]
+    expected = (run_scale, values["min_scale"]) if values["resume_scale"] else (scale,)
+    is_written = run_scale and (scale > run_scale or scale not in expected)
+    return replace(state, **values | (NO_RUN if is_written else {}))
 
 
 def views(buffer: Tensor) -> dict[str, Tensor]:
@@ -164,7 +168,7 @@ STEPS = {"num_taken": 1, "num_skipped": 1, "skipped_in_a_row": 1, "overflows": 1
 
 
 class Kind(NamedTuple):
-    """The parts of a rule that its table depends on; see :class:`~halfstep._scaler.rules.Dynamic`."""
+    """The properties of a rule that its table depends on."""
 
     refill: str
     probes: bool
