@@ -14,9 +14,9 @@ error to the noiseless function on new data; too low, the mean over the last ten
 All are means over the seeds; in brackets the smallest and largest.
 
 And the scale alone, in 2,000 iterations whose loss is inf or NaN by a script: either where the
-scale is too large, as in a gradient penalty, or whatever the scale is (a NaN batch). *Taken*: steps;
-*scale*: the mean of its log2 over the iterations, for torch.amp, for a scale that such a loss does
-not change (*held*), and for halfstep. *Possible*: steps with the best scale.
+scale is too large, as in a gradient penalty, or whatever the scale is (a NaN batch). *Taken*:
+steps; *scale*: the mean of its log2 over the iterations, for torch.amp, for a scale that such a
+loss does not change (*held*), and for halfstep. *Possible*: steps with the best scale.
 
     python benchmarks/scale_rules.py
     python benchmarks/scale_rules.py --only scripts
