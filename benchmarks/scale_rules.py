@@ -13,15 +13,24 @@ weights and batch, and zero in what float16 gave, every tenth step. *Loss*: burs
 error to the noiseless function on new data; too low, the mean over the last tenth of the steps.
 All are means over the seeds; in brackets the smallest and largest.
 
+And the scale alone, in 2,000 iterations whose loss is inf or NaN by a script: either where the
+scale is too large, as in a gradient penalty, or whatever the scale is (a NaN batch). *Taken*:
+steps; *scale*: the mean of its log2 over the iterations, for torch.amp, for a scale that such a
+loss does not change (*held*), and for halfstep. *Possible*: steps with the best scale.
+
     python benchmarks/scale_rules.py
+    python benchmarks/scale_rules.py --only scripts
     python benchmarks/scale_rules.py --seeds 5 --only bursts
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from random import Random
 from statistics import fmean
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +42,8 @@ from halfstep._demo.corpus import Corpus, draw_batches
 from halfstep._demo.gpt import GPT, GPTConfig
 from halfstep._demo.train import MEAN_OVER
 from halfstep._scaler.rules import Dynamic, LogMax, Rule, Static
+from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.transition import next_state
 
 Batch = tuple[Tensor, Tensor]
 COMPARE_EVERY = 10
@@ -176,13 +187,77 @@ TRAININGS: dict[str, tuple[Callable[[int], Training], list[tuple[str, float, Rul
 }
 
 
+# --- the scale alone ------------------------------------------------------------------------------
+
+NUM_ITERATIONS = 2000
+Script: TypeAlias = Callable[[Random], Callable[[int, float], bool]]
+"""Makes a function of iteration and scale that says whether the loss is finite."""
+
+
+def below(exponent: Callable[[Random, int], float]) -> Script:
+    return lambda rng: lambda i, scale: scale <= 2 ** exponent(rng, i)
+
+
+def nan_batches(share: float) -> Script:
+    return lambda rng: lambda i, scale: rng.random() >= share
+
+
+SCRIPTS: dict[str, Script] = {
+    "finite up to 2^10": below(lambda rng, i: 10),
+    "up to 2^14, falling to 2^4": below(lambda rng, i: 14 - 10 * i / NUM_ITERATIONS),
+    "up to 2^(10 +- 0.5), at random": below(lambda rng, i: rng.gauss(10, 0.5)),
+    "20 NaN batches in a row": lambda rng: lambda i, scale: not 100 <= i < 120,
+    "every tenth batch NaN": lambda rng: lambda i, scale: i % 10 != 9,
+    "0.1 % NaN batches": nan_batches(0.001),
+    "1 % NaN batches": nan_batches(0.01),
+    "10 % NaN batches": nan_batches(0.1),
+    "30 % NaN batches": nan_batches(0.3),
+}
+
+
+def scales_of(name: str, is_finite: Callable[[int, float], bool]) -> tuple[int, float]:
+    """Return the number of taken steps, and the mean of log2 of the scale."""
+    state = ScaleState.first(65536.0, Dynamic())
+    scale, tracker = torch.tensor(65536.0), torch.zeros((), dtype=torch.int32)
+    taken, log2s = 0, []
+    for i in range(NUM_ITERATIONS):
+        now = scale.item() if name == "torch.amp" else state.scale
+        log2s.append(math.log2(max(now, 2.0**-149)))
+        is_good = is_finite(i, now)
+        taken += is_good
+        if name == "torch.amp":
+            found_inf = torch.tensor(float(not is_good))
+            torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2000)
+        elif is_good or name == "halfstep":
+            state = next_state(state, found_inf=not is_good, loss_is_finite=is_good)
+    return taken, fmean(log2s)
+
+
+def compare_scripts(num_seeds: int) -> None:
+    names = ("torch.amp", "held", "halfstep")
+    print("\n" + f"{'taken and scale':32}{'possible':>8}" + "".join(f"{n:>16}" for n in names))
+    for label, script in SCRIPTS.items():
+        runs = [[scales_of(n, script(Random(s))) for s in range(num_seeds)] for n in names]
+        possible = fmean(
+            sum(map(script(Random(s)), range(NUM_ITERATIONS), [0.0] * NUM_ITERATIONS))
+            for s in range(num_seeds)
+        )
+        columns = (
+            f"{fmean(taken for taken, _ in each):9.0f}{fmean(log2 for _, log2 in each):7.1f}"
+            for each in runs
+        )
+        print(f"{label:32}{possible:8.0f}" + "".join(columns))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", choices=TRAININGS)
+    parser.add_argument("--only", choices=[*TRAININGS, "scripts"])
     args = parser.parse_args()
     torch.set_num_threads(1)  # the models are small
     print(f"{device_name('cpu')}, PyTorch {torch.__version__}, {args.seeds} seeds")
+    if args.only in (None, "scripts"):
+        compare_scripts(args.seeds)
     for name, (make, rows) in TRAININGS.items():
         if args.only not in (None, name):
             continue

@@ -6,7 +6,7 @@ Rules to remember:
 - `GradScaler(module=model)` knows the names of the parameters, and so does what it says.
 - `scaler.outcome(optimizer)` after each step: taken or skipped, the reason, the norm, the culprits.
 - `scaler.retry(optimizer)` around the iteration runs a batch that overflowed again at the smaller
-  scale, with the same random numbers. A batch with NaN is not repeated: no scale would help.
+  scale, with the same random numbers. A batch with NaN is given up at the smallest scale.
 - What follows a step goes through the gate: `step_scheduler`, `after_step`.
 
 Run: python examples/skipped_steps.py

@@ -79,7 +79,7 @@ class HalfstepWarning(UserWarning):
 
 
 class SkippedStepsWarning(HalfstepWarning):
-    """Steps are being skipped and no smaller scale helps, or too many in a row were skipped."""
+    """Steps are skipped at the smallest scale too, or too many in a row were skipped."""
 
 
 class DiagnosisWarning(HalfstepWarning):

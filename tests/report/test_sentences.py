@@ -395,7 +395,7 @@ def test_skips_for_a_loss_that_nobody_recorded(tmp_path):
     found = said(tmp_path, *(step(n, loss=None) for n in range(1, 50) if n != 7), *(
         step(n, loss=None) for n in range(50, 101)
     ), skip(7, reason="loss", loss=None))  # fmt: skip
-    assert the_one(found, "before backward()").severity == "bad"
+    assert the_one(found, "before it was scaled").severity == "bad"
 
 
 def test_ctrl_c_is_no_failure(tmp_path):

@@ -164,11 +164,11 @@ def bad_micro_batch(scaler: Any) -> float:
 
 
 def bad_loss(scaler: Any) -> float:
-    """The scale after 7 losses that no scale can help."""
+    """The scale after 7 losses that are inf, and a good one."""
     param, optimizer = make(1.0)
-    for _ in range(7):
+    for factor in [math.inf] * 7 + [1.0]:
         optimizer.zero_grad()
-        scaler.scale((param * math.inf).sum()).backward()
+        scaler.scale((param * factor).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
     return scaler.get_scale()

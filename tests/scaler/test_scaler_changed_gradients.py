@@ -358,7 +358,8 @@ def test_alarms_of_two_losses_do_not_silence_each_other() -> None:
             scaler.scale(parameter.sum() * math.inf, name=name).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert [report.skipped_in_a_row for report in said] == [4, 8, 16] * 2
+    # The ninth is at the smallest scale.
+    assert [report.skipped_in_a_row for report in said] == [4, 8, 9] * 2
 
 
 def test_a_bad_loss_that_was_given_up_blames_no_later_step() -> None:

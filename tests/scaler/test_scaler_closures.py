@@ -246,7 +246,9 @@ def test_a_bad_batch_leaves_no_trace(maker: str, kind: str, fault: str) -> None:
         assert_same(mine.everything(), before)
         outcome = mine.scaler.outcome(mine.optimizer)
         assert outcome.reason == {"gradient": "overflow", "loss": "loss"}[fault]
-        assert mine.scaler.get_scale() == SCALE / (2 ** (number + 1) if fault == "gradient" else 1)
+        # After a loss the earlier scale is tried again, here in a bad batch each time.
+        backoffs = number + 1 if fault == "gradient" else number // 2 + 1
+        assert mine.scaler.get_scale() == SCALE / 2**backoffs
     assert_same(mine.everything(), theirs.everything())
     assert mine.scaler.counts() == (4, 4, 1, 8)
 

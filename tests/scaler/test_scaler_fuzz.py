@@ -921,9 +921,10 @@ class World:
                 self.inject(opt.params[0], math.inf)
             before = self.states[None].scale
             self.step(opt)
-            is_overflow = self.scaler.outcome(opt.optimizer).reason is Reason.OVERFLOW
+            reason = self.scaler.outcome(opt.optimizer).reason
             self.op_update()
-            is_over = attempt == times or not is_overflow or self.states[None].scale == before
+            is_over = attempt == times or reason not in (Reason.OVERFLOW, Reason.LOSS)
+            is_over |= self.states[None].scale >= before
             if not is_over:  # and then it calls zero_grad
                 for param in opt.params:
                     param.true = None

@@ -107,12 +107,15 @@ def test_one_optimizer_for_each_name() -> None:
     assert training.scaler.outcome(other.optimizer).scale == 2.0**8
 
 
-def test_a_bad_loss_moves_no_scale() -> None:
+def test_a_loss_that_is_not_finite_moves_only_its_own_scale() -> None:
     training = Training()
     training.scaler.scale(training.param.sum() * math.nan, name="a").backward()
     assert training.finish() == 0.0
     assert training.scaler.outcome(training.optimizer).reason == "loss"
     training.iterate("b", 2.0**9)
+    assert training.scales("a", "b") == [SCALE / 2, SCALE / 2]
+    for name in "ab":
+        training.iterate(name, SCALE)
     assert training.scales("a", "b") == [SCALE, SCALE / 2]
 
 

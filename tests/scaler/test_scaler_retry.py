@@ -248,7 +248,9 @@ def huge(param: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("make", "kwargs", "attempts", "reason"),
     [
-        (bad_loss, {}, 1, "loss"),
+        (bad_loss, {}, 9, "loss"),  # the last at the smallest scale
+        (bad_loss, {"init_scale": 1.0}, 1, "loss"),
+        (bad_loss, {"rule": Static()}, 1, "loss"),
         (overflow, {"init_scale": 1.0}, 1, "non-finite at any scale"),
         (overflow, {"init_scale": 4.0}, 3, "non-finite at any scale"),
         (overflow, {"rule": Static()}, 1, "overflow"),

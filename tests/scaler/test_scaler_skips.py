@@ -50,14 +50,21 @@ class Training:
 
 
 @both
-def test_a_bad_loss_does_not_move_the_scale(fused: bool) -> None:
+@pytest.mark.parametrize("num_bad", [1, 2, 3, 8, 9, 20, 30])
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_after_non_finite_losses_the_scale_is_back_at_once(
+    fused: bool, num_bad: int, num_before: int
+) -> None:
     """A9."""
     training = Training(fused)
-    assert {training.step("bad loss") for _ in range(30)} == {65536.0}
+    for _ in range(num_before):
+        training.step()
+    for _ in range(num_bad):
+        training.step("bad loss")
     assert str(training.scaler.outcome(training.optimizer).reason) == "loss"
-    assert training.scaler.counts() == (0, 30, 30, 1)
-    assert training.step() == 65536.0
-    assert training.scaler.counts() == (1, 30, 0, None)
+    assert training.scaler.counts() == (num_before, num_bad, num_bad, num_before + 1)
+    assert [training.step() for _ in range(3)] == [65536.0] * 3
+    assert training.scaler.counts() == (num_before + 3, num_bad, 0, None)
     assert training.is_finite()
 
 
@@ -149,7 +156,8 @@ def test_never_the_same_warning_every_step(fused: bool) -> None:
     training = Training(fused, max_consecutive_skips=5, on_skips=reports.append)
     for _ in range(100):
         training.step("bad loss")
-    assert [report.skipped_in_a_row for report in reports] == [5, 10, 20, 40, 80]
+    # The 9th is at the smallest scale.
+    assert [report.skipped_in_a_row for report in reports] == [5, 9, 18, 36, 72]
     assert {str(report.reason) for report in reports} == {"loss"}
     training.step()
     for _ in range(5):

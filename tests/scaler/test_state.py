@@ -44,18 +44,19 @@ rules = st.one_of(
 def states(draw: st.DrawFn) -> ScaleState:
     """Any state that may be: in the order min_scale <= scale <= run_scale <= max_scale."""
     low, scale, resume, run, high = sorted(draw(st.lists(scales, min_size=5, max_size=5)))
-    is_probe = draw(st.booleans())
+    test = draw(st.sampled_from(["", "probe", "trial"]))
     return ScaleState(
-        scale=low if is_probe else scale,
+        scale={"": scale, "probe": low, "trial": run}[test],
         growth_tracker=draw(counts),
         min_scale=low,
         max_scale=high,
         rule=draw(rules),
         hysteresis_left=draw(st.integers(1, LARGEST_COUNT)),
-        run_scale=run if is_probe else draw(st.sampled_from([0.0, run])),
+        run_scale=run if test else draw(st.sampled_from([0.0, run])),
         overflows=draw(counts),
-        resume_scale=resume if is_probe else 0.0,
+        resume_scale=resume if test else 0.0,
         held=draw(st.booleans()),
+        may_restore=draw(st.booleans()),
         skipped_in_a_row=draw(counts),
         num_taken=draw(counts),
         num_skipped=draw(counts),
@@ -98,8 +99,9 @@ FIRST = ScaleState.first(4.0, Dynamic(2.0, 0.25, growth_interval=2))
         ("run_scale", 2.0, ValueError, "^scale is 4.0, above run_scale, which is 2.0"),
         ("run_scale", math.nan, ValueError, "^run_scale is nan"),
         ("overflows", 2**31, ValueError, "^overflows is 2147483648: it must lie"),
-        ("resume_scale", 2.0, ValueError, "^scale is 4.0, above min_scale, which is 1.0"),
+        ("resume_scale", 2.0, ValueError, "^resume_scale is 2.0, above run_scale, which is 0.0"),
         ("held", 1, TypeError, r"^held is 1 \(int\): pass a bool"),
+        ("may_restore", 0, TypeError, r"^may_restore is 0 \(int\): pass a bool"),
         ("skipped_in_a_row", -1, ValueError, "^skipped_in_a_row is -1"),
         ("num_taken", True, TypeError, "^num_taken is True .bool.: pass a whole number"),
         ("num_skipped", None, TypeError, "^num_skipped is None"),
@@ -116,9 +118,10 @@ def test_bad_numbers(name: str, value: object, error: type[Exception], words: st
         dataclasses.replace(FIRST, **{name: value})
 
 
-def test_a_probe_is_at_the_floor() -> None:
+def test_a_probe_is_at_the_floor_and_a_trial_where_the_run_began() -> None:
     probe = dataclasses.replace(FIRST, run_scale=8.0, resume_scale=2.0, scale=1.0)
-    with pytest.raises(ValueError, match=r"^scale is 4.0, above min_scale, which is 1.0"):
+    assert dataclasses.replace(probe, scale=8.0).is_trial
+    with pytest.raises(ValueError, match=r"^run_scale is 8.0, above scale, which is 4.0"):
         dataclasses.replace(probe, scale=4.0)
     with pytest.raises(ValueError, match=r"^resume_scale is 16.0, above run_scale, which is 8.0"):
         dataclasses.replace(probe, resume_scale=16.0)
@@ -221,6 +224,7 @@ def test_every_field_is_saved() -> None:
         "overflows": 1,
         "resume_scale": 1.0,
         "held": True,
+        "may_restore": False,
         "skipped_in_a_row": 1,
         "num_taken": 1,
         "num_skipped": 1,
@@ -310,6 +314,12 @@ def test_bad_values_of_ours_are_refused(change: dict[str, object], words: str) -
     saved["halfstep"] |= change
     with pytest.raises(ValueError, match=words):
         ScaleState.from_dict(saved)
+
+
+def test_a_checkpoint_from_before_trials_loads() -> None:
+    saved = FIRST.to_dict()
+    del saved["halfstep"]["may_restore"]
+    assert ScaleState.from_dict(saved) == FIRST
 
 
 def test_a_missing_key_is_named() -> None:

@@ -108,11 +108,16 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
         yield say(
             "bad",
             f"{things(skipped, 'step')} {were(skipped)} skipped because the loss was inf or NaN "
-            "before backward().",
+            "before it was scaled.",
             cure=cure,
             evidence="skips",
             follows=is_diagnosed,
         )
+
+
+_IF_IT_DEPENDS_ON_THE_SCALE = (
+    " If the loss depends on the scale, as a gradient penalty may, start at a smaller init_scale.",
+)
 
 
 def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
@@ -120,8 +125,9 @@ def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
     overflowed = next((x for x in summary.of_kind("output") if x.inf), None)
     if overflowed is None or weights_are_bad:
         return (
-            " No scale can change that: look at the batch of that step, at the learning rate, and "
-            "at log(), division and sqrt() at 0 in the loss, which should run in float32.",
+            " Check the batch of that step, the learning rate, and log(), division and sqrt() at 0 "
+            "in the loss, which should run in float32.",
+            *(_IF_IT_DEPENDS_ON_THE_SCALE if summary.has_scaler else ()),
         )
     call = island(overflowed.name, summary)
     keep = () if call is None else (": keep that module in float32, ", call)
@@ -134,13 +140,13 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
     if scale is not None and scale.stuck:
         where = at_steps(scale.stuck)
         cure = (
-            " Look for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by where(), and NaN in the "
-            "parameters."
+            " Check the backward pass for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by "
+            "where(), and NaN in the parameters."
         )
         yield say(
             "bad",
             "The gradients were inf or NaN even at the smallest scale, while the loss was finite "
-            f"({where}): the cause is the backward pass, not the scale.",
+            f"({where}).",
             cure=() if summary.bad_places else (cure,),
             evidence="skips",
             follows=summary.follows_from(scale.stuck[0]),

@@ -147,7 +147,7 @@ class ScaleCourse:
             it rises again.
         overflowed_at: The smallest scale at which a step was skipped for overflow; None without
             overflow.
-        stuck: The iterations with inf or NaN even at the smallest scale, where no scale helps.
+        stuck: The iterations with inf or NaN even at the smallest scale, and a finite loss.
     """
 
     first: float

@@ -198,10 +198,10 @@ def _attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> I
                 f"retry({name(optimizer)}): the loop must call scaler.step(optimizer) and "
                 "scaler.update() for this optimizer, so that it is known whether the step was taken"
             )
-        if attempt == times or outcome.reason is not Reason.OVERFLOW:
+        if attempt == times or outcome.reason not in (Reason.OVERFLOW, Reason.LOSS):
             return
-        if outcome.scale_after == outcome.scale:
-            return  # a static or tolerant scale: a repetition would overflow too
+        if outcome.scale_after >= outcome.scale:
+            return  # a static or tolerant scale, or the smallest one: it would overflow again
         randomness.restore()
         buffers.restore()
         optimizer.zero_grad()

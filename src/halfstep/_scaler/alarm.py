@@ -37,14 +37,15 @@ CURES = {
         "layer whose gradients explode (outcome.norms), clip, or lower the learning rate"
     ),
     Reason.LOSS: (
-        "the loss itself was inf or NaN before backward(), which no scale changes. Look at the "
-        "batch and at the parameters for inf and NaN, keep the loss and the ops before it in "
-        f"float32, and check log(), division and sqrt() at 0. {WHICH_OP}"
+        "the loss was already inf or NaN before it was scaled. Check the batch and the parameters "
+        "for inf and NaN, keep the loss and the ops before it in float32, and check log(), "
+        "division and sqrt() at 0. If the loss depends on the scale, as a gradient penalty may, "
+        f"start at a smaller init_scale. {WHICH_OP}"
     ),
     Reason.NON_FINITE: (
-        "the gradients are inf or NaN at the smallest scale too, while the loss is finite: not the "
-        "scale but the backward pass. Look for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by "
-        f"where() or masked_fill(), and NaN in the parameters. {WHICH_OP}"
+        "the gradients were inf or NaN at the smallest scale too, while the loss was finite. Check "
+        "the backward pass for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by where() or "
+        f"masked_fill(), and NaN in the parameters. {WHICH_OP}"
     ),
     Reason.NORM: (
         "the norm of the gradients is far above its median. Look at these batches, lower the "
@@ -147,7 +148,7 @@ class _Run:
 class Alarm:
     """The alarm about skipped steps: never silent, and never repeated at every step.
 
-    It is due when no smaller scale helps (the floor was reached in vain), and after
+    It is due when a step was skipped at the smallest scale too, and after
     ``max_consecutive_skips`` in a row. Within a run of skips it is due at the first of these
     moments, and again each time the run has doubled in length. Single skips at the floor are
     reported at the 1st, 2nd, 4th, 8th, ...

@@ -25,7 +25,7 @@ from halfstep._scaler.scalars import (
     is_readable,
     moved,
 )
-from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.scale_state import NO_RUN, ScaleState
 from halfstep._scaler.transition import (
     CPU,
     DeviceSnapshot,
@@ -163,7 +163,7 @@ class LossScale:
             return live.scale.clone()  # update() changes the tensor in place
         scale = live.scale.item()
         if scale != live.now.scale:  # existing code writes to scaler._scale in place
-            live.now = changed(live.now, scale=scale)
+            live.now = changed(live.now, scale=scale, **NO_RUN)
         return scale
 
     def read(self) -> ScaleState:

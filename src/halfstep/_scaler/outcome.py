@@ -86,7 +86,7 @@ class Outcome:
         >>> _ = scaler.step(optimizer)
         >>> scaler.update()
         >>> scaler.outcome(optimizer)
-        Outcome(SGD: skipped, loss; scale 2^16 -> 2^16; norm inf)
+        Outcome(SGD: skipped, loss; scale 2^16 -> 2^15; norm inf)
         >>> scaler.outcome(optimizer).culprits
         ['weight', 'bias']
     """

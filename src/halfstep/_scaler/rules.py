@@ -50,6 +50,7 @@ class Static:
     hysteresis: ClassVar[int] = 1
     refill: ClassVar[Literal["growth", "step"]] = "growth"
     probe_after: ClassVar[int | None] = None
+    keeps_run_scale: ClassVar[bool] = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``{"name": "static"}``."""
@@ -77,8 +78,8 @@ class Dynamic:
         refill: When the allowance is refilled: ``"growth"``: after every ``growth_interval``
             consecutive steps; ``"step"``: after every taken step.
         probe_after: Number of consecutive overflows that backed off before one iteration runs at
-            ``min_scale``; >= 1. If that overflows too, no scale helps, and the scale returns to
-            where it was. None: no such iteration; the scale ends at ``min_scale``.
+            ``min_scale``; >= 1. If that overflows too, the scale returns to where it was. None:
+            no such iteration; the scale ends at ``min_scale``.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -90,6 +91,7 @@ class Dynamic:
     """
 
     name: ClassVar[str] = "dynamic"
+    keeps_run_scale: ClassVar[bool] = True
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
@@ -180,6 +182,7 @@ class LogMax(Dynamic):
     """
 
     name: ClassVar[str] = "logmax"
+    keeps_run_scale: ClassVar[bool] = False  # The headroom remembers how far the scale backed off.
     sigmas: float = 3.09
     decay: float = 0.99
 

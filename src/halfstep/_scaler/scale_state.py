@@ -62,7 +62,7 @@ class Reason(StrEnum):
 
     Attributes:
         OVERFLOW: A gradient is inf or NaN; a smaller scale may help.
-        LOSS: The loss was inf or NaN before ``backward``; no scale helps.
+        LOSS: The loss was inf or NaN before it was scaled.
         NON_FINITE: A gradient is inf or NaN, as it was at ``min_scale``.
         NORM: The gradients are finite, but their norm is implausibly large.
     """
@@ -78,7 +78,10 @@ class ScaleState:
     """The complete state of one scale from one iteration to the next.
 
     A *run* begins with an overflow and ends with the next taken step. During a run the scale may be
-    probed: one iteration at ``min_scale`` shows whether any scale would help.
+    probed: one iteration at ``min_scale`` shows whether any scale would help. If all losses of the
+    run were inf or NaN, one more iteration is a *trial* of the scale at which the run began. If it
+    is skipped, the scale was too large, and the lower one stays. The earlier scale is remembered
+    until the scale grows, and tried again after the next run of this kind.
 
     Attributes:
         scale: The factor of the loss, rounded to float32, as on the device.
@@ -87,10 +90,13 @@ class ScaleState:
         max_scale: Upper limit for automatic changes of the scale.
         rule: How the scale changes.
         hysteresis_left: Number of overflows until the scale backs off, including the one that does.
-        run_scale: The scale at which the run began; 0 outside of a run.
+        run_scale: The scale at which the run began, or that is to be restored; otherwise 0.
         overflows: Overflows in the run that made the scale back off, since the last probe.
-        resume_scale: In a probe, the scale to continue with if the step is taken; otherwise 0.
+        resume_scale: The scale that goes on after a probe whose step is taken, or a trial whose
+            step is skipped; otherwise 0.
         held: Whether a probe has failed in the run: the scale stays where the run began.
+        may_restore: Whether the scale may not be to blame: in a run, no loss was finite; outside of
+            a run, the scale has not just grown.
         skipped_in_a_row: Number of iterations skipped since the last taken one.
         num_taken: Number of iterations whose step was taken.
         num_skipped: Number of iterations whose step was skipped.
@@ -119,6 +125,7 @@ class ScaleState:
     overflows: int = 0
     resume_scale: float = 0.0
     held: bool = False
+    may_restore: bool = True
     skipped_in_a_row: int = 0
     num_taken: int = 0
     num_skipped: int = 0
@@ -136,13 +143,13 @@ class ScaleState:
         if self.run_scale:
             check_ascending(scale=self.scale, run_scale=self.run_scale, max_scale=self.max_scale)
         if self.resume_scale:
-            # A probe runs at min_scale.
-            check_ascending(scale=self.scale, min_scale=self.min_scale)
             check_ascending(
                 min_scale=self.min_scale,
                 resume_scale=self.resume_scale,
                 run_scale=self.run_scale,
             )
+            if self.is_trial:
+                check_ascending(run_scale=self.run_scale, scale=self.scale)
 
     def _checked(self) -> dict[str, float | int]:
         if not isinstance(self.rule, Static | Dynamic):
@@ -150,8 +157,10 @@ class ScaleState:
                 f"rule is {self.rule!r} ({type(self.rule).__name__}): pass Static(), Dynamic() or "
                 "LogMax()"
             )
-        if not isinstance(self.held, bool):
-            raise TypeError(f"held is {self.held!r} ({type(self.held).__name__}): pass a bool")
+        for name in ("held", "may_restore"):
+            flag = getattr(self, name)
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} is {flag!r} ({type(flag).__name__}): pass a bool")
         values: dict[str, float | int] = {}
         for name in ("scale", "min_scale", "max_scale"):
             values[name] = checked_scale(name, getattr(self, name))
@@ -187,6 +196,21 @@ class ScaleState:
     def can_amplify(self) -> bool:
         """Whether unscaling may multiply by more than 1, so that a finite gradient may overflow."""
         return self.min_scale < 1.0
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether this iteration runs at ``min_scale`` to show whether any scale helps."""
+        return self.resume_scale != 0.0 and self.scale <= self.min_scale
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether this iteration runs at the scale from before a run, to show if it is usable."""
+        return self.resume_scale != 0.0 and self.scale > self.min_scale
+
+    @property
+    def has_backed_off(self) -> bool:
+        """Whether the scale is below that of the beginning of the run, and not in a trial."""
+        return self.is_probe or (self.overflows > 0 and not self.held)
 
     def skips(self) -> tuple[int, bool]:
         """Return the number of consecutive skipped steps, and whether the scale is held."""
@@ -263,6 +287,7 @@ class ScaleState:
             if isinstance(first.rule, Dynamic):
                 first = replace(first, rule=replace(first.rule, **factors))
             return replace(first.with_scale(alone.scale), growth_tracker=tracker)
+        ours = {"may_restore": True} | ours  # earlier versions did not have it
         expected = {field.name for field in fields(cls)} - {"scale", "growth_tracker"}
         for key in sorted(expected ^ set(ours)):
             raise ValueError(

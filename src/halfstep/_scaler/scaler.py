@@ -52,8 +52,9 @@ class GradScaler(TorchAttributes):
 
     The scale follows the gradients: when one is inf or NaN, the optimizer's step is skipped and the
     scale is multiplied by ``backoff_factor``; after ``growth_interval`` consecutive steps it is
-    multiplied by ``growth_factor``. If no smaller scale helps, or the loss was already non-finite,
-    the scale stays and a warning is raised.
+    multiplied by ``growth_factor``. If a step is skipped at the smallest scale too, the scale
+    returns to where it was and a warning is raised. After skips with a non-finite loss it is
+    restored for a trial, and stays if that step is taken.
 
     It has every method of ``torch.amp.GradScaler``; docs/scaler_details.md lists the intended
     differences.
@@ -71,7 +72,7 @@ class GradScaler(TorchAttributes):
         max_scale: Upper limit for growth. Default: the largest float32 number.
         max_consecutive_skips: Number of consecutive skipped steps that triggers ``on_skips``, >= 1.
         on_skips: ``"warn"``, ``"raise"`` (:class:`halfstep.errors.SkippedStepsError`), or a
-            function that takes the report. Also triggered when no smaller scale helps.
+            function that takes the report. Also triggered by a skip at the smallest scale.
         module: The trained module, for the names of its parameters; see :meth:`watch`.
         process_group: The ranks that step together and agree on inf and NaN, norms and the scale;
             ``"local"`` for this rank alone. By default it is inferred from the parameters: DTensors
@@ -157,8 +158,8 @@ class GradScaler(TorchAttributes):
     def scale(self, outputs: Any, name: str | None = None) -> Any:
         """Multiply a loss, or all losses in nested containers, by the scale.
 
-        Whether they are finite is also checked, on the device: a step that is skipped because the
-        loss was inf or NaN does not reduce the scale.
+        Whether they are finite is also checked, on the device, for the reason of a skipped step:
+        after a non-finite loss the scale is restored for a trial.
 
         Args:
             outputs: A tensor of any shape and floating dtype, or a (nested) list, tuple, named
@@ -380,9 +381,9 @@ class GradScaler(TorchAttributes):
         """Run the same batch again at a smaller scale instead of losing it.
 
         Put the whole iteration, from ``zero_grad`` to ``update``, into the loop; it runs once, and
-        again while the step overflows, at most ``times`` more. Before each repetition the random
-        number generators (PyTorch's, Python's, and NumPy's if loaded) and the buffers of watched
-        modules are restored, and the gradients are zeroed.
+        again while gradients or loss are inf or NaN, at most ``times`` more. Before each repetition
+        the random number generators (PyTorch's, Python's, and NumPy's if loaded) and the buffers of
+        watched modules are restored, and the gradients are zeroed.
 
         Args:
             optimizer: The optimizer whose step decides.

@@ -5,7 +5,7 @@ with three rows of slots with the same columns: the *row* holds the state and th
 iteration, the *limits* are compared with its columns, and the *next row* is the row with some
 columns counted up. Intermediate values of the transition follow.
 
-An iteration is fully described by whether each of nine columns of the row exceeds its limit. These
+An iteration is fully described by whether each of ten columns of the row exceeds its limit. These
 answers, read as a binary number, select the table row that lists the slot from which each column
 takes its next value. So a device needs a dozen small ops and no branch, whatever the rule. Positive
 float32 numbers have the same order as their bits read as integers, so all comparisons are between
@@ -32,14 +32,14 @@ from halfstep._scaler.scalars import (
     float32_bits,
     float32_from_bits,
 )
-from halfstep._scaler.scale_state import COUNTS, ScaleState
+from halfstep._scaler.scale_state import COUNTS, NO_RUN, ScaleState
 
 # --- the buffer -----------------------------------------------------------------------------------
 
 # Slots that are copied, cleared or computed together are adjacent.
 _TOGETHER = (
     *("scale", "growth_tracker", "grown", "counted"),
-    *("run_scale", "overflows", "resume_scale", "held", "bad_loss"),
+    *("run_scale", "overflows", "has_backed_off", "resume_scale", "held", "bad_loss"),
     *("headroom", "amax"),
     *("log2_mean", "log2_var", "log2_weight"),
     *("found_inf", "outlier"),
@@ -50,7 +50,7 @@ ROW = (*_TOGETHER, *(name for name in _FIELDS if name not in _TOGETHER))
 """The columns: all state fields that a transition changes or depends on."""
 
 _BEHIND = (
-    *("0", "1", "refilled", "lowered", "run"),
+    *("0", "1", "true", "refilled", "lowered", "run", "in doubt"),
     *("backed off", "headroom's tracker", "newest", "log2 headroom", "log2 amax", "power"),
 )
 _NAMES = (*ROW, *(f"limit {name}" for name in ROW), *(f"next {name}" for name in ROW), *_BEHIND)
@@ -63,7 +63,7 @@ SLOT["min_scale"] = SLOT["limit scale"]
 NUM_STATE = len(ROW) + 1
 """Number of leading slots that hold a whole state: the row and ``min_scale``."""
 
-_INTS = {name for name in SLOT if name.split()[-1] in {*COUNTS, "held", "counted"}}
+_INTS = {n for n in SLOT if n.split()[-1] in {*COUNTS, "held", "has_backed_off", "counted"}}
 _INTS |= {"0", "1", "refilled", "headroom's tracker"}
 
 
@@ -88,7 +88,8 @@ def encode(state: ScaleState) -> list[int]:
     values: dict[str, float] = {name: getattr(state, name) for name in (*_FIELDS, "min_scale")}
     # The counting kernel tests for equality: a count beyond the interval would never match.
     values["growth_tracker"] = min(state.growth_tracker, state.rule.growth_interval - 1)
-    values |= {"1": 1, "limit hysteresis_left": 1} | rule_slots(state.rule)
+    values |= {"1": 1, "true": 1.0, "limit hysteresis_left": 1} | rule_slots(state.rule)
+    values["has_backed_off"] = state.overflows > 0
     bits = [0] * len(_NAMES)
     for name, value in values.items():
         bits[SLOT[name]] = int(value) if name in _INTS else float32_bits(value)
@@ -101,7 +102,12 @@ def decode(bits: Sequence[int], state: ScaleState) -> ScaleState:
         name: bits[SLOT[name]] if name in _INTS else float32_from_bits(bits[SLOT[name]])
         for name in (*_FIELDS, "min_scale")
     }
-    return replace(state, **values | {"held": bool(values["held"])})
+    values |= {name: bool(values[name]) for name in ("held", "may_restore")}
+    # Existing code writes to scaler._scale in place, which ends a run.
+    scale, run_scale = values["scale"], values["run_scale"]
+    expected = (run_scale, values["min_scale"]) if values["resume_scale"] else (scale,)
+    is_written = run_scale and (scale > run_scale or scale not in expected)
+    return replace(state, **values | (NO_RUN if is_written else {}))
 
 
 def views(buffer: Tensor) -> dict[str, Tensor]:
@@ -139,18 +145,20 @@ class Answers(NamedTuple):
 
     found_inf: bool
     outlier: bool
-    bad_loss: bool
     scale: bool
     """Above ``min_scale``."""
     held: bool
     resume_scale: bool
-    """The iteration is a probe."""
+    """The iteration is a probe, or a trial."""
     hysteresis_left: bool
     """The overflow is tolerated."""
     overflows: bool
     """One more overflow triggers a probe."""
     counted: bool
     """The growth interval is not complete."""
+    may_restore: bool
+    has_backed_off: bool
+    """There were overflows in the run, since the last probe."""
 
 
 STEPS = {"num_taken": 1, "num_skipped": 1, "skipped_in_a_row": 1, "overflows": 1} | {
@@ -159,47 +167,73 @@ STEPS = {"num_taken": 1, "num_skipped": 1, "skipped_in_a_row": 1, "overflows": 1
 """The increments from the row to the next row."""
 
 
-def next_sources(answers: Answers, *, refill: str, probes: bool) -> dict[str, str]:
+class Kind(NamedTuple):
+    """The properties of a rule that its table depends on."""
+
+    refill: str
+    probes: bool
+    backs_off: bool
+    keeps_run_scale: bool
+
+
+def kind_of(rule: Rule) -> Kind:
+    """Return the kind of a rule."""
+    backs_off = rule.backoff_factor != 1.0
+    return Kind(rule.refill, rule.probe_after is not None, backs_off, rule.keeps_run_scale)
+
+
+def next_sources(answers: Answers, kind: Kind) -> dict[str, str]:
     """Return the source slot of each column's next value; columns without one stay.
 
-    This is :func:`halfstep._scaler.transition.next_state` in terms of slots, for rules with this
-    ``refill`` that do, or do not, probe.
+    This is :func:`halfstep._scaler.transition.next_state` in terms of slots, for rules of a kind.
     """
     ended = dict.fromkeys(("found_inf", "outlier", "bad_loss", "amax"), "0")
     if not (answers.found_inf or answers.outlier):
-        return ended | _after_step(answers, refill)
+        return ended | _after_step(answers, kind)
     skipped = ended | {
         "growth_tracker": "0",
         "num_skipped": "next num_skipped",
         "skipped_in_a_row": "next skipped_in_a_row",
     }
-    if not answers.found_inf or answers.bad_loss:
+    if not answers.found_inf or not kind.backs_off:
         return skipped
-    return skipped | {"run_scale": "run"} | _after_overflow(answers, probes)
+    return skipped | {"may_restore": "in doubt"} | _after_overflow(answers, kind.probes)
 
 
 def _after_overflow(answers: Answers, probes: bool) -> dict[str, str]:
+    if answers.scale and answers.resume_scale:
+        return {"scale": "resume_scale", "resume_scale": "0"}
+    if answers.scale and answers.hysteresis_left:
+        return {"hysteresis_left": "next hysteresis_left"}
+    after, none = {"run_scale": "run"}, {"overflows": "0", "has_backed_off": "0"}
     if not answers.scale:
         if not probes:
-            return {}
-        return {"held": "1", "scale": "run", "resume_scale": "0", "overflows": "0"}
-    if answers.hysteresis_left:
-        return {"hysteresis_left": "next hysteresis_left"}
+            return after
+        return after | none | {"held": "1", "scale": "run", "resume_scale": "0"}
     if answers.overflows:
-        return {"scale": "min_scale", "resume_scale": "lowered", "overflows": "0"}
+        return after | none | {"scale": "min_scale", "resume_scale": "lowered"}
+    after |= {"overflows": "next overflows", "has_backed_off": "1"}
     is_waiting = answers.held and probes
-    return {"overflows": "next overflows"} | ({} if is_waiting else {"scale": "lowered"})
+    return after | ({} if is_waiting else {"scale": "lowered"})
 
 
-def _after_step(answers: Answers, refill: str) -> dict[str, str]:
-    after = dict.fromkeys(("run_scale", "overflows", "resume_scale", "held"), "0")
-    after |= {"num_taken": "next num_taken", "skipped_in_a_row": "0", "headroom": "next headroom"}
-    if refill == "step":
+def _after_step(answers: Answers, kind: Kind) -> dict[str, str]:
+    is_probe = answers.resume_scale and not answers.scale
+    after = dict.fromkeys(("run_scale", "overflows", "has_backed_off", "resume_scale", "held"), "0")
+    after |= {"num_taken": "next num_taken", "skipped_in_a_row": "0"}
+    if kind.refill == "step":
         after["hysteresis_left"] = "refilled"
+    has_backed_off = is_probe or (answers.has_backed_off and not answers.held)
+    if answers.may_restore and has_backed_off:
+        resume = "resume_scale" if is_probe else "scale"
+        return after | {"scale": "run", "run_scale": "run", "resume_scale": resume}
+    after |= {"headroom": "next headroom", "may_restore": "true"}
     if answers.resume_scale:
-        return after | {"scale": "resume_scale", "growth_tracker": "0"}
+        return after | {"growth_tracker": "0"} | ({"scale": "resume_scale"} if is_probe else {})
     if not answers.counted:
-        after["hysteresis_left"] = "refilled"
+        after |= {"hysteresis_left": "refilled", "may_restore": "0"}
+    elif kind.keeps_run_scale and answers.may_restore and not answers.held:
+        del after["run_scale"]
     following = {name: f"next {name}" for name in ("log2_mean", "log2_var", "log2_weight")}
     return after | following | {"scale": "grown", "growth_tracker": "counted"}
 
@@ -208,7 +242,7 @@ class Table(NamedTuple):
     """The transition of some rules, on one device.
 
     Attributes:
-        sources: int64 ``[2 ** 9, columns]``, the source slot of each column's next value.
+        sources: int64 ``[2 ** 10, columns]``, the source slot of each column's next value.
         weights: int32 ``[1, columns]``, whose sum over the columns above their limits is the row
             index in ``sources``.
         steps: int32 ``[1, columns]``, the increments from the row to the next row.
@@ -225,17 +259,12 @@ class Table(NamedTuple):
         slots["row"].copy_(torch.take(slots["bits"], sources))
 
 
-def table_kind(rule: Rule) -> tuple[str, bool]:
-    """Return the arguments of :func:`table` for a rule."""
-    return rule.refill, rule.probe_after is not None
-
-
 @cache
-def table(refill: str, probes: bool, device: torch.device) -> Table:
-    """Return the table of the rules with this ``refill`` that do, or do not, probe."""
+def table(kind: Kind, device: torch.device) -> Table:
+    """Return the table of the rules of a kind."""
     rows = []
     for answers in itertools.product((False, True), repeat=len(Answers._fields)):
-        sources = next_sources(Answers(*answers), refill=refill, probes=probes)
+        sources = next_sources(Answers(*answers), kind)
         rows.append([SLOT[sources.get(name, name)] for name in ROW])
     highest_first = reversed(range(len(Answers._fields)))
     weight = {name: 2**k for name, k in zip(Answers._fields, highest_first, strict=True)}
@@ -264,6 +293,8 @@ def scale_candidates(slots: Mapping[str, Tensor], state: ScaleState) -> None:
     # After an overflow the kernel has applied the backoff factor.
     torch.maximum(slots["grown"], slots["min_scale"], out=slots["lowered"])
     torch.maximum(slots["run_scale"], slots["scale"], out=slots["run"])
+    # NaN after a non-finite loss, which fmin ignores; else 0.
+    torch.fmin(slots["bad_loss"], slots["may_restore"], out=slots["in doubt"])
     if state.max_scale < LARGEST_SCALE:
         too_large = slots["grown"] > slots["max_scale"]
         torch.where(too_large, slots["scale"], slots["grown"], out=slots["grown"])

@@ -29,12 +29,12 @@ from halfstep._scaler.table import (
     Table,
     decode,
     encode,
+    kind_of,
     logmax_candidates,
     on_device,
     rule_slots,
     scale_candidates,
     table,
-    table_kind,
     views,
 )
 
@@ -55,10 +55,10 @@ def next_state(
         state: The state during the iteration.
         found_inf: Whether any gradient of any optimizer was inf or NaN, so that the step was
             skipped.
-        loss_is_finite: Whether the loss was finite before it was scaled. If not, no scale would
-            have helped, and an overflow does not change the scale.
+        loss_is_finite: Whether the loss was finite before it was scaled. If not, the scale may not
+            be to blame, and it is restored for a trial after the next step.
         outlier: Whether the step was skipped because the norm of the gradients was implausibly
-            large. That does not change the scale either.
+            large. That does not change the scale.
         amax: The largest magnitude of the unscaled gradients, which ``LogMax`` needs.
 
     Example:
@@ -75,20 +75,23 @@ def next_state(
         num_skipped=state.num_skipped + 1,
         skipped_in_a_row=state.skipped_in_a_row + 1,
     )
-    if not found_inf or not loss_is_finite or state.rule.backoff_factor == 1.0:
+    if not found_inf or state.rule.backoff_factor == 1.0:
         return state
-    return _after_overflow(changed(state, run_scale=state.run_scale or state.scale))
+    return _after_overflow(changed(state, may_restore=state.may_restore and not loss_is_finite))
 
 
 def _after_overflow(state: ScaleState) -> ScaleState:
     rule = state.rule
     probes = rule.probe_after is not None
+    if state.is_trial:  # It failed: a smaller scale is needed.
+        return changed(state, scale=state.resume_scale, resume_scale=0.0)
+    if state.scale > state.min_scale and state.hysteresis_left > 1:
+        return changed(state, hysteresis_left=state.hysteresis_left - 1)
+    state = changed(state, run_scale=state.run_scale or state.scale)
     if state.scale == state.min_scale:
         if not probes:
             return state
         return changed(state, held=True, scale=state.run_scale, resume_scale=0.0, overflows=0)
-    if state.hysteresis_left > 1:
-        return changed(state, hysteresis_left=state.hysteresis_left - 1)
     overflows = state.overflows + 1
     lower = max(round_to_float32(state.scale * rule.backoff_factor), state.min_scale)
     if rule.probe_after is not None and overflows >= rule.probe_after:
@@ -99,25 +102,35 @@ def _after_overflow(state: ScaleState) -> ScaleState:
 
 def _after_step(state: ScaleState, amax: float) -> ScaleState:
     rule = state.rule
-    is_probe = state.resume_scale != 0.0
-    is_growing = not is_probe and state.growth_tracker + 1 >= rule.growth_interval
+    is_test = state.resume_scale != 0.0
+    is_growing = not is_test and state.growth_tracker + 1 >= rule.growth_interval
     after = changed(
         state,
         **NO_RUN,
         num_taken=state.num_taken + 1,
         skipped_in_a_row=0,
-        growth_tracker=0 if is_probe or is_growing else state.growth_tracker + 1,
         hysteresis_left=rule.hysteresis
         if is_growing or rule.refill == "step"
         else state.hysteresis_left,
         # A probe was taken: a smaller scale helps. Continue from the backed-off scale.
-        scale=state.resume_scale or state.scale,
+        scale=state.resume_scale if state.is_probe else state.scale,
+    )
+    if state.may_restore and state.has_backed_off:
+        return changed(
+            after, scale=state.run_scale, run_scale=state.run_scale, resume_scale=after.scale
+        )
+    keeps_run_scale = state.may_restore and not (state.held or is_test or is_growing)
+    after = changed(
+        after,
+        growth_tracker=0 if is_test or is_growing else state.growth_tracker + 1,
+        may_restore=not is_growing,
+        run_scale=state.run_scale if keeps_run_scale and rule.keeps_run_scale else 0.0,
     )
     if isinstance(rule, LogMax):
         backed_off = round_to_float32(after.scale / (state.run_scale or state.scale))
         headroom = rule.next_headroom(state.headroom, backed_off, is_growing)
         after = changed(after, headroom=headroom)
-        return after if is_probe else _following_amax(after, rule, amax)
+        return after if is_test else _following_amax(after, rule, amax)
     if not is_growing:
         return after
     grown = round_to_float32(state.scale * rule.growth_factor)
@@ -298,9 +311,6 @@ class DeviceState:
         torch.clamp(found_inf, max=1.0, out=slots["found_inf"])
         if outlier is not None:
             slots["outlier"].copy_(outlier)
-        if state.rule.backoff_factor == 1.0:
-            slots["bad_loss"].fill_(1.0)  # either way, an overflow does not change the scale
-        slots["bad_loss"].abs_()  # NaN may have any sign, but as an integer it must be > 0
         if amax is not None:
             slots["amax"].copy_(amax)
         torch.add(slots["row"], self._table.steps, out=slots["next row"])
@@ -362,8 +372,8 @@ class DeviceState:
     def _follow(self, rule: Rule) -> None:
         before, self._rule = self._rule, rule
         # torch.compile can trace this while the table stays the same.
-        if before is None or table_kind(before) != table_kind(rule):
-            self._table = table(*table_kind(rule), self.device)
+        if before is None or kind_of(before) != kind_of(rule):
+            self._table = table(kind_of(rule), self.device)
 
     def _scale_changed(self) -> None:
         if not torch.compiler.is_compiling():
