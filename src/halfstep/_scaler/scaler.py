@@ -446,6 +446,8 @@ class GradScaler(TorchAttributes):
             TypeError: The argument is not a module.
         """
         self._engine.names.watch(module)
+        if self.is_enabled():
+            self._engine.buffers.watch(module)
 
     def replicated(self, params: Iterable[Tensor], process_group: ProcessGroup) -> None:
         """Declare that parameters have the same gradients on all ranks of a process group.
