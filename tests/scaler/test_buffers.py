@@ -182,13 +182,6 @@ def test_the_module_is_as_if_the_broken_batch_had_never_come(
     assert_same(*trained)
 
 
-def test_pytorchs_scaler_loses_the_module() -> None:
-    model = net()
-    train(model, torch.amp.GradScaler("cpu"), sgd(model), batches())
-    if result(model)["(evaluation)"].isfinite().all():
-        pytest.skip("this PyTorch has repaired it (pytorch#88474): say so in the docs")
-
-
 def test_without_inf_and_nan_nothing_changes(waiting_device: None) -> None:
     trained = []
     for is_watched in (False, True):

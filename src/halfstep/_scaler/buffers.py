@@ -27,6 +27,9 @@ _FLOATS = {
 }
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
+NAN = 2
+"""The level of a tensor with NaN; that of one with inf is 1."""
+
 _Slot: TypeAlias = tuple[dict[str, Tensor | None], str, Tensor]
 """The dict of a module's buffers, the name of one, and the tensor that was there when saved."""
 _Groups: TypeAlias = list[tuple[list[Tensor], list[Tensor]]]
@@ -204,7 +207,7 @@ def _grouped(saved: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -
 
 
 def _levels(tensors: list[Tensor]) -> Tensor:
-    """Return 0 for each finite tensor, 1 for one with inf, 2 for one with NaN."""
+    """Return 0 for each finite tensor, 1 for one with inf, 2 (``NAN``) for one with NaN."""
     norms = torch.stack(norms_of_each(tensors, math.inf))
     return norms.isfinite().logical_not().int() + norms.isnan().int()
 
@@ -217,7 +220,9 @@ def _selected(is_bad: Tensor, saved: list[Tensor], now: list[Tensor]) -> list[Te
 
 
 def levels_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """Return, by name, 1 for a tensor with inf, 2 for one with NaN. Sync: one for each dtype."""
+    """Return the levels of the tensors with inf or NaN, by name. Sync: one for each dtype."""
+    if modes.has_transforms():
+        return {}
     alike: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     for name, tensor in named:
         tensor = local_part(tensor).detach()
