@@ -43,6 +43,16 @@ class Codebook(nn.Module):
         return x + (self.codes[nearest] - x).detach()
 
 
+class AssignedCodebook(Codebook):
+    """A codebook whose storage is replaced, so that the buffer is the same object."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        if self.training:
+            self.codes.data = self.codes / self.codes.norm()
+        return found
+
+
 class Queue(nn.Module):
     """The last features, in a buffer that is assigned anew, as in MoCo."""
 
@@ -104,6 +114,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "InstanceNorm": lambda: Images(nn.InstanceNorm2d(3, track_running_stats=True)),
     "spectral_norm": lambda: nn.Sequential(spectral_norm(nn.Linear(3, 3)), nn.BatchNorm1d(3)),
     "codebook": Codebook,
+    "codebook with new storage": AssignedCodebook,
     "queue": Queue,
     "observer": Observer,
     "mask": Masked,
@@ -305,6 +316,19 @@ def test_a_step_left_out_after_the_norm_was_seen_is_a_skipped_one() -> None:
             scaler.update()
         trained.append(model)
     assert_same(*trained)
+
+
+def test_an_average_between_step_and_update_has_restored_buffers() -> None:
+    model = net()
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    optimizer, scaler = sgd(model), quiet(model)
+    for batch in batches():
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        average.update_parameters(model)
+        scaler.update()
+    assert all(buffer.isfinite().all() for buffer in average.buffers())
 
 
 def test_a_closure_that_fails_at_its_second_evaluation_is_undone() -> None:

@@ -51,19 +51,20 @@ class Buffers:
             handle = module.register_forward_pre_hook(watched)
             weakref.finalize(self, handle.remove).atexit = False
 
-    def end(self, skips: Sequence[Scalar]) -> None:
-        """End an iteration; ``skips``: 1 for each step that was skipped, else 0.
+    def restore(self, skip: Scalar) -> None:
+        """Restore the modules whose buffers became inf or NaN, if ``skip`` is not 0."""
+        if isinstance(skip, Tensor) or skip:
+            for each in self.watched:
+                if each.copy is not None:
+                    each.copy.restore(skip)
+
+    def end(self) -> None:
+        """End an iteration.
 
         A module whose call was not seen, because it is inside compiled code or only parts of it are
         called, is saved now, for the next iteration.
         """
-        on_device = [skip for skip in skips if isinstance(skip, Tensor)]
-        is_skipped = any(not isinstance(skip, Tensor) and skip for skip in skips)
         for each in self.watched:
-            if each.copy is not None and is_skipped:
-                each.copy.restore()
-            elif each.copy is not None and on_device:
-                each.copy.restore(any_of(on_device, on_device[0].device))
             if not each.is_new:
                 each.save()
             each.is_new = False

@@ -195,7 +195,10 @@ class Engine:
         if self.iteration.hooks:
             self.iteration.end()
         if self.buffers.watched:
-            self.buffers.end([step.skipped() for step in self.iteration.steps.values()])
+            for left_out in self.iteration.steps.values():
+                if left_out.skip is None:
+                    self.buffers.restore(left_out.decide())
+            self.buffers.end()
         self.iteration = Iteration()
         if len(self.scales) > 1:  # update() has cleared the flag of a single scale.
             for scale in self.scales.values():

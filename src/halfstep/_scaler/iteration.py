@@ -157,10 +157,6 @@ class Step:
             self.skip = scalars.larger(found_inf, self.outlier)
         return self.skip
 
-    def skipped(self) -> Scalar:
-        """Return 1 if the step was skipped, or left out after a check found inf or NaN, else 0."""
-        return self.decide() if self.skip is None else self.skip
-
     def found_inf_by_device(self) -> dict[torch.device, Tensor]:
         """Return, by device, 1 if a gradient there is inf or NaN, else 0."""
         if len(self.checks) == 1:
