@@ -215,9 +215,15 @@ def _levels(tensors: list[Tensor]) -> Tensor:
 
 def _selected(is_bad: Tensor, saved: list[Tensor], now: list[Tensor]) -> list[Tensor]:
     """Return the saved values if ``is_bad``, else the current ones, in few kernels."""
-    before, after = (torch.cat([each.reshape(-1) for each in those]) for those in (saved, now))
+    before, after = (
+        torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in those])
+        for those in (saved, now)
+    )
     parts = torch.split(torch.where(is_bad, before, after), [each.numel() for each in now])
-    return [part.view(each.shape) for part, each in zip(parts, now, strict=True)]
+    return [
+        part if each.dim() == 1 else part.view(each.shape)
+        for part, each in zip(parts, now, strict=True)
+    ]
 
 
 def levels_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
