@@ -416,6 +416,65 @@ class AnErrorInCompiledCode:
         assert contexts_after_an_error_in_compiled_code(autocast) == 0
 
 
+def weight_gradient_of_a_batch(context: Any) -> float:
+    weight = torch.ones(1, 1, 3, 3, requires_grad=True)
+    with context("cpu", BF16):
+        result = F.conv2d(torch.ones(600, 1, 8, 8), weight)
+    result.backward(torch.ones_like(result))
+    assert weight.grad is not None
+    return weight.grad.max().item() / (600 * 36)
+
+
+@difference("C11")
+class ABatchOfConvolutions:
+    @staticmethod
+    def pytorch() -> None:
+        assert dispatch.has_onednn(BF16) or weight_gradient_of_a_batch(torch.autocast) < 0.8
+
+    @staticmethod
+    def halfstep() -> None:
+        assert weight_gradient_of_a_batch(autocast) == pytest.approx(1, abs=4e-3)
+
+
+def loss_of_lower_logits(policy: str) -> Tensor:
+    logits = torch.linspace(-4, 4, 1000)[None].to(BF16)
+    with autocast("cpu", BF16, policy=policy):  # PyTorch's own list for the CPU has float32 here
+        return F.cross_entropy(logits, torch.tensor([7])) - F.cross_entropy(
+            logits.float(), torch.tensor([7])
+        )
+
+
+@difference("E2")
+class TheLossOfLowerLogits:
+    @staticmethod
+    def pytorch() -> None:
+        assert loss_of_lower_logits("torch-cuda").abs() > 1e-3
+
+    @staticmethod
+    def halfstep() -> None:
+        assert loss_of_lower_logits("standard") == 0
+
+
+def gradient_of_a_row(context: Any) -> Tensor:
+    table = torch.ones(2, 1, dtype=BF16, requires_grad=True)
+    with context("cpu", BF16):
+        rows = table[torch.zeros(4096, dtype=torch.long)]
+    rows.backward(torch.ones_like(rows))
+    assert table.grad is not None
+    return table.grad[0]
+
+
+@difference("E3")
+class SumsOfManyTerms:
+    @staticmethod
+    def pytorch() -> None:
+        assert gradient_of_a_row(torch.autocast) == 256
+
+    @staticmethod
+    def halfstep() -> None:
+        assert gradient_of_a_row(autocast) == 4096
+
+
 @pytest.mark.parametrize("row", DIFFERENCES)
 def test_halfstep(row: str) -> None:
     DIFFERENCES[row].halfstep()

@@ -26,6 +26,14 @@ def test_a_good_run_is_one_line(tmp_path, capsys):
     ]
 
 
+def test_buffers_that_stay_nan_fail(tmp_path, capsys):
+    seen = [records.step(1), records.step(2), records.buffers(2, "bn.running_mean")]
+    folder = records.write(tmp_path, [records.header(), *seen, records.end(1.0, 2)])
+    line = "1 buffer of the model stayed inf or NaN from step 2 on: bn.running_mean (--allow-nan)"
+    assert check(capsys, folder, "--max-skipped", "1%") == (1, [f"{tmp_path}: {line}"])
+    assert check(capsys, folder, "--max-skipped", "1%", "--allow-nan")[0] == 0
+
+
 def test_a_line_for_each_limit_with_what_was_seen_and_where(tmp_path, capsys):
     code, lines = check(
         capsys, records.with_skips(tmp_path), "--max-skipped", "1%", "--max-underflow", "5%"

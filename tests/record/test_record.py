@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -563,6 +564,93 @@ def test_a_disabled_scaler_of_pytorch_is_no_matter(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert len(run.steps) == 6
     assert not run.notes
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+class WithBuffers(nn.Module):
+    """A net with running statistics, a mask with -inf, and a range that begins at inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.register_buffer("mask", torch.full((6, 6), -math.inf).triu(1))
+        self.register_buffer("low", torch.tensor(math.inf), persistent=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.low = torch.minimum(self.low, x.detach().nan_to_num().min())
+        self.seen = x.detach().sum()
+        return self.head(self.norm(x) @ self.mask.softmax(-1))
+
+
+def train_with_a_broken_batch(
+    model: nn.Module, broken: int, scaler: halfstep.GradScaler | None = None, num: int = 6
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, num + 1):
+        x = torch.ones(4, 6)
+        x[0, 0] = math.nan if step == broken else 2.0
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        if scaler is None:
+            # The loss of a careful loop.
+            loss.nan_to_num().backward()
+            for parameter in model.parameters():
+                parameter.grad.nan_to_num_()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def buffers_in(folder: Path) -> list[tuple[int, tuple[str, ...]]]:
+    return [(each.step, each.names) for each in read_run(folder).buffers]
+
+
+RUINED = ("norm.running_mean", "norm.running_var")
+
+
+def test_a_skipped_step_that_ruins_buffers_is_named_at_once(tmp_path: Path) -> None:
+    _, scaler = make()
+    with (
+        halfstep.record(tmp_path),
+        pytest.warns(HalfstepWarning, match=r"after step 3, .*NaN: seen, norm.running_mean"),
+    ):
+        train_with_a_broken_batch(WithBuffers(), 3, scaler)
+    assert buffers_in(tmp_path) == [(3, ("seen", *RUINED)), (4, RUINED)]
+
+
+def test_a_taken_step_that_ruins_buffers_is_named_at_the_next_sample(tmp_path: Path) -> None:
+    with halfstep.record(tmp_path, every=50), pytest.warns(HalfstepWarning, match="after step 4"):
+        train_with_a_broken_batch(WithBuffers(), 3)
+    assert buffers_in(tmp_path) == [(4, RUINED)]
+
+
+def test_without_samples_the_end_is_seen(tmp_path: Path) -> None:
+    model = WithBuffers()
+    with pytest.warns(HalfstepWarning), halfstep.record(tmp_path, model, every=0):
+        train_with_a_broken_batch(model, 3)
+    assert buffers_in(tmp_path) == [(6, RUINED)]
+
+
+def test_restored_buffers_and_an_inf_from_the_beginning_are_not_named(tmp_path: Path) -> None:
+    model = WithBuffers()
+    scaler = halfstep.GradScaler("cpu", init_scale=2.0**10, module=model)
+    with halfstep.record(tmp_path, every=1):
+        train_with_a_broken_batch(model, 3, scaler)
+    assert scaler.counts().skipped == 1
+    assert buffers_in(tmp_path) == []
+
+
+def test_a_second_segment_with_a_good_checkpoint_begins_with_good_buffers(tmp_path: Path) -> None:
+    for broken in (2, 0):
+        _, scaler = make()
+        with warnings.catch_warnings(action="ignore"), halfstep.record(tmp_path):
+            train_with_a_broken_batch(WithBuffers(), broken, scaler, num=3)
+    assert buffers_in(tmp_path)[-1] == (3, ())
 
 
 # --- wrong use ------------------------------------------------------------------------------------

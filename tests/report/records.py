@@ -103,6 +103,10 @@ def culprits(number: int, module: str | None, **values: Any) -> Event:
     } | values
 
 
+def buffers(number: int, *names: str) -> Event:
+    return {"event": "buffers", "step": number, "names": names, "num_buffers": len(names)}
+
+
 CURE = Cure("policy", 'autocast(..., policy="standard; linear@blocks.1.mlp:fp32")', is_finite=True)
 
 

@@ -391,6 +391,35 @@ def test_a_loss_that_recovered_is_a_warning(tmp_path):
     assert "at step 50; 1 step had such a loss, and it recovered." in found[0].text
 
 
+def test_a_run_whose_buffers_stay_nan_has_not_recovered(tmp_path):
+    names = "bn.running_mean", "bn.running_var"
+    skipped = skip(50, reason="loss", loss=math.nan)
+    found = said(tmp_path, skipped, records.buffers(50, *names))
+    buffers, loss = the_one(found, "buffers"), the_one(found, "The loss became")
+    assert buffers.severity == "bad"
+    assert not buffers.follows
+    assert buffers.text.startswith(
+        "2 buffers of the model became inf or NaN at step 50, which was skipped, and stayed so: "
+        "`bn.running_mean` and `bn.running_var`."
+    )
+    assert codes(buffers)[2:] == [
+        "GradScaler(module=model)",
+        "guard(optimizer, module=model)",
+        "reset_running_stats()",
+    ]
+    assert "recovered" not in loss.text
+
+
+def test_buffers_are_named_though_the_step_was_taken(tmp_path):
+    found = said(tmp_path, records.buffers(64, "queue"))
+    assert "1 buffer of the model became inf or NaN by step 64, and" in found[0].text
+
+
+def test_buffers_that_were_repaired_are_no_problem(tmp_path):
+    found = said(tmp_path, records.buffers(50, "queue"), records.buffers(60))
+    assert found[0].severity == "good"
+
+
 def test_skips_for_a_loss_that_nobody_recorded(tmp_path):
     found = said(tmp_path, *(step(n, loss=None) for n in range(1, 50) if n != 7), *(
         step(n, loss=None) for n in range(50, 101)

@@ -41,6 +41,16 @@ def stepped_by_a_container(scaler: Any) -> tuple[float, float]:
     return first[0].item(), second[0].item()
 
 
+def statistics_after_a_broken_batch(make_scaler: Callable[[torch.nn.Module], Any]) -> list[float]:
+    model = torch.nn.BatchNorm1d(2)
+    scaler, optimizer = make_scaler(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(torch.full((2, 2), math.nan)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert model.running_mean is not None
+    return model.running_mean.tolist()
+
+
 def iterate(scaler: Any, param: torch.nn.Parameter, optimizer: Any, value: float = 1.0) -> None:
     """One iteration with gradients of 1, or of inf or NaN, from a finite loss."""
     optimizer.zero_grad()
@@ -503,6 +513,15 @@ DIFFERENCES = [
         "S9",
         lambda: stepped_by_a_container(GradScaler()) == (-1.0, -1.0),
         lambda: stepped_by_a_container(torch_scaler()) == (-1.0, -65536.0),
+    ),
+    Difference(
+        "S10",
+        lambda: statistics_after_a_broken_batch(lambda model: quiet(module=model)) == [0.0, 0.0],
+        lambda: (
+            not any(
+                map(math.isfinite, statistics_after_a_broken_batch(lambda model: torch_scaler()))
+            )
+        ),
     ),
 ]
 

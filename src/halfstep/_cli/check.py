@@ -19,7 +19,7 @@ and, if weights are stored in bfloat16 or float16, --max-lost-updates 50%. If
 you give some limits, only these are checked.
 
 Whatever the limits, a run fails if
-  its loss was inf or NaN,
+  its loss was inf or NaN, or buffers of its model stayed so,
   a step was diagnosed (halfstep run --diagnose), unless the only cause was a
   scale that is too large,
   it ended with an error or has no end, or
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-nan",
         action="store_true",
-        help="allow a loss of inf or NaN, and diagnosed steps",
+        help="allow a loss or buffers of inf or NaN, and diagnosed steps",
     )
     parser.add_argument(
         "--allow-unfinished",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from halfstep._autocast.modules import without_wrappers
-from halfstep._pytorch import compiler
+from halfstep._pytorch import compiler, modes
 from halfstep._record.files import Event
+from halfstep._scaler.buffers import NAN, levels_of
 
 
 @dataclass
@@ -21,6 +22,7 @@ class _KnownModel:
     ref: weakref.ref[nn.Module]
     prefix: str
     is_written: bool = False
+    bad_buffers: list[str] = field(default_factory=list)
 
 
 class Models:
@@ -34,6 +36,7 @@ class Models:
         self._models: list[_KnownModel] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._order: dict[str, int] = {}
+        self._levels: dict[str, int] = {}  # of the buffers, when their model was found
 
     def __len__(self) -> int:
         return len(self._models)
@@ -59,6 +62,8 @@ class Models:
         for name, module in model.named_modules():
             if has_parts or module not in self._names:
                 self._names[module] = _joined(prefix, without_wrappers(name))
+        with modes.unseen_by_modes():
+            self._levels |= levels_of(self._buffers(self._models[-1], model))
         return has_parts
 
     def name(self, module: nn.Module) -> str | None:
@@ -78,6 +83,21 @@ class Models:
         for known, model in self._present():
             for name, parameter in model.named_parameters():
                 yield _joined(known.prefix, without_wrappers(name)), parameter
+
+    def bad_buffers(self) -> list[str]:
+        """Return the names of buffers with NaN, or with an inf that was not there at first.
+
+        An inf from the beginning belongs there: in a mask, or the limits of a range. What was known
+        of a model that no longer exists stays. Sync: some.
+        """
+        for known, model in self._present():
+            levels = levels_of(self._buffers(known, model)).items()
+            known.bad_buffers = [n for n, at in levels if at > self._levels.get(n, 0) or at == NAN]
+        return [name for known in self._models for name in known.bad_buffers]
+
+    def _buffers(self, known: _KnownModel, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in model.named_buffers():
+            yield _joined(known.prefix, without_wrappers(name)), buffer
 
     def ran(self, name: str) -> None:
         """Record that a module has run to its end, for the order of first runs."""

@@ -18,6 +18,7 @@ from halfstep._common.numbers import count, step_list
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._record.files import has_checksum, require_schema
 from halfstep._record.run import (
+    BadBuffers,
     Culprits,
     Device,
     Diagnosed,
@@ -43,7 +44,17 @@ class _Diagnosis(Struct, frozen=True, tag_field="event", tag="diagnosis"):
 
 
 _Line: TypeAlias = (
-    Step | Sample | Culprits | _Diagnosis | Header | Device | Model | PolicySeen | Note | End
+    Step
+    | Sample
+    | Culprits
+    | BadBuffers
+    | _Diagnosis
+    | Header
+    | Device
+    | Model
+    | PolicySeen
+    | Note
+    | End
 )
 _KNOWN = {kind.__struct_config__.tag for kind in get_args(_Line)}
 
@@ -82,6 +93,7 @@ class RankRecord:
     steps: list[Step] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     culprits: list[Culprits] = field(default_factory=list)
+    buffers: list[BadBuffers] = field(default_factory=list)
     diagnoses: list[Diagnosed] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     end: End | None = None
@@ -112,6 +124,7 @@ class RankRecord:
     def forget(self) -> None:
         """Drop the data that grows with each step."""
         self.steps, self.culprits, self.diagnoses, self.notes = [], [], [], []
+        self.buffers = []
         self._cut, self._damaged = [], []
 
     @property
@@ -181,6 +194,9 @@ class RankRecord:
         self._steps_before = self._last_step
         self.header, self.end = replace(header, started=str(beginning.started)), None
         self.starts.append(self._last_step + 1)
+        if self.buffers and self.buffers[-1].names:
+            # A checkpoint may have repaired them. If not, the recorder writes them again.
+            self.buffers.append(BadBuffers(self._last_step, (), 0, self.number))
 
     def _numbered_on(self, event: _Values) -> _Values:
         if self._steps_before or self._seconds_before:
@@ -199,6 +215,8 @@ class RankRecord:
                 self.samples.append(event)
             case Culprits():
                 self.culprits.append(replace(event, rank=self.number))
+            case BadBuffers():
+                self.buffers.append(replace(event, rank=self.number))
             case Diagnosed():
                 self.diagnoses.append(event)
             case Device():

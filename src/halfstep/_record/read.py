@@ -102,6 +102,7 @@ def joined(folder: Path, ranks: Mapping[int, RankRecord], steps: Iterable[Step])
         notes += [Note(note.step, f"rank {number}: {note.text}") for note in new]
     error, error_rank = _first_error(ranks.values())
     culprits = (each for rank in ranks.values() for each in rank.culprits)
+    buffers = (each for rank in ranks.values() for each in rank.buffers)
     diagnoses = (each for rank in ranks.values() for each in rank.diagnoses)
     return Run(
         path=folder,
@@ -113,6 +114,7 @@ def joined(folder: Path, ranks: Mapping[int, RankRecord], steps: Iterable[Step])
         steps=tuple(steps),
         samples=joined_samples(rank.samples for rank in ranks.values()),
         culprits=tuple(sorted(culprits, key=lambda each: each.step)),
+        buffers=tuple(sorted(buffers, key=lambda each: each.step)),
         diagnoses=tuple(sorted(diagnoses, key=lambda each: each.step)),
         notes=tuple(notes),
         left_out=tuple(left_out),

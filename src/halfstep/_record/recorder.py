@@ -36,7 +36,9 @@ from halfstep.errors import CallOrderError, HalfstepWarning
 from halfstep.sinks import Sink, sample_scalars, step_scalars
 
 NUM_CULPRITS = 20
-"""Maximum number of parameter names written for a skipped step."""
+"""Maximum number of names of parameters or buffers written for a step."""
+MOST_NAMED = 5
+"""Maximum number of names in a warning."""
 MOST_NORMS = 16
 """Maximum number of measured norms that wait for their step."""
 MOST_IN_TURN = 4
@@ -48,6 +50,12 @@ MOST_WAITS = 4
 NO_MODEL = (
     "no model was found: none was called in the first step, or it was called inside compiled code. "
     "Name it: halfstep.record(path, model=model)"
+)
+
+RUINED = (
+    "after step {step}, buffers of the model are inf or NaN: {names}. Every evaluation uses them. "
+    "GradScaler(module=model) and guard(optimizer, module=model) restore buffers when they skip a "
+    "step; in this run, load a checkpoint, or reset these buffers"
 )
 
 TORCH_SCALER = (
@@ -75,7 +83,8 @@ class Recorder:
 
     ``scaler`` is the scaler whose iterations count; None for all, and for steps without a scaler.
 
-    Sync: none, except in sampled steps, after a skipped step, and in :meth:`close`.
+    Sync: none, except in sampled steps, after a skipped step, when a model is found, and in
+    :meth:`close`.
     """
 
     def __init__(
@@ -106,6 +115,7 @@ class Recorder:
         self._is_scaled = self._is_old = False
         self._num_backward = self._num_waits = 0
         self._stepped: set[int] = set()
+        self._bad_buffers: list[str] = []
         self._first_in_turn = self._num_in_turn = 1
         self._begin_sample(is_measuring=every > 0)
 
@@ -158,6 +168,7 @@ class Recorder:
             self._add_step(outcome.optimizer, outcome.optimizer_name, outcome, loss, norm)
             if _may_be_skipped(outcome):
                 self._write_culprits(outcome)
+                self._write_buffers(self.num_steps + 1)
         self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
 
     @_aside
@@ -210,6 +221,7 @@ class Recorder:
         self._discard_sample()
         try:
             self._write_steps(self._waiting.take_all())
+            self._write_buffers(self.num_steps)
         except Exception as failure:  # a device error may have ended the run
             self.say(f"the last steps could not be read: {failure}")
         self._write({"event": "end", "time": self._time(), "steps": self.num_steps, "error": error})
@@ -339,6 +351,7 @@ class Recorder:
         tensors = self._updates.end(self._sampler.end(), self._models.parameters())
         for event in self._models.events(self.num_steps):
             self._write(event)
+        self._write_buffers(self.num_steps)
         if not len(self._models):
             self.say(NO_MODEL)
         for device, policy in self._sampler.policies.items():
@@ -399,6 +412,19 @@ class Recorder:
                 "num_inf": sum(each.num_inf for each in counted) if is_there else None,
             }
         )
+
+    def _write_buffers(self, step: int) -> None:
+        """Write which buffers are inf or NaN, if others are than before. Sync: some."""
+        bad = self._models.bad_buffers()
+        if bad == self._bad_buffers:
+            return
+        self._bad_buffers, shown = bad, bad[:NUM_CULPRITS]
+        self._write({"event": "buffers", "step": step, "names": shown, "num_buffers": len(bad)})
+        if bad and RUINED not in self._said:
+            self._said.add(RUINED)
+            more = ", ..." if len(bad) > MOST_NAMED else ""
+            names = ", ".join(bad[:MOST_NAMED]) + more
+            _warn(f"halfstep.record: {RUINED.format(step=step, names=names)}")
 
     def _write(self, event: Event) -> None:
         try:

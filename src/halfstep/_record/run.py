@@ -145,6 +145,15 @@ class Culprits(_Event, tag="culprits", frozen=True):
     rank: int = 0
 
 
+class BadBuffers(_Event, tag="buffers", frozen=True):
+    """The buffers that are inf or NaN on one rank from a step on, until the next such event."""
+
+    step: Count  # number of the iteration in the record
+    names: tuple[str, ...]  # the first 20; none if all are finite again
+    num_buffers: Count
+    rank: int = 0
+
+
 class Diagnosed(Struct, frozen=True):
     """A step that went bad on a rank and was replayed there."""
 
@@ -180,6 +189,7 @@ class Run:
     steps: tuple[Step, ...]  # of the first rank, with the losses of all
     samples: tuple[Sample, ...]  # of all ranks together
     culprits: tuple[Culprits, ...]  # of all ranks, by step
+    buffers: tuple[BadBuffers, ...]  # of all ranks, by step
     diagnoses: tuple[Diagnosed, ...]  # of all ranks, by step
     notes: tuple[Note, ...]  # by recorders and reader: ranks that disagree, and all of left_out
     left_out: tuple[Note, ...]  # on lines that are cut or damaged

@@ -96,7 +96,8 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
         where = on_ranks(loss.ranks, summary.facts)
         had = f"{things(loss.num_non_finite, 'step')} had such a loss"
         last = ", the last one." if loss.num_non_finite == 1 else ", including the last one."
-        end = last if is_last else ", and it recovered."
+        later = "and it recovered" if summary.buffers is None else "later losses were finite"
+        end = last if is_last else f", {later}."
         yield say(
             "bad" if is_last else "warning",
             f"The loss became {became} at step {step}{where}; {had}{end}",

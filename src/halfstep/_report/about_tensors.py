@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from halfstep._common.numbers import bits, count, listed, percent, power, things
 from halfstep._common.text import Code, Sentence, Severity, names, say
-from halfstep._report.about_steps import island, known_origins, literal, severity_of_skips, were
+from halfstep._report.about_steps import (
+    island,
+    known_origins,
+    literal,
+    on_ranks,
+    severity_of_skips,
+    were,
+)
 from halfstep._report.summary import NOTABLE, Layer, Summary
 
 HARMFUL, SEVERE = 0.05, 0.5
@@ -175,6 +182,33 @@ def about_non_finite(summary: Summary) -> Iterator[Sentence]:
         is_curable = outputs[0].inf and not weights
         cure = _keep(outputs[0].name, summary) if is_curable else ()
         yield _non_finite(summary, "The outputs of ", outputs, cure=cure)
+
+
+def about_buffers(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence if buffers were left inf or NaN, which no loss shows."""
+    found = summary.buffers
+    if found is None:
+        return
+    step, is_skipped = found.step, found.step in summary.steps.skipped
+    when = f"at step {step}, which was skipped" if is_skipped else f"by step {step}"
+    yield say(
+        "bad",
+        f"{things(found.num, 'buffer')} of the model became inf or NaN {when}",
+        f"{on_ranks(found.ranks, summary.facts)}, and stayed so: ",
+        *names(found.names),
+        ". Every evaluation uses them, while the losses of the training do not show it.",
+        cure=(
+            " ",
+            Code("GradScaler(module=model)"),
+            " and ",
+            Code("guard(optimizer, module=model)"),
+            " restore buffers at skipped steps. For this model, load a checkpoint from before step "
+            f"{step}, or reset the buffers (",
+            Code("reset_running_stats()"),
+            " of a norm) and run some batches in training mode.",
+        ),
+        evidence="steps",
+    )
 
 
 def _keep(module: str, summary: Summary) -> tuple[str | Code, ...]:

@@ -28,7 +28,7 @@ class Limits:
         overflow: Largest share of the entries of one output, or of the weights of one parameter,
             that may be inf, NaN, or too large for their format.
         lost_updates: Largest share of the updates of one weight that rounding may lose.
-        allow_nan: Whether the loss may be inf or NaN, and steps may have gone bad.
+        allow_nan: Whether the loss and buffers may be inf or NaN, and steps may have gone bad.
         allow_unfinished: Whether the run may lack its end, or have ended with an error.
     """
 
@@ -112,6 +112,12 @@ def _course(summary: Summary, limits: Limits) -> Iterator[str]:
             f"the loss was inf or NaN in {things(loss.num_non_finite, 'step')}, first in step "
             f"{loss.first_non_finite}{on_ranks(loss.ranks, facts)}, last {number(loss.last)} "
             "(--allow-nan)"
+        )
+    if not limits.allow_nan and (buffers := summary.buffers) is not None:
+        where = on_ranks(buffers.ranks, facts)
+        yield (
+            f"{things(buffers.num, 'buffer')} of the model stayed inf or NaN from step "
+            f"{buffers.step} on{where}: {listed(buffers.names[:3])} (--allow-nan)"
         )
     for note in summary.notes:
         if "ranks disagree" in note.text:

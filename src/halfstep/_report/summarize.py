@@ -18,6 +18,7 @@ from halfstep._report.summary import (
     ENDLESS,
     MANY,
     OTHER_CAUSES,
+    BadBuffers,
     BadPlace,
     Curve,
     Facts,
@@ -71,6 +72,7 @@ def summarize(run: Run) -> Summary:
             {s.step: s.share_lost_updates for s in run.steps if s.share_lost_updates is not None}
         ),
         origins=_origins(run),
+        buffers=_buffers(run),
         bad_places=_bad_places(run),
         sampled=tuple(sample.step for sample in run.samples),
         layers=layers,
@@ -330,6 +332,20 @@ def _origins(run: Run) -> tuple[Origin, ...]:
         names = tuple(parameters)[:_NUM_PARAMETERS]
         origins.append(Origin(module, len(steps), steps, names, tuple(ranks)))
     return tuple(sorted(origins, key=lambda origin: -origin.num))
+
+
+def _buffers(run: Run) -> BadBuffers | None:
+    by_rank = grouped(run.buffers, lambda each: each.rank)
+    ends = (list(takewhile(lambda each: each.names, reversed(seen))) for seen in by_rank.values())
+    left = [end for end in ends if end]
+    if not left:
+        return None
+    return BadBuffers(
+        names=tuple(dict.fromkeys(name for last, *_ in left for name in last.names)),
+        num=left[0][0].num_buffers,
+        step=min(end[-1].step for end in left),
+        ranks=tuple(sorted(end[0].rank for end in left)),
+    )
 
 
 def _bad_places(run: Run) -> tuple[BadPlace, ...]:

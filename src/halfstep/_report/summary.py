@@ -210,6 +210,22 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class BadBuffers:
+    """The buffers that were inf or NaN when the record ended, or when they were last seen.
+
+    Attributes:
+        names: At most 20 names from each of these ranks.
+        num: Their number on the first of these ranks.
+        step: The iteration in which buffers were first seen to be so, and stayed so.
+    """
+
+    names: tuple[str, ...]
+    num: int
+    step: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class BadPlace:
     """An op of a module that made steps bad for one reason, with the first diagnosis of it."""
 
@@ -361,6 +377,7 @@ class Summary:
         norm: The course of the norm of the unscaled gradients in the taken steps.
         lost_updates: The course of the share of updates lost to rounding in the sampled steps.
         origins: The modules in which skips began, the most frequent first.
+        buffers: The buffers that were left inf or NaN; None if there are none.
         bad_places: The findings of the diagnoses, in the order of the first step.
         sampled: The sampled steps.
         layers: The sampled tensors, in the order of first appearance.
@@ -380,6 +397,7 @@ class Summary:
     norm: Curve | None
     lost_updates: Curve | None
     origins: tuple[Origin, ...]
+    buffers: BadBuffers | None
     bad_places: tuple[BadPlace, ...]
     sampled: tuple[int, ...]
     layers: tuple[Layer, ...]
@@ -439,10 +457,12 @@ class Summary:
 
     @property
     def has_recovered(self) -> bool:
-        """Whether the last loss is finite, skips have ended, and weights had no inf or NaN."""
+        """Whether last loss, buffers and weights have no inf or NaN, and skips have ended."""
         is_finite = self.loss is None or math.isfinite(self.loss.last)
         are_good = not any(layer.nan or layer.inf for layer in self.of_kind("parameter"))
-        return is_finite and are_good and self.steps.skipped_at_end < ENDLESS
+        return (
+            is_finite and are_good and self.buffers is None and self.steps.skipped_at_end < ENDLESS
+        )
 
     @property
     def worst_share_lost(self) -> float | None:

@@ -79,6 +79,7 @@ _TOPICS = (
     about_steps.about_end,
     about_diagnoses.about_diagnoses,
     about_loss_and_skips,
+    about_tensors.about_buffers,
     about_tensors.about_non_finite,
     about_steps.about_scale,
     about_tensors.about_updates,

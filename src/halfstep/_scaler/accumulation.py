@@ -46,10 +46,14 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
         param.grad = None
     bad_losses = _take_bad_losses(engine)
     block.root.watch()
+    buffers = engine.buffers.copies()
     engine.iteration = block
     try:
         yield
         is_good = _judge(engine, block, blocks)
+        if not is_good:
+            for copy in buffers:
+                copy.restore()
         if has_good and is_good:
             _add(earlier)
         elif has_good:

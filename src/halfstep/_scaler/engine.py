@@ -15,6 +15,7 @@ from halfstep._common.nested import like
 from halfstep._scaler import step
 from halfstep._scaler.access import OBSERVERS
 from halfstep._scaler.agreement import Alone, Together
+from halfstep._scaler.buffers import Buffers
 from halfstep._scaler.earlier_norms import NormLimits
 from halfstep._scaler.iteration import (
     Iteration,
@@ -46,6 +47,7 @@ class Engine:
         self.iteration = Iteration()
         self.journal = Journal()
         self.names = Names()
+        self.buffers = Buffers()
         self.norm_limits = NormLimits()
         self.unused = Unused(self.journal)
 
@@ -192,6 +194,11 @@ class Engine:
         """Clear the state of the iteration, complete its outcomes and notify the observers."""
         if self.iteration.hooks:
             self.iteration.end()
+        if self.buffers.watched:
+            for left_out in self.iteration.steps.values():
+                if left_out.skip is None:
+                    self.buffers.restore(left_out.decide())
+            self.buffers.end()
         self.iteration = Iteration()
         if len(self.scales) > 1:  # update() has cleared the flag of a single scale.
             for scale in self.scales.values():

@@ -53,7 +53,8 @@ def guard(
             does neither.
         on_skips: The action at every skipped step: ``"warn"``, ``"raise"``, or a function that
             takes a report, as for :class:`GradScaler`.
-        module: The module that supplies the names of the parameters.
+        module: The module that supplies the names of the parameters, and whose buffers a skipped
+            step restores, as for :class:`GradScaler`.
         process_group: The ranks that decide together, as for :class:`GradScaler`.
 
     Returns:

@@ -73,7 +73,8 @@ class GradScaler(TorchAttributes):
         max_consecutive_skips: Number of consecutive skipped steps that triggers ``on_skips``, >= 1.
         on_skips: ``"warn"``, ``"raise"`` (:class:`halfstep.errors.SkippedStepsError`), or a
             function that takes the report. Also triggered by a skip at the smallest scale.
-        module: The trained module, for the names of its parameters; see :meth:`watch`.
+        module: The trained module: it names the parameters, and a skipped step restores its
+            buffers; see :meth:`watch`.
         process_group: The ranks that step together and agree on inf and NaN, norms and the scale;
             ``"local"`` for this rank alone. By default it is inferred from the parameters: DTensors
             are spread over the ranks of their mesh, and DistributedDataParallel makes gradients
@@ -439,14 +440,20 @@ class GradScaler(TorchAttributes):
         return Counts(state.num_taken, state.num_skipped, in_a_row, since)
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Use the parameter names of this module; several modules may be watched.
+        """Use the parameter names of this module and restore its buffers; several may be watched.
 
+        If a step is skipped and a buffer of the module has become inf or NaN, all its buffers get
+        the values from before the first call of the module in the iteration, whatever their dtype.
         The module is held weakly, and a copy of the scaler watches none.
+
+        Memory: one copy of the buffers. Sync: none.
 
         Raises:
             TypeError: The argument is not a module.
         """
         self._engine.names.watch(module)
+        if self.is_enabled():
+            self._engine.buffers.watch(module)
 
     def replicated(self, params: Iterable[Tensor], process_group: ProcessGroup) -> None:
         """Declare that parameters have the same gradients on all ranks of a process group.

@@ -484,6 +484,8 @@ def remember(
     outcome.num_losses = engine.iteration.num_losses
     engine.journal.add(memory, outcome)
     keep(engine.iteration, step, Stage.STEPPED)
+    if engine.buffers.watched:
+        engine.buffers.restore(skip)
 
 
 def _remember_failure(iteration: Iteration, step: Step) -> None:

@@ -1,0 +1,241 @@
+"""Buffers of watched modules, which a skipped step must not leave inf or NaN.
+
+A forward pass writes to buffers (running statistics, codebooks, queues) before it is known whether
+its step will be skipped. So they are saved before the first forward pass of each iteration.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from halfstep._pytorch import modes
+from halfstep._pytorch.amp import copy_to_each_, norms_of_each
+from halfstep._pytorch.distributed import local_part
+from halfstep._pytorch.modules import registers_of
+from halfstep._scaler.scalars import READABLE, Scalar, any_of, as_tensor, moved
+
+_FLOATS = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128),
+}
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+
+NAN = 2
+"""The level of a tensor with NaN; that of one with inf is 1."""
+
+_Slot: TypeAlias = tuple[dict[str, Tensor | None], str, Tensor]
+"""The dict of a module's buffers, the name of one, and the tensor that was there when saved."""
+_Groups: TypeAlias = list[tuple[list[Tensor], list[Tensor]]]
+"""Saved and current values of the buffers of each device and dtype."""
+
+
+class Buffers:
+    """The buffers of the modules that a scaler watches. Sync: none."""
+
+    def __init__(self) -> None:
+        self.watched: list[_Watched] = []
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Save the buffers of a module, if it has any, at its first call of each iteration."""
+        is_known = any(each.module() is module for each in self.watched)
+        if not is_known and next(module.buffers(), None) is not None:
+            watched = _Watched(module)
+            self.watched.append(watched)
+            handle = module.register_forward_pre_hook(watched)
+            weakref.finalize(self, handle.remove).atexit = False
+
+    def restore(self, skip: Scalar) -> None:
+        """Restore the modules whose buffers became inf or NaN, if ``skip`` is not 0."""
+        if isinstance(skip, Tensor) or skip:
+            for each in self.watched:
+                if each.copy is not None:
+                    each.copy.restore(skip)
+
+    def end(self) -> None:
+        """End an iteration.
+
+        A module whose call was not seen, because it is inside compiled code or only parts of it are
+        called, is saved now, for the next iteration.
+        """
+        for each in self.watched:
+            if not each.is_new:
+                each.save()
+            each.is_new = False
+
+    def copies(self) -> list[Copy]:
+        """Return copies of the present values of all watched modules."""
+        modules = (each.module() for each in self.watched)
+        return [Copy(list(_slots_of(module))) for module in modules if module is not None]
+
+
+class _Watched:
+    """A module and a copy of its buffers; a forward pre-hook, which copies of the module ignore.
+
+    Attributes:
+        module: A weak reference.
+        copy: The newest copy.
+        is_new: Whether it was made since the last ``update``, before the module was called.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.copy: Copy | None = None
+        self.is_new = False
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling() or modes.is_jit_tracing() or modes.has_transforms():
+            return
+        # An evaluation leaves buffers unchanged, and a checkpoint may be loaded after it.
+        is_training = module.training or torch.is_grad_enabled()
+        if is_training and not self.is_new and self.module() is module:
+            self.save()
+
+    def save(self) -> None:
+        module = self.module()
+        slots = [] if module is None else list(_slots_of(module))
+        if self.copy is None or not self.copy.is_of(slots):
+            self.copy = Copy(slots)
+        else:
+            self.copy.save()
+        self.is_new = True
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # {}.get(module, args) returns args. A pickle of this class would need halfstep.
+        return getattr, ({}, "get")
+
+
+class Copy:
+    """The values of buffers at one time. Sync: none."""
+
+    def __init__(self, slots: list[_Slot]) -> None:
+        self._slots = slots
+        self._shapes = [tensor.shape for *_, tensor in slots]
+        tensors = [local_part(tensor) for *_, tensor in slots]
+        self._values = [torch.empty_like(t) if _is_saved(t) else None for t in tensors]
+        self._groups = _grouped(self._values, tensors)
+        self.save()
+
+    def is_of(self, slots: list[_Slot]) -> bool:
+        """Return whether the copy has the same places with the same tensors."""
+        return len(slots) == len(self._slots) and all(
+            new[2] is old[2] and new[0] is old[0] and new[2].shape == shape
+            for new, old, shape in zip(slots, self._slots, self._shapes, strict=True)
+        )
+
+    @torch.no_grad()
+    def save(self) -> None:
+        with modes.unseen_by_modes():
+            for values, tensors in self._groups:
+                copy_to_each_(values, tensors)
+
+    @torch.no_grad()
+    def restore(self, skip: Scalar = 1.0) -> None:
+        """Restore all buffers if one became inf or NaN and ``skip`` is 1.
+
+        All of them, so that the module is as if the batch had never come: counters, running
+        statistics and codebooks agree with each other.
+        """
+        # A module may have put another tensor in place of the saved one. Writing to `.data` is no
+        # change for autograd, like the writes of batch norm: the graph of another loss may have
+        # kept a running mean.
+        tensors = (held.get(name) for held, name, _ in self._slots)
+        with modes.unseen_by_modes():
+            groups = _grouped(
+                self._values, [t if t is None else local_part(t).data for t in tensors]
+            )
+            found = [
+                (_levels(now) > _levels(values)).any().float()
+                for values, now in groups
+                if now[0].dtype in _FLOATS
+            ]
+            if not found:
+                return
+            is_bad = any_of(found, found[0].device)
+            if isinstance(skip, Tensor):
+                is_bad = is_bad * as_tensor(skip, is_bad.device)
+            if is_bad.device.type in READABLE and not is_bad.item():
+                return
+            for values, now in groups:
+                copy_to_each_(now, _selected(moved(is_bad, now[0].device) > 0, values, now))
+
+
+def _slots_of(module: torch.nn.Module) -> Iterator[_Slot]:
+    """Yield the places of all buffers, five times as fast as ``module.modules()``."""
+    waiting, seen = [module], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        _, held, parts = registers_of(part)
+        for name, tensor in held.items():
+            if tensor is not None and not is_lazy(tensor):
+                yield held, name, tensor
+        waiting.extend(each for each in parts.values() if each is not None)
+
+
+def _is_saved(tensor: Tensor) -> bool:
+    """Return whether the buffer is an ordinary tensor that can be written to."""
+    return (
+        type(tensor) is Tensor
+        and tensor.dtype in _FLOATS | _INTEGERS
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_inference())
+        and tensor.numel() > 0
+        and (0 not in tensor.stride() or tensor.numel() == 1)
+    )
+
+
+def _grouped(saved: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> _Groups:
+    """Group saved values with tensors of the same device, dtype and shape; leave out others."""
+    groups: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    for values, now in zip(saved, tensors, strict=True):
+        if values is None or now is None or not _is_saved(now):
+            continue
+        key = now.device, now.dtype
+        if (values.device, values.dtype, values.shape) == (*key, now.shape):
+            group = groups.setdefault(key, ([], []))
+            group[0].append(values)
+            group[1].append(now)
+    return list(groups.values())
+
+
+def _levels(tensors: list[Tensor]) -> Tensor:
+    """Return 0 for each finite tensor, 1 for one with inf, 2 (``NAN``) for one with NaN."""
+    norms = torch.stack(norms_of_each(tensors, math.inf))
+    return norms.isfinite().logical_not().int() + norms.isnan().int()
+
+
+def _selected(is_bad: Tensor, saved: list[Tensor], now: list[Tensor]) -> list[Tensor]:
+    """Return the saved values if ``is_bad``, else the current ones, in few kernels."""
+    before, after = (
+        torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in those])
+        for those in (saved, now)
+    )
+    parts = torch.split(torch.where(is_bad, before, after), [each.numel() for each in now])
+    return [
+        part if each.dim() == 1 else part.view(each.shape)
+        for part, each in zip(parts, now, strict=True)
+    ]
+
+
+def levels_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Return the levels of the tensors with inf or NaN, by name. Sync: one for each dtype."""
+    if modes.has_transforms():
+        return {}
+    alike: dict[tuple[Any, ...], dict[str, Tensor]] = {}
+    for name, tensor in named:
+        tensor = local_part(tensor).detach()
+        if _is_saved(tensor) and tensor.dtype in _FLOATS:
+            alike.setdefault((tensor.device, tensor.dtype), {})[name] = tensor
+    levels: dict[str, int] = {}
+    for tensors in alike.values():
+        levels |= zip(tensors, _levels(list(tensors.values())).tolist(), strict=True)
+    return {name: level for name, level in levels.items() if level}

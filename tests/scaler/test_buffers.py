@@ -1,0 +1,491 @@
+"""A skipped step leaves no buffer of a watched module inf or NaN.
+
+The yardstick is the same run in which the broken batch never came: after it, all buffers and an
+evaluation are equal to the bit.
+"""
+
+import copy
+import gc
+import io
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from halfstep import GradScaler, autocast, guard
+
+BROKEN = 3
+"""The number of the broken batch."""
+
+
+class Codebook(nn.Module):
+    """Vector quantization whose codes follow the inputs, as in VQ-VAE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.linspace(-1.0, 1.0, 12).view(4, 3))
+        self.register_buffer("sizes", torch.ones(4))
+        self.register_buffer("num_seen", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        if self.training:
+            chosen = nn.functional.one_hot(nearest, 4).to(x.dtype)
+            self.sizes.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            self.codes.data.lerp_(chosen.T @ x.detach() / self.sizes[:, None], 0.1)
+            self.num_seen += len(x)
+        return x + (self.codes[nearest] - x).detach()
+
+
+class AssignedCodebook(Codebook):
+    """A codebook whose storage is replaced, so that the buffer is the same object."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        if self.training:
+            self.codes.data = self.codes / self.codes.norm()
+        return found
+
+
+class Queue(nn.Module):
+    """The last features, in a buffer that is assigned anew, as in MoCo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.eye(6, 3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.queue = torch.cat([x.detach(), self.queue])[:6]
+        return x + self.queue.mean()
+
+
+class Observer(nn.Module):
+    """The range of the inputs, which begins at inf, as in quantization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.tensor(math.inf))
+        self.register_buffer("high", torch.tensor(-math.inf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.low = torch.minimum(self.low, x.detach().min())
+            self.high.copy_(torch.maximum(self.high, x.detach().max()))
+        return x
+
+
+class Masked(nn.Module):
+    """A mask with -inf in it, beside a running statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x @ self.mask.softmax(-1))
+
+
+class Images(nn.Module):
+    """A norm of images, for vectors of 3."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x[:, :, None, None].expand(-1, -1, 2, 2) * torch.tensor([1.0, 2.0])).mean(
+            (2, 3)
+        )
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "BatchNorm1d": partial(nn.BatchNorm1d, 3),
+    "BatchNorm2d": lambda: Images(nn.BatchNorm2d(3)),
+    "BatchNorm with a cumulative average": partial(nn.BatchNorm1d, 3, momentum=None),
+    "SyncBatchNorm": partial(nn.SyncBatchNorm, 3),
+    "InstanceNorm": lambda: Images(nn.InstanceNorm2d(3, track_running_stats=True)),
+    "spectral_norm": lambda: nn.Sequential(spectral_norm(nn.Linear(3, 3)), nn.BatchNorm1d(3)),
+    "codebook": Codebook,
+    "codebook with new storage": AssignedCodebook,
+    "queue": Queue,
+    "observer": Observer,
+    "mask": Masked,
+}
+
+
+def net(layer: Callable[[], nn.Module] = LAYERS["BatchNorm1d"]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), layer(), nn.Linear(3, 1))
+
+
+def batches(num: int = 6) -> list[Tensor]:
+    numbers = torch.Generator().manual_seed(1)
+    found = [torch.randn(4, 3, generator=numbers) for _ in range(num)]
+    found[BROKEN][1, 2] = math.nan
+    return found
+
+
+def without(broken: Sequence[Tensor]) -> list[Tensor]:
+    return [batch for batch in broken if batch.isfinite().all()]
+
+
+def quiet(model: nn.Module | None = None, **kwargs: Any) -> GradScaler:
+    return GradScaler(init_scale=8.0, module=model, on_skips=lambda report: None, **kwargs)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(
+    model: Callable[..., Tensor],
+    scaler: Any,
+    optimizer: torch.optim.Optimizer,
+    data: Sequence[Tensor],
+) -> None:
+    for batch in data:
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def result(model: nn.Module) -> dict[str, Tensor]:
+    """Return all buffers, and what an evaluation gives."""
+    with torch.no_grad():
+        output = model.eval()(torch.linspace(-1.0, 1.0, 12).view(4, 3))
+    return dict(model.named_buffers()) | {"(evaluation)": output}
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    ours, expected = result(model), result(other)
+    assert ours.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(ours[name], values), name
+    assert ours["(evaluation)"].isfinite().all()
+
+
+# --- kinds of buffers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("is_waiting", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_module_is_as_if_the_broken_batch_had_never_come(
+    layer: str, is_waiting: bool, fused: bool, request: pytest.FixtureRequest
+) -> None:
+    if is_waiting:
+        request.getfixturevalue("waiting_device")
+    trained = []
+    for data in (batches(), without(batches())):
+        model = net(LAYERS[layer])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        train(model, quiet(model), optimizer, data)
+        trained.append(model)
+    assert_same(*trained)
+
+
+def test_without_inf_and_nan_nothing_changes(waiting_device: None) -> None:
+    trained = []
+    for is_watched in (False, True):
+        model = net()
+        scaler = quiet(model if is_watched else None)
+        train(model, scaler, torch.optim.AdamW(model.parameters(), fused=True), without(batches()))
+        trained.append(model)
+    assert_same(*trained)
+
+
+def test_a_skip_by_overflow_keeps_the_statistics_as_in_pytorch() -> None:
+    model, theirs = net(Masked), net(Masked)
+    scaler = GradScaler(init_scale=2.0**127, module=model)
+    train(model, scaler, sgd(model), without(batches()))
+    torchs = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    train(theirs, torchs, sgd(theirs), without(batches()))
+    assert scaler.counts().skipped
+    assert_same(model, theirs)
+
+
+def test_values_that_were_not_finite_before_stay(waiting_device: None) -> None:
+    model = net(Masked)
+    model.register_buffer("unused", torch.tensor([math.nan, 1.0]))
+    train(model, quiet(model), sgd(model), batches())
+    found = dict(model.named_buffers())
+    assert found["unused"].isnan().tolist() == [True, False]
+    assert found["1.mask"].isinf().sum() == 3
+
+
+def test_buffers_of_other_shapes_and_kinds_are_left_alone() -> None:
+    model = net()
+    model.register_buffer("grows", torch.zeros(1))
+    model.register_buffer("gone", torch.zeros(1))
+    model.register_buffer("none", None)
+    model.register_buffer("empty", torch.empty(0))
+    model.register_buffer("expanded", torch.zeros(1).expand(3))
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    model.register_buffer("meta", torch.empty(3, device="meta"))
+    model.register_buffer("float8", torch.zeros(3).to(torch.float8_e4m3fn))
+    model.register_buffer("complex", torch.zeros(3, dtype=torch.complex64))
+
+    def change(*_: Any) -> None:
+        model.grows = torch.full((len(model.grows) + 1,), -math.inf)
+        model.gone = None
+        model.complex[0] = complex(math.nan, 0.0)
+
+    scaler, optimizer = quiet(model), sgd(model)
+    handle = model.register_forward_hook(change)
+    train(model, scaler, optimizer, [batches()[BROKEN]])
+    handle.remove()
+    assert len(model.grows) == 2
+    assert model.gone is None
+    assert model.complex.tolist() == [0, 0, 0]
+    assert model[1].running_mean.isfinite().all()
+
+
+def test_a_tied_buffer_and_a_submodule_added_later_are_restored() -> None:
+    model = net()
+    scaler, optimizer = quiet(model), sgd(model)
+    model.append(nn.BatchNorm1d(1))
+    model[1].register_buffer("tied", model[1].running_mean)
+    train(model, scaler, optimizer, batches())
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+    assert model[1].tied is model[1].running_mean
+
+
+# --- kinds of loops -------------------------------------------------------------------------------
+
+
+def test_accumulation_with_one_broken_micro_batch_is_undone_as_a_whole() -> None:
+    trained = []
+    for windows in ([batches(4), without(batches(8))[-4:]], [without(batches(8))[-4:]]):
+        model = net()
+        optimizer, scaler = sgd(model), quiet(model)
+        for window in windows:
+            optimizer.zero_grad()
+            for batch in window:
+                scaler.scale(model(batch).square().mean() / 4).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        trained.append(model)
+    assert_same(*trained)
+
+
+@pytest.mark.parametrize("broken", [0, 1, 3])
+def test_a_dropped_block_of_accumulate_leaves_the_statistics_of_the_others(broken: int) -> None:
+    found = []
+    for is_dropped in (True, False):
+        model = net()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), quiet(model)
+        window = batches(8)[4:]
+        if is_dropped:
+            window.insert(broken, batches()[BROKEN])
+        for _ in range(2):
+            optimizer.zero_grad()
+            for batch in window:
+                with scaler.accumulate(optimizer):
+                    scaler.scale(model(batch).square().mean() / 4).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.outcome(optimizer).taken
+        found.append(dict(model.named_buffers()))
+    assert found[0]["1.num_batches_tracked"] == found[1]["1.num_batches_tracked"] == 8
+    assert torch.equal(found[0]["1.running_mean"], found[1]["1.running_mean"])
+    assert torch.equal(found[0]["1.running_var"], found[1]["1.running_var"])
+
+
+def test_a_step_left_out_after_the_norm_was_seen_is_a_skipped_one() -> None:
+    trained = []
+    for data in (batches(), without(batches())):
+        model = net()
+        optimizer, scaler = sgd(model), quiet(model)
+        for batch in data:
+            optimizer.zero_grad()
+            scaler.scale(model(batch).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+                scaler.step(optimizer)
+            scaler.update()
+        trained.append(model)
+    assert_same(*trained)
+
+
+def test_an_average_between_step_and_update_has_restored_buffers() -> None:
+    model = net()
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    optimizer, scaler = sgd(model), quiet(model)
+    for batch in batches():
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        average.update_parameters(model)
+        scaler.update()
+    assert all(buffer.isfinite().all() for buffer in average.buffers())
+
+
+def test_a_closure_that_fails_at_its_second_evaluation_is_undone() -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    scaler = quiet(model)
+    good, broken = batches()[0], batches()[BROKEN]
+    before = copy.deepcopy(dict(model.named_buffers()))
+    waiting = [good, broken]
+    scaler.step(optimizer, lambda: model(waiting.pop(0)).square().mean())
+    scaler.update()
+    assert scaler.outcome(optimizer).skipped
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name])
+
+
+def test_retry_repeats_from_restored_statistics() -> None:
+    model = net()
+    optimizer = sgd(model)
+    scaler = quiet(model)
+    for batch in batches():
+        for _ in scaler.retry(optimizer):
+            train(model, scaler, optimizer, [batch])
+    assert model[1].num_batches_tracked == 5
+    assert result(model)["(evaluation)"].isfinite().all()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_guard_in_bfloat16_restores_too(fused: bool) -> None:
+    trained = []
+    for data in (batches(), without(batches())):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        guard(optimizer, on_skips=lambda report: None, module=model)
+        for batch in data:
+            optimizer.zero_grad()
+            with autocast("cpu", torch.bfloat16):
+                loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+        trained.append(model)
+    assert_same(*trained)
+
+
+def test_only_the_models_of_a_skipped_iteration_are_restored() -> None:
+    models = [net(), net()]
+    optimizers = [sgd(model) for model in models]
+    scaler = quiet(models[0])
+    scaler.watch(models[1])
+    good, broken = batches()[0], batches()[BROKEN]
+    for batch, model, optimizer in zip((good, broken), models, optimizers, strict=True):
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+    scaler.update()
+    assert [scaler.outcome(optimizer).taken for optimizer in optimizers] == [True, False]
+    assert [model[1].num_batches_tracked.item() for model in models] == [1, 0]
+    assert models[1][1].running_mean.isfinite().all()
+
+
+def test_a_checkpoint_loaded_after_an_evaluation_is_what_a_skipped_step_goes_back_to() -> None:
+    model = net()
+    optimizer, scaler = sgd(model), quiet(model)
+    train(model, scaler, optimizer, batches()[:2])
+    checkpoint = copy.deepcopy(model.state_dict())
+    train(model, scaler, optimizer, batches()[:3])
+    with torch.no_grad():
+        model.eval()(batches()[0])
+    model.train().load_state_dict(checkpoint)
+    train(model, scaler, optimizer, [batches()[BROKEN]])
+    for name, values in model.state_dict().items():
+        if "running" in name or "num" in name:
+            assert torch.equal(values, checkpoint[name])
+
+
+def test_training_goes_on_from_a_checkpoint_as_without_one() -> None:
+    trained = []
+    for is_resumed in (False, True):
+        model = net()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), quiet(model)
+        train(model, scaler, optimizer, batches()[:2])
+        if is_resumed:
+            states = model.state_dict(), scaler.state_dict()
+            model = net()
+            optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), quiet(model)
+            model.load_state_dict(states[0])
+            scaler.load_state_dict(states[1])
+        train(model, scaler, optimizer, batches()[2:])
+        trained.append(model)
+    assert_same(*trained)
+
+
+def test_the_graph_of_another_loss_survives() -> None:
+    model = net()
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), quiet(model)
+    kept = model(batches()[0]).square().mean()
+    train(model, scaler, optimizer, [batches()[BROKEN]])
+    scaler.scale(kept).backward()
+
+
+# --- what the hook leaves alone -------------------------------------------------------------------
+
+
+def test_copies_and_pickles_of_the_module_have_no_hook_of_halfstep() -> None:
+    model = net()
+    scaler = quiet(model)
+    train(model, scaler, sgd(model), batches()[:1])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert b"halfstep" not in pickle.dumps(model)
+    for each in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(each.eval()(batches()[0]), model.eval()(batches()[0]))
+
+
+def test_the_hook_goes_with_the_scaler() -> None:
+    model = net()
+    scaler = quiet(model)
+    assert model._forward_pre_hooks
+    del scaler
+    gc.collect()
+    assert not model._forward_pre_hooks
+
+
+def test_a_module_without_buffers_gets_no_hook() -> None:
+    model = nn.Linear(3, 1)
+    scaler = quiet(model)
+    assert not model._forward_pre_hooks
+    assert scaler.is_enabled()
+
+
+@pytest.mark.parametrize("is_outer_watched", [False, True])
+def test_compiled_modules_are_restored(is_outer_watched: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    model = Net()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    scaler = quiet(compiled if is_outer_watched else model)
+    train(compiled, scaler, sgd(model), batches())
+    assert model.net[1].num_batches_tracked == 5
+    assert result(model)["(evaluation)"].isfinite().all()
+
+
+def call_parts(model: nn.Module, x: Tensor) -> Tensor:
+    for part in model:
+        x = part(x)
+    return x
+
+
+def test_a_module_whose_parts_are_called_goes_back_to_the_end_of_the_last_iteration() -> None:
+    trained = []
+    for data in (batches(), without(batches())):
+        model = net()
+        scaler, optimizer = quiet(model), sgd(model)
+        train(partial(call_parts, model), scaler, optimizer, data)
+        trained.append(model)
+    assert_same(*trained)
