@@ -149,6 +149,10 @@ class Kahan(Store):
             number = low.float()
             rest = torch.sub(wide, number, out=number)
             left.copy_(rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))  # where low is not finite
+            # Rounded up to half a unit, a rest may lead to the next number: a step that changes no
+            # weight would change the parameter. Its last bit makes it smaller.
+            is_tied = ((low + left.float()).to(low.dtype) != low) & (left != 0)
+            left.view(torch.int16).sub_(is_tied.short())
 
 
 class Stochastic(Store):
