@@ -298,7 +298,10 @@ class ByHand:
             elif self.case.store:
                 param.copy_(weight)
             if self.case.store == "kahan":
-                weight.copy_(param.float() + (weight - param.float()).to(param.dtype).float())
+                rest = (weight - param.float()).to(param.dtype)
+                is_tied = (param.float() + rest.float()).to(param.dtype) != param
+                rest = torch.where(is_tied, torch.nextafter(rest, torch.zeros_like(rest)), rest)
+                weight.copy_(param.float() + rest.float())
 
 
 # --- pairs ----------------------------------------------------------------------------------------
