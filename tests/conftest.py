@@ -89,6 +89,7 @@ SLOW = (
     "test_distributed_examples.py",
     "test_examples.py",
     "test_imports.py",
+    "test_pairs.py::test_all_pairs",
     "test_public.py::test_it_can_be_imported_again",
     "test_torch_names.py::test_the_classes_of_checkpoint_that_keep_a_function",
     "test_torch_names.py::test_torch_compile_is_seen",

@@ -401,6 +401,43 @@ def test_a_scaler_beside_it_is_refused(theirs: bool, fused: bool) -> None:
             scaler.step(optimizer)
 
 
+def test_a_step_that_was_kept_from_before_is_an_error() -> None:
+    """So accelerate keeps it, with a scaler, and puts it back: nothing would be clipped."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    kept = optimizer.step
+    made = guard(optimizer, max_norm=0.5)
+    backward(model, 0)
+    for step in (kept, lambda: torch.optim.AdamW.step(optimizer)):
+        with pytest.raises(halfstep.CallOrderError, match=r"call guard\(optimizer\) first"):
+            step()
+    optimizer.step()
+    made.remove()
+    kept()
+    assert made.counts()[:2] == (1, 0)
+
+
+class TakesScaler(torch.optim.SGD):
+    """The older protocol, which PyTorch's fused optimizers had: ``step`` takes the scaler."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+        assert grad_scaler is None
+        return super().step(closure)
+
+
+def test_an_optimizer_that_takes_a_scaler_gets_none() -> None:
+    model = net()
+    optimizer = TakesScaler(model.parameters(), lr=0.1)
+    made = guard(optimizer, max_norm=1.0, on_skips=silent)
+    for seed in range(4):
+        backward(model, seed, is_bad=seed == 2)
+        optimizer.step()
+    assert made.counts()[:2] == (3, 1)
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
 def test_with_master_weights() -> None:
     model = net().to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -6,10 +6,8 @@ import builtins
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import wraps
 from itertools import chain
 from operator import methodcaller
-from types import MethodType
 from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch
@@ -29,11 +27,23 @@ from halfstep._pytorch.distributed import (
     reduced_by,
 )
 from halfstep._pytorch.modes import is_fake
-from halfstep._pytorch.optim import is_whole, step_without_hooks, tell_scheduler, with_step_hooks
+from halfstep._pytorch.optim import (
+    is_whole,
+    replace_method,
+    step_without_hooks,
+    tell_scheduler,
+    with_step_hooks,
+)
 from halfstep._scaler.gradients import parameters
-from halfstep._scaler.optimizers import Names, makes_step_of, members, require_optimizer
+from halfstep._scaler.guard import inside_of_guard
+from halfstep._scaler.optimizers import (
+    Names,
+    Replacements,
+    makes_step_of,
+    members,
+    require_optimizer,
+)
 from halfstep._scaler.scalars import describe
-from halfstep.errors import CallOrderError
 
 LOWER = (torch.bfloat16, torch.float16)
 """The dtypes whose parameters may have master weights."""
@@ -151,7 +161,9 @@ def master_weights(
         raise ValueError(f"store={store!r}: pass one of {', '.join(map(repr, STORES))}")
     seed = 0 if generator is None else generator.initial_seed()
     made: Store = Stochastic(seed) if store == Stochastic.name else STORES[store]()
-    MasterWeights(made, float32_gradients=gradients == "float32", chunked=chunked).take(optimizer)
+    masters = MasterWeights(made, float32_gradients=gradients == "float32", chunked=chunked)
+    with inside_of_guard(optimizer):
+        masters.take(optimizer)
     return optimizer
 
 
@@ -176,7 +188,6 @@ class MasterWeights:
         self.store = store
         self._float32_gradients, self._chunked = float32_gradients, chunked
         self._loaded: dict[int, dict[str, Any]] = {}
-        self._num_calls = 0  # running calls of replaced methods
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer step in float32 from now on."""
@@ -195,22 +206,19 @@ class MasterWeights:
                     "master_weights() first, and then load_state_dict()"
                 )
         self._widen_states(optimizer)
-        self._take_step(optimizer)
-        self._take_methods(optimizer)
+        replaced = Replacements(optimizer, "master_weights", "would round the updates away")
+        self._take_step(optimizer, replaced)
+        self._take_methods(optimizer, replaced)
         self._take_groups(optimizer)
         self._take_copies(optimizer)
         self._take_loading(optimizer)
-        optimizer.register_step_pre_hook(self._refuse_earlier_step)
         optimizer.register_state_dict_post_hook(_after_save)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
         self._number_step(optimizer, 0)
         _MASTERS[optimizer] = self
 
-    # Methods are replaced on the instance, as schedulers and accelerate do it. Step hooks are not
-    # enough: after a step that raises an error (out of memory), no hook restores the parameters.
-
-    def _take_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _take_step(self, optimizer: torch.optim.Optimizer, replaced: Replacements) -> None:
         alone, original = step_without_hooks(optimizer), optimizer.step
 
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -221,38 +229,13 @@ class MasterWeights:
             tell_scheduler(optimizer)
             return self._step(optimizer, alone, *args, **kwargs)
 
-        self._replace(optimizer, "step", step if alone is None else with_step_hooks(step))
+        replaced.put(optimizer, "step", step if alone is None else with_step_hooks(step))
 
-    def _take_methods(self, optimizer: torch.optim.Optimizer) -> None:
+    def _take_methods(self, optimizer: torch.optim.Optimizer, replaced: Replacements) -> None:
         for name in BESIDE_STEP:
             original = getattr(optimizer, name, None)
             if callable(original):
-                self._replace(optimizer, name, self._at_once(original))
-
-    def _replace(
-        self, optimizer: torch.optim.Optimizer, name: str, call: Callable[..., Any]
-    ) -> None:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._num_calls += 1
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._num_calls -= 1
-
-        _replace(optimizer, name, counted)
-
-    def _refuse_earlier_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Raise an error if the original ``step`` is called instead of its replacement.
-
-        With a scaler, accelerate saves the ``step`` that it finds, calls it and puts it back.
-        """
-        if self._num_calls == 0:
-            raise CallOrderError(
-                f"step({type(optimizer).__name__}): this is the step from before it had master "
-                "weights, which would round the updates away. Something has kept it: call "
-                "master_weights(optimizer) first, and then what keeps its step, such as "
-                "accelerator.prepare(optimizer)"
-            )
+                replaced.put(optimizer, name, self._at_once(original))
 
     def _at_once(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -271,7 +254,7 @@ class MasterWeights:
                 del optimizer.param_groups[-1]
                 raise
 
-        _replace(optimizer, "add_param_group", add_param_group)
+        replace_method(optimizer, "add_param_group", add_param_group)
 
     def _take_copies(self, optimizer: torch.optim.Optimizer) -> None:
         """Give copies made by ``copy`` and ``pickle`` master weights too."""
@@ -281,7 +264,7 @@ class MasterWeights:
             parts = type(optimizer).__reduce_ex__(optimizer, protocol)
             return _copied, (self.store.name, self._float32_gradients, self._chunked, parts)
 
-        _replace(optimizer, "__reduce_ex__", reduce)
+        replace_method(optimizer, "__reduce_ex__", reduce)
 
     def _take_loading(self, optimizer: torch.optim.Optimizer) -> None:
         """Support optimizers whose ``load_state_dict`` calls no hooks, as in bitsandbytes."""
@@ -294,7 +277,7 @@ class MasterWeights:
             original(state_dict, *args, **kwargs)
             self._after_load(optimizer)  # has no effect if it was already called as a hook
 
-        _replace(optimizer, "load_state_dict", load_state_dict)
+        replace_method(optimizer, "load_state_dict", load_state_dict)
 
     def _served(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
@@ -604,10 +587,6 @@ def _refuse_shared_memory(optimizer: torch.optim.Optimizer) -> None:
                     "memory, and a step would keep the update of one of them alone. Let them be "
                     "the same parameter: decoder.weight = embedding.weight"
                 )
-
-
-def _replace(optimizer: torch.optim.Optimizer, name: str, call: Callable[..., Any]) -> None:
-    setattr(optimizer, name, MethodType(wraps(getattr(optimizer, name))(call), optimizer))
 
 
 _WITH_TENSORS = (Tensor, dict, list, tuple, deque)

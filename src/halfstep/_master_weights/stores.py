@@ -147,8 +147,13 @@ class Kahan(Store):
         for wide, low, left in _pieces(weight, param, kept):
             low.copy_(wide)
             number = low.float()
-            rest = torch.sub(wide, number, out=number)
+            rest = torch.sub(wide, number)
             left.copy_(rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))  # where low is not finite
+            # Rounded up to half a unit, a rest may lead to the next number: a step that changes no
+            # weight would change the parameter. Then its last bit makes it smaller.
+            near = rest.copy_(left).add_(number).to(low.dtype).float()
+            is_tied = torch.ne(near, number, out=near).mul_(torch.ne(left, 0, out=rest))
+            left.view(torch.int16).sub_(is_tied.short())
 
 
 class Stochastic(Store):

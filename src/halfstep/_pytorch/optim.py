@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -77,6 +80,28 @@ def tell_scheduler(optimizer: torch.optim.Optimizer) -> None:
 
 def _is_schedulers(step: Any) -> bool:
     return getattr(step, "_wrapped_by_lr_sched", False)
+
+
+def replace_method(owner: object, name: str, call: Callable[..., Any]) -> MethodType:
+    """Replace a method on an instance by ``call(owner, ...)``, with its signature and attributes.
+
+    Returns:
+        The replacement: a method, because schedulers use its ``__func__``.
+    """
+    original = getattr(owner, name)
+    # With a bound method in ``__wrapped__`` the signature would lose its first parameter.
+    function = getattr(original, "__func__", original)
+    replacement: Any = wraps(function)(call)
+    if function is original and not _is_schedulers(original):  # as of torch.compile and accelerate
+        with suppress(ValueError, TypeError):
+            signature = inspect.signature(original)
+            itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            replacement.__signature__ = signature.replace(
+                parameters=[itself, *signature.parameters.values()]
+            )
+    method = MethodType(replacement, owner)
+    setattr(owner, name, method)
+    return method
 
 
 def is_being_made(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:

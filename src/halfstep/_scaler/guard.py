@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
-from types import FrameType, MethodType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,10 +20,17 @@ from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
 from halfstep._scaler.clipping import checked_max_norm
 from halfstep._scaler.closures import split_closure
 from halfstep._scaler.gradients import parameters
-from halfstep._scaler.optimizers import evaluates_first, members, name, require_optimizer
+from halfstep._scaler.optimizers import (
+    Replacements,
+    evaluates_first,
+    members,
+    name,
+    require_optimizer,
+)
 from halfstep._scaler.outcome import Counts, Outcome
 from halfstep._scaler.rules import Static
 from halfstep._scaler.scaler import GradScaler
+from halfstep._scaler.step import take
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
@@ -90,9 +97,7 @@ def guard(
             "init_scale=1.0, rule=halfstep.Static()) checks each: scaler.step(optimizer, closure)"
         )
     scaler = GuardScaler(on_skips, module, process_group)
-    made = Guard(optimizer, scaler, None if max_norm is None else checked_max_norm(max_norm))
-    _GUARDED.add(optimizer)
-    return made
+    return Guard(optimizer, scaler, None if max_norm is None else checked_max_norm(max_norm))
 
 
 class GuardScaler(GradScaler):
@@ -108,6 +113,16 @@ class GuardScaler(GradScaler):
             init_scale=1.0, rule=Static(), min_scale=1.0, module=module, process_group=process_group
         )
         self._alarm = _Alarm(1, on_skips)
+
+    def _step_with_scaler(
+        self,
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        max_norm: float | None,
+    ) -> Any:
+        """Step without the older protocol: there is no scale to divide by."""
+        return take(self._engine, optimizer, args, kwargs, max_norm, is_fused=False)
 
 
 class _Alarm(Alarm):
@@ -141,7 +156,47 @@ def _level_of_caller() -> int:
 
 
 _NOT_CALLERS = ("halfstep.", "torch.")
-_GUARDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+class _Inner:
+    """The ``step`` that a guard calls, and the one in the optimizer's ``__dict__``, if any."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.read(optimizer)
+
+    def read(self, optimizer: torch.optim.Optimizer) -> None:
+        self.step, self._own = optimizer.step, vars(optimizer).get("step")
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Restore the step from before the guard."""
+        vars(optimizer).pop("step", None)
+        if self._own is not None:
+            optimizer.step = self._own  # type: ignore[method-assign]
+
+
+_GUARDED: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_Inner]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Weak values: the step of an optimizer refers to it."""
+
+
+@contextmanager
+def inside_of_guard(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a feature that replaces ``step`` in the block stand inside of the guard, if there is one.
+
+    Inside of master weights a guard, and what it reports to, would find float32 parameters.
+    """
+    found = _GUARDED.get(optimizer, lambda: None)()
+    above = vars(optimizer).get("step")
+    if found is None or above is None:  # None: somebody has removed the guard's step
+        yield
+        return
+    found.restore(optimizer)
+    try:
+        yield
+        found.read(optimizer)
+    finally:
+        optimizer.step = above  # type: ignore[method-assign]
 
 
 class Guard:
@@ -160,22 +215,23 @@ class Guard:
         self, optimizer: torch.optim.Optimizer, scaler: GradScaler, max_norm: float | None
     ) -> None:
         self._optimizer, self._scaler, self._max_norm = weakref.ref(optimizer), scaler, max_norm
-        self._original = vars(optimizer).get("step")
+        inner = _Inner(optimizer)
+        self._inner = weakref.ref(inner)
+        _GUARDED[optimizer] = self._inner
         self._call: tuple[Any, ...] | None = None
         self._is_removed = False
-        step = optimizer.step
 
-        @wraps(step)
         def guarded(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._is_removed:  # a later replacement of `step` still calls this one
-                return step(*args, **kwargs)
+                return inner.step(*args, **kwargs)
             if self._call is not None:  # called by the scaler
                 args, kwargs = self._call
-                return step(*args, **kwargs)
+                return inner.step(*args, **kwargs)
             return self._step(optimizer, args, kwargs)
 
-        self._guarded = weakref.ref(guarded)  # weak, because it references the optimizer
-        optimizer.step = MethodType(guarded, optimizer)  # type: ignore[method-assign]
+        self._replaced = Replacements(optimizer, "guard", "would step with inf and NaN")
+        put = self._replaced.put(optimizer, "step", guarded)
+        self._guarded = weakref.ref(put)  # weak, because it references the optimizer
 
     def outcome(self) -> Outcome:
         """Return the outcome of the last step.
@@ -205,13 +261,12 @@ class Guard:
         if self._is_removed:
             return
         self._is_removed = True
-        _GUARDED.discard(optimizer)
-        if getattr(vars(optimizer).get("step"), "__func__", None) is not self._guarded():
-            return
-        if self._original is None:
-            del optimizer.step
-        else:
-            optimizer.step = self._original  # type: ignore[method-assign]
+        self._replaced.allow_original()
+        _GUARDED.pop(optimizer, None)
+        inner = self._inner()
+        is_on_top = getattr(vars(optimizer).get("step"), "__func__", None) is self._guarded()
+        if is_on_top and inner is not None:
+            inner.restore(optimizer)
 
     def _require_optimizer(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()

@@ -5,11 +5,15 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from halfstep._pytorch.optim import replace_method
+from halfstep.errors import CallOrderError
 
 _HANDLES_SCALE = "_step_supports_amp_scaling"
 
@@ -97,6 +101,61 @@ def _steppable(value: object) -> Iterator[Any]:
                 yield each
             else:
                 yield from _steppable(each)
+
+
+# --- replaced methods -----------------------------------------------------------------------------
+
+
+class Replacements:
+    """Methods that one feature replaces on an optimizer; its original ``step`` alone is an error.
+
+    They are replaced on the instance, as schedulers and accelerate do it. Step hooks are not enough
+    for what must also be done after a step that raises.
+
+    Args:
+        optimizer: The optimizer.
+        feature: The function that replaces them, for the error.
+        harm: What the original ``step`` would do, for the error.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, feature: str, harm: str) -> None:
+        self._feature, self._harm = feature, harm
+        self._num_calls = 0  # running calls of replaced methods
+        self._hook: Any = None
+        with suppress(AttributeError):  # containers and many wrappers have no hooks
+            self._hook = optimizer.register_step_pre_hook(self._refuse_original)
+
+    def put(
+        self, optimizer: torch.optim.Optimizer, method: str, call: Callable[..., Any]
+    ) -> FunctionType:
+        """Replace a method by ``call(optimizer, ...)``; return the function behind it."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._num_calls += 1
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._num_calls -= 1
+
+        replace_method(optimizer, method, counted)
+        return counted  # type: ignore[return-value]
+
+    def allow_original(self) -> None:
+        """Allow the original ``step`` from now on."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _refuse_original(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Raise if the original ``step`` is called instead of its replacement.
+
+        With a scaler, accelerate saves the ``step`` that it finds, calls it and puts it back.
+        """
+        if self._num_calls == 0:
+            raise CallOrderError(
+                f"step({name(optimizer)}): this is the step from before {self._feature}(), which "
+                f"{self._harm}. Something has kept it: call {self._feature}(optimizer) first, and "
+                "then what keeps its step, such as accelerator.prepare(optimizer)"
+            )
 
 
 # --- names of parameters --------------------------------------------------------------------------
@@ -230,7 +289,10 @@ def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
     is_function = type(function) is FunctionType  # other callables may not be hashable
     found = _takes_scaler.get(function) if is_function else None
     if found is None:
-        found = "grad_scaler" in inspect.signature(step).parameters
+        try:
+            found = "grad_scaler" in inspect.signature(step).parameters
+        except ValueError:  # a method wrapped twice with functools.wraps, or a built-in
+            found = False
         if is_function:
             _takes_scaler[function] = found
     return found
