@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep._autocast import Policy, Rule, autocast, preset, scopes
+from halfstep._pytorch import dispatch
 from halfstep.errors import CallOrderError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -437,8 +438,10 @@ class ABatchOfConvolutions:
 
 
 def loss_of_lower_logits(policy: str) -> Tensor:
+    # PyTorch's list for the CPU has float32.
+
     logits = torch.linspace(-4, 4, 1000)[None].to(BF16)
-    with autocast("cpu", BF16, policy=policy):  # PyTorch's own list for the CPU has float32 here
+    with autocast("cpu", BF16, policy=policy):
         return F.cross_entropy(logits, torch.tensor([7])) - F.cross_entropy(
             logits.float(), torch.tensor([7])
         )
