@@ -18,9 +18,18 @@ import halfstep
 
 SRC = Path(halfstep.__file__).parent
 
+OF_OUR_SCALER = "of halfstep's own scaler, which has the methods of PyTorch's"
+
 ALLOWED = {
+    "_check_inf_per_device": OF_OUR_SCALER,
+    "_check_scale_growth_tracker": OF_OUR_SCALER,
+    "_get_scale_async": OF_OUR_SCALER,
     "_growth_tracker": "a key of what state_dict() returns, in PyTorch's format",
+    "_lazy_init_scale_growth_tracker": OF_OUR_SCALER,
+    "_maybe_opt_step": OF_OUR_SCALER,
+    "_per_optimizer_states": OF_OUR_SCALER,
     "_skip_backward": "of a loop of Lightning, whose own callbacks set it",
+    "_unscale_grads_": OF_OUR_SCALER,
     "_version": "steps read it of many tensors, and a call of a function would cost more than it",
 }
 

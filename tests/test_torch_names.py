@@ -58,6 +58,33 @@ def test_temporary_kernels_are_taken_back() -> None:
         assert torch.addbmm(*args).dtype == torch.bfloat16
 
 
+def test_parts_of_the_scaler_of_pytorch() -> None:
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    param.grad = torch.tensor([8.0, torch.inf], dtype=torch.float16)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    inverse, found = amp.reciprocal_of(torch.tensor(8.0)), torch.zeros(())
+    flags = amp.unscale_grads_(None, optimizer, inverse, found, True)
+    assert (param.grad[0].item(), flags[torch.device("cpu")].item()) == (1.0, 1.0)
+    amp.maybe_opt_step(None, optimizer, {"found_inf_per_device": flags})
+    assert torch.equal(param, torch.ones_like(param))
+    amp.maybe_opt_step(None, optimizer, {"found_inf_per_device": {}}, None)
+    assert param[0] == 0.0
+
+
+def test_ranks_may_end_early_in_join(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+        found = [distributed.may_end_early(module)]
+        for options in ({}, {"throw_on_early_termination": True}, {}, {"enable": False}):
+            with module.join(**options):
+                found.append(distributed.may_end_early(module))
+        assert found == [False, True, False, True, False]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_nodes_of_autograd_have_numbers() -> None:
     numbers: list[int | None] = []
     passes: list[int] = []

@@ -387,7 +387,7 @@ def test_gradients_from_before_are_dropped() -> None:
 
 
 def test_no_optimizer_sees_scaled_gradients() -> None:
-    """Not even one that looks at them before it calls the closure."""
+    """One that reads them before it calls the closure gets them unscaled."""
 
     class Early(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -397,7 +397,8 @@ def test_no_optimizer_sees_scaled_gradients() -> None:
     param, optimizer, scaler = one_parameter(Early)
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer, lambda: param.sum())
-    assert optimizer.seen == [None]
+    (seen,) = optimizer.seen
+    assert torch.equal(seen, torch.ones(2))
 
 
 def test_a_first_argument_that_is_no_closure() -> None:
@@ -474,6 +475,211 @@ def test_gradients_of_one_evaluation_at_a_time() -> None:
 
     scaler.step(optimizer, closure)
     assert counts == [0, 0]
+
+
+# --- gradients from before the step -------------------------------------------------------------
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Climbs along the gradients of a backward pass before the step, and evaluates there (SAM).
+
+    With ``every=2`` it evaluates in every second step only (LookSAM).
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1, every: int = 1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.every, self.num_steps = every, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        self.num_steps += 1
+        if self.num_steps % self.every == 0:
+            norm = torch.stack([param.grad.norm() for param in params]).norm()
+            for param in params:
+                self.state[param]["old"] = param.clone()
+                param.add_(param.grad * (0.05 / norm))
+            self.zero_grad()
+            torch.enable_grad()(closure)()
+            for param in params:
+                param.copy_(self.state[param]["old"])
+        return self.base.step()
+
+
+class Polyak(torch.optim.Optimizer):
+    """Takes from its closure only the value of the loss (ALI-G, SPS)."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        loss = torch.as_tensor(closure()).item()
+        params = self.param_groups[0]["params"]
+        rate = min(loss / sum(float(param.grad.square().sum()) for param in params), 0.5)
+        for param in params:
+            param.sub_(param.grad, alpha=rate)
+        return loss
+
+
+class LineSearch(Polyak):
+    """Halves its step until the loss falls; its closure makes no gradients (SLS, SaLSa)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        first, before, rate = closure(), [param.clone() for param in params], 8.0
+        while True:
+            for param, start in zip(params, before, strict=True):
+                param.copy_(start).sub_(param.grad, alpha=rate)
+            if closure() < first or rate < 1e-3:
+                return first
+            rate /= 2
+
+
+def value(loss: torch.Tensor) -> Any:
+    return loss.item()
+
+
+def same(loss: torch.Tensor) -> Any:
+    return loss
+
+
+EARLY = {
+    "SAM": (Sharpness, None),
+    "LookSAM": (lambda params: Sharpness(params, every=2), None),
+    "Polyak step size from a number": (Polyak, value),
+    "from the loss of before": (Polyak, same),
+    "SGD": (lambda params: torch.optim.SGD(params, lr=0.1), same),
+    "line search": (LineSearch, "no_grad"),
+}
+
+
+class Early:
+    """A loop that calls ``backward`` before ``step(closure)``, with a scaler or without one."""
+
+    def __init__(self, which: str, scaler: Any = None, clips: str = "") -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
+        self.model = torch.nn.Sequential(*layers)
+        maker, self.how = EARLY[which]
+        self.optimizer = maker(list(self.model.parameters()))
+        self.scaler, self.clips = scaler, clips
+
+    def step(self, batch: torch.Tensor, factors: tuple[float, float] = (1.0, 1.0)) -> Any:
+        def scaled(loss: torch.Tensor, factor: float) -> torch.Tensor:
+            loss = loss if math.isfinite(factor) else Overflow.apply(loss)
+            return self.scaler.scale(loss) if self.scaler else loss
+
+        def closure() -> Any:
+            if callable(self.how):
+                return self.how(loss)
+            with torch.set_grad_enabled(self.how is None):
+                again = self.model(batch).square().mean()
+            if self.how is None:
+                scaled(again, factors[1]).backward()
+            return again
+
+        self.optimizer.zero_grad()
+        loss = self.model(batch).square().mean()
+        scaled(loss, factors[0]).backward()
+        max_norm = {}
+        if self.clips and not self.scaler:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        elif self.clips == "torch":
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        elif self.clips == "clip_grad_norm_":
+            self.scaler.clip_grad_norm_(self.optimizer, 0.1)
+        elif self.clips == "max_norm":
+            max_norm = {"max_norm": 0.1}
+        if not self.scaler:
+            return self.optimizer.step(closure)
+        result = self.scaler.step(self.optimizer, closure, **max_norm)
+        self.scaler.update()
+        return result
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([param.detach().flatten() for param in self.model.parameters()])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("which", EARLY)
+def test_an_optimizer_that_needs_gradients_from_before(which: str, enabled: bool) -> None:
+    ours, plain = Early(which, GradScaler(init_scale=SCALE, enabled=enabled)), Early(which)
+    for batch in batches():
+        ours.step(batch)
+        plain.step(batch)
+        assert torch.equal(ours.weights(), plain.weights())
+
+
+@pytest.mark.parametrize("clips", ["torch", "clip_grad_norm_", "max_norm"])
+@pytest.mark.parametrize("which", ["LookSAM", "line search"])
+def test_gradients_from_before_are_clipped(which: str, clips: str) -> None:
+    ours, plain = Early(which, GradScaler(init_scale=SCALE), clips), Early(which, None, clips)
+    if which == "LookSAM":  # max_norm= clips the gradients of the closure too
+        ours.optimizer.every = plain.optimizer.every = 4
+    for batch in batches()[:3]:
+        ours.step(batch)
+        plain.step(batch)
+        torch.testing.assert_close(ours.weights(), plain.weights())
+
+
+@pytest.mark.parametrize("factors", [(math.inf, 1.0), (1.0, math.inf)])
+def test_gradients_that_are_not_finite_before_or_in_the_closure(factors: Any) -> None:
+    scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None)
+    early = Early("SAM", scaler)
+    early.step(batches()[0])
+    before, state = early.weights(), copy.deepcopy(early.optimizer.base.state_dict())
+    assert early.step(batches()[1], factors) is None
+    assert torch.equal(early.weights(), before)
+    assert str(early.optimizer.base.state_dict()) == str(state)
+    assert scaler.outcome(early.optimizer).reason == "overflow"
+    assert scaler.get_scale() == SCALE / 2
+    early.step(batches()[2])
+    assert not torch.equal(early.weights(), before)
+
+
+@pytest.mark.parametrize("loss", [math.inf, torch.tensor(math.nan)])
+def test_the_value_of_a_loss_is_checked(loss: Any) -> None:
+    param, optimizer, scaler = one_parameter(Polyak)
+    scaler.scale(param.sum()).backward()
+    assert scaler.step(optimizer, lambda: loss) is None
+    scaler.update()
+    assert torch.equal(param, torch.ones(2))
+    assert scaler.outcome(optimizer).reason == "loss"
+    assert scaler.get_scale() == SCALE
+
+
+@pytest.mark.parametrize("in_evaluation", [False, True])
+def test_a_step_that_raises_can_be_repeated_with_gradients_from_before(in_evaluation: bool) -> None:
+    param, _, scaler = one_parameter()
+    optimizer = Sharpness([param], lr=1.0)
+    scaler.scale(param.sum()).backward()
+
+    def closure() -> Any:
+        if in_evaluation:
+            scaler.scale(param.sum()).backward()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer, closure)
+    assert torch.equal(param, torch.ones(2))
+    assert torch.equal(param.grad, torch.ones(2))
+    scaler.step(optimizer, lambda: param.sum())
+    scaler.update()
+    torch.testing.assert_close(param.detach(), torch.zeros(2))
+
+
+def test_gradients_of_an_earlier_iteration_are_dropped() -> None:
+    """They have been used, so that they are neither unscaled again nor a reason to wait."""
+    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    reads = []
+    for _ in range(2):
+        scaler.step(optimizer, lambda: reads.append(param.grad) or param.sum())
+        scaler.update()
+    assert reads == [None] * 4
 
 
 # --- several optimizers, several losses --------------------------------------------------------
@@ -639,7 +845,7 @@ def test_an_optimizer_that_does_not_call_the_closure() -> None:
             super().step()
 
     param, optimizer, scaler = one_parameter(Deaf)
-    scaler.scale(param.sum()).backward()
+    param.grad = torch.ones(2)  # of no scaled loss
     with pytest.raises(CallOrderError, match=r"step\(Deaf, closure\): the optimizer did not call"):
         scaler.step(optimizer, lambda: param.sum())
     assert torch.equal(param, torch.ones(2))

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from halfstep._common.numbers import power
 from halfstep._scaler import GradScaler
-from halfstep._scaler.earlier_norms import NUM_STEPS
 from halfstep._scaler.rules import Dynamic, LogMax, Static
 from halfstep._scaler.scale_state import Reason, ScaleState
 from halfstep._scaler.transition import next_state
@@ -386,7 +385,7 @@ class World:
 
     def is_first(self, optimizer: torch.optim.Optimizer) -> bool:
         """Say whether the step is one of the first, which are measured."""
-        return len(self.scaler._engine.journal.memory(optimizer).first_norms) < NUM_STEPS
+        return self.scaler._engine.journal.is_first(optimizer)
 
     def has_followed(self, param: Param) -> bool:
         """Say whether a gradient that was left is multiplied by the present scale; note it."""

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -136,8 +137,35 @@ def test_torch_unscales_both_twice() -> None:
     assert torch.equal(param, torch.full((2,), -1.0 / SCALE))
 
 
+def total_norm(params: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+
+
+CLIPS: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "norm": lambda params: torch.nn.utils.clip_grad_norm_(params, 1.0),
+    "norm, not foreach": lambda params: torch.nn.utils.clip_grad_norm_(params, 0.25, foreach=False),
+    "largest entry": lambda params: torch.nn.utils.clip_grad_norm_(params, 5.0, math.inf),
+    "with norm": lambda params: torch.nn.utils.clip_grads_with_norm_(
+        params, 1.0, total_norm(params)
+    ),
+    "value": lambda params: torch.nn.utils.clip_grad_value_(params, 0.1),
+    "clamp": lambda params: [param.grad.data.clamp_(-1, 1) for param in params],
+    "norm by hand": lambda params: torch._foreach_mul_(
+        [param.grad for param in params], 1.0 / total_norm(params)
+    ),
+}
+
+ORDERS: dict[str, Callable[[GradScaler, torch.optim.Optimizer], object]] = {
+    "step": lambda scaler, optimizer: None,
+    "unscale_": lambda scaler, optimizer: scaler.unscale_(optimizer),
+    "clip_grad_norm_": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("order", ORDERS)
 @fused_or_not
-def test_clipping_before_unscaling_is_noticed(fused: bool) -> None:
+def test_clipping_before_unscaling_is_noticed(fused: bool, order: str, clip: str) -> None:
     """A7."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
@@ -147,7 +175,8 @@ def test_clipping_before_unscaling_is_noticed(fused: bool) -> None:
     for _ in range(8):
         optimizer.zero_grad()
         scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        CLIPS[clip](list(model.parameters()))
+        ORDERS[order](scaler, optimizer)
         with warnings.catch_warnings(record=True) as now:
             warnings.simplefilter("always")
             scaler.step(optimizer)
@@ -159,8 +188,30 @@ def test_clipping_before_unscaling_is_noticed(fused: bool) -> None:
     assert "Call scaler.unscale_(optimizer) before you clip" in str(warning.message)
 
 
+@pytest.mark.parametrize("size", [1e-4, 1e-5, 3e-6, 1e-7])
+@pytest.mark.parametrize("num", [1, 2, 10_000])
+def test_small_gradients_that_never_change_are_no_alarm(num: int, size: float) -> None:
+    param = torch.nn.Parameter(torch.zeros(num))
+    optimizer, scaler = torch.optim.SGD([param], lr=0.1), GradScaler()
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale((param * size).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 @pytest.mark.parametrize(
-    "how", ["unscale_", "clip_grad_norm_", "max_norm", "nothing", "same batch"]
+    "how",
+    [
+        "unscale_",
+        "value",
+        "exactly",
+        "clip_grad_norm_",
+        "max_norm",
+        "nothing",
+        "same batch",
+        "small",
+    ],
 )
 @fused_or_not
 def test_no_false_alarm(fused: bool, how: str) -> None:
@@ -172,9 +223,15 @@ def test_no_false_alarm(fused: bool, how: str) -> None:
     batch = torch.randn(4, 8)
     for _ in range(8):
         optimizer.zero_grad()
-        scaler.scale(model(batch).square().mean()).backward()
-        if how == "unscale_":
+        loss = model(batch).square().mean()
+        scaler.scale(loss * 1e-6 if how == "small" else loss).backward()
+        if how in ("unscale_", "value", "exactly"):
             scaler.unscale_(optimizer)
+        if how == "value":
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        if how == "exactly":  # as if the norm were the limit itself
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if how == "unscale_":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         if how == "clip_grad_norm_":
             scaler.clip_grad_norm_(optimizer, 0.01)

@@ -9,7 +9,6 @@ from torch.amp.grad_scaler import OptState
 
 import halfstep
 from halfstep._scaler import GradScaler, Static
-from halfstep._scaler.torch_attributes import NEVER_CALLED
 from halfstep.errors import CallOrderError
 
 ATTRIBUTES = {name for name in vars(torch.amp.GradScaler("cpu")) if name.startswith("_")}
@@ -110,21 +109,22 @@ def test_after_accumulate_the_stage_is_unscaled() -> None:
     assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
 
 
-def test_states_cannot_be_written() -> None:
+def test_what_cannot_be_written_to_a_state() -> None:
     scaler: Any = GradScaler()
     _, optimizer = backward(scaler)
     scaler.unscale_(optimizer)
     states = scaler._per_optimizer_states
     writes = [
-        lambda: states.pop(id(optimizer), None),
-        states.clear,
         lambda: states.__setitem__(id(optimizer), {}),
-        lambda: states[id(optimizer)].__setitem__("stage", OptState.READY),
-        lambda: states[id(optimizer)].__setitem__("found_inf_per_device", {}),
-        lambda: setattr(scaler, "_per_optimizer_states", {}),
+        lambda: states.update({}),
+        lambda: states[id(optimizer)].__setitem__("stage", "ready"),
+        lambda: states[0].__setitem__("stage", OptState.STEPPED),
+        lambda: states[id(optimizer)].__setitem__("found_inf_per_device", 1.0),
+        lambda: states[id(optimizer)].__setitem__("found_inf", {torch.device("cpu"): 1.0}),
+        lambda: setattr(scaler, "_per_optimizer_states", {1: {}}),
     ]
     for write in writes:
-        with pytest.raises(TypeError, match=r"update\(new_scale=scaler.get_scale\(\)\)"):
+        with pytest.raises(TypeError, match=r"GradScaler\._per_optimizer_states"):
             write()
     assert states[id(optimizer)]["stage"] is OptState.UNSCALED
 
@@ -234,25 +234,6 @@ def test_switching_off() -> None:
 
 
 # --- subclasses, errors, and optimizers that take the scaler --------------------------------------
-
-
-@pytest.mark.parametrize("name", NEVER_CALLED)
-def test_a_subclass_with_a_method_that_nobody_calls(name: str) -> None:
-    assert hasattr(torch.amp.GradScaler, name)
-    with pytest.raises(TypeError, match=rf"Own\.{name}\(\): torch.amp.GradScaler calls it"):
-        type("Own", (GradScaler,), {name: lambda self: None})
-    mixed_in = type("MixedIn", (), {name: lambda self: None})
-    with pytest.raises(TypeError, match=name):
-        type("Own", (mixed_in, GradScaler), {})
-    type("Both", (GradScaler, torch.amp.GradScaler), {})
-
-
-@pytest.mark.parametrize("name", NEVER_CALLED)
-def test_a_method_that_nobody_calls_is_not_there(name: str) -> None:
-    scaler = GradScaler("cpu")
-    assert not hasattr(scaler, name)
-    with pytest.raises(AttributeError, match=rf"'{name}': a method of torch\.amp.*Instead"):
-        getattr(scaler, name)
 
 
 @both

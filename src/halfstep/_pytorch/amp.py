@@ -38,6 +38,21 @@ set_grad_enabled = torch._C._set_grad_enabled
 update_scale_ = torch._amp_update_scale_
 
 
+# (scaler, optimizer, inv_scale, found_inf, allow_fp16): the divisions and checks of torch.amp;
+# (scaler, optimizer, state, ...): its step. Neither uses the scaler.
+unscale_grads_: Callable[..., dict[torch.device, torch.Tensor]] = (
+    torch.amp.GradScaler._unscale_grads_
+)
+maybe_opt_step: Callable[..., Any] = torch.amp.GradScaler._maybe_opt_step
+
+
+def reciprocal_of(scale: torch.Tensor) -> torch.Tensor:
+    """Return the factor by which torch.amp multiplies gradients. Sync: none."""
+    if scale.device.type == "mps":  # no float64
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
 # (): the name of a backend added by a library, else "privateuseone".
 custom_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 

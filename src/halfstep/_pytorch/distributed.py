@@ -242,6 +242,15 @@ def has_comm_hook(module: torch.nn.parallel.DistributedDataParallel) -> bool:
     return bool(module._comm_hooks)
 
 
+def may_end_early(module: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether ranks in ``module.join()`` go on without those that have no more batches.
+
+    PyTorch does not reset this at the end of the context; ``module.join(enable=False)`` does.
+    """
+    config = module._join_config
+    return config.enable and not config.throw_on_early_termination
+
+
 def reduce_in_float32(module: torch.nn.parallel.DistributedDataParallel) -> None:
     """Make all gradients of a DistributedDataParallel float32. A collective of its ranks.
 

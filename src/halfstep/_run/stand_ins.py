@@ -166,20 +166,6 @@ class GradScaler(halfstep.GradScaler):
     def _switch_off(self) -> None:
         self.__class__ = _switched_off(type(self))
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Warn about overridden methods that only PyTorch's scaler would call."""
-        # halfstep.GradScaler would raise for such a class.
-        super(halfstep.GradScaler, cls).__init_subclass__(**kwargs)
-        internal = vars(_TorchGradScaler).keys() - set(dir(halfstep.GradScaler))
-        overridden = sorted(internal & vars(cls).keys())
-        if overridden:
-            warnings.warn(
-                f"{cls.__name__} overrides {', '.join(overridden)} of torch.amp.GradScaler, which "
-                "halfstep's GradScaler does not have: it is never called",
-                HalfstepWarning,
-                stacklevel=2,
-            )
-
 
 def _is_possible(device: str, enabled: bool) -> bool:
     """Return ``enabled``; for CUDA on a machine without it, warn and return False."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -14,7 +15,7 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler import clipping
 from halfstep._scaler.after_step import Count, check_count
 from halfstep._scaler.agreement import ALONE
-from halfstep._scaler.closures import drop_gradients, split_closure
+from halfstep._scaler.closures import drop_gradients, is_value, put_back, split_closure
 from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
@@ -35,6 +36,8 @@ class DisabledGradScaler(GradScaler):
 
     def scale(self, outputs: Any, name: str | None = None) -> Any:
         """Return ``outputs`` unchanged."""
+        if isinstance(outputs, Tensor) and not torch.compiler.is_compiling():
+            self._engine.iteration.newest_loss = weakref.ref(outputs)
         return outputs
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -81,11 +84,15 @@ class DisabledGradScaler(GradScaler):
 
         @torch.enable_grad()
         def evaluate() -> Any:
+            params = parameters(optimizer)
+            held = [(param, param.grad) for param in params if param.grad is not None]
             drop_gradients(optimizer)
             loss = closure()
-            if isinstance(loss, Tensor) and not collect(parameters(optimizer)).grads:
-                # The user's closure leaves backward() to the scaler.
-                loss.backward()  # type: ignore[no-untyped-call]
+            if all(param.grad is None for param in params):
+                if held and is_value(loss, self._engine.iteration):
+                    put_back(held)
+                elif isinstance(loss, Tensor):  # the closure leaves backward() to the scaler
+                    loss.backward()  # type: ignore[no-untyped-call]
             if max_norm is not None:
                 self.clip_grad_norm_(optimizer, max_norm)
             return loss

@@ -3,34 +3,38 @@
 Megatron-LM and others skip a step for a huge norm as for inf. Here, huge is relative to the running
 median, which a few such steps do not move.
 
-Gradients that are clipped before they are unscaled have the same small, still scaled norm in every
-step. The updates are then too small by a factor of the scale: training looks stuck, without an
-error.
+Gradients that are clipped before they are unscaled make updates that are too small by a factor of
+the scale: training looks stuck, without an error. Scaled gradients exceed every limit, so in every
+step their norm, or largest magnitude, is the limit itself: a number of few digits.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep._common.numbers import power
-from halfstep._scaler.optimizers import members, name
+from halfstep._scaler.optimizers import name
 from halfstep._scaler.scalars import checked_count, checked_number, to_float32
+from halfstep._scaler.transition import HostCopy
 from halfstep.errors import HalfstepWarning
 
 NUM_STEPS = 3
 """Number of first steps of each optimizer that are compared: clipping happens from the start."""
 
-SMALLEST_MAX_NORM = 1e-3
-"""A constant norm below this times the scale means clipping before unscaling: unscaled gradients
-are never clipped to less, and correctly clipping scaled ones to ``max_norm * scale`` leaves
-more."""
+SMALLEST_LIMIT = 1e-3
+"""Unscaled gradients are never clipped to less, and correctly clipping scaled ones to ``max_norm *
+scale`` leaves more than this times the scale."""
+
+TOLERANCE = 1e-5
+"""Relative distance of a clipped norm from its limit. Within it lies one in 1,000 other numbers of
+any size from a number of two digits, and three in a row one in a billion."""
 
 
 class NormLimit:
@@ -84,9 +88,7 @@ class NormLimits:
     def __init__(self) -> None:
         self.settings: tuple[float, int] | None = None  # times the median, and the window
         self._limits: list[NormLimit] = []
-        self._limit_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, NormLimit] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._limit_of: MutableMapping[torch.optim.Optimizer, NormLimit] = WeakIdKeyDictionary()
         self._num_seen = 0  # optimizers so far, including those that no longer exist
 
     def set(self, times_median: float | None, window: int) -> None:
@@ -129,25 +131,50 @@ class NormLimits:
         return limits
 
 
-def see_first_norm(
-    norms: list[float], optimizer: torch.optim.Optimizer, scaled_norm: float, scale: float
-) -> None:
-    """Add the finite norm of one of the first steps; after the last one warn if all are equal.
+class EarlyClipping:
+    """The search for gradients clipped before they are unscaled, in the first steps. Sync: none."""
 
-    Without clipping, two norms are never equal to four digits.
-    """
-    norms.append(scaled_norm)
-    # In a warm-up that starts at a learning rate of 0 they are equal for another reason.
-    groups = [group for each in members(optimizer) for group in each.param_groups]
-    has_moved = any(group.get("lr", 1.0) != 0.0 for group in groups)
-    same = has_moved and max(norms) - min(norms) <= 1e-4 * max(norms)
-    if len(norms) == NUM_STEPS and same and 0 < max(norms) < SMALLEST_MAX_NORM * scale:
-        warnings.warn(
-            f"step({name(optimizer)}): the norm of the gradients, still multiplied by the scale "
-            f"{power(scale)}, was {scaled_norm:.4g} in {NUM_STEPS} steps one after the other. "
-            "They seem to be clipped before they are unscaled, which makes every update "
-            f"{power(scale)} times too small. Call scaler.unscale_(optimizer) before you clip, or "
-            "leave the clipping to scaler.step(optimizer, max_norm=...)",
-            HalfstepWarning,
-            stacklevel=6,  # the caller of GradScaler.step
-        )
+    def __init__(self) -> None:
+        self.is_over = False
+        self._rows: list[Tensor] = []  # of each step: norm, largest magnitude, scale
+        self._arriving = HostCopy()
+
+    def see(
+        self, optimizer: torch.optim.Optimizer, norm: Tensor, amax: Tensor, scale: Tensor
+    ) -> None:
+        """Add a step by its unscaled norm and largest magnitude; warn after ``NUM_STEPS`` of them.
+
+        Steps with inf or NaN do not count.
+        """
+        if len(self._rows) < NUM_STEPS:
+            self._rows.append(torch.stack([norm * scale, amax * scale, scale]))
+        if len(self._rows) == NUM_STEPS:
+            self._arriving.send(torch.stack(self._rows))
+        arrived = self._arriving.latest()
+        if arrived is None:
+            return
+        rows = arrived.tolist()
+        self._arriving = HostCopy()
+        self._rows = [
+            row for row, numbers in zip(self._rows, rows, strict=True) if math.isfinite(numbers[0])
+        ]
+        self.is_over = len(self._rows) == NUM_STEPS
+        for what, column in ("norm", 0), ("largest entry", 1):
+            if self.is_over and all(is_limit(row[column], row[2]) for row in rows):
+                value, factor = rows[-1][column], power(rows[-1][2])
+                warnings.warn(
+                    f"step({name(optimizer)}): the {what} of the gradients, still multiplied by "
+                    f"the scale {factor}, was {value:.4g} in {NUM_STEPS} steps. They seem to be "
+                    f"clipped before they are unscaled, which makes every update {factor} times "
+                    "too small. Call scaler.unscale_(optimizer) before you clip, or leave the "
+                    "clipping to scaler.step(optimizer, max_norm=...)",
+                    HalfstepWarning,
+                    stacklevel=5,  # the caller of GradScaler.step
+                )
+                return
+
+
+def is_limit(value: float, scale: float) -> bool:
+    """Return whether a scaled gradient's norm or entry is a limit that people clip to."""
+    is_round = abs(value - float(f"{value:.1e}")) <= TOLERANCE * value
+    return is_round and 0.0 < value < SMALLEST_LIMIT * scale

@@ -21,6 +21,7 @@ from halfstep._scaler.iteration import (
     Iteration,
     Journal,
     Stage,
+    Step,
 )
 from halfstep._scaler.loss_scale import LossScale, Saved, Scales
 from halfstep._scaler.optimizers import Names, name
@@ -61,7 +62,7 @@ class Engine:
             iteration.watch()
         if OBSERVERS and not is_traced:
             for observer in OBSERVERS:
-                observer.on_loss(self._owner(), outputs)
+                observer.on_loss(self.owner(), outputs)
         scale = self.scales.get(loss) or LossScale(self.scales.first)
         if isinstance(outputs, Tensor):
             scaled = scale.multiply(outputs, is_traced=is_traced)
@@ -70,8 +71,11 @@ class Engine:
         self.scales[loss] = scale  # not reached if the outputs were rejected
         if is_traced:
             unused.has_compiled_losses = True
-        elif unused.is_searching or unused.waiting:
-            unused.see_loss(scaled, scale)
+        else:
+            if unused.is_searching or unused.waiting:
+                unused.see_loss(scaled, scale)
+            if isinstance(outputs, Tensor):
+                iteration.newest_loss = weakref.ref(outputs)
         iteration.losses[loss] = iteration.losses.get(loss, 0) + 1
         iteration.num_losses += 1
         return scaled
@@ -129,16 +133,25 @@ class Engine:
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale. Sync: none."""
         earlier = self.iteration.step_of(optimizer)
+        self.require_scaled(optimizer, earlier)
+        ready = step.gather(self, "unscale_", optimizer, earlier)
+        step.refuse_half(self, ready)
+        if ready.is_first and ready.multiplier is not None:
+            step.measure(ready)
+            step.multiply_(ready)
+            ready.first_norm, ready.norms, ready.norm = ready.norm, None, None
+        else:
+            step.unscale_(ready)
+        step.keep(self.iteration, ready, Stage.UNSCALED)
+
+    def require_scaled(self, optimizer: torch.optim.Optimizer, earlier: Step | None) -> None:
+        """Raise CallOrderError if ``unscale_`` comes too late for an optimizer."""
         if earlier is not None and earlier.stage is not Stage.SCALED:
             raise CallOrderError(
                 f"unscale_({name(optimizer)}): {earlier.stage.value} since the last update(). Call "
                 "unscale_() at most once an iteration, after the last backward() and before "
                 "step(); call update() at the end of the iteration"
             )
-        ready = step.gather(self, "unscale_", optimizer, earlier)
-        step.refuse_half(self, ready)
-        step.unscale_(ready)
-        step.keep(self.iteration, ready, Stage.UNSCALED)
 
     # --- the end of an iteration ------------------------------------------------------------------
 
@@ -207,9 +220,9 @@ class Engine:
         for outcome in outcomes:
             outcome.after = outcome.loss_scale.snapshot()
         for observer in OBSERVERS:
-            observer.on_iteration(self._owner(), outcomes)
+            observer.on_iteration(self.owner(), outcomes)
 
-    def _owner(self) -> GradScaler:
+    def owner(self) -> GradScaler:
         scaler = self._scaler()
         assert scaler is not None
         return scaler
@@ -220,7 +233,7 @@ class Engine:
         if scale is not None:
             first = replace(first, scale=scale)
             states = {loss: replace(state, scale=scale) for loss, state in states.items()}
-        copied = Engine(first, Ranks("local"), self._owner())
+        copied = Engine(first, Ranks("local"), self.owner())
         copied.scales.load(states)
         return copied
 

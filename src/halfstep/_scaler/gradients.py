@@ -18,7 +18,7 @@ from torch import Tensor
 from halfstep._pytorch.amp import check_and_unscale_, increment_version, set_grad_enabled
 from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, settle
 from halfstep._pytorch.storages import values_of_sparse
-from halfstep._scaler.optimizers import HOLDERS, members
+from halfstep._scaler.optimizers import HOLDERS, members, name
 from halfstep._scaler.scalars import Scalar, describe, moved, reciprocal
 
 NUM_NAMED = 3
@@ -31,6 +31,7 @@ LARGE = 1 << 14
 Kind: TypeAlias = tuple[torch.device, torch.dtype]
 
 _PLAIN_TYPES = {Tensor}
+_USUAL_PARAMETERS = {Tensor, torch.nn.Parameter}
 _NONE_TYPE = type(None)
 _STRIDED = {torch.strided}
 
@@ -145,17 +146,30 @@ NONE = Gradients([], [], [], {}, frozenset())
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all parameters of an optimizer in the order of its groups.
 
-    For a container, the parameters of everything it holds, each once.
+    For a container, the parameters of everything it holds, each once. None in a group, as some
+    optimizers have for a removed parameter, is left out.
+
+    Raises:
+        TypeError: A group holds something else, such as a name.
     """
     params: list[Tensor] = []
     # Ask the class first: a property of it may raise. map() adds no Python call per holder.
     is_container = any(map(partial(hasattr, type(optimizer)), HOLDERS)) or any(
         map(partial(hasattr, optimizer), HOLDERS)
     )
-    found = members(optimizer) if is_container else [optimizer]
+    has_groups = hasattr(optimizer, "param_groups")
+    found = members(optimizer) if is_container or not has_groups else [optimizer]
     for each in found:
         for group in each.param_groups:
             params += group["params"]
+    if not set(map(type, params)) <= _USUAL_PARAMETERS:
+        params = [param for param in params if param is not None]
+        for param in params:
+            if not isinstance(param, Tensor):
+                raise TypeError(
+                    f"{name(optimizer)}: its param_groups hold a {type(param).__name__} among the "
+                    "parameters. Each group['params'] is a list of tensors"
+                )
     return list(dict.fromkeys(params)) if len(found) > 1 else params
 
 

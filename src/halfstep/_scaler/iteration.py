@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler import scalars
 from halfstep._scaler.agreement import ALONE, NUM_NUMBERS, Agreement, Alone, Together
+from halfstep._scaler.earlier_norms import EarlyClipping
 from halfstep._scaler.gradients import Gradients, parameters
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.norms import Norms
@@ -91,6 +92,8 @@ class Step:
             wrapper that shares parameters.
         ranks: Who decides about the step.
         asked: Ids of the parameters, with or without gradients, if several ranks decide.
+        is_first: Whether norm and largest magnitude are measured, as in the first steps.
+        first_norm: The norm that ``unscale_`` measured for that reason alone.
         num_losses: Number of losses that had been scaled when the call ended.
         own_check: The check of the gradients that were still scaled, once it exists.
         norms: Norms of the gradients before any clipping, if measured.
@@ -108,6 +111,8 @@ class Step:
     checks: list[GradientCheck] = field(default_factory=list)
     ranks: Alone | Together = ALONE
     asked: frozenset[int] = frozenset()
+    is_first: bool = False
+    first_norm: Scalar | None = None
     stage: Stage = Stage.SCALED
     num_losses: int = 0
     own_check: GradientCheck | None = None
@@ -125,8 +130,8 @@ class Step:
         return len(self.gradients.grads) > 0 or self.ranks.is_together
 
     def parameters(self) -> list[Tensor]:
-        assert self.optimizer is not None
-        return parameters(self.optimizer)
+        # There is no optimizer if a subclass with its own unscale_() has only told its id.
+        return [] if self.optimizer is None else parameters(self.optimizer)
 
     def agreements(self) -> list[Agreement]:
         """Return the agreements of all checks; empty if this rank decides alone."""
@@ -242,6 +247,7 @@ class Iteration:
         self.checks: list[GradientCheck] = []
         self.losses: dict[str | None, int] = {}
         self.num_losses = 0
+        self.newest_loss: weakref.ref[Tensor] | None = None
         # Built only for a second optimizer, since it is slow for thousands of gradients.
         self._check_of: dict[int, GradientCheck] = {}
         self._num_checks_in_it = 0
@@ -317,6 +323,13 @@ class Iteration:
                     self.hooks.append(hook)
         self._num_watched = len(self.checks)
 
+    def forget(self, key: int) -> None:
+        """Forget the step of an optimizer, by its ``id``, and what was found for it."""
+        step = self.steps.pop(key, None)
+        if step is not None:
+            self.checks = [check for check in self.checks if check not in step.checks]
+            self._check_of, self._num_checks_in_it, self._num_watched = {}, 0, 0
+
     def is_fresh(self, param: Tensor) -> bool:
         """Return whether a backward pass has added to the gradient since it was checked."""
         return self._fresh.get(id(param)) == id(param.grad)
@@ -344,10 +357,11 @@ class Iteration:
 class Memory:
     """The data about an optimizer that outlives an iteration."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
         self.outcome: Outcome | None = None  # of its last step
         self.number = 0  # of that step in the order of all steps
-        self.first_norms: list[float] = []  # still scaled
+        self.early_clipping = EarlyClipping()
 
     def clear(self) -> None:
         """Release the parameters: the optimizer no longer exists."""
@@ -360,20 +374,25 @@ class Journal:
     """The outcomes in the order of the steps. Sync: none, except :meth:`entries`."""
 
     def __init__(self) -> None:
-        self.memories: weakref.WeakKeyDictionary[torch.optim.Optimizer, Memory] = (
-            weakref.WeakKeyDictionary()
-        )
+        # By id of the optimizer, until it no longer exists: data classes are not hashable.
+        self.memories: dict[int, Memory] = {}
         self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
         self.open: list[Outcome] = []  # of the iteration that has not ended
         self._num_steps = 0
 
     def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
-        memory = self.memories.get(optimizer)
+        memory = self.memories.get(id(optimizer))
         if memory is None:
-            memory = self.memories[optimizer] = Memory()
+            memory = self.memories[id(optimizer)] = Memory(optimizer)
             # The callback must not keep the journal alive as long as the optimizer.
-            weakref.finalize(optimizer, memory.clear).atexit = False
+            arguments = weakref.ref(self), id(optimizer), memory
+            weakref.finalize(optimizer, _forget, *arguments).atexit = False
         return memory
+
+    def is_first(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Return whether the next step of an optimizer is one of the first, which are measured."""
+        memory = self.memories.get(id(optimizer))
+        return optimizer is not None and (memory is None or not memory.early_clipping.is_over)
 
     def add(self, memory: Memory, outcome: Outcome) -> None:
         if memory.outcome is not None:
@@ -406,13 +425,12 @@ class Journal:
 
     def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
         """Return the outcome of the last step of an optimizer, None if there was none."""
-        # `in` also accepts wrappers that cannot be weakly referenced.
-        if optimizer in self.memories:
-            own = self.memories[optimizer]
-            if own.number == self._num_steps:  # the last step of all, as with one optimizer
-                return own.outcome
+        own = self.memories.get(id(optimizer))
+        if own is not None and own.number == self._num_steps:  # as with one optimizer
+            return own.outcome
         newest = None
-        for stepped, memory in self.memories.items():
+        for memory in self.memories.values():
+            stepped = memory.optimizer()
             is_newer = newest is None or memory.number > newest.number
             if memory.outcome is not None and is_newer and makes_step_of(stepped, optimizer):
                 newest = memory
@@ -421,3 +439,11 @@ class Journal:
     def entries(self) -> list[HistoryEntry]:
         """Return all outcomes as history entries, oldest first. Sync: one."""
         return read_all(list(self._all))
+
+
+def _forget(journal: weakref.ref[Journal], key: int, memory: Memory) -> None:
+    """Forget an optimizer that no longer exists."""
+    memory.clear()
+    alive = journal()
+    if alive is not None:
+        alive.memories.pop(key, None)

@@ -25,14 +25,13 @@ from halfstep._scaler.scalars import (
     is_readable,
     moved,
 )
-from halfstep._scaler.scale_state import NO_RUN, ScaleState
+from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.transition import (
     CPU,
     DeviceSnapshot,
     DeviceState,
     HostCopy,
     HostState,
-    changed,
 )
 from halfstep.errors import CallOrderError
 
@@ -162,8 +161,8 @@ class LossScale:
         if not isinstance(live, HostState):
             return live.scale.clone()  # update() changes the tensor in place
         scale = live.scale.item()
-        if scale != live.now.scale:  # existing code writes to scaler._scale in place
-            live.now = changed(live.now, scale=scale, **NO_RUN)
+        if scale != live.now.scale or live.has_count:  # existing code may write in place
+            live.follow_writes_()
         return scale
 
     def read(self) -> ScaleState:

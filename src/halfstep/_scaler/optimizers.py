@@ -243,11 +243,15 @@ def _places(optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
 # --- the scale ------------------------------------------------------------------------------------
 
 
+def is_pytorchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its step is PyTorch's, which evaluates a closure before anything else."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
+
+
 def evaluates_first(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether its step surely evaluates a closure once, before it changes anything."""
     # Among PyTorch's optimizers only LBFGS evaluates the closure after its first change.
-    module = type(optimizer).step.__module__
-    return module.startswith("torch.optim.") and module != "torch.optim.lbfgs"
+    return is_pytorchs(optimizer) and type(optimizer).step.__module__ != "torch.optim.lbfgs"
 
 
 def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
@@ -257,17 +261,18 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
     and ``found_inf``, set on the wrapper, would not reach the optimizer, and it would ignore both.
     Neither does a container, whose members would not get them.
     """
-    own = vars(optimizer).get(_HANDLES_SCALE, _NOT_SET)
+    own = getattr(optimizer, "__dict__", {}).get(_HANDLES_SCALE, _NOT_SET)
     if own is _NOT_SET:
-        return getattr(type(optimizer), _HANDLES_SCALE, False) is True
-    if own is True:
+        of_class = getattr(type(optimizer), _HANDLES_SCALE, False)
+        return bool(of_class) and not hasattr(of_class, "__get__")
+    if own:
         if any(_attribute(optimizer, holder) is not None for holder in HOLDERS):
             return False
         # torch.optim: loading the state of a non-fused optimizer into a fused one disables fusing.
-        for group in optimizer.param_groups:
+        for group in getattr(optimizer, "param_groups", []):
             if not group.get("fused", True):
                 return False
-    return own is True
+    return bool(own)
 
 
 def writes_unscaled(optimizer: torch.optim.Optimizer) -> bool:

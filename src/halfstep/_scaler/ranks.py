@@ -22,6 +22,7 @@ from halfstep._pytorch.distributed import (
     has_comm_hook,
     has_ranks,
     is_dtensor,
+    may_end_early,
     reduced_by,
     spec_of,
 )
@@ -69,6 +70,8 @@ class Layout:
     """The union of the ranks of its DTensors; None without any."""
     copies: dict[int, int] = field(default_factory=dict)
     """By id of a plain parameter: the number of ranks that have the same gradient."""
+    wrappers: list[ref[DistributedDataParallel]] = field(default_factory=list)
+    """Those that reduce its plain parameters."""
 
     # By the id of a spec, together with the spec, so that the id is not reused.
     _by_spec: dict[int, tuple[Any, float]] = field(default_factory=dict, init=False, repr=False)
@@ -77,6 +80,21 @@ class Layout:
     def num_sharing(self) -> int:
         """Number of ranks that hold a part or a copy of the same parameters."""
         return 1 if self.sharing is None else len(self.sharing.ranks)
+
+    def require_all_ranks(self, call: str) -> None:
+        """Raise if some ranks may have left ``join()``, and would not take part in a collective."""
+        for wrapper in self.wrappers:
+            module = wrapper()
+            if module is not None and may_end_early(module):
+                raise RanksError(
+                    f"{call}: inside join(), ranks without batches take no steps, but all ranks "
+                    "decide together (process_group=, or a communication hook). Their collectives "
+                    "would not match, which can abort the process.\n"
+                    "Cure: give all ranks equally many batches, or end the epoch on all of them: "
+                    "model.join(throw_on_early_termination=True), and catch its RuntimeError; or "
+                    "let each rank decide by its averaged gradients: process_group='local'. If "
+                    "join() is over, tell PyTorch: with model.join(enable=False): pass"
+                )
 
     def shares(self, gradients: Gradients) -> list[float]:
         """Return for each gradient 1 / (number of ranks in the group that have the same one).
@@ -156,6 +174,7 @@ class Ranks:
             if params:
                 self._found[params[0]] = key, found
         if isinstance(found, Layout):
+            found.require_all_ranks(call)
             return Together(found, call, losses, has_scale, self._numbers.__next__)
         self.is_to_compare |= found is REDUCED
         return found
@@ -192,7 +211,7 @@ class Ranks:
         if len(group.ranks) == 1:
             return ALONE
         sizes = {key: len(members[each]) for key, each in copies.items()}
-        return Layout(group, sharing, sizes)
+        return Layout(group, sharing, sizes, list(map(ref, {*reduced.values()})))
 
     def _copies(
         self, param: Tensor, reduced: dict[int, DistributedDataParallel]
@@ -280,8 +299,8 @@ def require_same(group: Group, call: str, state: Mapping[str, Any]) -> None:
         raise RanksError(
             f"{call}: nothing is saved, since the ranks have different states:\n"
             + group.lines(rows, lambda row: f"scale {power(row[2])}, growth tracker {row[1]:.0f}")
-            + "\nCure: load the same state on all ranks, or set one scale on all of them: "
-            "scaler.update(new_scale=...)"
+            + "\nCure: load the same state on all ranks: scaler.load_state_dict(state), with the "
+            "state_dict() of one rank, which torch.distributed.broadcast_object_list() sends"
         )
 
 
@@ -347,9 +366,11 @@ class StateComparison:
                 + "\nCause: gradients that were changed on some ranks after "
                 "DistributedDataParallel had averaged them, a checkpoint or update(new_scale=...) "
                 "on some ranks only, or calls of the scaler that some ranks leave out.\n"
-                "Cure: load the same checkpoint on all ranks, one from before that. With "
-                "process_group=torch.distributed.group.WORLD, for GradScaler or guard, all ranks "
-                "decide together, in every step."
+                "Cure: load the same checkpoint on all ranks, one from before that. If ranks end "
+                "their epochs at different steps, as in join(), give all of them equally many "
+                "batches. With process_group=torch.distributed.group.WORLD, for GradScaler or "
+                "guard, all ranks decide together, in every step; join() then needs "
+                "throw_on_early_termination=True."
             )
 
     def _ask(self, function: Callable[..., _T], *args: Any) -> _T | None:

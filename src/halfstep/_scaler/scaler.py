@@ -7,9 +7,10 @@ arXiv:1710.03740). :mod:`halfstep._scaler.engine` and :mod:`halfstep._scaler.ste
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from halfstep._common.numbers import power
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
-from halfstep._scaler import clipping, step
+from halfstep._scaler import clipping, overrides, step
 from halfstep._scaler.access import THIS_THREAD
 from halfstep._scaler.accumulation import accumulate
 from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
@@ -26,13 +27,19 @@ from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import split_closure, step_with_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.loss_scale import LossScale, Saved
-from halfstep._scaler.optimizers import handles_scale, name, require_optimizer, takes_scaler
+from halfstep._scaler.optimizers import (
+    handles_scale,
+    is_optimizer,
+    name,
+    require_optimizer,
+    takes_scaler,
+)
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.rules import DEFAULT_SCALE, Dynamic, Rule, scale_and_rule
 from halfstep._scaler.scalars import checked_device
 from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.torch_attributes import TorchAttributes, refuse_never_called
+from halfstep._scaler.torch_attributes import TorchAttributes
 from halfstep.errors import CallOrderError, HalfstepWarning
 
 if TYPE_CHECKING:
@@ -100,11 +107,6 @@ class GradScaler(TorchAttributes):
         >>> scaler.get_scale()
         65536.0
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Reject a subclass that overrides a method which only torch.amp.GradScaler calls."""
-        super().__init_subclass__(**kwargs)
-        refuse_never_called(cls)
 
     def __init__(
         self,
@@ -179,6 +181,8 @@ class GradScaler(TorchAttributes):
         """
         if not (name is None or isinstance(name, str)):
             raise TypeError(f"scale(name={name!r}): the name of a loss is a string")
+        if self._engine.scales[None].live is None:
+            overrides.create_scale(self, outputs)
         scaled = self._engine.scale(outputs, name)
         if self._device is None:
             self._device = self._engine.scales.device_type()
@@ -208,7 +212,10 @@ class GradScaler(TorchAttributes):
         Sync: none.
         """
         require_optimizer("unscale_", optimizer)
-        self._engine.unscale_(optimizer)
+        if "_unscale_grads_" in self._overridden():
+            overrides.unscale_(self, optimizer)
+        else:
+            self._engine.unscale_(optimizer)
 
     @keep_out_of_graphs
     def step(
@@ -249,7 +256,7 @@ class GradScaler(TorchAttributes):
         Sync: one; none for an optimizer that handles the scale itself; with a closure, one for each
         evaluation.
         """
-        if not hasattr(optimizer, "param_groups"):
+        if not (hasattr(optimizer, "param_groups") or handles_scale(optimizer)):
             require_optimizer("step", optimizer)
         if max_norm is not None and not (type(max_norm) is float and max_norm >= 0.0):
             max_norm = clipping.checked_max_norm(max_norm)
@@ -264,6 +271,8 @@ class GradScaler(TorchAttributes):
             is_fused = handles_scale(optimizer)
             if is_fused and takes_scaler(optimizer):
                 return self._step_with_scaler(optimizer, args, kwargs, max_norm)
+            if self._overridden():
+                return overrides.step(self, optimizer, args, kwargs, max_norm, is_fused=is_fused)
             return step.take(self._engine, optimizer, args, kwargs, max_norm, is_fused=is_fused)
         finally:
             THIS_THREAD.stepping = before
@@ -334,6 +343,11 @@ class GradScaler(TorchAttributes):
 
         Sync: none.
         """
+        if self._overridden():
+            if not is_optimizer(optimizer_or_parameters):
+                overrides.refuse_overrides(self, "clip_grad_norm_(parameters)")
+            elif overrides.is_ready(self, optimizer_or_parameters):  # type: ignore[arg-type]
+                self.unscale_(optimizer_or_parameters)  # type: ignore[arg-type]
         return clipping.clip_grad_norm_(
             self._engine,
             optimizer_or_parameters,
@@ -375,6 +389,7 @@ class GradScaler(TorchAttributes):
             True
         """
         require_optimizer("accumulate", optimizer)
+        overrides.refuse_overrides(self, "accumulate()")
         return accumulate(self._engine, optimizer)
 
     @keep_out_of_graphs
@@ -575,6 +590,9 @@ class GradScaler(TorchAttributes):
     @keep_out_of_graphs
     def get_scale(self, name: str | None = None) -> float:
         """Return the scale (of the named loss); 1.0 if the scaler is disabled. Sync: one."""
+        if name is None and "_get_scale_async" in self._overridden():
+            scale = self._get_scale_async()
+            return self._init_scale if scale is None else scale.item()
         return self._named(name).value()
 
     def get_growth_factor(self) -> float:
@@ -632,6 +650,8 @@ class GradScaler(TorchAttributes):
         """
         engine = self._engine
         state = Saved(engine.scales.read(), engine.norm_limits).to_dict()
+        if self._overridden():
+            state |= {"scale": self.get_scale(), "_growth_tracker": self._get_growth_tracker()}
         group = saving_group()
         if group is not None:
             engine.ranks.require_same("state_dict()", state, group)
@@ -684,6 +704,14 @@ class GradScaler(TorchAttributes):
 
     # --- internals --------------------------------------------------------------------------------
 
+    def _overridden(self) -> Set[str]:
+        """Return the methods in AS_MADE that a subclass or a patch has replaced."""
+        cls, of_object = type(self), self.__dict__
+        if _hooks_of(cls) == _AS_MADE and AS_MADE.keys().isdisjoint(of_object):
+            return _NONE
+        replaced = {hook for hook in AS_MADE if getattr(cls, hook) is not AS_MADE[hook]}
+        return replaced | (AS_MADE.keys() & of_object)
+
     def _named(self, name: str | None) -> LossScale:
         if name not in self._engine.scales:
             known = [key for key in self._engine.scales if key is not None]
@@ -701,3 +729,24 @@ class GradScaler(TorchAttributes):
                 "rule=Dynamic(...), or leave it out"
             )
         self._engine.scales.set_rule(replace(self._rule, **changes))  # type: ignore[arg-type]
+
+
+AS_MADE = {
+    hook: getattr(GradScaler, hook)
+    for hook in (
+        "unscale_",
+        "_unscale_grads_",
+        "_maybe_opt_step",
+        "_check_inf_per_device",
+        "_lazy_init_scale_growth_tracker",
+        "_check_scale_growth_tracker",
+        "_get_scale_async",
+        "_get_growth_tracker",
+        "get_scale",
+    )
+}
+"""Methods that PyTorch's scaler calls on itself. So does this one if they are overridden."""
+
+_NONE: frozenset[str] = frozenset()
+_hooks_of = attrgetter(*AS_MADE)
+_AS_MADE = tuple(AS_MADE.values())

@@ -28,7 +28,7 @@ from torch import Tensor
 from halfstep._pytorch.distributed import has_process_group
 from halfstep._scaler import scalars
 from halfstep._scaler.agreement import ALONE, Alone, Together
-from halfstep._scaler.earlier_norms import NUM_STEPS, NormLimit, see_first_norm
+from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.gradients import NONE, Gradients, collect, parameters, refuse_float16
 from halfstep._scaler.iteration import (
     GradientCheck,
@@ -71,24 +71,24 @@ def take(
     if earlier is not None:
         require_not_stepped(earlier)
     step = gather(engine, "step", optimizer, earlier)
-    memory = engine.journal.memories.get(optimizer) or engine.journal.memory(optimizer)
+    memory = engine.journal.memories.get(id(optimizer)) or engine.journal.memory(optimizer)
     norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
     # Looked up on the instance: accelerate replaces `step` there to detect whether it was called.
     make_step = partial(optimizer.step, *args, **kwargs)
     try:
         if is_fused:
-            result = _take_fused(step, memory, make_step, max_norm, norm_limit)
+            result = _take_fused(step, make_step, max_norm, norm_limit)
         else:
             if torch.float16 in step.gradients.dtypes:
                 refuse_half(engine, step)
-            result = _take_plain(step, memory, make_step, max_norm, norm_limit)
+            result = _take_plain(step, make_step, max_norm, norm_limit)
     except BaseException as error:
         if step.ranks.is_together and isinstance(error, RanksError | CallOrderError):
             engine.end_iteration()  # raised on all ranks, which can continue
         else:
-            _remember_failure(engine.iteration, step)
-        if memory.outcome is None and not memory.first_norms:
-            engine.journal.memories.pop(optimizer, None)
+            remember_failure(engine.iteration, step)
+        if memory.outcome is None:
+            engine.journal.memories.pop(id(optimizer), None)
         raise
     remember(engine, optimizer, step, memory, is_fused=is_fused)
     return result
@@ -150,11 +150,13 @@ def gather(
         )
     if earlier is not None and not is_scaled:
         step = Step(optimizer, loss_scale, gradients, None, earlier.checks, ranks)
-        step.norms, step.norm = earlier.norms, earlier.norm
+        step.norms, step.norm, step.first_norm = earlier.norms, earlier.norm, earlier.first_norm
         if iteration.num_losses > earlier.num_losses:
             _require_no_new(iteration, step, params, f"{call}({name(owner)})")
         return step
     step = Step(optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks)
+    memory = engine.journal.memories.get(id(optimizer))
+    step.is_first = optimizer is not None and (memory is None or not memory.early_clipping.is_over)
     return _unscaled_apart(engine, step, params) if iteration.checks or ranks.is_together else step
 
 
@@ -236,9 +238,9 @@ def unscale_(step: Step) -> None:
     loss_scale, multiplier = step.loss_scale, step.multiplier
     if multiplier is None or not (step.gradients.grads or step.ranks.is_together):
         return
-    amax = _largest(step) if loss_scale.wants_amax else None
+    amax = largest_of(step) if loss_scale.wants_amax else None
     found_inf = step.gradients.unscale_(multiplier, can_amplify=loss_scale.can_amplify)
-    _add_check(step, found_inf, amax)
+    add_check(step, found_inf, amax)
     step.multiplier = None
 
 
@@ -299,11 +301,11 @@ def _add_check_of_scaled(step: Step, found: list[Tensor], norms: Norms | None = 
         found += overflows_when_divided(step.gradients, step.multiplier)
     device = step.loss_scale.device
     found_inf = {device: scalars.any_of(found, device)} if found else {}
-    amax = _largest(step) if step.loss_scale.wants_amax else None
-    _add_check(step, found_inf, amax, norms)
+    amax = largest_of(step) if step.loss_scale.wants_amax or step.is_first else None
+    add_check(step, found_inf, amax, norms)
 
 
-def _add_check(
+def add_check(
     step: Step,
     found_inf: dict[torch.device, Tensor],
     amax: Tensor | None,
@@ -317,7 +319,7 @@ def _add_check(
         step.ranks.agree_on(own, norms, has_gradients=has_gradients)
 
 
-def _largest(step: Step) -> Tensor | None:
+def largest_of(step: Step) -> Tensor | None:
     """Return the largest unscaled magnitude, which the rule needs. 1 G."""
     if not step.gradients.grads:
         return None
@@ -357,14 +359,16 @@ def multiply_(step: Step) -> None:
 
 def _take_plain(
     step: Step,
-    memory: Memory,
     make_step: Callable[[], Any],
     max_norm: float | None,
     norm_limit: NormLimit | None,
 ) -> Any:
-    is_first = step.multiplier is not None and len(memory.first_norms) < NUM_STEPS
     undo = None
-    if is_first or max_norm is not None or norm_limit is not None:
+    if (
+        (step.is_first and step.multiplier is not None)
+        or max_norm is not None
+        or norm_limit is not None
+    ):
         measure_and_limit(step, max_norm, norm_limit)
     elif step.multiplier is not None and step.loss_scale.can_amplify:
         # Dividing by a scale below 1 may overflow, and a skipped step must leave the gradients
@@ -374,8 +378,8 @@ def _take_plain(
         undo = step.multiplier
         unscale_(step)
     skip = step.decide()
-    if is_first or isinstance(skip, Tensor) or step.ranks is not ALONE:
-        skip = step.skip = read_skip(step, memory if is_first else None)
+    if isinstance(skip, Tensor) or step.ranks is not ALONE:
+        skip = step.skip = read_skip(step)
     if skip != 0.0:
         if undo is not None:
             step.gradients.multiply_(undo)
@@ -388,21 +392,22 @@ def _take_plain(
 
 def _take_fused(
     step: Step,
-    memory: Memory,
     make_step: Callable[[], Any],
     max_norm: float | None,
     norm_limit: NormLimit | None,
 ) -> Any:
     is_on_host = step.loss_scale.device.type in scalars.READABLE
-    # On other devices, reading the first norms would be a sync.
-    is_first = is_on_host and step.multiplier is not None and len(memory.first_norms) < NUM_STEPS
-    if is_first or max_norm is not None or norm_limit is not None:
+    if (
+        (step.is_first and step.multiplier is not None)
+        or max_norm is not None
+        or norm_limit is not None
+    ):
         measure_and_limit(step, max_norm, norm_limit)
     else:
         check(step)
     step.decide()
-    if is_on_host and (is_first or step.ranks is not ALONE):
-        read_skip(step, memory if is_first else None)
+    if is_on_host and step.ranks is not ALONE:
+        read_skip(step)
     else:
         for agreement in step.agreements():
             agreement.verify()
@@ -427,20 +432,10 @@ def _skip_flag(step: Step, device: torch.device) -> Tensor:
     return scalars.as_tensor(step.skip, device)
 
 
-def read_skip(step: Step, memory: Memory | None = None) -> float:
-    """Return 1 if the step must be skipped, else 0; add the norm of a first step to ``memory``.
-
-    Sync: the one of a plain step.
-    """
+def read_skip(step: Step) -> float:
+    """Return 1 if the step must be skipped, else 0. Sync: the one of a plain step."""
     assert step.skip is not None
-    if memory is None or step.norm is None or step.multiplier is None:
-        return step.read([step.skip])[0]
-    norm = step.norm.float() if isinstance(step.norm, Tensor) else scalars.to_single(step.norm)
-    values = step.read([step.skip, scalars.to_single(norm * step.multiplier), step.multiplier])
-    if not values[0]:
-        assert step.optimizer is not None
-        see_first_norm(memory.first_norms, step.optimizer, values[1], values[2])
-    return values[0]
+    return step.read([step.skip])[0]
 
 
 # --- remember -------------------------------------------------------------------------------------
@@ -486,9 +481,16 @@ def remember(
     keep(engine.iteration, step, Stage.STEPPED)
     if engine.buffers.watched:
         engine.buffers.restore(skip)
+    amaxes = [amax for check in step.checks if (amax := check.amax) is not None]
+    measured = step.norm if step.first_norm is None else step.first_norm
+    if measured is not None and amaxes and not memory.early_clipping.is_over:
+        device = step.loss_scale.device
+        norm = scalars.as_float32(measured, device)
+        amax = torch.stack([scalars.moved(each, device) for each in amaxes]).amax()
+        memory.early_clipping.see(optimizer, norm, amax, step.loss_scale.tensor)
 
 
-def _remember_failure(iteration: Iteration, step: Step) -> None:
+def remember_failure(iteration: Iteration, step: Step) -> None:
     """Record the state of the gradients after a step that raised."""
     if step.multiplier is None:
         keep(iteration, step, Stage.UNSCALED)

@@ -10,26 +10,15 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from halfstep._pytorch import amp
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import NONE, collect, parameters
+from halfstep._scaler.gradients import NONE, collect, parameters, refuse_float16
 from halfstep._scaler.iteration import GradientCheck, Stage, Step, nothing_checked
 from halfstep._scaler.optimizers import name
+from halfstep._scaler.overrides import flags_of
 from halfstep._scaler.step import remember, require_not_stepped
 from halfstep.errors import CallOrderError
-
-NEVER_CALLED = {
-    "_unscale_grads_": (
-        "float16 gradients need an optimizer that divides by the scale itself "
-        "(_step_supports_amp_scaling); to look at gradients or to change them, override unscale_() "
-        "and call the inherited one"
-    ),
-    "_maybe_opt_step": (
-        "override step() and call the inherited one: outcome(optimizer) says what became of it, "
-        "and process_group= lets several ranks decide together"
-    ),
-}
-"""Methods that only PyTorch's scaler calls; the values name what to override instead."""
 
 STAGES = {
     Stage.SCALED: OptState.READY,
@@ -38,15 +27,7 @@ STAGES = {
 }
 
 
-def refuse_never_called(cls: type) -> None:
-    """Raise ``TypeError`` if a class or one of its mixins overrides a method in NEVER_CALLED."""
-    bases = [base for base in cls.__mro__ if base.__module__ != OptState.__module__]
-    for method, cure in NEVER_CALLED.items():
-        if any(method in vars(base) for base in bases):
-            raise TypeError(
-                f"{cls.__name__}.{method}(): torch.amp.GradScaler calls it, halfstep.GradScaler "
-                f"does not. Instead, {cure}"
-            )
+OWN_STAGES = {theirs.value: ours for ours, theirs in STAGES.items()}
 
 
 class OptimizerState(Mapping[str, Any]):
@@ -68,16 +49,22 @@ class OptimizerState(Mapping[str, Any]):
         raise KeyError(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Accept found_inf flags from an optimizer that received the scaler."""
-        step = self._engine.iteration.steps.get(self._key)
-        if key != "found_inf_per_device" or not value or step is None:
+        """Accept a stage or flags from an optimizer or a subclass with its own step."""
+        iteration = self._engine.iteration
+        step = iteration.steps.get(self._key)
+        stage = getattr(value, "value", value)
+        if value == {} or (key == "stage" and stage == OptState.READY.value):
+            iteration.forget(self._key)
+        elif key == "found_inf_per_device" and isinstance(value, Mapping):
+            _report(self._engine, self._key, None if step is None else step.optimizer, value)
+        elif key == "stage" and step is not None and stage in OWN_STAGES:
+            step.stage, step.num_losses = OWN_STAGES[stage], iteration.num_losses
+        else:
             raise TypeError(
-                f"GradScaler._per_optimizer_states[...][{key!r}] = {value!r}: only an optimizer "
-                "whose step() takes grad_scaler may say what it found. To give an iteration up, "
-                "call scaler.update(new_scale=scaler.get_scale())"
+                f"GradScaler._per_optimizer_states[...][{key!r}] = {value!r}: only the stage, an "
+                "OptState, and found_inf_per_device, a dict of flags by device, can be set, the "
+                "flags first"
             )
-        assert step.optimizer is not None
-        _report(self._engine, step.optimizer, value)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the two keys."""
@@ -90,13 +77,17 @@ class OptimizerState(Mapping[str, Any]):
 
 def _refuse(*args: object) -> NoReturn:
     raise TypeError(
-        "GradScaler._per_optimizer_states can only be read. To give an iteration up, call "
+        "GradScaler._per_optimizer_states: states can be read and removed, or replaced by an empty "
+        "dict at the end of an iteration. To give one up, call "
         "scaler.update(new_scale=scaler.get_scale())"
     )
 
 
 class OptimizerStates(dict[int, OptimizerState]):
-    """A read-only view of the states that torch.amp keeps of all optimizers, by ``id``."""
+    """A live view of the states that torch.amp keeps of all optimizers, by ``id``.
+
+    A state can be removed: what was found is forgotten, and the gradients count as scaled.
+    """
 
     def __init__(self, engine: Engine) -> None:
         keys = [*engine.iteration.steps, *engine.iteration.blocks]
@@ -107,12 +98,23 @@ class OptimizerStates(dict[int, OptimizerState]):
         """Return the state of an unused optimizer."""
         return OptimizerState(self._engine, key)
 
-    def clear(self) -> None:
-        """Do nothing if empty; otherwise raise."""
-        if self:
-            _refuse()
+    def __delitem__(self, key: int) -> None:
+        """Forget what was found for an optimizer."""
+        super().__delitem__(key)
+        self._engine.iteration.forget(key)
 
-    __setitem__ = __delitem__ = pop = popitem = update = setdefault = _refuse
+    def pop(self, key: int, *default: Any) -> Any:
+        """Forget what was found for an optimizer; return its state or the default."""
+        state = super().pop(key, *default)
+        self._engine.iteration.forget(key)
+        return state
+
+    def clear(self) -> None:
+        """Forget what was found for all optimizers."""
+        for key in list(self):
+            del self[key]
+
+    __setitem__ = popitem = update = setdefault = _refuse
 
 
 def _scale(scaler: Any) -> Tensor | None:
@@ -161,6 +163,18 @@ def _set_enabled(scaler: Any, value: Any) -> None:
         scaler._switch_off()
 
 
+def _set_states(scaler: Any, value: Any) -> None:
+    """End the iteration, as a subclass with its own ``update`` does."""
+    if value:
+        _refuse()
+    engine = scaler._engine
+    for scale in engine.scales.values():
+        if scale.live is not None:
+            scale.number()  # picks up what it wrote in place
+            scale.forget_bad_loss()
+    engine.end_iteration()
+
+
 def _number_of_rule(name: str) -> property:
     return property(
         lambda scaler: getattr(scaler, f"get_{name}")(),
@@ -187,14 +201,23 @@ class TorchAttributes:
     _growth_factor = _number_of_rule("growth_factor")
     _backoff_factor = _number_of_rule("backoff_factor")
     _growth_interval = _number_of_rule("growth_interval")
-    _per_optimizer_states = property(lambda scaler: OptimizerStates(scaler._engine), _refuse)
+    _per_optimizer_states = property(lambda scaler: OptimizerStates(scaler._engine), _set_states)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise ``AttributeError``, with advice for a method that only torch.amp has."""
-        what = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name in NEVER_CALLED:
-            what += f": a method of torch.amp.GradScaler. Instead, {NEVER_CALLED[name]}"
-        raise AttributeError(what, name=name, obj=self)
+    _maybe_opt_step = amp.maybe_opt_step
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        if not allow_fp16:
+            gradients = collect(parameters(optimizer))
+            if torch.float16 in gradients.dtypes:
+                names = self._engine.names.of(gradients.params, optimizer)
+                refuse_float16(gradients, name(optimizer), names)
+        return amp.unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)
 
     def _get_growth_tracker(self: Any) -> int:
         return int(self._engine.scales[None].read().growth_tracker)
@@ -254,8 +277,10 @@ class TorchAttributes:
         return None if scale.live is None else scale.live.scale
 
     @keep_out_of_graphs
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-        return _check(self._engine, optimizer)
+    def _check_inf_per_device(
+        self: Any, optimizer: torch.optim.Optimizer
+    ) -> dict[torch.device, Tensor]:
+        return _check(self, optimizer)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
         step = self._engine.iteration.step_of(optimizer)
@@ -272,35 +297,46 @@ class TorchAttributes:
 # --- optimizers that receive the scaler -----------------------------------------------------------
 
 
-def _check(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
     """Check for inf and NaN without changes, for an optimizer that unscales by itself."""
+    engine: Engine = scaler._engine
     params = parameters(optimizer)
     gradients = collect(params)
     ranks = engine.ranks_of("step", optimizer, params)
     if not (gradients.grads or ranks.is_together):
         return {}
     scale = engine.scale_of_iteration("step", optimizer, gradients.params)
-    check = GradientCheck(scale, gradients, gradients.check())
+    if "_unscale_grads_" in scaler._overridden():
+        one, none = torch.ones_like(scale.tensor), torch.zeros_like(scale.tensor)
+        found = flags_of(scaler._unscale_grads_(optimizer, one, none, True))
+    else:
+        found = gradients.check()
+    check = GradientCheck(scale, gradients, found)
     ranks.agree_on(check, has_gradients=bool(gradients.grads))
     check.gradients = NONE
-    _keep_check(engine, optimizer, check)
+    _keep_check(engine, id(optimizer), optimizer, check)
     return check.found_inf
 
 
 def _report(
-    engine: Engine, optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor]
+    engine: Engine,
+    key: int,
+    optimizer: torch.optim.Optimizer | None,
+    found: Mapping[torch.device, Tensor],
 ) -> None:
-    """Add the found_inf flags, 1 or 0 by device, of an optimizer that unscales by itself."""
-    scale = engine.scale_of_iteration("step", optimizer, parameters(optimizer))
-    found = {device: flag.detach().reshape(()).float() for device, flag in found.items()}
-    _keep_check(engine, optimizer, GradientCheck(scale, NONE, found))
+    """Add the found_inf flags, 1 or 0 by device, of an optimizer that was unscaled elsewhere."""
+    params = [] if optimizer is None else parameters(optimizer)
+    scale = engine.scale_of_iteration("step", optimizer, params)
+    _keep_check(engine, key, optimizer, GradientCheck(scale, NONE, flags_of(found)))
 
 
-def _keep_check(engine: Engine, optimizer: torch.optim.Optimizer, check: GradientCheck) -> None:
+def _keep_check(
+    engine: Engine, key: int, optimizer: torch.optim.Optimizer | None, check: GradientCheck
+) -> None:
     engine.iteration.add(check)
-    earlier = engine.iteration.step_of(optimizer) or Step(optimizer, check.scale, NONE)
+    earlier = engine.iteration.steps.get(key) or Step(optimizer, check.scale, NONE)
     earlier.checks = [check]
-    engine.iteration.steps[id(optimizer)] = earlier
+    engine.iteration.steps[key] = earlier
 
 
 def _finish(engine: Engine, optimizer: torch.optim.Optimizer) -> None:

@@ -171,6 +171,8 @@ class HostState:
             self.scale = torch.zeros((), dtype=torch.float32, device=CPU)
             # 0, or NaN after a non-finite loss in this iteration.
             self.bad_loss = torch.zeros((), dtype=torch.float32, device=CPU)
+        self._growth_tracker: Tensor | None = None  # once existing code has asked for it
+        self.has_count = False
         self.now: ScaleState
         self.write_(state)
 
@@ -181,8 +183,25 @@ class HostState:
 
     @property
     def growth_tracker(self) -> Tensor:
-        """The count of consecutive steps, an int32 scalar; a copy."""
-        return torch.tensor(self.now.growth_tracker, dtype=torch.int32, device=CPU)
+        """The count of consecutive steps, an int32 scalar."""
+        if self._growth_tracker is None:
+            with torch.inference_mode(False):
+                count = self.now.growth_tracker
+                self._growth_tracker = torch.tensor(count, dtype=torch.int32, device=CPU)
+            self.has_count = True
+        return self._growth_tracker
+
+    def follow_writes_(self) -> None:
+        """Take over what existing code has written into the two tensors in place."""
+        scale = self.scale.item()
+        if scale != self.now.scale:
+            self.now = changed(self.now, scale=scale, **NO_RUN)
+        if self._growth_tracker is not None:
+            self.now = changed(self.now, growth_tracker=int(self._growth_tracker.item()))
+
+    def _show_count(self) -> None:
+        if self._growth_tracker is not None:
+            self._growth_tracker.fill_(self.now.growth_tracker)
 
     def traced_scale(self) -> Tensor:
         """Return a copy of the scale for torch.compile."""
@@ -210,10 +229,13 @@ class HostState:
         )
         # Written even if unchanged: backward of a loss from before must raise.
         self.scale.fill_(self.now.scale)
+        if self._growth_tracker is not None:
+            self._show_count()
 
     def set_rule_(self, rule: Rule) -> None:
         """Use another rule from now on."""
         self.now = _with_valid_tracker(changed(self.now, rule=rule))
+        self._show_count()
 
     def fill_(self, scale: float) -> None:
         """Set the scale to a validated number, like :meth:`ScaleState.with_scale`."""
@@ -233,6 +255,7 @@ class HostState:
         self.now = _with_valid_tracker(state)
         self.scale.fill_(state.scale)
         self.bad_loss.zero_()
+        self._show_count()
 
     def counters(self) -> Tensor:
         """Return scale (its bits), growth tracker, steps taken and skipped, int32 ``[4]``."""

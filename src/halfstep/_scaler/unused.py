@@ -162,9 +162,13 @@ class Unused:
         for blocks in iteration.blocks.values():
             yield from parameters(blocks.optimizer)
         seen = iteration.steps.keys() | iteration.blocks.keys()
-        for optimizer, memory in self._journal.memories.items():
-            outcome = memory.outcome
-            if id(optimizer) not in seen and not (outcome and outcome.has_its_gradients()):
+        for memory in self._journal.memories.values():
+            outcome, optimizer = memory.outcome, memory.optimizer()
+            if (
+                optimizer is not None
+                and id(optimizer) not in seen
+                and not (outcome and outcome.has_its_gradients())
+            ):
                 yield from parameters(optimizer)
         for ref in self._loose.values():
             if (param := ref()) is not None:
@@ -176,7 +180,8 @@ class Unused:
         if self._num_updates >= NUM_UPDATES:
             self._loose = {}
         if self._loose:
-            known = {id(p) for each in self._journal.memories for p in parameters(each)}
+            optimizers = [memory.optimizer() for memory in self._journal.memories.values()]
+            known = {id(p) for each in optimizers if each is not None for p in parameters(each)}
             alive = {key: ref for key, ref in self._loose.items() if ref() is not None}
             self._loose = {key: ref for key, ref in alive.items() if key not in known}
 

@@ -1,0 +1,392 @@
+"""Methods that a subclass or a patch replaces, with torch.amp's scaler and with halfstep's.
+
+Each idiom is made of either scaler and trained through overflows. Weights, scale and count must be
+equal bit for bit, and so must what the overrides were given.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from halfstep import GradScaler
+from halfstep._scaler.scaler import AS_MADE
+from halfstep.errors import CallOrderError
+
+BASES: list[Any] = [torch.amp.GradScaler, GradScaler]
+NUM_STEPS, BAD_STEPS = 9, (2, 6)
+
+
+class Overflow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * math.inf
+
+
+def found_in(state: Any) -> float:
+    return sum(float(flag) for flag in state["found_inf_per_device"].values())
+
+
+# --- idioms ---------------------------------------------------------------------------------------
+
+
+def allows_float16(base: Any, *args: Any, **kwargs: Any) -> Any:
+    """A patch of the object, for weights in float16."""
+    scaler = base(*args, **kwargs)
+    made, scaler.seen = scaler._unscale_grads_, []
+
+    def unscale(optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        found = made(optimizer, inv_scale, found_inf, True)
+        scaler.seen += [inv_scale.dtype, inv_scale.item(), found_inf.dtype, found_inf.item()]
+        scaler.seen += [allow_fp16, [flag is found_inf for flag in found.values()]]
+        return found
+
+    scaler._unscale_grads_ = unscale
+    return scaler
+
+
+def divides_itself(base: Any, *args: Any, **kwargs: Any) -> Any:
+    """A subclass that unscales without the inherited method, and skips one finite step."""
+
+    class Own(base):  # type: ignore[misc]
+        num_calls = 0
+
+        def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, _: bool) -> Any:
+            self.num_calls += 1
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad *= inv_scale
+                found_inf.clamp_(min=float(not param.grad.isfinite().all()))
+            if self.num_calls == 4:
+                found_inf.fill_(1.0)
+            return {found_inf.device: found_inf}
+
+    return Own(*args, **kwargs)
+
+
+def decides_itself(base: Any, *args: Any, **kwargs: Any) -> Any:
+    """A subclass that steps by itself, has tensors of its own and its own update (hysteresis)."""
+
+    class Own(base):  # type: ignore[misc]
+        def _lazy_init_scale_growth_tracker(self, device: Any) -> None:
+            super()._lazy_init_scale_growth_tracker(device)
+            self.left = torch.tensor(2, device=device)
+            self.seen: list[Any] = [str(device)]
+
+        def _maybe_opt_step(self, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+            self.seen.append(found_in(state))
+            return None if self.seen[-1] else optimizer.step(*args, **kwargs)
+
+        def update(self, new_scale: Any = None) -> None:
+            scale, tracker = self._check_scale_growth_tracker("update")
+            found = torch.tensor(sum(map(found_in, self._per_optimizer_states.values())))
+            self.left.fill_(self.left - 1 if found else 2)
+            if found and self.left > 0:
+                tracker.zero_()
+            else:
+                rule = self._growth_factor, self._backoff_factor, self._growth_interval
+                torch._amp_update_scale_(scale, tracker, found, *rule)
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    return Own(*args, **kwargs)
+
+
+def shares_flags(base: Any, *args: Any, **kwargs: Any) -> Any:
+    """A subclass that writes to the flags after it unscaled, as a reduction over ranks does."""
+
+    class Own(base):  # type: ignore[misc]
+        num_calls = 0
+
+        def unscale_(self, optimizer: Any) -> None:
+            super().unscale_(optimizer)
+            self.num_calls += 1
+            for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                flag.clamp_(min=float(self.num_calls == 4))
+
+    return Own(*args, **kwargs)
+
+
+def has_its_own_stages(base: Any, *args: Any, **kwargs: Any) -> Any:
+    """A subclass whose unscale_ and step write the state of the optimizer."""
+
+    class Own(base):  # type: ignore[misc]
+        def unscale_(self, optimizer: Any) -> None:
+            state = self._per_optimizer_states[id(optimizer)]
+            assert state["stage"] is OptState.READY
+            inverse, found = self._scale.double().reciprocal().float(), torch.zeros(())
+            flags = self._unscale_grads_(optimizer, inverse, found, False)
+            state["found_inf_per_device"], state["stage"] = flags, OptState.UNSCALED
+
+        def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            state = self._per_optimizer_states[id(optimizer)]
+            self.unscale_(optimizer)
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+            state["stage"] = OptState.STEPPED
+            return result
+
+    return Own(*args, **kwargs)
+
+
+def unscales_in_its_own_way(base: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same, with the inherited step."""
+    scaler = has_its_own_stages(base, *args, **kwargs)
+    del type(scaler).step
+    return scaler
+
+
+def checks(base: Any, *args: Any, **kwargs: Any) -> Any:
+    """A subclass that counts calls, and inherits what they do."""
+
+    class Own(base):  # type: ignore[misc]
+        seen: list[str] = []  # noqa: RUF012
+
+        def _check_inf_per_device(self, optimizer: Any) -> Any:
+            self.seen = [*self.seen, "check"]
+            return super()._check_inf_per_device(optimizer)
+
+        def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.seen = [*self.seen, "step"]
+            return super()._maybe_opt_step(*args, **kwargs)
+
+    return Own(*args, **kwargs)
+
+
+def patched(base: Any, *args: Any, **kwargs: Any) -> Any:
+    """A patch of a class after it was made."""
+    cls = type("Own", (base,), {})
+    scaler = cls(*args, **kwargs)
+    scaler.seen, made = [], base._unscale_grads_
+    cls._unscale_grads_ = lambda self, *args: self.seen.append(args[3]) or made(self, *args)
+    return scaler
+
+
+IDIOMS = [
+    allows_float16,
+    divides_itself,
+    decides_itself,
+    shares_flags,
+    has_its_own_stages,
+    unscales_in_its_own_way,
+    checks,
+    patched,
+]
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def step_and_update(scaler: Any, optimizer: Any) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def train(
+    make: Callable[..., Any],
+    base: Any,
+    step: Callable[[Any, Any], None] = step_and_update,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> list[Any]:
+    """Return the weights, the scale, the count, and what the overrides were given."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+    scaler = make(base, "cpu", init_scale=2.0**12, growth_interval=3)
+    for index in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = model(torch.randn(5, 4, dtype=dtype)).square().mean()
+        scaler.scale(Overflow.apply(loss) if index in BAD_STEPS else loss).backward()
+        step(scaler, optimizer)
+    weights = [param.tolist() for param in model.parameters()]
+    seen = getattr(scaler, "seen", None)
+    return [weights, scaler.get_scale(), scaler._get_growth_tracker(), seen]
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+@pytest.mark.parametrize("make", IDIOMS)
+def test_as_in_torch_amp(make: Any, options: Any) -> None:
+    theirs, ours = (train(make, base, **options) for base in BASES)
+    assert ours == theirs
+    assert math.isfinite(sum(ours[0][1]))
+    if make in (allows_float16, patched):
+        assert ours[3]
+
+
+def test_float16_weights() -> None:
+    theirs, ours = (train(allows_float16, base, dtype=torch.float16) for base in BASES)
+    assert ours == theirs
+    with pytest.raises(ValueError, match=r"SGD has float16 gradients.*param_groups\[0\]"):
+        train(checks, GradScaler, dtype=torch.float16)
+
+
+def idiom_of_two_backward_passes(scaler: Any, optimizer: Any) -> None:
+    """Removes the state, to unscale and clip the gradients of two losses one after the other."""
+    params = optimizer.param_groups[0]["params"]
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(params, 0.1)
+    held = [param.grad for param in params]
+    scaler._per_optimizer_states.pop(id(optimizer), None)
+    optimizer.zero_grad()
+    scaler.scale(sum(param.square().sum() for param in params)).backward()
+    scaler.unscale_(optimizer)
+    for param, grad in zip(params, held, strict=True):
+        param.grad += grad.nan_to_num(0.0, 0.0, 0.0)
+    step_and_update(scaler, optimizer)
+
+
+def idiom_of_a_step_left_out(scaler: Any, optimizer: Any) -> None:
+    """Resets the state instead of a step, so that the scale does not move."""
+    scaler.unscale_(optimizer)
+    if all(param.grad.isfinite().all() for param in optimizer.param_groups[0]["params"]):
+        step_and_update(scaler, optimizer)
+    else:
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["stage"], state["found_inf_per_device"] = OptState.READY, {}
+
+
+def idiom_of_a_cleared_state(scaler: Any, optimizer: Any) -> None:
+    scaler.unscale_(optimizer)
+    scaler._per_optimizer_states.clear()
+    optimizer.zero_grad()
+    scaler.scale(sum(param.sum() for param in optimizer.param_groups[0]["params"])).backward()
+    step_and_update(scaler, optimizer)
+
+
+def idiom_of_tensors_that_are_written_to(scaler: Any, optimizer: Any) -> None:
+    step_and_update(scaler, optimizer)
+    scaler._scale.clamp_(max=2.0**12)
+    scaler._growth_tracker.clamp_(max=1)
+
+
+def idiom_of_evaluations(scaler: Any, optimizer: Any) -> None:
+    """Unscales in a closure of its own, and resets the stage before each evaluation."""
+
+    def closure() -> Any:
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["stage"] = OptState.READY
+        scaler.unscale_(optimizer)
+        if found_in(scaler._per_optimizer_states[id(optimizer)]):
+            optimizer.zero_grad()
+
+    optimizer.step(closure)
+    scaler.update()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        idiom_of_two_backward_passes,
+        idiom_of_a_step_left_out,
+        idiom_of_a_cleared_state,
+        idiom_of_tensors_that_are_written_to,
+        idiom_of_evaluations,
+    ],
+)
+def test_states_that_are_written_to(step: Any) -> None:
+    theirs, ours = (train(lambda base, *a, **k: base(*a, **k), base, step) for base in BASES)
+    assert ours == theirs
+
+
+# --- what only halfstep has -----------------------------------------------------------------------
+
+
+def small(make: Any, value: float = 1.0) -> tuple[Any, Any, Any]:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = make(GradScaler, init_scale=8.0)
+    scaler.scale(param.sum() * value).backward()
+    return param, optimizer, scaler
+
+
+@pytest.mark.parametrize("make", [allows_float16, decides_itself, shares_flags, divides_itself])
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_an_outcome(make: Any, value: float) -> None:
+    param, optimizer, scaler = small(make, value)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.outcome(optimizer).taken == (value == 1.0)
+    assert torch.equal(param, torch.full((2,), 0.0 if value == 1.0 else 1.0))
+
+
+def test_an_override_that_does_not_step_is_a_skipped_step() -> None:
+    _, optimizer, scaler = small(lambda base, **kwargs: base(**kwargs))
+    scaler._maybe_opt_step = lambda *args, **kwargs: "left out"
+    assert scaler.step(optimizer) == "left out"
+    scaler.update()
+    assert scaler.outcome(optimizer).skipped
+
+
+def test_clipping_and_closures_call_the_override() -> None:
+    for use in (
+        lambda scaler, param, optimizer: scaler.step(optimizer, max_norm=0.5),
+        lambda scaler, param, optimizer: scaler.clip_grad_norm_(optimizer, 0.5),
+        lambda scaler, param, optimizer: scaler.step(optimizer, lambda: param.sum()),
+    ):
+        param, optimizer, scaler = small(allows_float16)
+        use(scaler, param, optimizer)
+        assert scaler.seen[1] == 1 / 8
+    param, optimizer, scaler = small(decides_itself)
+    scaler.step(optimizer, lambda: param.sum())
+    assert len(scaler.seen) == 2
+    assert torch.equal(param, torch.zeros(2))
+
+
+def test_calls_that_would_leave_an_override_out() -> None:
+    param, optimizer, scaler = small(allows_float16)
+    for call in (
+        lambda: scaler.accumulate(optimizer),
+        lambda: scaler.clip_grad_norm_([param], 1.0),
+    ):
+        with pytest.raises(CallOrderError, match=r"leave out _unscale_grads_\(\)"):
+            call()
+    scaler.step(optimizer)
+    with pytest.raises(CallOrderError, match="already been called"):
+        scaler.step(optimizer)
+
+
+def test_a_gradient_that_another_optimizer_has_unscaled() -> None:
+    param, optimizer, scaler = small(allows_float16)
+    scaler.step(optimizer)
+    with pytest.raises(CallOrderError, match="would divide them again"):
+        scaler.step(torch.optim.SGD([param], lr=1.0))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_reading_the_state_calls_what_is_overridden(base: Any) -> None:
+    class Own(base):  # type: ignore[misc]
+        def _get_scale_async(self) -> Any:
+            return torch.tensor(3.0)
+
+        def _get_growth_tracker(self) -> int:
+            return 5
+
+    scaler = Own("cpu")
+    assert scaler.get_scale() == 3.0
+    state = scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (3.0, 5)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+def test_every_method_that_torch_amp_calls_is_called(base: Any, options: Any) -> None:
+    called = set()
+
+    def noting(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            return getattr(base, name)(self, *args, **kwargs)
+
+        return method
+
+    own: Any = type("Own", (base,), {name: noting(name) for name in AS_MADE})
+    train(lambda base, *args, **kwargs: own(*args, **kwargs), base, **options)
+    own("cpu").state_dict()
+    left_out = ["_check_inf_per_device"] if not options else ["unscale_", "_maybe_opt_step"]
+    assert called == {*AS_MADE} - {*left_out}
