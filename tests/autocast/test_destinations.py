@@ -54,8 +54,8 @@ ANEW: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "scatter_add": lambda x, s: x.scatter_add(0, PLACES, s),
     "scatter_reduce": lambda x, s: x.scatter_reduce(0, PLACES, s, "sum"),
 }
-# These add in float32 and round the sum once.
-ADDING = ("index_put_", "index_add_", "index_reduce_", "scatter_, reduce", "scatter_add_")
+# These add in float32 and round the sum once. PyTorch's index_add_ and scatter_add_ do on a CPU.
+ADDING = ("index_put_", "index_reduce_", "scatter_, reduce", "addbmm_")
 MIXES = list(itertools.product(FLOATS, FLOATS))
 
 

@@ -1,19 +1,20 @@
 """Sums of many like terms: exact where PyTorch's stop at 256 in bfloat16 and 2,048 in float16."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep._autocast import autocast
 from halfstep._autocast.rule import HALVES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:index_reduce", "ignore:The reduce argument"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # of forward mode
+    pytest.mark.filterwarnings("ignore:`torch.jit"),  # of forward mode and traces
 ]
 N = 4096
 ONE_ROW = torch.zeros(N, dtype=torch.long)
@@ -244,3 +245,49 @@ def test_a_convolution_adds_a_batch_and_a_window_in_float32(dtype: torch.dtype) 
     assert weight.grad is not None
     assert weight.grad.max().item() == pytest.approx(600 * 36, rel=4e-3)
     assert large.max().item() == pytest.approx(31 * 31, rel=4e-3)
+
+
+# --- where a Python function is out of place ------------------------------------------------------
+
+
+def test_a_traced_model_can_be_saved(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.AvgPool2d(2))
+    x = torch.rand(1, 1, 8, 8)
+    with autocast("cpu", torch.bfloat16, cache_enabled=False):
+        expected = net(x)
+        torch.jit.trace(net, x).save(tmp_path / "net.pt")
+    assert torch.equal(torch.jit.load(tmp_path / "net.pt")(x), expected)
+
+
+def test_a_node_has_the_attributes_of_a_node() -> None:
+    with autocast("cpu", torch.bfloat16):
+        result = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)[ONE_ROW]
+    assert result.grad_fn is not None
+    assert "Float32Backward" in result.grad_fn.name()
+
+
+def test_sparse_gradients_of_bags_and_nested_indices() -> None:
+    bags = nn.EmbeddingBag(10, 4, mode="sum", sparse=True).bfloat16()
+    table = torch.ones(10, 4, dtype=torch.bfloat16, requires_grad=True)
+    nested = torch.nested.nested_tensor([ONE_ROW[:3], ONE_ROW[:2]], layout=torch.jagged)
+    with autocast("cpu", torch.bfloat16):
+        bags(torch.tensor([[1, 2]])).sum().backward()
+        F.embedding(nested, table).values().sum().backward()
+    assert bags.weight.grad is not None
+    assert bags.weight.grad.is_sparse
+    assert table.grad is not None
+    assert table.grad[0, 0] == 5
+
+
+def test_channels_last_stays() -> None:
+    x = torch.rand(2, 8, 16, 16).bfloat16().to(memory_format=torch.channels_last).requires_grad_()
+    with autocast("cpu", torch.bfloat16):
+        F.max_pool2d(x, 3, 2).sum().backward()
+    assert x.grad is not None
+    assert x.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_promotion_of_sparse_tensors_is_as_in_pytorch() -> None:
+    sparse = torch.eye(4).bfloat16().to_sparse()
+    with autocast("cpu", torch.bfloat16, policy="standard; add:promote"):
+        assert torch.equal((sparse + sparse).to_dense(), 2 * torch.eye(4).bfloat16())

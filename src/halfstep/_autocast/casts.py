@@ -134,6 +134,7 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
     in_float64 = _promote(name, device)
     in_float32 = _cast_to(name, device, torch.float32) if dtype in HALVES else None
     written = dispatch.written_by(overload(name))  # statistics, which must not be copies
+    to = cast if in_float32 is None else lowered
 
     def cast_to(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
@@ -141,7 +142,7 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
                 if use_cache:
                     args = tuple(cast_weights(arg, device, dtype) for arg in args)
                 casts = [
-                    arg if type(arg) in _NO_TENSORS or i in written else cast(arg, device, dtype)
+                    arg if type(arg) in _NO_TENSORS or i in written else to(arg, device, dtype)
                     for i, arg in enumerate(args)
                 ]
                 if kwargs:
@@ -188,18 +189,20 @@ def _promote(name: str, device: str) -> Kernel:
 def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Round the inputs and the result to lower precision; compute in float32 between."""
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
-    in_float64 = _promote(name, device)
+    in_float64, in_float32 = _promote(name, device), _cast_to(name, device, torch.float32)
 
     def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             try:
-                lowered = [cast(cast_weights(arg, device, dtype), device, dtype) for arg in args]
+                low = [cast(cast_weights(arg, device, dtype), device, dtype) for arg in args]
             except Float64Met:
                 return in_float64(keys, *args, **kwargs)
+            except SparseMet:
+                return in_float32(keys, *args, **kwargs)
             except GatheredMet:
                 pass
             else:
-                wide = [cast(arg, device, torch.float32) for arg in lowered]
+                wide = [cast(arg, device, torch.float32) for arg in low]
                 return _rounded(op(*wide, **kwargs), dtype)
         return _with_gathered(lower, keys, args, kwargs, dtype)
 
@@ -209,13 +212,13 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
 @cache
 def _add_in_fp32(name: str, device: str) -> Kernel:
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
-    promote = _promote(name, device)
-    is_rounded = sums.is_backward_rounded(name, device)
+    promote, adds = _promote(name, device), sums.adds(name)
     with_backward: Any = sums.with_backward_in_float32(name)
+    is_rounded = sums.is_rounded(name, device)
 
     def add_in_forward(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         dtype = widest((*args, *kwargs.values()), device)
-        if dtype not in HALVES or not sums.adds(name, args, kwargs):
+        if dtype not in HALVES or not adds(args, kwargs):
             return promote(keys, *args, **kwargs)
         with dispatch.exclude_keys(autocast):
             result = op(
@@ -225,16 +228,20 @@ def _add_in_fp32(name: str, device: str) -> Kernel:
         return _rounded(result, dtype)
 
     def add_in_backward(keys: Keys, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        is_summed = torch.is_grad_enabled() and x.requires_grad and x.dtype in HALVES
-        # DTensors go on to PyTorch: their backward pass belongs to their placements.
-        is_summed = is_summed and is_rounded and not distributed.is_dtensor(x)
-        if is_summed and modes.has_transforms():
-            return add_in_forward(keys, x, *args, **kwargs)
+        call: Any = op
+        # DTensors go on to PyTorch: their backward pass belongs to their placements. The JIT could
+        # not save a function of Python.
+        if is_rounded and x.dtype in HALVES and x.requires_grad and torch.is_grad_enabled():
+            if modes.has_transforms():
+                return add_in_forward(keys, x, *args, **kwargs)
+            if not (distributed.is_dtensor(x) or modes.is_jit_tracing()):
+                call = with_backward
         with dispatch.exclude_keys(autocast):
-            call = with_backward if is_summed else op
             return call(x, *args, **kwargs)
 
-    return add_in_forward if with_backward is None else add_in_backward
+    if with_backward is not None:
+        return add_in_backward
+    return add_in_forward if is_rounded else promote
 
 
 def _rounded(result: Any, dtype: torch.dtype) -> Any:
@@ -244,21 +251,21 @@ def _rounded(result: Any, dtype: torch.dtype) -> Any:
 @cache
 def _cast_to_destination(name: str, device: str) -> Kernel:
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
-    adding = sums.out_of_place(name)
+    adding = sums.out_of_place(name) if sums.is_rounded(name, device) else None
+    adds = sums.adds(name)
 
     def cast_to_destination(_: Keys, destination: Any, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             if not destination.is_floating_point():
                 return op(destination, *args, **kwargs)
             is_summed = destination.dtype in HALVES and adding is not None
-            is_summed = is_summed and sums.adds(name, (destination, *args), kwargs)
+            is_summed = is_summed and adds((destination, *args), kwargs)
             dtype = torch.float32 if is_summed else destination.dtype
             args = tuple(cast_any(arg, device, dtype) for arg in args)
             kwargs = {key: cast_any(arg, device, dtype) for key, arg in kwargs.items()}
-            if not is_summed:
+            if adding is None or not is_summed:
                 return op(destination, *args, **kwargs)
-            assert adding is not None
-            return destination.copy_(overload(adding)(destination.float(), *args, **kwargs))
+            return destination.copy_(adding(destination.float(), *args, **kwargs))
 
     return cast_to_destination
 
@@ -309,8 +316,8 @@ class Float64Met(Exception):  # noqa: N818  # not an error: see cast
     """Raised for a float64 argument."""
 
 
-class SparseMet(Exception):  # noqa: N818  # not an error: see cast
-    """Raised for a sparse argument that would be lowered."""
+class SparseMet(Exception):  # noqa: N818  # not an error: see lowered
+    """Raised for a sparse argument: see :func:`lowered`."""
 
 
 _SPARSE = frozenset(
@@ -335,13 +342,9 @@ def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
     Raises:
         Float64Met: there is a float64 tensor with dimensions on the device. The op must then run in
             float64. (Raising avoids a second pass over the arguments.)
-        SparseMet: There is a sparse tensor, and ``dtype`` is float16 or bfloat16, in which products
-            of sparse tensors have no kernels. The op must then run in float32.
     """
     if isinstance(value, Tensor):
         has = value.dtype
-        if value.layout in _SPARSE and dtype in HALVES:
-            raise SparseMet
         if has is dtype or not has.is_floating_point or value.device.type != device:
             return value
         if has is not torch.float64:
@@ -355,6 +358,19 @@ def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
     return value
 
 
+def lowered(value: Any, device: str, dtype: torch.dtype) -> Any:
+    """Cast an argument of a product to lower precision, like :func:`cast`.
+
+    Raises:
+        Float64Met: as :func:`cast`.
+        SparseMet: it is a sparse tensor, for which most products have no kernel in lower precision,
+            forward or backward. The op must then run in float32.
+    """
+    if isinstance(value, Tensor) and value.layout in _SPARSE:
+        raise SparseMet
+    return cast(value, device, dtype)
+
+
 def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
     """Cast the weights that the cache keeps; return other values unchanged.
 
@@ -362,7 +378,7 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
 
     Raises:
         Float64Met: as :func:`cast`.
-        SparseMet: as :func:`cast`.
+        SparseMet: as :func:`lowered`.
         GatheredMet: there is a gathered weight; :class:`Lent` casts it.
     """
     kind = type(value)

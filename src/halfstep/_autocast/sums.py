@@ -22,7 +22,7 @@ from halfstep._pytorch.dispatch import callable_of, overload, schema_of
 _aten = torch.ops.aten
 
 # Of ops that add in their backward pass: the gradient of the first argument. ``like`` has its shape
-# and strides, but no values; then follow all other arguments, and all results but the first.
+# and memory format, but no values; then follow all other arguments, and all results but the first.
 _BACKWARD: dict[str, Callable[..., Any]] = {
     "index": lambda grad, like, indices: _aten.index_put(
         torch.zeros_like(like), indices, grad, accumulate=True
@@ -42,11 +42,28 @@ _BACKWARD: dict[str, Callable[..., Any]] = {
     )(grad, like),
     "im2col": lambda grad, like, *window: _aten.col2im(grad, like.shape[-2:], *window),
 }
-for _name in (
+_WINDOWS = (
+    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
     "replication_pad1d", "replication_pad2d", "replication_pad3d",
     "avg_pool2d", "max_pool2d_with_indices", "max_pool3d_with_indices",
-):  # fmt: skip
-    _BACKWARD[_name] = getattr(_aten, f"{_name}_backward")
+)  # fmt: skip
+_BACKWARD |= {name: getattr(_aten, f"{name}_backward") for name in _WINDOWS}
+
+# What PyTorch's own kernels add in float32: on a CPU measured, Embedding.cu read.
+_RIGHT = {
+    "cpu": {"gather", "index_add", "index_select", "scatter_add", "scatter_reduce"},
+    "cuda": {"embedding"},
+}
+
+_ADD_INTO = (
+    "addbmm", "index_add", "index_put", "index_reduce", "put", "scatter", "scatter_add",
+    "scatter_reduce",
+)  # fmt: skip
+
+
+def is_rounded(name: str, device: str) -> bool:
+    """Return whether PyTorch's kernel for an op, in place or not, rounds partial sums."""
+    return name.partition(".")[0].rstrip("_") not in _RIGHT.get(device, ())
 
 
 def are_products_rounded(name: str, device: str, dtype: torch.dtype) -> bool:
@@ -63,31 +80,29 @@ def are_products_rounded(name: str, device: str, dtype: torch.dtype) -> bool:
     return is_rounded or op == "addbmm"
 
 
-_ADD_INTO = ("index_add", "index_put", "index_reduce", "put", "scatter_add", "scatter_reduce")
-
-
-def adds(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def adds(name: str) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:
     """Return whether a call of an overload, in place or not, may add several terms to an entry."""
     op, _, of_op = name.partition(".")
     if op.rstrip("_") == "scatter":
-        return "reduce" in of_op
-    arguments = [argument.name for argument in schema_of(overload(name)).arguments]
-    return "accumulate" not in arguments or bool(
-        (dict(zip(arguments, args, strict=False)) | dict(kwargs)).get("accumulate")
-    )
+        return lambda args, kwargs: "reduce" in of_op
+    names = [argument.name for argument in schema_of(overload(name)).arguments]
+    flag = next((flag for flag in ("accumulate", "sparse") if flag in names), None)
+    if flag is None:
+        return lambda args, kwargs: True
+    position, wanted = names.index(flag), flag == "accumulate"
+
+    def may_add(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        given = args[position] if position < len(args) else kwargs.get(flag, False)
+        return bool(given) is wanted
+
+    return may_add
 
 
-def out_of_place(name: str) -> str | None:
-    """Return the overload that does the same as one in place that may add, None for any other."""
+def out_of_place(name: str) -> Callable[..., Any] | None:
+    """Return the op that does the same as one in place that may add, None for any other."""
     op, _, of_op = name.partition(".")
     into = op.rstrip("_")
-    return f"{into}.{of_op}" if into in (*_ADD_INTO, "scatter") else None
-
-
-def is_backward_rounded(name: str, device: str) -> bool:
-    """Return whether PyTorch's own backward pass of an op rounds its partial sums on a device."""
-    # Embedding.cu adds the rows of an index in float32.
-    return (name.partition(".")[0], device) != ("embedding", "cuda")
+    return callable_of(overload(f"{into}.{of_op}")) if into in _ADD_INTO else None
 
 
 def with_backward_in_float32(name: str) -> Callable[..., Any] | None:
@@ -98,13 +113,14 @@ def with_backward_in_float32(name: str) -> Callable[..., Any] | None:
     """
     if name.partition(".")[0] not in _BACKWARD:
         return None
-    rest = schema_of(overload(name)).arguments[1:]
+    op, rest = callable_of(overload(name)), schema_of(overload(name)).arguments[1:]
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         given = {argument.name: argument.default_value for argument in rest}
         given |= dict(zip(given, args, strict=False)) | kwargs
-        if given.get("sparse") or given.get("sparse_grad"):
-            return callable_of(overload(name))(x, *args, **kwargs)
+        is_nested = any(each.is_nested for each in tensors_in((x, *args)))
+        if given.get("sparse") or given.get("sparse_grad") or is_nested:
+            return op(x, *args, **kwargs)
         return _Float32Backward.apply(x, name, list(given.values()))  # type: ignore[no-untyped-call]
 
     return call
@@ -115,10 +131,14 @@ class _Float32Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, args: list[Any]) -> Any:
-        ctx.name, ctx.dtype, ctx.shape, ctx.stride = name, x.dtype, x.shape, x.stride()
+        is_last = x.dim() == 4 and not x.is_contiguous()
+        is_last = is_last and x.is_contiguous(memory_format=torch.channels_last)
+        ctx.op, ctx.dtype, ctx.shape = name, x.dtype, x.shape
+        ctx.format = torch.channels_last if is_last else torch.contiguous_format
         output = _call(name, x, args)
         others = () if isinstance(output, Tensor) else output[1:]
         ctx.mark_non_differentiable(*others)
+        ctx.set_materialize_grads(False)
         known = [*args, *others]
         ctx.save_for_backward(*tensors_in(known))
         ctx.save_for_forward(*tensors_in(known))
@@ -127,17 +147,24 @@ class _Float32Backward(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
-        like = grad.new_empty_strided(ctx.shape, ctx.stride, dtype=torch.float32)
-        formula = _BACKWARD[ctx.name.partition(".")[0]]
-        return formula(grad.float(), like, *_saved(ctx)).to(ctx.dtype), None, None
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
+        if grad is None:
+            return None, None, None
+        op = ctx.op.partition(".")[0]
+        if op in _WINDOWS:
+            like = torch.empty(
+                ctx.shape, dtype=torch.float32, device=grad.device, memory_format=ctx.format
+            )
+        else:  # a number in all entries: no memory
+            like = grad.new_empty((), dtype=torch.float32).expand(ctx.shape)
+        return _BACKWARD[op](grad.float(), like, *_saved(ctx)).to(ctx.dtype), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
         args = _saved(ctx)
         if len(args) == ctx.num_args:
-            return _call(ctx.name, tangent, args)  # linear
-        indices, start = args[-1], -2 if "2d" in ctx.name else -3
+            return _call(ctx.op, tangent, args)  # linear
+        indices, start = args[-1], -2 if "2d" in ctx.op else -3
         largest = tangent.flatten(start).gather(-1, indices.flatten(start))
         return largest.view_as(indices), None
 
