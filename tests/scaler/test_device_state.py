@@ -231,6 +231,19 @@ def test_usable_tensors(new: float) -> None:
     assert on_device.scale == new
 
 
+@pytest.mark.parametrize("num_overflows", [0, 2])
+@pytest.mark.parametrize("scale", [0.25, 2.0**20])
+def test_a_scale_written_in_place_is_read_as_one_set_by_hand(
+    scale: float, num_overflows: int
+) -> None:
+    state = ScaleState.first(2.0**16, Dynamic(), max_scale=2.0**16)
+    for _ in range(num_overflows):
+        state = next_state(state, found_inf=True)
+    on_device = DeviceState(state, torch.device("cpu"))
+    on_device.scale.fill_(scale)
+    assert on_device.read(state) == state.with_scale(scale)
+
+
 def test_setting_the_scale_ends_the_iteration_of_a_bad_loss() -> None:
     state = ScaleState.first(4.0, Dynamic())
     for set_scale in (

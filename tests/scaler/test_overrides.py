@@ -4,15 +4,18 @@ Each idiom is made of either scaler and trained through overflows. Weights, scal
 equal bit for bit, and so must what the overrides were given.
 """
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
+import halfstep
 from halfstep import GradScaler
 from halfstep._scaler.scaler import AS_MADE
 from halfstep.errors import CallOrderError
@@ -390,3 +393,234 @@ def test_every_method_that_torch_amp_calls_is_called(base: Any, options: Any) ->
     own("cpu").state_dict()
     left_out = ["_check_inf_per_device"] if not options else ["unscale_", "_maybe_opt_step"]
     assert called == {*AS_MADE} - {*left_out}
+
+
+# --- limits, rules and optimizers of other kinds --------------------------------------------------
+
+
+def plain(base: Any, **kwargs: Any) -> Any:
+    """A subclass that allows float16 gradients, as in kohya's scripts."""
+
+    class Own(base):  # type: ignore[misc]
+        def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, _: Any) -> Any:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+
+    return Own("cpu", **kwargs)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+@pytest.mark.parametrize("make", [plain, decides_itself])
+def test_a_norm_limit(make: Any, options: Any, max_norm: float | None) -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0, **options)
+    scaler = make(GradScaler, init_scale=8.0, on_skips=str)
+    scaler.set_norm_limit(3.0, window=4)
+    for index in range(8):
+        optimizer.zero_grad()
+        before = param.detach().clone()
+        scaler.scale(param.sum() * (1000.0 if index == 6 else 1.0)).backward()
+        scaler.step(optimizer, max_norm=max_norm)
+        scaler.update()
+        outcome = scaler.outcome(optimizer)
+        assert (outcome.skipped, outcome.reason) == (index == 6, "norm" if index == 6 else None)
+        assert torch.equal(before, param) == (index == 6)
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+def test_logmax_follows_the_gradients(options: Any) -> None:
+    scales = []
+    for make in (plain, lambda base, **kwargs: base("cpu", **kwargs)):
+        param = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([param], lr=1e-4, **options)
+        scaler = make(GradScaler, rule=halfstep.LogMax())
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(param.sum() * 0.01).backward()
+            step_and_update(scaler, optimizer)
+        scales.append(scaler.get_scale())
+    assert scales[0] == scales[1] != 2.0**16
+
+
+def test_logmax_needs_more_than_flags() -> None:
+    _, optimizer, scaler = small(lambda base, **k: has_its_own_stages(base, "cpu", **k))
+    scaler = has_its_own_stages(GradScaler, "cpu", rule=halfstep.LogMax())
+    scaler.scale(optimizer.param_groups[0]["params"][0].sum()).backward()
+    with pytest.raises(CallOrderError, match="LogMax needs the largest gradient"):
+        scaler.step(optimizer)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper that does not call ``Optimizer.__init__``."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.state, self.defaults = defaultdict(dict), {}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def without_hooks(optimizer: Any) -> Any:
+    optimizer.step = MethodType(type(optimizer).step.__wrapped__, optimizer)
+    return optimizer
+
+
+class Slots:
+    """A wrapper of another class, to which no attribute can be added."""
+
+    __slots__ = ("__weakref__", "optimizer", "param_groups")
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class Forwards:
+    """A wrapper of another class, whose attributes are those of the optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.__dict__["optimizer"] = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.optimizer, name, value)
+
+
+@pytest.mark.parametrize("make", [plain, decides_itself, checks])
+@pytest.mark.parametrize("wrap", [Lookahead, without_hooks, Forwards, Slots])
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_a_step_is_seen_without_hooks(make: Any, wrap: Any, value: float) -> None:
+    param, optimizer, scaler = small(make, value)
+    wrapped = wrap(optimizer)
+    before = dict(getattr(wrapped, "__dict__", {})), dict(vars(optimizer))
+    scaler.step(wrapped)
+    scaler.update()
+    is_good = value == 1.0
+    assert torch.equal(param, torch.full((2,), 0.0 if is_good else 1.0))
+    assert scaler.outcome(wrapped).taken == is_good
+    after = getattr(wrapped, "__dict__", {}), vars(optimizer)
+    assert [each.get("step") for each in after] == [each.get("step") for each in before]
+
+
+# --- fused optimizers -----------------------------------------------------------------------------
+
+
+def test_a_fused_step_that_raised_is_not_repeated() -> None:
+    param, _, scaler = small(plain)
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+
+    def fails(*_: Any) -> None:
+        raise OSError("fails")
+
+    handle = optimizer.register_step_post_hook(fails)
+    with pytest.raises(OSError, match="fails"):
+        scaler.step(optimizer)
+    handle.remove()
+    with pytest.raises(CallOrderError, match="may have divided some"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_the_norms_of_a_fused_step(value: float) -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+    scaler = plain(GradScaler, init_scale=8.0)
+    scaler.scale((param * torch.tensor([3.0, value])).sum()).backward()
+    other = torch.nn.Parameter(torch.ones(1))
+    optimizer.add_param_group({"params": [other]})
+    other.grad = torch.full((1,), 8.0 * 5.0)
+    scaler.step(optimizer)
+    norms = [*scaler.outcome(optimizer).norms.values()]
+    assert norms == [math.hypot(3.0, value), 5.0]
+
+
+def test_a_second_optimizer_after_a_fused_step() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.SGD([param], lr=1.0, fused=fused) for fused in (True, False)]
+    scaler = checks(GradScaler, init_scale=8.0)
+    scaler.scale(param.sum()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert torch.equal(param, torch.full((2,), -1.0))
+
+
+# --- the scale ------------------------------------------------------------------------------------
+
+
+def updates_by_the_kernel(base: Any, **kwargs: Any) -> Any:
+    """A subclass with an ``update`` of its own, without a floor."""
+
+    class Own(base):  # type: ignore[misc]
+        def update(self, new_scale: Any = None) -> None:
+            scale, tracker = self._check_scale_growth_tracker("update")
+            found = torch.tensor(sum(map(found_in, self._per_optimizer_states.values())))
+            torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 100)
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    return Own("cpu", **kwargs)
+
+
+def test_a_scale_below_the_floor_is_saved() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = updates_by_the_kernel(GradScaler, init_scale=4.0)
+    for _ in range(4):
+        scaler.scale(param.sum() * math.nan).backward()
+        step_and_update(scaler, optimizer)
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 0.25
+    for made in (GradScaler(), copy.deepcopy(scaler)):
+        made.load_state_dict(scaler.state_dict())
+        assert made.get_scale() == 0.25
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+@pytest.mark.parametrize("make", [plain, checks, lambda base, **kwargs: base("cpu", **kwargs)])
+def test_a_gradient_that_overflows_when_divided_by_a_written_scale(make: Any, options: Any) -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0, **options)
+    scaler = make(GradScaler, init_scale=8.0, on_skips=str)
+    scaler.scale(param.sum() * 0.0).backward()
+    step_and_update(scaler, optimizer)
+    scaler._scale.fill_(0.25)
+    scaler.scale(param.sum()).backward()
+    param.grad = torch.full((2,), 3e38)
+    scaler.step(optimizer)
+    assert scaler.outcome(optimizer).skipped
+    assert torch.equal(param, torch.ones(2))
+
+
+def test_a_scale_that_is_no_scale() -> None:
+    param, optimizer, scaler = small(plain)
+    scaler._scale.fill_(0.0)
+    with pytest.raises(ValueError, match=r"scale is 0\.0"):
+        scaler.step(optimizer)
+    scaler.update(8.0)
+    optimizer.zero_grad()
+    scaler.scale(param.sum()).backward()
+    step_and_update(scaler, optimizer)
+    assert scaler.state_dict()["scale"] == 8.0
+
+
+def test_a_get_scale_with_a_floor_is_saved() -> None:
+    class Own(GradScaler):
+        def get_scale(self, name: str | None = None) -> float:
+            return max(super().get_scale(name), 8.0)
+
+    scaler = Own("cpu", init_scale=4.0)
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    for value in (1.0, math.nan, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(param.sum() * value).backward()
+        step_and_update(scaler, optimizer)
+        made = GradScaler()
+        made.load_state_dict(scaler.state_dict())
+        assert made.get_scale() == scaler.get_scale() == 8.0
+        copy.deepcopy(scaler)

@@ -312,3 +312,14 @@ def test_a_pickled_outcome_of_a_disabled_scaler() -> None:
     setup.scaler = GradScaler(enabled=False)
     outcome = setup.step()
     assert read(pickle.loads(pickle.dumps(outcome))) == read(outcome)
+
+
+def test_norms_measured_before_the_gradients_were_dropped() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([("weight", param)], lr=1.0)
+    scaler = GradScaler(on_skips=str)
+    scaler.scale(param.sum() * math.inf).backward()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    optimizer.zero_grad()
+    scaler.step(optimizer)
+    assert scaler.outcome(optimizer).culprits == ["weight"]

@@ -20,6 +20,7 @@ from halfstep._scaler.scalars import (
     float32_from_bits,
 )
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
+from halfstep._scaler.transition import next_state
 
 scales = st.floats(SMALLEST_SCALE, LARGEST_SCALE, width=32)
 counts = st.integers(0, 10) | st.integers(0, LARGEST_COUNT)
@@ -320,6 +321,17 @@ def test_a_checkpoint_from_before_trials_loads() -> None:
     saved = FIRST.to_dict()
     del saved["halfstep"]["may_restore"]
     assert ScaleState.from_dict(saved) == FIRST
+
+
+@pytest.mark.parametrize("num_overflows", [1, 2])
+def test_a_checkpoint_from_before_trials_makes_none(num_overflows: int) -> None:
+    state = ScaleState.first(2.0**16, Dynamic(hysteresis=2))
+    for _ in range(num_overflows):
+        state = next_state(state, found_inf=True)
+    saved = state.to_dict()
+    del saved["halfstep"]["may_restore"]
+    loaded = ScaleState.from_dict(saved)
+    assert next_state(loaded, found_inf=False).scale == state.scale
 
 
 def test_a_missing_key_is_named() -> None:

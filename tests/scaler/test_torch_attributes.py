@@ -8,7 +8,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 import halfstep
-from halfstep._scaler import GradScaler, Static
+from halfstep._scaler import GradScaler, LogMax, Static
 from halfstep.errors import CallOrderError
 
 ATTRIBUTES = {name for name in vars(torch.amp.GradScaler("cpu")) if name.startswith("_")}
@@ -306,3 +306,20 @@ def test_an_optimizer_that_does_not_use_the_scaler() -> None:
 
 def test_what_autocast_is_available_for() -> None:
     assert halfstep.is_autocast_available("cpu")
+
+
+def test_a_norm_limit_that_an_optimizer_could_not_follow() -> None:
+    scaler = GradScaler(init_scale=8.0)
+    scaler.set_norm_limit(3.0)
+    param, _ = backward(scaler)
+    with pytest.raises(ValueError, match=r"set_norm_limit\(\) cannot skip its steps"):
+        scaler.step(Takes([param], "reports"))
+    scaler.set_norm_limit(None)
+    scaler.step(Takes([param], "reports"))
+
+
+def test_logmax_with_an_optimizer_that_only_says_what_it_found() -> None:
+    scaler = GradScaler(rule=LogMax())
+    param, _ = backward(scaler)
+    with pytest.raises(CallOrderError, match="LogMax needs the largest gradient"):
+        scaler.step(Takes([param], "reports"))

@@ -163,6 +163,7 @@ class LossScale:
         scale = live.scale.item()
         if scale != live.now.scale or live.has_count:  # existing code may write in place
             live.follow_writes_()
+            self.can_amplify |= live.now.can_amplify
         return scale
 
     def read(self) -> ScaleState:

@@ -126,7 +126,9 @@ class Outcome:
         self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
         # The following is kept only while this is the last outcome of the optimizer.
         gradients = step.gradients
-        self._params: list[Tensor] | None = gradients.params
+        # Those that were measured: gradients may have been replaced since clip_grad_norm_().
+        measured = gradients if step.norms is None else step.norms
+        self._params: list[Tensor] | None = measured.params
         self._measured = step.norms
         self._multiplier, self._can_measure_late = multiplier, can_measure_late
         # Used to detect zero_grad() and a new backward(), which affect almost all gradients. If

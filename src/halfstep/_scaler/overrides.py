@@ -8,9 +8,9 @@ in PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +21,23 @@ from halfstep._pytorch.amp import reciprocal_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler import scalars
 from halfstep._scaler.gradients import collect, parameters
-from halfstep._scaler.iteration import Stage, Step, nothing_checked
+from halfstep._scaler.iteration import GradientCheck, Stage, Step, nothing_checked
 from halfstep._scaler.optimizers import name, step_with_scale
-from halfstep._scaler.step import add_check, gather, keep, largest_of, remember, require_not_stepped
+from halfstep._scaler.step import (
+    add_check,
+    gather,
+    keep,
+    largest_of,
+    measure_and_limit,
+    remember,
+    remember_failure,
+    require_known,
+    require_not_stepped,
+)
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
+    from halfstep._scaler.engine import Engine
     from halfstep._scaler.scaler import GradScaler
 
 
@@ -97,6 +108,8 @@ def step(
     earlier = engine.iteration.step_of(optimizer)
     if earlier is not None:
         require_not_stepped(earlier)
+    if engine.iteration.in_doubt:
+        require_known(engine.iteration, "step", collect(parameters(optimizer)))
     scaler._check_scale_growth_tracker("step")
     if max_norm is not None:
         scaler.clip_grad_norm_(optimizer, max_norm)
@@ -112,25 +125,99 @@ def step(
     checked = engine.iteration.step_of(optimizer)
     if checked is None or not checked.checks:
         raise nothing_checked(optimizer)
-    stepped: list[bool] = []
-    with ExitStack() as stack:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            hook = optimizer.register_step_post_hook(lambda *_: stepped.append(True))
-            stack.callback(hook.remove)
-        if is_fused:
-            device = checked.loss_scale.device
-            found_inf = scalars.combine(list(state["found_inf_per_device"].values()), device)
-            make_step = partial(optimizer.step, *args, **kwargs)
-            scale = scaler._get_scale_async() if ready else None
-            result = step_with_scale(
-                optimizer, make_step, scale, scalars.as_tensor(found_inf, device)
-            )
-        else:
-            result = scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
-    gradients = collect(parameters(optimizer))
-    done = Step(optimizer, checked.loss_scale, gradients, checks=checked.checks)
-    done.decide()
-    if not is_fused and isinstance(optimizer, torch.optim.Optimizer):
-        done.found_inf = done.skip = 0.0 if stepped else 1.0
+    done = Step(
+        optimizer, checked.loss_scale, collect(parameters(optimizer)), checks=checked.checks
+    )
+    done.norms, done.norm = checked.norms, checked.norm  # of clip_grad_norm_()
+    if is_fused and ready:
+        done.multiplier = done.loss_scale.number()
+    _limit_norm(engine, optimizer, done)
+    if is_fused:
+        scale = scaler._get_scale_async() if ready else None
+        make_step = partial(optimizer.step, *args, **kwargs)
+        result = _step_fused(engine, make_step, done, scale, state["found_inf_per_device"])
+    else:
+        make_step = partial(scaler._maybe_opt_step, optimizer, state, *args, **kwargs)
+        result = _step_plain(optimizer, make_step, done)
+    done.gradients = collect(parameters(optimizer))
     remember(engine, optimizer, done, engine.journal.memory(optimizer), is_fused=is_fused)
     return result
+
+
+def _limit_norm(engine: Engine, optimizer: torch.optim.Optimizer, done: Step) -> None:
+    """Compare the norm with those of earlier steps, if a limit is set."""
+    norm_limit = engine.norm_limits.of(optimizer)
+    if norm_limit is not None:
+        done.ranks = engine.ranks_of("step", optimizer, parameters(optimizer))
+        measure_and_limit(done, None, norm_limit)
+    # The override has checked for inf and NaN already. Gradients that the optimizer will divide are
+    # recorded, because they are divided only once.
+    done.own_check = None
+    if done.multiplier is not None:
+        found = done.found_inf_by_device()
+        done.own_check = GradientCheck(done.loss_scale, done.gradients, found)
+
+
+def _step_fused(
+    engine: Engine,
+    make_step: Callable[[], Any],
+    done: Step,
+    scale: Tensor | None,
+    found: Mapping[torch.device, Tensor],
+) -> Any:
+    """Step with an optimizer that divides and skips by itself."""
+    assert done.optimizer is not None
+    device = done.loss_scale.device
+    skip = scalars.combine(list(found.values()), device)
+    if done.outlier is not None:
+        skip = scalars.larger(skip, done.outlier)
+    try:
+        result = step_with_scale(done.optimizer, make_step, scale, scalars.as_tensor(skip, device))
+    except BaseException:
+        remember_failure(engine.iteration, done)
+        raise
+    done.decide()
+    return result
+
+
+def _step_plain(optimizer: torch.optim.Optimizer, make_step: Callable[[], Any], done: Step) -> Any:
+    """Step with ``_maybe_opt_step``, unless the norm is an outlier. Sync: one with a limit."""
+    if done.outlier is not None and done.read([done.outlier])[0]:
+        done.decide()
+        return None
+    stepped: list[bool] = []
+    with _noting_steps(optimizer, stepped) as is_noted:
+        result = make_step()
+    done.decide()
+    if is_noted:
+        done.found_inf = done.skip = 0.0 if stepped else 1.0
+    return result
+
+
+@contextmanager
+def _noting_steps(optimizer: Any, stepped: list[bool]) -> Iterator[bool]:
+    """Append to ``stepped`` when ``step`` is called on an optimizer or its class.
+
+    Wrappers may have no hooks, and a ``step`` that was replaced may not call them. Yields whether a
+    call would be noted: not if there are neither hooks nor a ``__dict__``.
+    """
+    made, of_object = optimizer.step, getattr(optimizer, "__dict__", {})
+    before = of_object.get("step")
+
+    @wraps(made)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        stepped.append(True)
+        return made(*args, **kwargs)
+
+    with ExitStack() as stack:
+        hook = None
+        with suppress(AttributeError):
+            hook = optimizer.register_step_post_hook(lambda *_: stepped.append(True))
+            stack.callback(hook.remove)
+        of_object["step"] = noting
+        try:
+            yield optimizer.step is noting or hook is not None
+        finally:
+            if of_object.get("step") is noting:
+                del of_object["step"]
+                of_object |= {} if before is None else {"step": before}

@@ -287,7 +287,9 @@ class ScaleState:
             if isinstance(first.rule, Dynamic):
                 first = replace(first, rule=replace(first.rule, **factors))
             return replace(first.with_scale(alone.scale), growth_tracker=tracker)
-        ours = {"may_restore": True} | ours  # earlier versions did not have it
+        # Earlier versions did not have it. In a run, it is not known whether any loss was finite.
+        in_run = any(ours.get(key) for key in ("run_scale", "overflows", "skipped_in_a_row"))
+        ours = {"may_restore": not in_run} | ours
         expected = {field.name for field in fields(cls)} - {"scale", "growth_tracker"}
         for key in sorted(expected ^ set(ours)):
             raise ValueError(

@@ -649,9 +649,12 @@ class GradScaler(TorchAttributes):
         Sync: one for each loss name, and one for each optimizer with a norm limit.
         """
         engine = self._engine
-        state = Saved(engine.scales.read(), engine.norm_limits).to_dict()
+        scales = engine.scales.read()
         if self._overridden():
-            state |= {"scale": self.get_scale(), "_growth_tracker": self._get_growth_tracker()}
+            scale, tracker = self.get_scale(), self._get_growth_tracker()
+            ours = scales[None] if scale == scales[None].scale else scales[None].with_scale(scale)
+            scales[None] = replace(ours, growth_tracker=tracker)
+        state = Saved(scales, engine.norm_limits).to_dict()
         group = saving_group()
         if group is not None:
             engine.ranks.require_same("state_dict()", state, group)

@@ -103,6 +103,15 @@ def require_not_stepped(earlier: Step) -> None:
         )
 
 
+def require_known(iteration: Iteration, call: str, gradients: Gradients) -> None:
+    """Raise CallOrderError if a step that raised may have divided any of the gradients."""
+    if iteration.is_in_doubt(gradients):
+        raise CallOrderError(
+            f"{call}(): an earlier step() of these gradients raised, and may have divided some "
+            "of them by the scale already: zero_grad() and call backward() again"
+        )
+
+
 # --- gather ---------------------------------------------------------------------------------------
 
 
@@ -143,11 +152,8 @@ def gather(
         for blocks in iteration.blocks_with(params):
             blocks.put_together(iteration, ranks)
     gradients = collect(params)
-    if iteration.in_doubt and iteration.is_in_doubt(gradients):
-        raise CallOrderError(
-            f"{call}(): an earlier step() of these gradients raised, and may have divided some "
-            "of them by the scale already: zero_grad() and call backward() again"
-        )
+    if iteration.in_doubt:
+        require_known(iteration, call, gradients)
     if earlier is not None and not is_scaled:
         step = Step(optimizer, loss_scale, gradients, None, earlier.checks, ranks)
         step.norms, step.norm, step.first_norm = earlier.norms, earlier.norm, earlier.first_norm

@@ -106,7 +106,11 @@ def decode(bits: Sequence[int], state: ScaleState) -> ScaleState:
     # Existing code writes to scaler._scale in place, which ends a run.
     scale, run_scale = values["scale"], values["run_scale"]
     expected = (run_scale, values["min_scale"]) if values["resume_scale"] else (scale,)
-    is_written = run_scale and (scale > run_scale or scale not in expected)
+    is_written = scale < values["min_scale"] or (
+        run_scale and (scale > run_scale or scale not in expected)
+    )
+    values["min_scale"] = min(values["min_scale"], scale)
+    values["max_scale"] = max(values["max_scale"], scale)
     return replace(state, **values | (NO_RUN if is_written else {}))
 
 

@@ -15,8 +15,10 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import NONE, collect, parameters, refuse_float16
 from halfstep._scaler.iteration import GradientCheck, Stage, Step, nothing_checked
+from halfstep._scaler.norms import largest, overflows_when_divided
 from halfstep._scaler.optimizers import name
 from halfstep._scaler.overrides import flags_of
+from halfstep._scaler.scalars import READABLE
 from halfstep._scaler.step import remember, require_not_stepped
 from halfstep.errors import CallOrderError
 
@@ -217,7 +219,15 @@ class TorchAttributes:
             if torch.float16 in gradients.dtypes:
                 names = self._engine.names.of(gradients.params, optimizer)
                 refuse_float16(gradients, name(optimizer), names)
-        return amp.unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)
+        found = amp.unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)
+        if inv_scale.device.type in READABLE:
+            can_amplify = inv_scale.item() > 1.0
+        else:
+            can_amplify = any(scale.can_amplify for scale in self._engine.scales.values())
+        if can_amplify:  # a finite gradient may have become inf
+            for device, flag in collect(parameters(optimizer)).check().items():
+                found[device].clamp_(min=flag)
+        return found
 
     def _get_growth_tracker(self: Any) -> int:
         return int(self._engine.scales[None].read().growth_tracker)
@@ -257,6 +267,12 @@ class TorchAttributes:
             raise ValueError(
                 f"step({name(optimizer)}, max_norm={max_norm}): it takes the scaler "
                 "(grad_scaler=...) and unscales by itself; let it clip too"
+            )
+        if engine.norm_limits.settings is not None:
+            raise ValueError(
+                f"step({name(optimizer)}): set_norm_limit() cannot skip its steps, because it "
+                "takes the scaler (grad_scaler=...) and decides by itself. Call "
+                "set_norm_limit(None)"
             )
         params = parameters(optimizer)
         scale = engine.scale_of_iteration("step", optimizer, params)
@@ -306,12 +322,21 @@ def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, 
     if not (gradients.grads or ranks.is_together):
         return {}
     scale = engine.scale_of_iteration("step", optimizer, gradients.params)
+    earlier = engine.iteration.step_of(optimizer)
+    is_scaled = earlier is None or earlier.stage is Stage.SCALED
+    multiplier = scale.number() if is_scaled else 1.0
     if "_unscale_grads_" in scaler._overridden():
         one, none = torch.ones_like(scale.tensor), torch.zeros_like(scale.tensor)
         found = flags_of(scaler._unscale_grads_(optimizer, one, none, True))
     else:
         found = gradients.check()
-    check = GradientCheck(scale, gradients, found)
+    if is_scaled and scale.can_amplify:
+        for flag in overflows_when_divided(gradients, multiplier):
+            if flag.device in found:
+                found[flag.device].clamp_(min=flag)
+    needs_amax = scale.wants_amax and gradients.grads
+    amax = largest(gradients, multiplier, scale.device) if needs_amax else None
+    check = GradientCheck(scale, gradients, found, amax)
     ranks.agree_on(check, has_gradients=bool(gradients.grads))
     check.gradients = NONE
     _keep_check(engine, id(optimizer), optimizer, check)
@@ -327,6 +352,12 @@ def _report(
     """Add the found_inf flags, 1 or 0 by device, of an optimizer that was unscaled elsewhere."""
     params = [] if optimizer is None else parameters(optimizer)
     scale = engine.scale_of_iteration("step", optimizer, params)
+    earlier = engine.iteration.steps.get(key)
+    if scale.wants_amax and not (earlier and earlier.checks):
+        raise CallOrderError(
+            "LogMax needs the largest gradient, which code that reports found_inf_per_device does "
+            "not tell. Call GradScaler.unscale_(), or use rule=Dynamic()"
+        )
     _keep_check(engine, key, optimizer, GradientCheck(scale, NONE, flags_of(found)))
 
 

@@ -195,7 +195,7 @@ class HostState:
         """Take over what existing code has written into the two tensors in place."""
         scale = self.scale.item()
         if scale != self.now.scale:
-            self.now = changed(self.now, scale=scale, **NO_RUN)
+            self.now = self.now.with_scale(scale)
         if self._growth_tracker is not None:
             self.now = changed(self.now, growth_tracker=int(self._growth_tracker.item()))
 
