@@ -369,10 +369,9 @@ def test_a_closure_may_be_given_by_place_and_by_name(fused: bool) -> None:
     assert torch.equal(param, torch.full((2,), -2.0))
 
 
-def test_gradients_from_before_are_dropped() -> None:
-    """Those of another loss, and those of the evaluation before, if the closure leaves them."""
+def test_gradients_of_the_evaluation_before_are_dropped() -> None:
+    """If the closure leaves them."""
     param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
-    scaler.scale(param.sum() * 100.0).backward()
     seen = []
 
     def closure() -> torch.Tensor:
@@ -396,7 +395,7 @@ def test_no_optimizer_sees_scaled_gradients() -> None:
 
     param, optimizer, scaler = one_parameter(Early)
     scaler.scale(param.sum()).backward()
-    scaler.step(optimizer, lambda: param.sum())
+    scaler.step(optimizer, lambda: optimizer.zero_grad() or param.sum())
     (seen,) = optimizer.seen
     assert torch.equal(seen, torch.ones(2))
 
@@ -680,6 +679,183 @@ def test_gradients_of_an_earlier_iteration_are_dropped() -> None:
         scaler.step(optimizer, lambda: reads.append(param.grad) or param.sum())
         scaler.update()
     assert reads == [None] * 4
+
+
+@pytest.mark.parametrize("plain_step", [False, True])
+def test_gradients_that_a_step_has_used_are_dropped_after_another_loss(plain_step: bool) -> None:
+    """Also where only another optimizer had a loss since."""
+    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    scaler.scale(param.sum()).backward()
+    if plain_step:
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        scaler.step(optimizer)
+    else:
+        scaler.step(optimizer, lambda: optimizer.zero_grad() or param.sum())
+    scaler.update()
+    scaler.scale(torch.nn.Parameter(torch.ones(2)).sum()).backward()
+    seen = []
+    scaler.step(optimizer, lambda: seen.append(param.grad) or param.sum())
+    assert seen[0] is None
+    assert torch.equal(param.grad, torch.ones(2))
+
+
+def two_optimizers(make: Any, spike: float, limit: float | None = None) -> GradScaler:
+    """30 iterations of two optimizers, the second with a closure and one spike."""
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    first = torch.optim.SGD(models[0].parameters(), lr=0.01)
+    second = make(models[1].parameters())
+    scaler = GradScaler(on_skips=lambda report: None)
+    if limit is not None:
+        scaler.set_norm_limit(limit, window=4)
+    for number in range(30):
+        x = torch.randn(4, 2)
+
+        def closure(x: torch.Tensor = x, factor: float = spike if number == 12 else 1.0) -> Any:
+            second.zero_grad()
+            loss = models[1](x).square().mean() * factor
+            scaler.scale(loss).backward()
+            return loss
+
+        first.zero_grad()
+        scaler.scale(models[0](x).square().mean()).backward()
+        scaler.step(first)
+        scaler.step(second, closure)
+        scaler.update()
+        assert scaler.outcome(second).taken == (number != 12)
+    return scaler
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.LBFGS(params, max_iter=2),
+        lambda params: torch.optim.SGD(params, lr=0.01),
+        lambda params: Twice(params),
+    ],
+)
+@pytest.mark.parametrize(("spike", "limit"), [(math.nan, None), (1e6, 1e3)])
+def test_one_bad_batch_is_one_skip_beside_another_optimizer(
+    make: Any, spike: float, limit: float | None
+) -> None:
+    two_optimizers(make, spike, limit)
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_an_optimizer_that_leaves_out_its_closure_beside_another_optimizer(zeroes: bool) -> None:
+    """It steps with new gradients as in float32, and never again with the last ones."""
+
+    def train(scaler: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        a, b = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+        other, optimizer = torch.optim.SGD(a.parameters()), Sharpness(b.parameters(), every=2)
+
+        def backward(model: Any, x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            (scaler.scale(loss) if scaler else loss).backward()
+            return loss
+
+        for x in batches(6):
+            other.zero_grad()
+            backward(a, x)
+            if zeroes:
+                optimizer.zero_grad()
+                backward(b, x)
+            for each, *closure in ((other,), (optimizer, lambda x=x: backward(b, x))):
+                scaler.step(each, *closure) if scaler else each.step(*closure)
+            if scaler:
+                scaler.update()
+        return b.weight
+
+    if zeroes:
+        assert torch.equal(train(GradScaler(init_scale=SCALE)), train(None))
+    else:
+        with pytest.raises(CallOrderError, match="the optimizer did not call the closure"):
+            train(GradScaler(init_scale=SCALE))
+
+
+# --- micro-batches before the step --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("before", ["backward", "stays", "zero_grad", "zero_"])
+@pytest.mark.parametrize("make", ["SGD", "Adam", "Adam fused", "AdamW"])
+def test_a_closure_adds_to_micro_batches_from_before(make: str, before: str, enabled: bool) -> None:
+    """As without a scaler; ``stays``: they wait over the update of another optimizer."""
+
+    def train(scaler: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, other = torch.nn.Linear(3, 1), torch.nn.Parameter(torch.ones(2))
+        optimizer, second = MAKERS[make](list(model.parameters())), torch.optim.SGD([other])
+
+        def backward(loss: torch.Tensor) -> torch.Tensor:
+            (scaler.scale(loss) if scaler else loss).backward()
+            return loss
+
+        for x in batches():
+            optimizer.zero_grad()
+            backward(model(x[:3]).square().mean() / 2)
+            if before == "stays" and scaler:
+                scaler.step(second, lambda: other.sum())
+                scaler.update()
+                scaler.update(scaler.get_scale() * 2)
+
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
+                if before.startswith("zero"):
+                    optimizer.zero_grad(set_to_none=before == "zero_grad")
+                return backward(model(x[3:]).square().mean() / 2)
+
+            if scaler:
+                scaler.step(optimizer, closure)
+                scaler.update()
+            else:
+                optimizer.step(closure)
+        return model.weight
+
+    assert torch.equal(train(GradScaler(init_scale=SCALE, enabled=enabled)), train(None))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_closure_that_only_returns_the_loss_adds_to_new_gradients_only(enabled: bool) -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler(init_scale=SCALE, enabled=enabled)
+    for _ in range(2):  # in the second iteration nothing has been set to zero
+        scaler.step(optimizer, lambda: param.sum())
+        scaler.update()
+    assert torch.equal(param, torch.full((2,), -1.0))
+    optimizer.zero_grad()
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer, lambda: param.sum())
+    assert torch.equal(param, torch.full((2,), -3.0))
+
+
+@pytest.mark.parametrize("maker", ["LBFGS", "Twice"])
+def test_a_sum_that_only_the_first_evaluation_would_have_is_an_error(maker: str) -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = MAKERS[maker]([param])
+    scaler = GradScaler(init_scale=SCALE)
+    scaler.scale(param.sum()).backward()
+
+    def closure() -> torch.Tensor:
+        scaler.scale(param.square().sum()).backward()
+        return param.square().sum()
+
+    with pytest.raises(CallOrderError, match=r"Call zero_grad\(\) first in the closure"):
+        scaler.step(optimizer, closure)
+    assert torch.equal(param, torch.ones(2))
+    assert torch.equal(param.grad, torch.full((2,), SCALE if maker == "LBFGS" else 1.0))
+    scaler.step(optimizer, lambda: optimizer.zero_grad() or param.square().sum())
+    scaler.update()
+    assert scaler.outcome(optimizer).taken
+
+
+def test_a_sum_of_losses_of_two_scales_is_an_error() -> None:
+    param, optimizer, scaler = one_parameter()
+    scaler.scale(param.sum(), name="a").backward()
+    with pytest.raises(CallOrderError, match="losses of several names"):
+        scaler.step(optimizer, lambda: scaler.scale(param.sum(), name="b").backward())
+    assert torch.equal(param, torch.ones(2))
 
 
 # --- several optimizers, several losses --------------------------------------------------------

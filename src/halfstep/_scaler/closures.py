@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from halfstep._scaler.after_step import snapshot_of
 from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import NONE, parameters
-from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
-from halfstep._scaler.optimizers import handles_scale, is_pytorchs, name
+from halfstep._scaler.iteration import GradientCheck, Iteration, Journal, Memory, Stage, Step
+from halfstep._scaler.optimizers import evaluates_first, handles_scale, is_pytorchs, name
 from halfstep._scaler.overrides import is_ready
 from halfstep._scaler.step import (
     gather,
@@ -62,11 +65,12 @@ def step_with_closure(
 ) -> Any:
     """Call ``optimizer.step`` with a closure that yields unscaled, finite gradients.
 
-    Gradients of a loss that was scaled before the call are unscaled, checked and clipped too: SAM
-    uses them before it evaluates the closure. Older ones are dropped, and every evaluation starts
-    without gradients. Non-finite gradients end the step, which returns None; the parameters and the
-    state of the optimizer are restored. They are also restored if the closure raises. Sync: one for
-    each evaluation, and one for gradients from before.
+    New gradients, of a loss that was scaled before the call, are unscaled, checked and clipped too:
+    SAM uses them before it evaluates the closure. PyTorch's optimizers do not, so there the closure
+    may also add to them. Gradients of an earlier step or evaluation are dropped. Non-finite
+    gradients end the step, which returns None; the parameters and the state of the optimizer are
+    restored. They are also restored if the closure raises. Sync: one for each evaluation, and one
+    for gradients from before that are used.
     """
     earlier = engine.iteration.step_of(optimizer)
     if earlier is not None:
@@ -117,42 +121,53 @@ class _Evaluations:
         self.last: Step | None = None  # with the gradients that the optimizer uses
         self._iteration = Iteration()  # of the last evaluation
         self._earlier: list[GradientCheck] = []
-        # Gradients from before the step, until an evaluation makes others.
+        # New gradients from before the step, until an evaluation makes others.
         self._held: list[tuple[Tensor, Tensor]] = []
+        # Of the current evaluation, by id of the parameter: the versions of these before it, and
+        # which of the parameters a backward pass has reached.
+        self._versions: dict[int, tuple[Tensor, int]] = {}
+        self._reached: set[int] = set()
         self._were_unscaled = False
+        self._starts_without = False  # the current evaluation, gradients
         self._engine = engine
         self._optimizer = optimizer
         self._closure = closure
         self._max_norm = max_norm
 
     def begin(self, earlier: Step | None) -> None:
-        """Prepare the gradients of this iteration's losses for the optimizer; drop older ones."""
+        """Prepare the new gradients of scaled losses for the optimizer; drop all others."""
         engine, optimizer = self._engine, self._optimizer
-        held = [(param, param.grad) for param in parameters(optimizer) if param.grad is not None]
         self._were_unscaled = id(optimizer) in engine.iteration.blocks or (
             earlier is not None and earlier.stage is Stage.UNSCALED
         )
+        if not self._were_unscaled:
+            drop_used(engine.journal, optimizer)
+        held = [(param, param.grad) for param in parameters(optimizer) if param.grad is not None]
         is_waiting = any(id(param) in engine.unused.waiting for param, _ in held)
         if not (held and (self._were_unscaled or is_waiting or engine.iteration.losses)):
             drop_gradients(optimizer)
-            return
-        self._unscale_with_overrides()
-        step = gather(engine, "step", optimizer, engine.iteration.step_of(optimizer))
-        self._use(step, engine.norm_limits.of(optimizer), always_measures=True)
-        self._held = list(zip(step.gradients.params, step.gradients.grads, strict=True))
+        elif is_pytorchs(optimizer) and not self._were_unscaled:
+            engine.unused.use(param for param, _ in held)
+            self._held = held
+        else:
+            self._use_held()
 
     def __call__(self) -> Any:
         if not self._held:
             self._forget_last_gradients()
-        drop_gradients(self._optimizer)
+            drop_gradients(self._optimizer)
+            self._starts_without = True
+        self._versions = {id(param): (grad, grad._version) for param, grad in self._held}
+        self._reached = set()
         around = self._engine.iteration
         inner = self._engine.iteration = Iteration()
         try:
-            loss = self._backward(inner, around)
+            with before_backward([param for param, _ in self._held], self._note_backward):
+                loss = self._backward(inner, around)
             if inner.losses:
-                self._use_new_gradients(inner)
+                self._use_new_gradients(inner, around)
             else:
-                put_back(self._held)
+                self._put_back()
         finally:
             self._engine.iteration = around
             inner.end()
@@ -170,15 +185,48 @@ class _Evaluations:
         is_fused = handles_scale(self._optimizer)
         memory = self._engine.journal.memory(self._optimizer)
         remember(self._engine, self._optimizer, self.last, memory, is_fused=is_fused)
+        note_used(self._optimizer, memory)
 
     def give_up(self) -> None:
         """Restore the gradients from before a step that raised; drop those of an evaluation."""
-        if self._held:
-            assert self.last is not None
-            put_back(self._held)
+        if self._held and self.last is not None:
+            self._put_back()
             remember_failure(self._engine.iteration, self.last)
-        elif self._earlier:
+        elif self._starts_without:
             drop_gradients(self._optimizer)
+
+    def _put_back(self) -> None:
+        for param, grad in self._held:
+            param.grad = grad
+
+    def _note_backward(self, param: Tensor) -> None:
+        """Note that backward will add to a gradient; raise, before it does, if it must not."""
+        if self._is_from_before(param) and not self._can_be_added_to():
+            raise self._added_to_error()
+        self._reached.add(id(param))
+
+    def _is_from_before(self, param: Tensor) -> bool:
+        """Return whether the closure has not replaced the gradient, or set it to zero."""
+        grad, version = self._versions[id(param)]
+        return param.grad is grad and (grad._version == version or id(param) in self._reached)
+
+    def _can_be_added_to(self) -> bool:
+        # LBFGS would have them in the first evaluation only.
+        return evaluates_first(self._optimizer) and not self._were_unscaled
+
+    def _added_to_error(self) -> CallOrderError:
+        call = f"step({name(self._optimizer)}, closure)"
+        if self._were_unscaled:
+            return CallOrderError(
+                f"{call}: {Stage.UNSCALED.value} since the last update(), and the closure makes "
+                "new ones. Call unscale_(), clip_grad_norm_() or accumulate() in the closure, or "
+                "step() without a closure"
+            )
+        return CallOrderError(
+            f"{call}: there are gradients from before the step, and the closure keeps them or adds "
+            "to them. Call zero_grad() first in the closure, or every backward() in the closure, "
+            "in blocks of scaler.accumulate(optimizer)"
+        )
 
     def _forget_last_gradients(self) -> None:
         """Forget the gradients in favor of new ones; keep the checks for the scale."""
@@ -201,13 +249,18 @@ class _Evaluations:
             )
         if inner.losses:
             return loss
-        if any(param.grad is not None for param in parameters(self._optimizer)):
+        others = (p for p in parameters(self._optimizer) if id(p) not in self._versions)
+        if self._reached or any(param.grad is not None for param in others):
             raise CallOrderError(
                 f"{call}: the closure called backward() on a loss that was not scaled. Call "
                 "scaler.scale(loss).backward() in it, or only return the loss and leave backward() "
                 "to step()"
             )
         if self._held and is_value(loss, around):
+            self._put_back()
+            if self.last is None:
+                self._engine.iteration = around
+                self._use_held()
             self._require_finite(loss)
         elif isinstance(loss, Tensor):
             self._engine.scale(loss, None).backward()
@@ -222,7 +275,6 @@ class _Evaluations:
         """Leave the step if a loss by which the optimizer decides is inf or NaN."""
         if not torch.as_tensor(loss).isfinite().all():
             assert self.last is not None
-            put_back(self._held)
             scale = self.last.loss_scale
             scale.mark_loss_bad()
             found_inf = {scale.device: torch.ones((), device=scale.device)}
@@ -230,14 +282,23 @@ class _Evaluations:
             self.last.decide()
             raise UnusableEvaluationError
 
-    def _use_new_gradients(self, inner: Iteration) -> None:
+    def _use_held(self) -> None:
+        """Unscale, check and clip the gradients from before the step."""
         engine, optimizer = self._engine, self._optimizer
-        if self._were_unscaled and self._held and is_pytorchs(optimizer):
-            raise CallOrderError(
-                f"step({name(optimizer)}, closure): {Stage.UNSCALED.value} since the last "
-                "update(), and the closure makes new ones. Call unscale_(), clip_grad_norm_() or "
-                "accumulate() in the closure, or step() without a closure"
-            )
+        self._unscale_with_overrides()
+        step = gather(engine, "step", optimizer, engine.iteration.step_of(optimizer))
+        self._use(step, engine.norm_limits.of(optimizer), always_measures=True)
+        self._held = list(zip(step.gradients.params, step.gradients.grads, strict=True))
+
+    def _use_new_gradients(self, inner: Iteration, around: Iteration) -> None:
+        engine, optimizer = self._engine, self._optimizer
+        if self._held and self._were_unscaled and is_pytorchs(optimizer):
+            raise self._added_to_error()
+        if any(self._is_from_before(param) for param, _ in self._held):
+            if not self._can_be_added_to():
+                raise self._added_to_error()
+            # The sum must have one scale.
+            inner.losses = dict.fromkeys(around.losses, 0) | inner.losses
         # The norm limit is based on whole steps: inside a step, a line search may go far away.
         is_first = self.last is None and not self._earlier
         if self._held:
@@ -275,10 +336,48 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
         param.grad = None
 
 
-def put_back(held: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Set the gradients of parameters."""
-    for param, grad in held:
-        param.grad = grad
+def note_used(optimizer: torch.optim.Optimizer, memory: Memory) -> None:
+    """Remember the current gradients, which the optimizer has used. Sync: none."""
+    memory.used = {
+        id(param): (weakref.ref(param.grad), param.grad._version)
+        for param in parameters(optimizer)
+        if param.grad is not None
+    }
+
+
+def drop_used(journal: Journal, optimizer: torch.optim.Optimizer) -> None:
+    """Set the gradients to None that are still those of the last step. Sync: none."""
+    outcome, memory = journal.last(optimizer), journal.memories.get(id(optimizer))
+    if memory is None or not memory.used:
+        if outcome is not None and outcome.has_its_gradients():
+            drop_gradients(optimizer)
+        return
+    for param in parameters(optimizer):
+        ref, version = memory.used.get(id(param), (None, 0))
+        grad = param.grad
+        if ref is not None and grad is not None and ref() is grad and grad._version == version:
+            param.grad = None
+
+
+@contextmanager
+def before_backward(params: list[Tensor], function: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call a function with each parameter that a backward pass is about to add to."""
+    hooks: list[RemovableHandle] = []
+    for param in params:
+        if param.requires_grad:
+            hook = partial(_call, function, weakref.ref(param))
+            hooks.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _call(function: Callable[[Tensor], None], ref: weakref.ref[Tensor], _: Tensor) -> None:
+    param = ref()
+    if param is not None:
+        function(param)
 
 
 def is_value(loss: object, around: Iteration) -> bool:

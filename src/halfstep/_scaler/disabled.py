@@ -15,7 +15,13 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler import clipping
 from halfstep._scaler.after_step import Count, check_count
 from halfstep._scaler.agreement import ALONE
-from halfstep._scaler.closures import drop_gradients, is_value, put_back, split_closure
+from halfstep._scaler.closures import (
+    before_backward,
+    drop_used,
+    is_value,
+    note_used,
+    split_closure,
+)
 from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
@@ -82,22 +88,34 @@ class DisabledGradScaler(GradScaler):
             return optimizer.step(*args, **kwargs)
         kwargs.pop("closure", None)
 
+        memory = self._engine.journal.memory(optimizer)
+
         @torch.enable_grad()
         def evaluate() -> Any:
             params = parameters(optimizer)
-            held = [(param, param.grad) for param in params if param.grad is not None]
-            drop_gradients(optimizer)
-            loss = closure()
-            if all(param.grad is None for param in params):
-                if held and is_value(loss, self._engine.iteration):
-                    put_back(held)
-                elif isinstance(loss, Tensor):  # the closure leaves backward() to the scaler
-                    loss.backward()  # type: ignore[no-untyped-call]
+            before = [param.grad for param in params]
+            reached: list[Tensor] = []
+            with before_backward(params, reached.append):
+                loss = closure()
+            after = [param.grad for param in params]
+            made_new = reached or any(
+                new is not None and new is not old for old, new in zip(before, after, strict=True)
+            )
+            has_value = any(grad is not None for grad in before) and is_value(
+                loss, self._engine.iteration
+            )
+            if isinstance(loss, Tensor) and not (made_new or has_value):
+                # The closure leaves backward() to the scaler.
+                drop_used(self._engine.journal, optimizer)
+                loss.backward()  # type: ignore[no-untyped-call]
             if max_norm is not None:
                 self.clip_grad_norm_(optimizer, max_norm)
+            note_used(optimizer, memory)
             return loss
 
-        return optimizer.step(evaluate, *args, **kwargs)
+        result = optimizer.step(evaluate, *args, **kwargs)
+        note_used(optimizer, memory)
+        return result
 
     def update(self, new_scale: float | Tensor | None = None, name: str | None = None) -> None:
         """Do nothing."""

@@ -362,6 +362,8 @@ class Memory:
         self.outcome: Outcome | None = None  # of its last step
         self.number = 0  # of that step in the order of all steps
         self.early_clipping = EarlyClipping()
+        # After a step with a closure, by id of the parameter: its gradient and the version of it.
+        self.used: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def clear(self) -> None:
         """Release the parameters: the optimizer no longer exists."""
@@ -397,7 +399,7 @@ class Journal:
     def add(self, memory: Memory, outcome: Outcome) -> None:
         if memory.outcome is not None:
             memory.outcome.forget_gradients()
-        memory.outcome = outcome
+        memory.outcome, memory.used = outcome, {}
         self._num_steps += 1
         memory.number = self._num_steps
         self._all.append(outcome)
