@@ -645,6 +645,55 @@ def test_restored_buffers_and_an_inf_from_the_beginning_are_not_named(tmp_path: 
     assert buffers_in(tmp_path) == []
 
 
+class WithTables(WithBuffers):
+    """A mask that is filled in the first forward pass, and a buffer that begins as NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_filled = False
+        self.register_buffer("causal", torch.zeros(6, 6))
+        self.register_buffer("last", torch.full((3,), math.nan))
+        self.register_buffer("unused", torch.full((3,), math.nan))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_filled:
+            self.causal.copy_(self.mask)
+            self.is_filled = True
+        output = super().forward(x)
+        self.last.copy_(output.detach()[0])
+        return output
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("every", [0, 1, 50])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_buffers_that_are_filled_in_the_first_forward_pass_are_not_named(
+    tmp_path: Path, overflows: bool, every: int, is_given: bool
+) -> None:
+    model = WithTables()
+    model.head.bias.data.fill_(2.0**10 * overflows)
+    scaler = halfstep.GradScaler("cpu", init_scale=2.0**118 if overflows else 2.0**10)
+    with halfstep.record(tmp_path, model if is_given else None, every=every):
+        train_with_a_broken_batch(model, 0, scaler)
+    assert (scaler.counts().skipped > 0) == overflows
+    assert buffers_in(tmp_path) == []
+
+
+def test_nan_comes_back_to_a_buffer_that_began_with_it(tmp_path: Path) -> None:
+    model, scaler = WithTables(), halfstep.GradScaler("cpu", init_scale=2.0**10)
+    with halfstep.record(tmp_path, every=1), pytest.warns(HalfstepWarning, match="after step 3"):
+        train_with_a_broken_batch(model, 3, scaler, num=3)
+    assert buffers_in(tmp_path) == [(3, ("seen", "last", *RUINED))]
+
+
+def test_statistics_that_are_nan_in_a_checkpoint_are_named(tmp_path: Path) -> None:
+    model, scaler = WithBuffers(), halfstep.GradScaler("cpu", init_scale=2.0**10)
+    model.norm.running_mean.fill_(math.nan)
+    with pytest.warns(HalfstepWarning), halfstep.record(tmp_path, every=1):
+        train_with_a_broken_batch(model, 0, scaler)
+    assert buffers_in(tmp_path) == [(1, ("norm.running_mean",))]
+
+
 def test_a_second_segment_with_a_good_checkpoint_begins_with_good_buffers(tmp_path: Path) -> None:
     for broken in (2, 0):
         _, scaler = make()

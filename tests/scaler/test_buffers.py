@@ -93,6 +93,21 @@ class Masked(nn.Module):
         return self.norm(x @ self.mask.softmax(-1))
 
 
+class Causal(nn.Module):
+    """A mask that the first call fills, beside a running statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.is_filled = nn.BatchNorm1d(3), False
+        self.register_buffer("mask", torch.zeros(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_filled:
+            self.mask.copy_(torch.full((3, 3), -math.inf).triu(1))
+            self.is_filled = True
+        return self.norm(x @ self.mask.softmax(-1))
+
+
 class Images(nn.Module):
     """A norm of images, for vectors of 3."""
 
@@ -211,6 +226,27 @@ def test_a_skip_by_overflow_keeps_the_statistics_as_in_pytorch() -> None:
     train(theirs, torchs, sgd(theirs), without(batches()))
     assert scaler.counts().skipped
     assert_same(model, theirs)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("first", ["overflow", "NaN"])
+def test_a_mask_that_the_first_call_fills_outlives_a_skipped_first_step(
+    fused: bool, first: str, waiting_device: None
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Causal()), nn.Linear(3, 1))
+    if first == "NaN":
+        model.insert(1, nn.BatchNorm1d(3))
+        model[2][0].norm = nn.Identity()
+    scaler = GradScaler(
+        init_scale=8.0 if first == "NaN" else 2.0**127, module=model, on_skips=lambda report: None
+    )
+    data = batches()[BROKEN:] if first == "NaN" else batches()[:BROKEN]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    train(model, scaler, optimizer, data)
+    assert scaler.counts().skipped
+    filled = next(each for each in model.modules() if isinstance(each, Causal))
+    assert filled.mask.isinf().sum() == 3
+    assert result(model)["(evaluation)"].isfinite().all()
 
 
 def test_values_that_were_not_finite_before_stay(waiting_device: None) -> None:
@@ -343,6 +379,24 @@ def test_a_closure_that_fails_at_its_second_evaluation_is_undone() -> None:
         assert torch.equal(buffer, before[name])
 
 
+def test_a_closure_that_raises_is_undone() -> None:
+    model = net()
+    optimizer, scaler = torch.optim.LBFGS(model.parameters(), lr=0.1), quiet(model)
+    before = copy.deepcopy(model.state_dict())
+    waiting = batches()[2:]
+
+    def closure() -> Tensor:
+        loss = model(waiting.pop(0)).square().mean()
+        if not loss.isfinite():
+            raise ArithmeticError
+        return loss
+
+    with pytest.raises(ArithmeticError):
+        scaler.step(optimizer, closure)
+    for name, values in model.state_dict().items():
+        assert torch.equal(values, before[name]), name
+
+
 def test_retry_repeats_from_restored_statistics() -> None:
     model = net()
     optimizer = sgd(model)
@@ -401,6 +455,67 @@ def test_a_checkpoint_loaded_after_an_evaluation_is_what_a_skipped_step_goes_bac
             assert torch.equal(values, checkpoint[name])
 
 
+def dry_run(model: nn.Module) -> None:
+    model(batches()[0])
+
+
+def average_statistics(model: nn.Module) -> None:
+    torch.optim.swa_utils.update_bn([(batches()[0],), (batches()[1],)], model)
+
+
+@pytest.mark.parametrize("is_in_training", [False, True])
+@pytest.mark.parametrize("is_guarded", [False, True])
+@pytest.mark.parametrize("renew", ["checkpoint", "update_bn", "reset"])
+def test_a_skipped_step_goes_back_to_what_was_loaded_after_a_call_with_gradients(
+    renew: str, is_guarded: bool, is_in_training: bool, waiting_device: None
+) -> None:
+    model = net()
+    optimizer = sgd(model)
+    scaler = None if is_guarded else quiet(model)
+    guarded = guard(optimizer, on_skips=lambda _: None, module=model) if is_guarded else None
+
+    def step(batch: Tensor) -> None:
+        if scaler is not None:
+            train(model, scaler, optimizer, [batch])
+        else:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+    best = copy.deepcopy(model.state_dict())
+    for batch in batches()[:3]:
+        step(batch)
+    dry_run(model.train(is_in_training))
+    model.train()
+    if renew == "checkpoint":
+        model.load_state_dict(best)
+    elif renew == "update_bn":
+        average_statistics(model)
+    else:
+        model[1].reset_running_stats()
+    expected = copy.deepcopy(dict(model.named_buffers()))
+    step(batches()[BROKEN])
+    assert (scaler or guarded).counts().skipped == 1
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+
+
+@pytest.mark.parametrize("layer", ["BatchNorm1d", "queue", "codebook with new storage"])
+@pytest.mark.parametrize("order", [(0, BROKEN), (BROKEN, 0)])
+def test_a_loss_of_two_calls_leaves_no_nan(
+    layer: str, order: tuple[int, int], waiting_device: None
+) -> None:
+    model = net(LAYERS[layer])
+    scaler, optimizer = quiet(model), sgd(model)
+    train(model, scaler, optimizer, batches()[:2])
+    first, second = (batches()[number] for number in order)
+    scaler.scale((model(first) - model(second)).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.counts().skipped == 1
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+
+
 def test_training_goes_on_from_a_checkpoint_as_without_one() -> None:
     trained = []
     for is_resumed in (False, True):
@@ -429,7 +544,7 @@ def test_the_graph_of_another_loss_survives() -> None:
 # --- what the hook leaves alone -------------------------------------------------------------------
 
 
-def test_copies_and_pickles_of_the_module_have_no_hook_of_halfstep() -> None:
+def test_copies_and_pickles_of_the_module_need_no_halfstep() -> None:
     model = net()
     scaler = quiet(model)
     train(model, scaler, sgd(model), batches()[:1])
@@ -439,6 +554,22 @@ def test_copies_and_pickles_of_the_module_have_no_hook_of_halfstep() -> None:
     assert b"halfstep" not in pickle.dumps(model)
     for each in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert torch.equal(each.eval()(batches()[0]), model.eval()(batches()[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_module_can_be_scripted_after_its_guard_is_removed() -> None:
+    model = net()
+    guarded = guard(sgd(model), module=model)
+    with pytest.raises(AttributeError, match=r"guard\.remove\(\)"):
+        torch.jit.script(model)
+    guarded.remove()
+    assert not model._forward_pre_hooks
+    assert torch.equal(torch.jit.script(model)(batches()[0]), model(batches()[0]))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([type(each) for each in model.modules()]):
+        torch.load(file, weights_only=True)
 
 
 def test_the_hook_goes_with_the_scaler() -> None:

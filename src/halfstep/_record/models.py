@@ -14,6 +14,8 @@ from halfstep._pytorch import compiler, modes
 from halfstep._record.files import Event
 from halfstep._scaler.buffers import NAN, levels_of
 
+_STATISTICS = ("running_mean", "running_var")
+
 
 @dataclass
 class _KnownModel:
@@ -23,6 +25,7 @@ class _KnownModel:
     prefix: str
     is_written: bool = False
     bad_buffers: list[str] = field(default_factory=list)
+    levels: dict[str, int] | None = None  # of the buffers that may be inf or NaN
 
 
 class Models:
@@ -36,7 +39,7 @@ class Models:
         self._models: list[_KnownModel] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._order: dict[str, int] = {}
-        self._levels: dict[str, int] = {}  # of the buffers, when their model was found
+        self._first_levels: dict[str, int] = {}  # of the buffers, when their model was found
 
     def __len__(self) -> int:
         return len(self._models)
@@ -63,7 +66,9 @@ class Models:
             if has_parts or module not in self._names:
                 self._names[module] = _joined(prefix, without_wrappers(name))
         with modes.unseen_by_modes():
-            self._levels |= levels_of(self._buffers(self._models[-1], model))
+            levels = levels_of(self._buffers(self._models[-1], model)).items()
+        # Statistics never begin as NaN: this model has run before, or its checkpoint has NaN.
+        self._first_levels |= {n: at for n, at in levels if at < NAN or not n.endswith(_STATISTICS)}
         return has_parts
 
     def name(self, module: nn.Module) -> str | None:
@@ -85,14 +90,19 @@ class Models:
                 yield _joined(known.prefix, without_wrappers(name)), parameter
 
     def bad_buffers(self) -> list[str]:
-        """Return the names of buffers with NaN, or with an inf that was not there at first.
+        """Return the names of buffers that became inf or NaN since they were finite.
 
-        An inf from the beginning belongs there: in a mask, or the limits of a range. What was known
-        of a model that no longer exists stays. Sync: some.
+        An inf that is there at the first call of this belongs there: in a mask, which may be filled
+        in the first forward pass, or the limits of a range. So does NaN from before that pass,
+        except in running statistics. What was known of a model that no longer exists stays. Sync:
+        some.
         """
         for known, model in self._present():
-            levels = levels_of(self._buffers(known, model)).items()
-            known.bad_buffers = [n for n, at in levels if at > self._levels.get(n, 0) or at == NAN]
+            levels = levels_of(self._buffers(known, model))
+            if known.levels is None:
+                known.levels = {n: max(1, self._first_levels.get(n, 0)) for n in levels}
+            known.levels = {n: min(at, known.levels.get(n, 0)) for n, at in levels.items()}
+            known.bad_buffers = [n for n, at in levels.items() if at > known.levels[n]]
         return [name for known in self._models for name in known.bad_buffers]
 
     def _buffers(self, known: _KnownModel, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

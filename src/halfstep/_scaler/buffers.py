@@ -1,14 +1,17 @@
-"""Buffers of watched modules, which a skipped step must not leave inf or NaN.
+"""Buffers of watched modules, in which a skipped step must not leave NaN.
 
 A forward pass writes to buffers (running statistics, codebooks, queues) before it is known whether
 its step will be skipped. So they are saved before the first forward pass of each iteration.
+
+Only NaN counts. An inf is no proof of damage: a module may fill a mask with -inf in its first call,
+remember in an attribute that it has, and would never fill a restored mask again.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -41,6 +44,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self.watched: list[_Watched] = []
+        self._removers: list[Callable[[], object]] = []
 
     def watch(self, module: torch.nn.Module) -> None:
         """Save the buffers of a module, if it has any, at its first call of each iteration."""
@@ -49,14 +53,27 @@ class Buffers:
             watched = _Watched(module)
             self.watched.append(watched)
             handle = module.register_forward_pre_hook(watched)
-            weakref.finalize(self, handle.remove).atexit = False
+            remove = weakref.finalize(self, handle.remove)
+            remove.atexit = False
+            self._removers.append(remove)
+
+    def unwatch(self) -> None:
+        """Remove all hooks and copies."""
+        self.watched = []
+        while self._removers:
+            self._removers.pop()()
 
     def restore(self, skip: Scalar) -> None:
-        """Restore the modules whose buffers became inf or NaN, if ``skip`` is not 0."""
+        """Restore the modules whose buffers became NaN, if ``skip`` is not 0."""
         if isinstance(skip, Tensor) or skip:
             for each in self.watched:
-                if each.copy is not None:
-                    each.copy.restore(skip)
+                for copy in each.copies:
+                    copy.restore(skip)
+
+    def see_loss(self) -> None:
+        """Keep what was saved in this iteration: a loss that depends on it has been scaled."""
+        for each in self.watched:
+            each.has_loss = each.is_new
 
     def end(self) -> None:
         """End an iteration.
@@ -67,12 +84,11 @@ class Buffers:
         for each in self.watched:
             if not each.is_new:
                 each.save()
-            each.is_new = False
+            each.is_new = each.has_loss = each.is_first = False
 
     def copies(self) -> list[Copy]:
         """Return copies of the present values of all watched modules."""
-        modules = (each.module() for each in self.watched)
-        return [Copy(list(_slots_of(module))) for module in modules if module is not None]
+        return [copy for each in self.watched for copy in each.new_copies(each.slots())]
 
 
 class _Watched:
@@ -80,31 +96,60 @@ class _Watched:
 
     Attributes:
         module: A weak reference.
-        copy: The newest copy.
+        copies: The newest copy, in parts.
         is_new: Whether it was made since the last ``update``, before the module was called.
+        has_loss: Whether a loss has been scaled since it was made.
+        is_first: Whether there was no ``update`` yet.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = weakref.ref(module)
-        self.copy: Copy | None = None
-        self.is_new = False
+        self.copies: list[Copy] = []
+        self.is_new = self.has_loss = False
+        self.is_first = True
 
     def __call__(self, module: torch.nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or modes.is_jit_tracing() or modes.has_transforms():
             return
         # An evaluation leaves buffers unchanged, and a checkpoint may be loaded after it.
         is_training = module.training or torch.is_grad_enabled()
-        if is_training and not self.is_new and self.module() is module:
+        if not is_training or self.module() is not module:
+            return
+        if not self.is_new:
             self.save()
+        elif not self.has_loss:
+            # The call before may have been a dry run, after which a checkpoint was loaded.
+            for copy in self.copies:
+                copy.renew()
 
     def save(self) -> None:
-        module = self.module()
-        slots = [] if module is None else list(_slots_of(module))
-        if self.copy is None or not self.copy.is_of(slots):
-            self.copy = Copy(slots)
+        slots = self.slots()
+        if len(self.copies) != 1 or not self.copies[0].is_of(slots):
+            self.copies = self.new_copies(slots)
         else:
-            self.copy.save()
+            self.copies[0].save()
         self.is_new = True
+
+    def slots(self) -> list[_Slot]:
+        module = self.module()
+        return [] if module is None else list(_slots_of(module))
+
+    def new_copies(self, slots: list[_Slot]) -> list[Copy]:
+        """Return a copy of all buffers; one for each submodule before the first ``update``.
+
+        A module may fill tables in its first call. They stay, unless there is NaN beside them.
+        """
+        if not self.is_first:
+            return [Copy(slots)]
+        parts = {id(held): [each for each in slots if each[0] is held] for held, *_ in slots}
+        return [Copy(each) for each in parts.values()]
+
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(
+            "torch.jit.script cannot compile the hook of a module that a GradScaler or guard "
+            "watches. Script the module before that, or after guard.remove() or the scaler's end"
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         # {}.get(module, args) returns args. A pickle of this class would need halfstep.
@@ -137,33 +182,40 @@ class Copy:
 
     @torch.no_grad()
     def restore(self, skip: Scalar = 1.0) -> None:
-        """Restore all buffers if one became inf or NaN and ``skip`` is 1.
+        """Restore all buffers if one became NaN and ``skip`` is 1.
 
         All of them, so that the module is as if the batch had never come: counters, running
         statistics and codebooks agree with each other.
         """
+        with modes.unseen_by_modes():
+            groups = self._present()
+            is_worse = _is_worse(groups)
+            if is_worse is None:
+                return
+            if isinstance(skip, Tensor):
+                is_worse = is_worse * as_tensor(skip, is_worse.device)
+            if is_worse.device.type in READABLE and not is_worse.item():
+                return
+            for values, now in groups:
+                copy_to_each_(now, _selected(moved(is_worse, now[0].device) > 0, values, now))
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Save the present values of the same places, unless one became NaN."""
+        with modes.unseen_by_modes():
+            groups = self._present()
+            is_worse = _is_worse(groups)
+            for values, now in groups:
+                if is_worse is not None:
+                    now = _selected(moved(is_worse, now[0].device) > 0, values, now)
+                copy_to_each_(values, now)
+
+    def _present(self) -> _Groups:
         # A module may have put another tensor in place of the saved one. Writing to `.data` is no
         # change for autograd, like the writes of batch norm: the graph of another loss may have
         # kept a running mean.
         tensors = (held.get(name) for held, name, _ in self._slots)
-        with modes.unseen_by_modes():
-            groups = _grouped(
-                self._values, [t if t is None else local_part(t).data for t in tensors]
-            )
-            found = [
-                (_levels(now) > _levels(values)).any().float()
-                for values, now in groups
-                if now[0].dtype in _FLOATS
-            ]
-            if not found:
-                return
-            is_bad = any_of(found, found[0].device)
-            if isinstance(skip, Tensor):
-                is_bad = is_bad * as_tensor(skip, is_bad.device)
-            if is_bad.device.type in READABLE and not is_bad.item():
-                return
-            for values, now in groups:
-                copy_to_each_(now, _selected(moved(is_bad, now[0].device) > 0, values, now))
+        return _grouped(self._values, [t if t is None else local_part(t).data for t in tensors])
 
 
 def _slots_of(module: torch.nn.Module) -> Iterator[_Slot]:
@@ -205,6 +257,16 @@ def _grouped(saved: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -
             group[0].append(values)
             group[1].append(now)
     return list(groups.values())
+
+
+def _is_worse(groups: _Groups) -> Tensor | None:
+    """Return 1 if a tensor has NaN that had none when saved, else 0; None without floats."""
+    found = [
+        ((_levels(now) == NAN) & (_levels(values) < NAN)).any().float()
+        for values, now in groups
+        if now[0].dtype in _FLOATS
+    ]
+    return any_of(found, found[0].device) if found else None
 
 
 def _levels(tensors: list[Tensor]) -> Tensor:

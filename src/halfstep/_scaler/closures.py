@@ -98,6 +98,7 @@ def step_with_closure(
         before.restore()
     except BaseException:
         before.restore()
+        engine.buffers.restore(1.0)
         evaluations.give_up()
         raise
     evaluations.finish()

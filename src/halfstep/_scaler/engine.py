@@ -76,6 +76,8 @@ class Engine:
                 unused.see_loss(scaled, scale)
             if isinstance(outputs, Tensor):
                 iteration.newest_loss = weakref.ref(outputs)
+            if self.buffers.watched:
+                self.buffers.see_loss()
         iteration.losses[loss] = iteration.losses.get(loss, 0) + 1
         iteration.num_losses += 1
         return scaled

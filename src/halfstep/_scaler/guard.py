@@ -256,12 +256,16 @@ class Guard:
         return self._scaler.counts()
 
     def remove(self) -> None:
-        """Restore the optimizer's original ``step``; later replacements of it stay in place."""
+        """Restore the optimizer's original ``step``; later replacements of it stay in place.
+
+        The module gets back the calls without a hook.
+        """
         optimizer = self._require_optimizer()
         if self._is_removed:
             return
         self._is_removed = True
         self._replaced.allow_original()
+        self._scaler._engine.buffers.unwatch()
         _GUARDED.pop(optimizer, None)
         inner = self._inner()
         is_on_top = getattr(vars(optimizer).get("step"), "__func__", None) is self._guarded()

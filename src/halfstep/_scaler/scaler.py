@@ -457,9 +457,10 @@ class GradScaler(TorchAttributes):
     def watch(self, module: torch.nn.Module) -> None:
         """Use the parameter names of this module and restore its buffers; several may be watched.
 
-        If a step is skipped and a buffer of the module has become inf or NaN, all its buffers get
-        the values from before the first call of the module in the iteration, whatever their dtype.
-        The module is held weakly, and a copy of the scaler watches none.
+        If a step is skipped and a buffer of the module has become NaN, all its buffers get the
+        values from before the first call of the module in the iteration, whatever their dtype. An
+        inf is left: it may belong to a mask. The module is held weakly, and a copy of the scaler
+        watches none.
 
         Memory: one copy of the buffers. Sync: none.
 
