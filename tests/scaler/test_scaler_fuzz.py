@@ -385,7 +385,10 @@ class World:
 
     def is_first(self, optimizer: torch.optim.Optimizer) -> bool:
         """Say whether the step is one of the first, which are measured."""
-        return self.scaler._engine.journal.is_first(optimizer)
+        engine = self.scaler._engine
+        memory = engine.journal.memories.get(id(optimizer))
+        is_measuring = memory is None or memory.early_clipping.is_measuring
+        return engine.scales[None].host.scale != 1.0 and is_measuring
 
     def has_followed(self, param: Param) -> bool:
         """Say whether a gradient that was left is multiplied by the present scale; note it."""

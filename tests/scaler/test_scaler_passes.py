@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep._scaler import GradScaler, norms
+from halfstep._scaler import step as step_module
+from halfstep._scaler.earlier_norms import NUM_STEPS
 from halfstep._scaler.rules import LogMax
 from halfstep.errors import CallOrderError
 
@@ -249,6 +251,35 @@ def test_passes_of_what_costs_one_more(kwargs: dict[str, Any], fused: bool, pass
         no_clip(made)
         made.scaler.update()
     assert ops.passes == passes
+
+
+class WithOwnScale(GradScaler):
+    def get_scale(self) -> float:
+        return super().get_scale()
+
+
+def step_with_closure(setup: Setup) -> None:
+    """As SAM: there are gradients from before, and the closure makes others."""
+    setup.scaler.step(setup.optimizer, lambda: setup.backward()[0].sum())
+
+
+@pytest.mark.parametrize("make_scaler", [GradScaler, WithOwnScale])
+@pytest.mark.parametrize("step", [no_clip, clip_with_torch, clip_parameters, step_with_closure])
+def test_only_the_first_steps_are_searched(
+    make_scaler: type[GradScaler], step: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, largest_of = [], step_module.largest_of
+    monkeypatch.setattr(
+        step_module, "largest_of", lambda made: measured.append(made) or largest_of(made)
+    )
+    made = setup(make_scaler, fused=False)  # makes WARM_UP steps without a closure
+    made.scaler._engine.journal.memories.clear()
+    del measured[:]
+    for _ in range(8):
+        made.backward()
+        step(made)
+        made.scaler.update()
+    assert len(measured) <= 2 * NUM_STEPS  # gradients from before, and those of the closure
 
 
 @pytest.mark.parametrize(("fused", "passes"), [(False, 3), (True, 1)])

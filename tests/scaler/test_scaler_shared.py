@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from halfstep._scaler import GradScaler
+from halfstep._scaler.guard import guard
+from halfstep.errors import HalfstepWarning
 
 SCALE = 2.0**10
 
@@ -174,7 +176,9 @@ def test_clipping_before_unscaling_is_noticed(fused: bool, order: str, clip: str
     caught = []
     for _ in range(8):
         optimizer.zero_grad()
-        scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+        # Of entries of all sizes, some do not reach the limit.
+        inputs = torch.randn(4, 8) * torch.logspace(0, -6, 8)
+        scaler.scale(model(inputs).square().mean()).backward()
         CLIPS[clip](list(model.parameters()))
         ORDERS[order](scaler, optimizer)
         with warnings.catch_warnings(record=True) as now:
@@ -237,6 +241,91 @@ def test_no_false_alarm(fused: bool, how: str) -> None:
             scaler.clip_grad_norm_(optimizer, 0.01)
         scaler.step(optimizer, **({"max_norm": 0.01} if how == "max_norm" else {}))
         scaler.update()
+
+
+def masked(losses: torch.Tensor) -> torch.Tensor:
+    return (losses * (torch.rand_like(losses) < torch.rand(()))).mean()
+
+
+def embedded(weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.embedding(torch.randint(0, 256, (64,)), weight.view(256, 16))
+
+
+TARGET = torch.linspace(0.1, 1.0, 4096)
+HEALTHY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "L1": lambda weight: (weight - TARGET).abs().mean(),
+    "L1 of many": lambda weight: (weight.repeat(4) - TARGET.repeat(4)).abs().mean(),
+    "small L1": lambda weight: (weight - TARGET).abs().sum() * 2.0**-14,
+    "L1, decimal": lambda weight: (weight[:1000] - 9.0).abs().mean() * 1e-3,
+    "masked L1": lambda weight: masked((weight - TARGET).abs()),
+    "hinge": lambda weight: (1 - weight * torch.randn(4096).sign() - TARGET).relu().mean(),
+    "masked hinge": lambda weight: masked((1 - weight).relu()),
+    "signs": lambda weight: (weight * torch.randn(4096).sign()).mean(),
+    "bias": lambda weight: (weight[:8] - torch.randn(512, 8)).abs().mean(),
+    "one number": lambda weight: weight[0] * 2.0**-14,
+    "embedding": lambda weight: (embedded(weight) - 9.0).abs().mean() / 4,
+    "embedding, signs": lambda weight: (embedded(weight) - torch.randn(64, 16)).abs().mean() / 16,
+    "max": lambda weight: (weight - TARGET).abs().max() * 2.0**-15,
+}
+
+
+@pytest.mark.parametrize("loss", HEALTHY)
+@pytest.mark.parametrize("how", ["scaler", "unscale_", "guard", "scale of 1"])
+def test_round_gradients_are_no_alarm(how: str, loss: str) -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(4096))
+    optimizer = torch.optim.Adam([weight], 1e-3)
+    scaler = GradScaler(init_scale=1.0 if how == "scale of 1" else 2.0**16)
+    if how == "guard":
+        guard(optimizer)
+    for _ in range(5):
+        optimizer.zero_grad()
+        if how == "guard":
+            HEALTHY[loss](weight).backward()
+            optimizer.step()
+            continue
+        scaler.scale(HEALTHY[loss](weight)).backward()
+        if how == "unscale_":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@fused_or_not
+def test_clipping_too_early_is_noticed_after_skipped_steps(fused: bool) -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer, scaler = torch.optim.SGD([param], lr=0.1, fused=fused), GradScaler()
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale((param * torch.randn(3)).sum() * (math.inf if step < 2 else 1.0)).backward()
+        torch.nn.utils.clip_grad_norm_([param], 1.0)
+        if step == 4:
+            with pytest.warns(HalfstepWarning, match="clipped before they are unscaled"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+
+
+def test_clipping_too_early_is_noticed_with_a_replaced_method() -> None:
+    class Own(GradScaler):
+        def get_scale(self) -> float:
+            return super().get_scale()
+
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer, scaler = torch.optim.SGD([param], lr=0.1), Own()
+    caught = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        scaler.scale((param * torch.randn(3)).sum()).backward()
+        torch.nn.utils.clip_grad_norm_([param], 1.0)
+        with warnings.catch_warnings(record=True) as now:
+            warnings.simplefilter("always")
+            scaler.step(optimizer)
+        caught += now
+        scaler.update()
+    (warning,) = caught
+    assert "clipped before they are unscaled" in str(warning.message)
 
 
 def test_a_forgotten_update_is_noticed() -> None:

@@ -5,7 +5,8 @@ median, which a few such steps do not move.
 
 Gradients that are clipped before they are unscaled make updates that are too small by a factor of
 the scale: training looks stuck, without an error. Scaled gradients exceed every limit, so in every
-step their norm, or largest magnitude, is the limit itself: a number of few digits.
+step their norm, or largest magnitude, is the limit itself: a number of few digits. So are those of
+an L1 loss, but either neither of them changes, or all entries are multiples of one number.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from halfstep._scaler.transition import HostCopy
 from halfstep.errors import HalfstepWarning
 
 NUM_STEPS = 3
-"""Number of first steps of each optimizer that are compared: clipping happens from the start."""
+"""Number of finite first steps of each optimizer that are compared: clipping happens from the
+start."""
+
+MAX_STEPS = 5
+"""Maximum number of steps that are measured for this."""
 
 SMALLEST_LIMIT = 1e-3
 """Unscaled gradients are never clipped to less, and correctly clipping scaled ones to ``max_norm *
@@ -35,6 +40,9 @@ scale`` leaves more than this times the scale."""
 TOLERANCE = 1e-5
 """Relative distance of a clipped norm from its limit. Within it lies one in 1,000 other numbers of
 any size from a number of two digits, and three in a row one in a billion."""
+
+CHANGE_OF_NORM = 0.01
+"""Relative change of the norm between steps: a few entries of an L1 loss may become 0."""
 
 
 class NormLimit:
@@ -135,46 +143,90 @@ class EarlyClipping:
     """The search for gradients clipped before they are unscaled, in the first steps. Sync: none."""
 
     def __init__(self) -> None:
+        # Whether the next step is measured. Several ranks measure the same steps, so this depends
+        # on values only where they are on the host at once.
+        self.is_measuring = True
         self.is_over = False
+        self._num_steps = 0
         self._rows: list[Tensor] = []  # of each step: norm, largest magnitude, scale
         self._arriving = HostCopy()
 
     def see(
-        self, optimizer: torch.optim.Optimizer, norm: Tensor, amax: Tensor, scale: Tensor
+        self, optimizer: torch.optim.Optimizer, measured: tuple[Tensor, Tensor, Tensor] | None
     ) -> None:
-        """Add a step by its unscaled norm and largest magnitude; warn after ``NUM_STEPS`` of them.
+        """Add a step by its unscaled norm, largest magnitude and scale; warn in the last one.
 
-        Steps with inf or NaN do not count.
+        Steps with inf or NaN are not compared. None ends the search: nothing was measured.
         """
-        if len(self._rows) < NUM_STEPS:
-            self._rows.append(torch.stack([norm * scale, amax * scale, scale]))
-        if len(self._rows) == NUM_STEPS:
+        if self.is_measuring:
+            self._num_steps += 1
+            self.is_measuring = measured is not None and self._num_steps < MAX_STEPS
+            if measured is not None:
+                norm, amax, scale = measured
+                self._rows.append(torch.stack([norm * scale, amax * scale, scale]))
+        if not self._rows:
+            self.is_over = True
+            return
+        if not self.is_measuring or self._rows[0].device.type == "cpu":
             self._arriving.send(torch.stack(self._rows))
         arrived = self._arriving.latest()
         if arrived is None:
             return
-        rows = arrived.tolist()
-        self._arriving = HostCopy()
-        self._rows = [
-            row for row, numbers in zip(self._rows, rows, strict=True) if math.isfinite(numbers[0])
-        ]
-        self.is_over = len(self._rows) == NUM_STEPS
-        for what, column in ("norm", 0), ("largest entry", 1):
-            if self.is_over and all(is_limit(row[column], row[2]) for row in rows):
-                value, factor = rows[-1][column], power(rows[-1][2])
-                warnings.warn(
-                    f"step({name(optimizer)}): the {what} of the gradients, still multiplied by "
-                    f"the scale {factor}, was {value:.4g} in {NUM_STEPS} steps. They seem to be "
-                    f"clipped before they are unscaled, which makes every update {factor} times "
-                    "too small. Call scaler.unscale_(optimizer) before you clip, or leave the "
-                    "clipping to scaler.step(optimizer, max_norm=...)",
-                    HalfstepWarning,
-                    stacklevel=5,  # the caller of GradScaler.step
-                )
-                return
+        rows = [row for row in arrived.tolist() if math.isfinite(row[0])]
+        if self.is_measuring and len(rows) < NUM_STEPS:
+            return
+        self.is_measuring, self.is_over, self._rows = False, True, []
+        limit = limit_of(rows)
+        if limit is not None:
+            (what, value), factor = limit, power(rows[-1][2])
+            warnings.warn(
+                f"step({name(optimizer)}): the {what} of the gradients, still multiplied by "
+                f"the scale {factor}, was {value:.4g} in {NUM_STEPS} steps. They seem to be "
+                f"clipped before they are unscaled, which makes every update {factor} times "
+                "too small. Call scaler.unscale_(optimizer) before you clip, or leave the "
+                "clipping to scaler.step(optimizer, max_norm=...)",
+                HalfstepWarning,
+                stacklevel=5,  # the caller of GradScaler.step
+            )
 
 
-def is_limit(value: float, scale: float) -> bool:
-    """Return whether a scaled gradient's norm or entry is a limit that people clip to."""
-    is_round = abs(value - float(f"{value:.1e}")) <= TOLERANCE * value
-    return is_round and 0.0 < value < SMALLEST_LIMIT * scale
+def limit_of(rows: list[list[float]]) -> tuple[str, float] | None:
+    """Return what the gradients of all steps are clipped to, None if they do not seem to be.
+
+    Each row holds the norm, the largest magnitude, both still scaled, and the scale.
+    """
+    if len(rows) < NUM_STEPS or any(row[2] <= 1.0 for row in rows):
+        return None
+    norms, largest, scales = zip(*rows, strict=True)
+    if is_limit(norms, min(scales)) and spread(largest) > TOLERANCE:
+        return "norm", norms[-1]
+    if is_limit(largest, min(scales)) and spread(norms) > CHANGE_OF_NORM:
+        if are_multiples(norms, largest[0]):
+            return None
+        return "largest entry", largest[-1]
+    return None
+
+
+def is_limit(values: Sequence[float], scale: float) -> bool:
+    """Return whether norms or entries of scaled gradients are one limit that people clip to."""
+    limit = float(f"{values[0]:.1e}")
+    are_equal = all(abs(value - limit) <= TOLERANCE * value for value in values)
+    return are_equal and 0.0 < limit < SMALLEST_LIMIT * scale
+
+
+def are_multiples(norms: Sequence[float], largest: float) -> bool:
+    """Return whether all entries seem to be multiples of the largest or a simple part of it.
+
+    Those of a masked L1 or hinge loss are. Then the sum of their squares is a whole number of such
+    squares, up to about 1,000,000 of which float32 norms can tell.
+    """
+    for parts in range(1, 5):
+        sums = [(parts * norm / largest) ** 2 for norm in norms]
+        if all(abs(each - round(each)) <= min(5e-7 * each, 0.1) for each in sums):
+            return True
+    return False
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the relative distance between the smallest and the largest value."""
+    return 1.0 - min(values) / max(values)

@@ -141,7 +141,9 @@ class Engine:
         if ready.is_first and ready.multiplier is not None:
             step.measure(ready)
             step.multiply_(ready)
-            ready.first_norm, ready.norms, ready.norm = ready.norm, None, None
+            if ready.own_check is not None:
+                ready.own_check.first_norm = ready.norm
+            ready.norms = ready.norm = None
         else:
             step.unscale_(ready)
         step.keep(self.iteration, ready, Stage.UNSCALED)

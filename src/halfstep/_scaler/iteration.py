@@ -41,7 +41,9 @@ class GradientCheck:
         gradients: Referenced until the iteration ends, so that the ``id`` of a gradient is not
             reused.
         found_here: Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0.
-        amax_here: The largest unscaled magnitude, on the device of the scale, if its rule needs it.
+        amax_here: The largest unscaled magnitude, on the device of the scale, if its rule needs it
+            or the step is one of the first.
+        first_norm: The unscaled norm, if ``unscale_`` measured it because the step is one of these.
         left_scaled: Whether the step that made the check was skipped, and the number by which its
             gradients are still multiplied in that case.
         agreement: The combined result of all ranks, if several decide.
@@ -53,6 +55,7 @@ class GradientCheck:
     gradients: Gradients
     found_here: dict[torch.device, Tensor]
     amax_here: Tensor | None = None
+    first_norm: Scalar | None = None
     left_scaled: tuple[Scalar, Scalar] | None = None
     agreement: Agreement | None = None
     asked: frozenset[int] = frozenset()
@@ -93,7 +96,6 @@ class Step:
         ranks: Who decides about the step.
         asked: Ids of the parameters, with or without gradients, if several ranks decide.
         is_first: Whether norm and largest magnitude are measured, as in the first steps.
-        first_norm: The norm that ``unscale_`` measured for that reason alone.
         num_losses: Number of losses that had been scaled when the call ended.
         own_check: The check of the gradients that were still scaled, once it exists.
         norms: Norms of the gradients before any clipping, if measured.
@@ -112,7 +114,6 @@ class Step:
     ranks: Alone | Together = ALONE
     asked: frozenset[int] = frozenset()
     is_first: bool = False
-    first_norm: Scalar | None = None
     stage: Stage = Stage.SCALED
     num_losses: int = 0
     own_check: GradientCheck | None = None
@@ -390,11 +391,6 @@ class Journal:
             arguments = weakref.ref(self), id(optimizer), memory
             weakref.finalize(optimizer, _forget, *arguments).atexit = False
         return memory
-
-    def is_first(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """Return whether the next step of an optimizer is one of the first, which are measured."""
-        memory = self.memories.get(id(optimizer))
-        return optimizer is not None and (memory is None or not memory.early_clipping.is_over)
 
     def add(self, memory: Memory, outcome: Outcome) -> None:
         if memory.outcome is not None:

@@ -11,8 +11,8 @@ handles the scale    measure, 1 G             measure, 1 G
 
 In the lower left cell, gradients are only checked where measuring is slower than a check. The first
 steps of an optimizer are always measured, to detect gradients that are clipped before they are
-unscaled. So are steps whose scale may be below 1, because a skipped step could not undo its
-division.
+unscaled, unless the scale is 1. So are steps whose scale may be below 1, because a skipped step
+could not undo its division.
 """
 
 from __future__ import annotations
@@ -156,13 +156,15 @@ def gather(
         require_known(iteration, call, gradients)
     if earlier is not None and not is_scaled:
         step = Step(optimizer, loss_scale, gradients, None, earlier.checks, ranks)
-        step.norms, step.norm, step.first_norm = earlier.norms, earlier.norm, earlier.first_norm
+        step.norms, step.norm = earlier.norms, earlier.norm
         if iteration.num_losses > earlier.num_losses:
             _require_no_new(iteration, step, params, f"{call}({name(owner)})")
         return step
     step = Step(optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks)
-    memory = engine.journal.memories.get(id(optimizer))
-    step.is_first = optimizer is not None and (memory is None or not memory.early_clipping.is_over)
+    # With a scale of 1, as that of a guard, clipping is never too early.
+    if optimizer is not None and loss_scale.host.scale != 1.0:
+        memory = engine.journal.memories.get(id(optimizer))
+        step.is_first = memory is None or memory.early_clipping.is_measuring
     return _unscaled_apart(engine, step, params) if iteration.checks or ranks.is_together else step
 
 
@@ -487,13 +489,21 @@ def remember(
     keep(engine.iteration, step, Stage.STEPPED)
     if engine.buffers.watched:
         engine.buffers.restore(skip)
+    if not memory.early_clipping.is_over:
+        memory.early_clipping.see(optimizer, _measured(step))
+
+
+def _measured(step: Step) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return unscaled norm, largest magnitude and scale, None if they were not measured."""
+    norm = step.norm
+    if norm is None and len(step.checks) == 1:
+        norm = step.checks[0].first_norm
     amaxes = [amax for check in step.checks if (amax := check.amax) is not None]
-    measured = step.norm if step.first_norm is None else step.first_norm
-    if measured is not None and amaxes and not memory.early_clipping.is_over:
-        device = step.loss_scale.device
-        norm = scalars.as_float32(measured, device)
-        amax = torch.stack([scalars.moved(each, device) for each in amaxes]).amax()
-        memory.early_clipping.see(optimizer, norm, amax, step.loss_scale.tensor)
+    if norm is None or not amaxes:
+        return None
+    device = step.loss_scale.device
+    amax = torch.stack([scalars.moved(each, device) for each in amaxes]).amax()
+    return scalars.as_float32(norm, device), amax, step.loss_scale.tensor
 
 
 def remember_failure(iteration: Iteration, step: Step) -> None:
