@@ -854,6 +854,18 @@ def test_modes_stand_aside() -> None:
         with modes.without_ours():
             assert not modes.num_dispatch_modes()
         assert modes.dispatch_modes() == [ours]
+        with modes.FunctionMode() as inner:
+            with function_mode.suspended():
+                assert modes.function_modes() == [inner]
+            assert modes.function_modes() == [inner, function_mode]
+
+
+def test_replicas_have_their_parameters_as_attributes() -> None:
+    linear = torch.nn.Linear(2, 2)
+    replica = linear._replicate_for_data_parallel()
+    replica.weight = linear.weight.detach()
+    assert modules.parameters_of_replica(replica) == [replica.weight]
+    assert modules.parameters_of_replica(linear) == []
 
 
 def test_hooks_stand_aside_in_an_export() -> None:

@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -542,3 +543,161 @@ def test_islands_without_floating_inputs() -> None:
             assert model[0]().dtype is FP32
             if island is not None:
                 island.remove()
+
+
+class Own(nn.Module):
+    """Runs a function of itself and its input."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
+        self.cache: Tensor
+        self.register_buffer("cache", torch.zeros(4, 4))
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def island(
+    function: Callable[[Any, Tensor], Any],
+    dtype: torch.dtype = FP32,
+    params: torch.dtype = BF16,
+) -> Any:
+    model = nn.Sequential(Own(function)).to(params)
+    keep(model, "0", dtype=dtype)
+    return model
+
+
+EXACT = torch.tensor([[1.0, 2.0, -3.0, 4.0]])
+
+
+def test_writes_through_views_of_buffers_and_local_tensors_arrive() -> None:
+    def write(own: Any, x: Tensor) -> Tensor:
+        own.cache[:, 1:2].copy_(x[0, :, None])
+        own.cache[0].add_(1)
+        own.cache.view(-1)[-1:].fill_(9)
+        local = torch.zeros_like(own.weight).bfloat16()
+        local[0].copy_(x[0])
+        return local
+
+    model = island(write)
+    assert model(EXACT)[0].tolist() == EXACT[0].tolist()
+    assert model[0].cache[0].tolist() == [1, 2, 1, 1]
+    assert model[0].cache[:, 1].tolist() == [2, 2, -3, 4]
+    assert model[0].cache[3, 3] == 9
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_functions_in_place_change_their_argument(dtype: torch.dtype) -> None:
+    def relu(own: Any, x: Tensor) -> Tensor:
+        h = x.to(dtype).clone()
+        F.relu(h, inplace=True)
+        return h
+
+    result = island(relu)(EXACT)
+    assert (result.tolist(), result.dtype) == (EXACT.relu().tolist(), dtype)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("params", [BF16, FP32])
+@pytest.mark.parametrize(("outer", "inner"), [(FP32, BF16), (BF16, FP32)])
+def test_an_island_inside_an_island_of_another_dtype(
+    outer: torch.dtype, inner: torch.dtype, params: torch.dtype, compiled: bool
+) -> None:
+    model = island(lambda own, x: (own.inner(x @ own.weight), x @ own.weight), outer, params)
+    keep(model, "0.inner", dtype=inner)
+    x, own = torch.randn(3, 4), model[0]
+    between = x.to(outer) @ own.weight.to(outer)
+    linear = own.inner.weight.to(inner), own.inner.bias.to(inner)
+    torch.compiler.reset()
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    for ours, expected in zip(run(x), (F.linear(between.to(inner), *linear), between), strict=True):
+        assert ours.dtype is expected.dtype
+        assert torch.equal(ours, expected)
+
+
+def test_gradients_inside_an_island() -> None:
+    def of_local(own: Any, x: Tensor) -> Any:
+        h = x @ own.weight
+        return torch.autograd.grad(h.square().sum(), (h, own.weight)), h
+
+    def of_function(own: Any, x: Tensor) -> Any:
+        return torch.func.grad(lambda h: (h @ own.weight).sum())(x), x @ own.weight
+
+    model = island(of_local)
+    (of_h, of_weight), h = model(EXACT)
+    assert torch.equal(of_h, 2 * h)
+    assert torch.equal(of_weight, (EXACT.t() @ (2 * h)).to(BF16))
+    grad, _ = island(of_function)(EXACT)
+    assert torch.equal(grad, model[0].weight.float().sum(1)[None])
+
+
+def test_parameters_in_functional_calls_are_cast() -> None:
+    model = nn.Sequential(nn.Linear(4, 2)).to(BF16)
+    keep(model, "0")
+    params = {name: param.detach() for name, param in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        result = torch.func.functional_call(model, params, (EXACT,))
+        assert result.dtype is FP32
+        return result.sum()
+
+    assert torch.equal(torch.func.grad(loss)(params)["0.weight"], EXACT.expand(2, 4).to(BF16))
+
+
+def test_a_parameter_that_changes_between_two_uses() -> None:
+    def use(own: Any, x: Tensor) -> list[Tensor]:
+        results = [x @ own.weight]
+        own.weight.mul_(2)
+        results.append(x @ own.weight)
+        torch.mul(own.weight, 2, out=own.weight)
+        results.append(x @ own.weight)
+        own.weight.data = own.weight.data * 2
+        results.append(x @ own.weight)
+        own.weight.data.mul_(2)
+        results.append(x @ own.weight)
+        own.weight = nn.Parameter(own.weight * 2)
+        return [*results, x @ own.weight]
+
+    with torch.no_grad():
+        first, *rest = island(use)(EXACT)
+    for power, result in enumerate(rest, 1):
+        assert torch.equal(result, first * 2**power)
+
+
+def test_a_converted_parameter_is_the_programs_own() -> None:
+    def scale(own: Any, x: Tensor) -> Tensor:
+        before: Tensor = x @ own.weight
+        own.weight.float().mul_(2)
+        return x @ own.weight - before
+
+    assert not island(scale)(EXACT).any()
+
+
+def test_writing_through_a_view_of_a_parameter_is_an_error() -> None:
+    def write(own: Any, x: Tensor) -> Tensor:
+        own.weight.detach()[0].fill_(1)
+        return x
+
+    with pytest.raises(RuntimeError, match=r"wrote to a view of a parameter of shape \(4, 4\)"):
+        island(write)(EXACT)
+
+
+def test_other_computations_keep_their_dtype() -> None:
+    exact = torch.tensor([1.001])
+    in_bf16 = island(lambda own, x: exact * 1, BF16, FP32)(EXACT)
+    assert torch.equal(in_bf16, exact)
+    assert island(lambda own, x: x.to(BF16))(EXACT).dtype is BF16
+
+
+def test_init_inside_an_island() -> None:
+    def init(own: Any, x: Tensor) -> Tensor:
+        nn.init.constant_(own.weight, 2.0)
+        nn.init.normal_(own.inner.weight)
+        return x @ own.weight
+
+    model = island(init)
+    assert model(EXACT).tolist() == [[8.0] * 4]
+    assert model[0].weight.dtype is BF16

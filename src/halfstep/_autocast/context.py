@@ -213,9 +213,10 @@ def _device(device_type: str | None, enabled: bool) -> str:
     without_index = re.sub(r":\d+$", "", device_type)
     # Switching off needs no kernels. PyTorch does so for every device in compiled backward passes.
     if without_index not in (known if enabled else amp.switch_devices()):
-        near = did_you_mean(without_index, known)
+        near, here = did_you_mean(without_index, known), ", ".join(filter(has_device, known))
         raise ValueError(
-            f"halfstep has no autocast for {device_type!r}; it has for {', '.join(known)}{near}"
+            f"halfstep has no autocast for {device_type!r}; of the devices here, it has for "
+            f"{here}{near}"
         )
     return without_index
 

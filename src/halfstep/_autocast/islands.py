@@ -1,15 +1,15 @@
-"""Computation in one dtype with parameters and buffers of another.
+"""Computation in one dtype with parameters of another.
 
-A mode sees the calls of PyTorch functions from Python, whoever makes them, and casts the arguments.
-No parameter is replaced, so hooks, checkpoints, sharding, other threads and optimizers see the same
-model, and each gradient has the dtype of its parameter.
+A mode sees the calls of PyTorch functions from Python, whoever makes them, and casts the parameters
+among the arguments. No parameter is replaced, so hooks, checkpoints, sharding, other threads and
+optimizers see the same model, and each gradient has the dtype of its parameter. Other tensors are
+the program's own: it may write to them, or through them, and needs their dtypes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +17,30 @@ from torch import Tensor, nn
 
 from halfstep._common.nested import map_leaves, map_tensors
 from halfstep._pytorch import compiler, modes
-from halfstep._pytorch.modules import registers_of
+from halfstep._pytorch.modules import parameters_of_replica, registers_of
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-def dtypes_in(module: nn.Module) -> frozenset[torch.dtype]:
-    """Return the dtypes of the floating-point parameters and buffers of a module."""
+class Found(NamedTuple):
+    """The tensors of a module.
+
+    Attributes:
+        dtypes: The dtypes of its floating-point parameters and buffers.
+        stand_ins: The tensors in place of parameters: in ``torch.func.functional_call``, and in the
+            replicas of nn.DataParallel, which have them as attributes.
+    """
+
+    dtypes: frozenset[torch.dtype]
+    stand_ins: tuple[Tensor, ...]
+
+
+def find_tensors(module: nn.Module) -> Found:
+    """Return the dtypes of a module, and the tensors in place of parameters."""
     if torch.compiler.is_compiling():
-        return _DTYPES & {each.dtype for each in (*module.parameters(), *module.buffers())}
-    found, seen = set[torch.dtype](), set[nn.Module]()
+        dtypes = {each.dtype for each in (*module.parameters(), *module.buffers())}
+        return Found(_DTYPES & dtypes, ())
+    found, seen, stand_ins = set[torch.dtype](), set[nn.Module](), list[Tensor]()
     waiting: list[nn.Module | None] = [module]
     while waiting:  # takes half the time of module.parameters()
         each = waiting.pop()
@@ -37,24 +51,35 @@ def dtypes_in(module: nn.Module) -> frozenset[torch.dtype]:
             found.update(tensor.dtype for tensor in (*each.parameters(), *each.buffers()))
             continue
         parameters, buffers, modules = registers_of(each)
-        tensors = (*parameters.values(), *buffers.values())
+        own = [*parameters.values(), *parameters_of_replica(each)]
+        stand_ins += (t for t in own if t is not None and not isinstance(t, nn.Parameter))
+        tensors = (*own, *buffers.values())
         found.update(tensor.dtype for tensor in tensors if tensor is not None)
         waiting.extend(modules.values())
-    return _DTYPES & found
+    return Found(_DTYPES & found, tuple(stand_ins))
+
+
+class _Cast(NamedTuple):
+    param: Tensor
+    version: int
+    result: Tensor
+    result_version: int
 
 
 class InDtype(modes.FunctionMode):
-    """Casts tensors of some dtypes to another one where they are used; what is written keeps its.
+    """Casts parameters of some dtypes to another one where a PyTorch function gets them.
 
-    A parameter is cast once, unless something is written in place; its gradients are added up in
-    the dtype of the cast.
+    A parameter is cast once, unless it changes; its gradients are added up in the dtype of the
+    cast.
     """
 
-    def __init__(self, dtype: torch.dtype, others: frozenset[torch.dtype]) -> None:
+    def __init__(
+        self, dtype: torch.dtype, others: frozenset[torch.dtype], stand_ins: tuple[Tensor, ...] = ()
+    ) -> None:
         super().__init__()
-        self.dtype, self.others = dtype, others
-        self._lower = {each for each in others if torch.promote_types(each, dtype) is dtype}
-        self._casts: dict[tuple[int, bool], Tensor] = {}
+        self.dtype, self.others, self.stand_ins = dtype, others, stand_ins
+        self._casts: dict[tuple[int, bool], _Cast] = {}
+        self._has_data = False  # whether a parameter's .data, which has no version, was used
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -64,48 +89,88 @@ class InDtype(modes.FunctionMode):
             case "cast":
                 return self._call(func, args, kwargs)
             case "dtype":  # x.to(self.weight.dtype)
-                dtype = func(*args)
-                return self.dtype if dtype in self.others else dtype
-            case "in place":
-                self._casts.clear()
-                to = partial(_cast_to, args[0].dtype) if isinstance(args[0], Tensor) else self.cast
-                rest, kwargs = map_tensors(to, (args[1:], kwargs))
+                return self.dtype if self._is_other(args[0]) else func(*args)
+            case "all but the first" if args:
+                rest, kwargs = map_tensors(self.cast, (args[1:], kwargs))
+                if torch.compiler.is_compiling():  # no mode sees that .dtype is read
+                    rest, kwargs = map_leaves(self._not_lower, (rest, kwargs))
                 return func(args[0], *rest, **kwargs)
+            case "data":
+                self._has_data |= self._is_other(args[0])
         return func(*args, **kwargs)
 
     def cast(self, tensor: Tensor) -> Tensor:
-        if tensor.dtype not in self.others:
+        """Return the cast of a parameter of another dtype, and any other tensor itself."""
+        if not self._is_other(tensor):
             return tensor
-        if torch.compiler.is_compiling() or not isinstance(tensor, nn.Parameter):
+        if torch.compiler.is_compiling() or self._has_data:
             return tensor.to(self.dtype)
         key = id(tensor), torch.is_grad_enabled()
-        if key not in self._casts:
-            self._casts[key] = tensor.to(self.dtype)
-        return self._casts[key]
-
-    def _convert(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self.cast(value)
-        # x.to(self.weight.dtype) would round x.
-        is_lower = isinstance(value, torch.dtype) and value in self._lower
-        return self.dtype if is_lower else value
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = {"out": kwargs.pop("out")} if "out" in kwargs else {}
-        given, named = map_leaves(self._convert, (args, kwargs))
-        result = func(*given, **named, **out)
-        writes = _writes(func)
-        if writes and _argument(writes[0], args, kwargs):
-            with torch.no_grad():
-                for place in writes[1:]:
-                    written, cast = _argument(place, args, kwargs), _argument(place, given, named)
-                    if written is not None and written.dtype in self.others:
-                        written.copy_(cast)
+        known = self._casts.get(key)
+        if known is not None and known.param is tensor and known.version == _version(tensor):
+            return known.result
+        if known is not None:
+            _require_unwritten(known)
+        result = tensor.to(self.dtype)
+        if not modes.is_inside_functorch(result):  # it would outlive its transform
+            self._casts[key] = _Cast(tensor, _version(tensor), result, _version(result))
         return result
 
+    def require_unwritten(self) -> None:
+        """Raise ``RuntimeError`` if something was written to a cast: the parameter misses it."""
+        for cast in self._casts.values():
+            _require_unwritten(cast)
 
-def _cast_to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype) if {tensor.dtype, dtype} <= _DTYPES else tensor
+    def _is_other(self, tensor: Tensor) -> bool:
+        if tensor.dtype not in self.others:
+            return False
+        return isinstance(tensor, nn.Parameter) or any(tensor is each for each in self.stand_ins)
+
+    def _not_lower(self, value: Any) -> Any:
+        """Return the island's dtype for a lower one: x.to(self.weight.dtype) would round x."""
+        if not isinstance(value, torch.dtype) or value not in self.others:
+            return value
+        return torch.promote_types(value, self.dtype)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = {"out": kwargs["out"]} if "out" in kwargs else {}
+        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+        flag, *places = _writes(func) or (None,)
+        statistics = [_argument(place, args, kwargs) for place in places if place in _STATISTICS]
+
+        def convert(tensor: Tensor) -> Tensor:
+            if tensor.dtype in self.others and any(tensor is each for each in statistics):
+                return tensor.to(self.dtype)
+            return self.cast(tensor)
+
+        given, named = map_tensors(convert if statistics else self.cast, (args, kwargs))
+        result = func(*given, **named, **out)
+        if flag and _argument(flag, args, kwargs):
+            for place in places:
+                self._write_back(_argument(place, given, named), _argument(place, args, kwargs))
+        return result
+
+    def _write_back(self, cast: Tensor | None, tensor: Tensor | None) -> None:
+        if tensor is None or cast is None or cast is tensor:
+            return
+        with torch.no_grad():
+            tensor.copy_(cast)
+        self._casts = {key: each for key, each in self._casts.items() if each.param is not tensor}
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _require_unwritten(cast: _Cast) -> None:
+    if _version(cast.result) == cast.result_version:
+        return
+    param, dtype = cast.param, cast.result.dtype
+    raise RuntimeError(
+        f"an island in {dtype} wrote to a view of a parameter of shape {tuple(param.shape)} in "
+        f"{param.dtype}, and in the island a view shows a cast: the parameter did not change. Write"
+        f" to the parameter itself, or convert the module: module.to({dtype})"
+    )
 
 
 # --- what a function does -------------------------------------------------------------------------
@@ -113,23 +178,36 @@ def _cast_to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 _NO_VALUES = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "data_ptr"),
     *("element_size", "untyped_storage", "get_device", "is_contiguous", "is_floating_point"),
-    *("is_complex", "register_hook", "__get__", "__set__", "__delete__", "__len__", "__hash__"),
+    *("is_complex", "is_inference", "register_hook", "backward", "grad"),
+    *("__get__", "__set__", "__delete__", "__len__", "__hash__"),
 }
-"""Methods, and accesses to attributes, that need no values."""
+"""Methods, and accesses to attributes, that need no values; and those that need the parameter."""
+
+_CONVERSIONS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
+"""Methods whose result, of another dtype, may be written to. They would return the cast itself."""
+
+
+def _getters(*names: str) -> list[Any]:
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+_VIEWS = _getters("T", "mT", "H", "mH", "real")
+_DATA: list[Any] = [*_getters("data"), Tensor.data.__set__]  # type: ignore[attr-defined]
+_DTYPE = _getters("dtype")
 
 
 @compiler.run_while_tracing
-def _kind(func: Any) -> Literal["cast", "dtype", "in place", "no values"]:
+def _kind(func: Any) -> Literal["cast", "dtype", "data", "all but the first", "no values"]:
     name = getattr(func, "__name__", "")
     if name in _NO_VALUES:
-        return "dtype" if func == _DTYPE else "no values"
+        if func in _VIEWS:
+            return "cast"
+        return "dtype" if func in _DTYPE else "data" if func in _DATA else "no values"
     dunder = name.startswith("__")
     if name == "__setitem__" or (name.startswith("__i") if dunder else name.endswith("_")):
-        return "in place"
-    return "cast"
+        return "all but the first"  # written in place
+    return "all but the first" if name in _CONVERSIONS else "cast"
 
-
-_DTYPE: Any = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 # The position and the name of an argument.
 _Place = tuple[int, str]
@@ -142,13 +220,14 @@ def _writes(func: Any) -> tuple[_Place, ...]:
 
 
 _TRAINING, _OWN = (5, "training"), (5, "use_input_stats")
-_STATISTICS = ((1, "running_mean"), (2, "running_var"))
-_STATISTICS_OF_TORCH = ((3, "running_mean"), (4, "running_var"))
+_OF_NN = ((1, "running_mean"), (2, "running_var"))
+_OF_TORCH = ((3, "running_mean"), (4, "running_var"))
+_STATISTICS = (*_OF_NN, *_OF_TORCH)  # buffers of the dtype that the other arguments had
 _WRITES: dict[Any, tuple[_Place, ...]] = {
-    F.batch_norm: (_TRAINING, *_STATISTICS),
-    F.instance_norm: (_OWN, *_STATISTICS),
-    torch.batch_norm: (_TRAINING, *_STATISTICS_OF_TORCH),
-    torch.instance_norm: (_OWN, *_STATISTICS_OF_TORCH),
+    F.batch_norm: (_TRAINING, *_OF_NN),
+    F.instance_norm: (_OWN, *_OF_NN),
+    torch.batch_norm: (_TRAINING, *_OF_TORCH),
+    torch.instance_norm: (_OWN, *_OF_TORCH),
     F.embedding: ((3, "max_norm"), (1, "weight")),
     F.embedding_bag: ((3, "max_norm"), (1, "weight")),
 }
@@ -167,13 +246,18 @@ def carry(function: Callable[..., Any]) -> Callable[..., Any]:
 
     For torch.utils.checkpoint inside of an island.
     """
-    mode = next((each for each in modes.function_modes() if isinstance(each, InDtype)), None)
+    mode = next(iter(active()), None)
     if mode is None:
         return function
-    dtype, others = mode.dtype, mode.others
+    settings = mode.dtype, mode.others, mode.stand_ins
 
     def in_the_same_dtype(*args: Any, **kwargs: Any) -> Any:
-        with InDtype(dtype, others):
+        with InDtype(*settings):
             return function(*args, **kwargs)
 
     return compiler.do_not_compile_alone(in_the_same_dtype, nor_below=False)
+
+
+def active() -> list[InDtype]:
+    """Return the modes of the islands that this thread is in, innermost first."""
+    return [each for each in modes.function_modes() if isinstance(each, InDtype)]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from halfstep._autocast.islands import InDtype, carry, dtypes_in
+from halfstep._autocast.islands import InDtype, active, carry, find_tensors
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import ModuleRegion, Settings, settings_within
 from halfstep._autocast.rule import Rule, around
@@ -39,10 +39,10 @@ def keep(
     """Run modules in one dtype even under autocast, permanently or during a block.
 
     Their floating-point inputs are cast to ``dtype`` and autocast is off inside them, including
-    their submodules. Parameters and buffers of another dtype are cast where they are used; a
-    gradient has the dtype of its parameter. Parameters, ``state_dict`` and ``isinstance`` checks
-    are unaffected. Works inside ``torch.compile`` and activation checkpointing, in copies of the
-    model and in threads.
+    their submodules. Parameters of another dtype are cast where they are used; a gradient has the
+    dtype of its parameter. Buffers are not cast, except running statistics. Parameters,
+    ``state_dict`` and ``isinstance`` checks are unaffected. Works inside ``torch.compile`` and
+    activation checkpointing, in copies of the model and in threads.
 
     Args:
         model: The model whose module names the patterns match.
@@ -60,6 +60,7 @@ def keep(
         ValueError: A pattern matches no module (the message lists similar names), or a module is
             lazy or runs TorchScript. When it runs: fully_shard gathers its parameters in another
             dtype than they have.
+        RuntimeError: When it runs: the module writes to a view of a parameter of another dtype.
 
     Sync: none.
 
@@ -216,7 +217,7 @@ def wrap(module: nn.Module) -> Any:
             "rules to, the Python module that calls it"
         )
     if not isinstance(module, Wrapped):
-        _swap(module, _dtypes=dtypes_in(module))
+        _swap(module, _dtypes=find_tensors(module).dtypes)
     return module
 
 
@@ -289,9 +290,16 @@ def _device_of(module: Any, args: Any, kwargs: Any) -> str | None:
 
 
 def _run_on_island(module: Any, island: Island, run: Any, args: Any, kwargs: Any) -> Any:
+    with ExitStack() as stack:
+        for outer in active():
+            stack.enter_context(outer.suspended())
+        return _run_alone(module, island, run, args, kwargs)
+
+
+def _run_alone(module: Any, island: Island, run: Any, args: Any, kwargs: Any) -> Any:
     dtype, cast_back = island
-    # The replicas of nn.DataParallel have no parameters, but copies in attributes.
-    others = (dtypes_in(module) or module._dtypes) - {dtype}
+    dtypes, stand_ins = find_tensors(module)
+    others = dtypes - {dtype}
     if not torch.compiler.is_compiling():
         if distributed.has_process_group():
             _require_gathered(module, dtype)
@@ -308,11 +316,13 @@ def _run_on_island(module: Any, island: Island, run: Any, args: Any, kwargs: Any
         if device is not None and torch.is_autocast_enabled(device):
             off = amp.autocast_switches(device)._replace(enabled=False)
             stack.enter_context(ModuleRegion(Settings(off, policy=None, inherit=False)))
-        if others:
-            stack.enter_context(InDtype(dtype, others))
+        mode = InDtype(dtype, others, stand_ins) if others else None
+        if mode is not None:
+            stack.enter_context(mode)
         result = run(*args, **kwargs)
-    if others:
-        result = map_tensors(lambda t: t.to(dtype) if t.dtype in others else t, result)
+    if mode is not None:
+        mode.require_unwritten()
+        result = map_tensors(mode.cast, result)
     if cast_back and given is not None and given.dtype is not dtype:
         before = given.dtype
         result = map_tensors(lambda t: t.to(before) if t.dtype is dtype else t, result)

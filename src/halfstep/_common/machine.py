@@ -101,7 +101,8 @@ def accelerators() -> list[torch.device]:
 def has_device(device_type: str) -> bool:
     """Return whether this machine has a device of a type; a custom backend need not tell."""
     is_custom = device_type == amp.custom_backend_name()
-    return bool(getattr(getattr(torch, device_type, None), "is_available", lambda: is_custom)())
+    backend = getattr(torch, device_type, None)  # a custom one has none before it is registered
+    return backend is not None and bool(getattr(backend, "is_available", lambda: is_custom)())
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:

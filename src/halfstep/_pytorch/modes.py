@@ -97,6 +97,18 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
             if was_left:
                 _push(self)
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Deactivate the mode in a block, wherever in the stack of modes it is."""
+        place = next(i for i, each in enumerate(reversed(function_modes())) if each is self)
+        for mode in _pop_from(place)[1:]:
+            _push(mode)
+        try:
+            yield
+        finally:
+            for mode in (self, *_pop_from(place)):
+                _push(mode)
+
 
 def function_modes() -> list[Any]:
     """Return the function modes of this thread, innermost first."""

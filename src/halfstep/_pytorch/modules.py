@@ -25,6 +25,13 @@ def registers_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     return held["_parameters"], held["_buffers"], held["_modules"]
 
 
+def parameters_of_replica(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the copies of parameters that a replica of nn.DataParallel has as attributes."""
+    if not getattr(module, "_is_replica", False):
+        return []
+    return [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+
+
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the dict of a module's own buffers."""
     return module._buffers
