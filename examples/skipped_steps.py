@@ -6,7 +6,7 @@ Rules to remember:
 - `GradScaler(module=model)` knows the names of the parameters, and so does what it says.
 - `scaler.outcome(optimizer)` after each step: taken or skipped, the reason, the norm, the culprits.
 - `scaler.retry(optimizer)` around the iteration runs a batch that overflowed again at the smaller
-  scale, with the same random numbers. A batch with NaN is given up at the smallest scale.
+  scale, with the same random numbers. A batch with NaN is given up after these times.
 - What follows a step goes through the gate: `step_scheduler`, `after_step`.
 
 Run: python examples/skipped_steps.py
@@ -51,7 +51,7 @@ def main() -> None:
 
     for step in range(1, steps + 1):
         x, y = draw_points(step)
-        for attempt in scaler.retry(optimizer, times=10):
+        for attempt in scaler.retry(optimizer, times=6):
             attempts = attempt + 1
             optimizer.zero_grad()
             with autocast(device_type=device, dtype=torch.float16):

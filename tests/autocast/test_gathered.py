@@ -230,7 +230,8 @@ def test_weights_that_cannot_be_gathered_are_left_alone(number: int) -> None:
 
     assert not casts.is_gathered(weight)
     with autocast("cpu", BF16):
-        assert torch.mm(weight, x).dtype is BF16
+        # A product with a sparse matrix has no kernel in lower precision.
+        assert torch.mm(weight, x).dtype is (torch.float32 if weight.is_sparse else BF16)
 
 
 def test_without_ranks_casts_are_saved_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,10 +65,11 @@ def distance_in_half(out: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(big, torch.zeros_like(big))  # fault: distance_in_half
 
 
-@bad("range", "_log_softmax", classes=True)
+@bad("range", "sub", classes=True)
 def far_logits(out: Tensor, y: Tensor) -> Tensor:
     logits = (out.flatten(0, -2) * 1e3).tanh() * 6e4
-    return F.cross_entropy(logits, y.flatten())  # fault: far_logits
+    shifted = logits - logits.amax(-1, keepdim=True)  # fault: far_logits
+    return F.cross_entropy(shifted, y.flatten())
 
 
 @bad("range", "log")

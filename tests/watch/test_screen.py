@@ -57,6 +57,7 @@ def update(**values):
         policies=(),
         steps=(),
         samples=(),
+        buffers=(),
         culprits=(),
         diagnoses=(),
         notes=(),
