@@ -152,9 +152,9 @@ def clipped_too_early(scaler: Any) -> int:
     param, optimizer = make()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(5):
+        for step in range(5):
             optimizer.zero_grad()
-            scaler.scale(param.sum()).backward()
+            scaler.scale(param[0] + step * param[1]).backward()
             torch.nn.utils.clip_grad_norm_([param], 1.0)
             scaler.step(optimizer)
             scaler.update()
