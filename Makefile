@@ -8,7 +8,7 @@ JOBS   ?= 2
 # The PyTorch of `make test-torch`: the newest that is out. constraints.txt pins that of `make test`.
 TORCH  ?= 2.15.0
 
-.PHONY: help setup demo test quick test-torch pytest check fuzz score quality package test-gpu test-ranks bench docs clean
+.PHONY: help setup demo test quick test-torch pytest check fuzz pairs score quality package test-gpu test-ranks bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -43,6 +43,9 @@ pytest: $(READY)
 
 fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler (make test runs a share of them)
 	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaler/test_scaler_fuzz.py $(ARGS)
+
+pairs: $(READY)  ## our own features in all 3,600 pairs (make test runs a share of them)
+	HALFSTEP_PAIRS=all $(BIN)/pytest -n $(JOBS) tests/test_pairs.py $(ARGS)
 
 score: $(READY)  ## diagnose 286 injected faults, 200 clean steps and 500 small programs (nine minutes)
 	$(BIN)/python -m tests.diagnose.score $(ARGS)

@@ -23,6 +23,7 @@ from halfstep._common.machine import device_name
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EDGES = torch.randint(4096, (32768,))
 TOKENS, TARGETS = torch.randint(8192, (4096,)), torch.randint(8192, (1024,))
+WEIGHTS = {n: torch.randn(n, n, 3, 3).requires_grad_() for n in (16, 32, 64)}
 ZEROS = torch.zeros(4096, 64)
 
 # The op that the rule "leave" names, a call, and the shape of its input.
@@ -47,7 +48,9 @@ CASES: dict[str, tuple[str, Callable[[Tensor], Tensor], tuple[int, ...]]] = {
         lambda h: F.cross_entropy(h, TARGETS),
         (1024, 8192),
     ),
-    "conv2d, 3": ("", lambda h: F.conv2d(h, torch.ones(32, 32, 3, 3)), (8, 32, 28, 28)),
+    "conv2d, 32 ch.": ("", lambda h: F.conv2d(h, WEIGHTS[32]), (8, 32, 28, 28)),
+    "conv2d, 64 ch.": ("", lambda h: F.conv2d(h, WEIGHTS[64]), (8, 64, 28, 28)),
+    "conv2d, batch 64": ("", lambda h: F.conv2d(h, WEIGHTS[16]), (64, 16, 14, 14)),
 }
 
 

@@ -72,7 +72,7 @@ def are_products_rounded(name: str, device: str, dtype: torch.dtype) -> bool:
     addbmm adds to its result, one matrix after the other. A CPU without instructions for ``dtype``
     has no kernel of oneDNN for convolutions, and PyTorch's own adds windows and the gradients of a
     batch in lower precision: 600 images give a weight a gradient that is 24 % wrong. In float32
-    the convolution also takes a fraction of the time.
+    most convolutions also take less time (benchmarks/sums_cost.py).
     """
     op = name.partition(".")[0]
     is_convolution = op in ("convolution", "_convolution") or op.startswith("conv")
