@@ -41,7 +41,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 REPEATS = 300
 MOST_ENTRIES = 1 << 18
-SECONDS_AN_OP = 0.6
+SECONDS_AN_OP = 1.0
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 RIGHT, FEW_ROUNDINGS = 1.05, 4.0
 
@@ -552,7 +552,7 @@ def audit_all(cases: Iterable[Case], dtypes: Iterable[str], policy: str) -> list
 # --- showing --------------------------------------------------------------------------------------
 
 
-def page(verdicts: list[Verdict], policy: str) -> str:
+def page(verdicts: list[Verdict], policy: str, *, is_own: bool) -> str:
     """Return the table as Markdown."""
     compared = [v for v in verdicts if v.num_compared or v.raised]
     right = [v for v in compared if v.is_right]
@@ -562,9 +562,12 @@ def page(verdicts: list[Verdict], policy: str) -> str:
     lines = [
         "# Audit of ops",
         "",
-        "`python benchmarks/op_audit.py --markdown docs/op_audit.md`:",
+        f"`python benchmarks/op_audit.py {'--own ' if is_own else ''}--markdown docs/op_audit.md`:",
         f"{device_name('cpu')}, PyTorch {version}, policy `{policy}`.",
-        "Each op of PyTorch's OpInfo database and of `torch.nn.functional`, forward and backward,",
+        "Calls of our own that add many terms (without `--own` also PyTorch's OpInfo database),"
+        if is_own
+        else "Each op of PyTorch's OpInfo database and of `torch.nn.functional`,",
+        "forward and backward,",
         "beside float32 on the same rounded inputs,",
         "with inputs that make it add many like terms. One unit is what one rounding of the inputs",
         "and one of the result explain.",
@@ -613,7 +616,8 @@ def main() -> None:
     own = (case for case in own_cases() if names is None or case.op in names)
     database = () if args.own else cases_of_database(names)
     cases = chain(own, chain.from_iterable(chain([case], enlarged(case)) for case in database))
-    text = page(audit_all(cases, args.dtypes, args.policy), args.policy)
+    verdicts = audit_all(cases, args.dtypes, args.policy)
+    text = page(verdicts, args.policy, is_own=args.own)
     if args.markdown:
         args.markdown.write_text(text, encoding="utf-8")
     print(text)
