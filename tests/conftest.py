@@ -29,6 +29,7 @@ SLOW = (
     "autocast/test_kernels.py::test_plain_autocast_is_unchanged_after",
     "autocast/test_module_rules.py::test_a_trace_names_the_rule",
     "autocast/test_module_rules.py::test_compiled",
+    "autocast/test_op_audit.py",
     "autocast/test_op_coverage.py",
     "autocast/test_op_lists.py",
     "autocast/test_policy.py::test_a_policy_is_the_same_in_every_process",
