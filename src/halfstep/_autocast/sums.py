@@ -3,8 +3,8 @@
 PyTorch adds in the dtype of the tensors. In bfloat16 a sum of ones ends at 256, in float16 at
 2,048: that of the gradient of ``h[index]`` if one row is read often, of overlapping windows, of a
 padding that repeats an edge; that of an ``index_put`` that accumulates. On a CPU this was measured
-(benchmarks/op_audit.py); for CUDA it was read in ATen/native/cuda (Indexing.cu,
-ScatterGatherKernel.cu, ReplicationPadding.cu), where atomic additions round each sum.
+(benchmarks/op_audit.py). For CUDA, ATen/native/cuda/Indexing.cu was read: index_put and index_add
+round each sum there. Its other kernels are taken to do the same; nothing was run on a GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WINDOWS = (
 )  # fmt: skip
 _BACKWARD |= {name: getattr(_aten, f"{name}_backward") for name in _WINDOWS}
 
-# What PyTorch's own kernels add in float32: on a CPU measured, Embedding.cu read.
+# What PyTorch's own kernels add in float32: on a CPU measured, on CUDA assumed.
 _RIGHT = {
     "cpu": {"gather", "index_add", "index_select", "scatter_add", "scatter_reduce"},
     "cuda": {"embedding"},
