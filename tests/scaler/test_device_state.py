@@ -178,6 +178,16 @@ def test_a_lowered_interval(follow: Callable[[DeviceState, Rule], None]) -> None
     assert on_device.scale == 8.0
 
 
+def test_a_scale_that_is_restored_does_not_grow() -> None:
+    """Not even at the end of an interval: hysteresis is refilled by growth alone."""
+    state = ScaleState.first(4.0, Dynamic(growth_interval=1, hysteresis=2))
+    on_device = DeviceState(state, CPU)
+    for found_inf, loss in [(True, math.nan), (True, math.nan), (False, 1.0)]:
+        state = update(on_device, state, Event(found_inf, loss, None, None, ""))
+        assert on_device.read(state) == state
+    assert (state.scale, state.resume_scale, state.hysteresis_left) == (4.0, 2.0, 1)
+
+
 @pytest.mark.parametrize("value", [LARGEST_COUNT, 0x7F800001, 0x7FC00000, 0x7F800000, 1])
 def test_counts_whose_bits_are_nan_or_inf_survive(value: int) -> None:
     """Nothing but copies of bits may happen to them."""

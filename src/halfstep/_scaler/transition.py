@@ -103,7 +103,9 @@ def _after_overflow(state: ScaleState) -> ScaleState:
 def _after_step(state: ScaleState, amax: float) -> ScaleState:
     rule = state.rule
     is_test = state.resume_scale != 0.0
-    is_growing = not is_test and state.growth_tracker + 1 >= rule.growth_interval
+    is_restored = state.may_restore and state.has_backed_off
+    ends_interval = state.growth_tracker + 1 >= rule.growth_interval
+    is_growing = ends_interval and not (is_test or is_restored)
     after = changed(
         state,
         **NO_RUN,
@@ -115,7 +117,7 @@ def _after_step(state: ScaleState, amax: float) -> ScaleState:
         # A probe was taken: a smaller scale helps. Continue from the backed-off scale.
         scale=state.resume_scale if state.is_probe else state.scale,
     )
-    if state.may_restore and state.has_backed_off:
+    if is_restored:
         return changed(
             after, scale=state.run_scale, run_scale=state.run_scale, resume_scale=after.scale
         )
