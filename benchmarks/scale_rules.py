@@ -41,7 +41,7 @@ from halfstep._common.machine import device_name
 from halfstep._demo.corpus import Corpus, draw_batches
 from halfstep._demo.gpt import GPT, GPTConfig
 from halfstep._demo.train import MEAN_OVER
-from halfstep._scaler.rules import Dynamic, LogMax, Rule, Static
+from halfstep._scaler.rules import Dynamic, Rule, Static
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.transition import next_state
 
@@ -169,8 +169,6 @@ TRAININGS: dict[str, tuple[Callable[[int], Training], list[tuple[str, float, Rul
                 2.0**16,
                 Dynamic(growth_interval=20, hysteresis=2, refill="step"),
             ),
-            ("LogMax()", 2.0**16, LogMax()),
-            ("LogMax(growth_interval=20)", 2.0**16, LogMax(growth_interval=20)),
         ],
     ),
     "too low": (
@@ -180,7 +178,6 @@ TRAININGS: dict[str, tuple[Callable[[int], Training], list[tuple[str, float, Rul
             ("Static() at 1", 1.0, Static()),
             ("Dynamic() from 1", 1.0, Dynamic()),
             ("Dynamic(growth_interval=20) from 1", 1.0, Dynamic(growth_interval=20)),
-            ("LogMax() from 1", 1.0, LogMax()),
             ("Dynamic() from 2^16", 2.0**16, Dynamic()),
         ],
     ),

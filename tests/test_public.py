@@ -14,7 +14,6 @@ PUBLIC = {
     "Dynamic",
     "GradScaler",
     "Guard",
-    "LogMax",
     "Outcome",
     "Policy",
     "Reason",

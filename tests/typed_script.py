@@ -13,7 +13,6 @@ from halfstep import (
     Dynamic,
     GradScaler,
     Guard,
-    LogMax,
     Outcome,
     Policy,
     Reason,
@@ -49,7 +48,6 @@ NAMES = (
     Dynamic,
     GradScaler,
     Guard,
-    LogMax,
     Outcome,
     Policy,
     Reason,
@@ -87,7 +85,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 def train(model: nn.Module, batches: list[Tensor], folder: Path) -> float | None:
     optimizer: torch.optim.SGD = halfstep.master_weights(torch.optim.SGD(model.parameters(), 0.1))
-    rules = halfstep.Dynamic(2.0**10), halfstep.LogMax(), halfstep.Static()
+    rules = halfstep.Dynamic(2.0**10), halfstep.Static()
     scaler: GradScaler = halfstep.GradScaler("cpu", rule=rules[0])
     policy: halfstep.Policy = halfstep.preset("standard")
     rule = halfstep.Rule("softmax", "lower", dtype=torch.bfloat16)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
     from halfstep._scaler.guard import guard as guard
     from halfstep._scaler.outcome import Outcome as Outcome
     from halfstep._scaler.rules import Dynamic as Dynamic
-    from halfstep._scaler.rules import LogMax as LogMax
     from halfstep._scaler.rules import Static as Static
     from halfstep._scaler.scale_state import Reason as Reason
     from halfstep._scaler.scaler import GradScaler as GradScaler
@@ -53,7 +52,6 @@ _MODULES = {
     "Dynamic": "halfstep._scaler.rules",
     "GradScaler": "halfstep._scaler.scaler",
     "Guard": "halfstep._scaler.guard",
-    "LogMax": "halfstep._scaler.rules",
     "Outcome": "halfstep._scaler.outcome",
     "Policy": "halfstep._autocast.policy",
     "Reason": "halfstep._scaler.scale_state",

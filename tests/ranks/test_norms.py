@@ -162,17 +162,17 @@ def unmeasured(rank: int) -> Any:
     return cases.raised(lambda: books.outcome(optimizer).norm)
 
 
-def test_rules_that_follow_magnitudes_and_norms(pool: Pool) -> None:
-    """LogMax and the limit of norms see what all ranks have."""
-    first, second = pool.run(rules)
+def test_a_limit_of_norms(pool: Pool) -> None:
+    """It sees what all ranks have."""
+    first, second = pool.run(with_a_limit)
     assert first == second
     assert any(not taken for _, taken in first)
 
 
-def rules(rank: int) -> Any:
+def with_a_limit(rank: int) -> Any:
     module = cases.fsdp2()
     optimizer = cases.sgd(module)
-    books = halfstep.GradScaler(rule=halfstep.LogMax())
+    books = halfstep.GradScaler()
     books.set_norm_limit(3.0, window=4)
     seen = []
     for step in range(8):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep._scaler.rules import Dynamic, LogMax, Rule, Static
+from halfstep._scaler.rules import Dynamic, Rule, Static
 from halfstep._scaler.scalars import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.table import SLOT, Answers, Kind, next_sources
@@ -34,17 +34,8 @@ rules = st.one_of(
     st.just(Dynamic()),
     st.just(Static()),
     st.builds(Dynamic, **dynamic),
-    st.builds(
-        LogMax,
-        **dynamic,
-        sigmas=st.sampled_from([0.0, 3.09]) | st.floats(0, 100),
-        decay=st.sampled_from([0.0, 0.5, 0.99]) | st.floats(0, 0.999),
-    ),
 )
 exponents = st.integers(-126, 127)
-amaxes = st.tuples(st.floats(1.0, 2.0), st.integers(-30, 10) | exponents).map(
-    lambda parts: parts[0] * 2.0 ** parts[1]
-)
 
 
 @st.composite
@@ -69,7 +60,6 @@ class Event:
     found_inf: bool
     loss: float
     outlier: bool | None
-    amax: float | None
     then: str
 
 
@@ -78,7 +68,6 @@ events = st.builds(
     found_inf=st.booleans() | st.just(True),
     loss=st.sampled_from([1.0] * 7 + [math.inf, -math.inf, math.nan]),
     outlier=st.sampled_from([None, None, False, True]),
-    amax=st.sampled_from([None, 0.0, 1e-45, math.inf, math.nan]) | amaxes,
     then=st.sampled_from([""] * 12 + ["number", "tensor", "bad tensor", "load", "write", "rule"]),
 )
 
@@ -90,18 +79,17 @@ def scalar(value: float | None) -> torch.Tensor | None:
 def update(on_device: DeviceState, state: ScaleState, event: Event) -> ScaleState:
     """Go on by one iteration on both sides."""
     on_device.see_loss_(torch.tensor(event.loss, device=on_device.device))
-    found_inf, outlier, amax = (
+    found_inf, outlier = (
         value if value is None else value.to(on_device.device)
-        for value in map(scalar, (event.found_inf, event.outlier, event.amax))
+        for value in map(scalar, (event.found_inf, event.outlier))
     )
     assert found_inf is not None
-    on_device.update_(found_inf, state, outlier=outlier, amax=amax)
+    on_device.update_(found_inf, state, outlier=outlier)
     return next_state(
         state,
         found_inf=event.found_inf,
         loss_is_finite=math.isfinite(event.loss),
         outlier=bool(event.outlier),
-        amax=event.amax,
     )
 
 
@@ -142,7 +130,7 @@ def test_the_table_has_an_answer_for_everything() -> None:
     """Each column takes its value from a slot that exists, whatever the answers."""
     for number in range(2 ** len(Answers._fields)):
         answers = Answers(*(bool(number >> k & 1) for k in range(len(Answers._fields))))
-        for flags in itertools.product((False, True), repeat=3):
+        for flags in itertools.product((False, True), repeat=2):
             for refill in ("growth", "step"):
                 sources = next_sources(answers, Kind(refill, *flags))
                 assert {*sources, *sources.values()} <= set(SLOT)
@@ -183,7 +171,7 @@ def test_a_scale_that_is_restored_does_not_grow() -> None:
     state = ScaleState.first(4.0, Dynamic(growth_interval=1, hysteresis=2))
     on_device = DeviceState(state, CPU)
     for found_inf, loss in [(True, math.nan), (True, math.nan), (False, 1.0)]:
-        state = update(on_device, state, Event(found_inf, loss, None, None, ""))
+        state = update(on_device, state, Event(found_inf, loss, None, ""))
         assert on_device.read(state) == state
     assert (state.scale, state.resume_scale, state.hysteresis_left) == (4.0, 2.0, 1)
 
@@ -207,7 +195,7 @@ def test_small_counts_survive_where_subnormal_numbers_do_not() -> None:
     try:
         on_device = DeviceState(state, CPU)
         for found_inf in (0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1):
-            state = update(on_device, state, Event(bool(found_inf), 1.0, None, None, ""))
+            state = update(on_device, state, Event(bool(found_inf), 1.0, None, ""))
             assert on_device.snapshot().read(state) == state
     finally:
         torch.set_flush_denormal(False)
@@ -274,12 +262,11 @@ def test_another_rule() -> None:
     for rule in (
         Dynamic(hysteresis=3, refill="step", probe_after=2),
         Static(),
-        LogMax(growth_interval=1, decay=0.5, probe_after=2),
         Dynamic(probe_after=None),  # takes over a scale that is held
     ):
         state = dataclasses.replace(state, rule=rule)  # update_ notices it
         for found_inf in (1, 1, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1):
-            state = update(on_device, state, Event(bool(found_inf), 1.0, None, 3.0, ""))
+            state = update(on_device, state, Event(bool(found_inf), 1.0, None, ""))
             assert on_device.read(state) == state
 
 
@@ -388,7 +375,7 @@ def test_a_snapshot_stays_as_it_was() -> None:
     snapshots = [on_device.snapshot()]
     expected = [(state, False)]
     for found_inf in (False, True, True):
-        state = update(on_device, state, Event(found_inf, math.inf, None, None, ""))
+        state = update(on_device, state, Event(found_inf, math.inf, None, ""))
         snapshots.append(on_device.snapshot())
         expected.append((state, True))
     assert [snapshot.read(state) for snapshot in snapshots] == [before for before, _ in expected]
@@ -427,7 +414,6 @@ class Ops(TorchDispatchMode):
         (Dynamic(hysteresis=2, refill="step", probe_after=None), {}, 13),
         (Dynamic(), {"outlier": torch.tensor(1.0)}, 14),
         (Static(), {}, 13),
-        (LogMax(), {"amax": torch.tensor(1.0)}, 47),
     ],
 )
 def test_an_update_does_not_wait_and_takes_few_ops(
@@ -442,15 +428,15 @@ def test_an_update_does_not_wait_and_takes_few_ops(
 
 
 def test_nothing_but_reading_waits() -> None:
-    state = ScaleState.first(65536.0, LogMax(), max_scale=2.0**20)
+    state = ScaleState.first(65536.0, Dynamic(), max_scale=2.0**20)
     with Ops():
         on_device = DeviceState(state, CPU)
         on_device.see_loss_(torch.ones(2))
-        on_device.update_(torch.tensor(1.0), state, torch.tensor(0.0), torch.tensor(1.0))
+        on_device.update_(torch.tensor(1.0), state, torch.tensor(0.0))
         on_device.fill_(2.0)
         on_device.copy_(torch.tensor(3.0))
         on_device.write_(state)
-        on_device.set_rule_(Dynamic())
+        on_device.set_rule_(Static())
         on_device.snapshot()
 
 
@@ -465,7 +451,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
-@pytest.mark.parametrize("rule", [Dynamic(growth_interval=2, probe_after=2), LogMax()])
+@pytest.mark.parametrize("rule", [Dynamic(growth_interval=2, probe_after=2), Dynamic()])
 def test_an_iteration_is_one_graph(rule: Rule) -> None:
     state = ScaleState.first(65536.0, rule)
     on_device = DeviceState(state, CPU)
@@ -473,7 +459,7 @@ def test_an_iteration_is_one_graph(rule: Rule) -> None:
     def iterate(loss: torch.Tensor, found: torch.Tensor, state: ScaleState) -> torch.Tensor:
         scaled = loss * on_device.scale
         on_device.see_loss_(loss)
-        on_device.update_(found, state, amax=found + 0.5)
+        on_device.update_(found, state)
         return scaled
 
     with fresh_compiler():
@@ -486,7 +472,6 @@ def test_an_iteration_is_one_graph(rule: Rule) -> None:
                 state,
                 found_inf=bool(found_inf),
                 loss_is_finite=math.isfinite(value),
-                amax=found_inf + 0.5,
             )
             assert on_device.read(state) == state
 
@@ -514,14 +499,14 @@ def test_inductor_keeps_the_scale_and_sees_a_bad_loss() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", [Dynamic(growth_interval=3, probe_after=3), LogMax(decay=0.5)])
+@pytest.mark.parametrize("rule", [Dynamic(growth_interval=3, probe_after=3), Dynamic()])
 def test_cuda_does_the_same_bit_for_bit_and_does_not_wait(rule: Rule) -> None:
     generator = torch.Generator().manual_seed(0)
     state = ScaleState.first(65536.0, rule)
     on_device = DeviceState(state, torch.device("cuda"))
     for _ in range(200):
-        chance, loss, amax = torch.rand(3, generator=generator).tolist()
-        event = Event(chance < 0.5, math.inf if loss < 0.1 else 1.0, loss > 0.9, amax, "")
+        chance, loss, outlier = torch.rand(3, generator=generator).tolist()
+        event = Event(chance < 0.5, math.inf if loss < 0.1 else 1.0, outlier > 0.9, "")
         try:
             torch.cuda.set_sync_debug_mode("error")
             state = update(on_device, state, event)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-import halfstep
 from halfstep import GradScaler
 from halfstep._scaler.scaler import AS_MADE
 from halfstep.errors import CallOrderError
@@ -426,29 +425,6 @@ def test_a_norm_limit(make: Any, options: Any, max_norm: float | None) -> None:
         assert (outcome.skipped, outcome.reason) == (index == 6, "norm" if index == 6 else None)
         assert torch.equal(before, param) == (index == 6)
     assert scaler.get_scale() == 8.0
-
-
-@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
-def test_logmax_follows_the_gradients(options: Any) -> None:
-    scales = []
-    for make in (plain, lambda base, **kwargs: base("cpu", **kwargs)):
-        param = torch.nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([param], lr=1e-4, **options)
-        scaler = make(GradScaler, rule=halfstep.LogMax())
-        for _ in range(3):
-            optimizer.zero_grad()
-            scaler.scale(param.sum() * 0.01).backward()
-            step_and_update(scaler, optimizer)
-        scales.append(scaler.get_scale())
-    assert scales[0] == scales[1] != 2.0**16
-
-
-def test_logmax_needs_more_than_flags() -> None:
-    _, optimizer, scaler = small(lambda base, **k: has_its_own_stages(base, "cpu", **k))
-    scaler = has_its_own_stages(GradScaler, "cpu", rule=halfstep.LogMax())
-    scaler.scale(optimizer.param_groups[0]["params"][0].sum()).backward()
-    with pytest.raises(CallOrderError, match="LogMax needs the largest gradient"):
-        scaler.step(optimizer)
 
 
 class Lookahead(torch.optim.Optimizer):

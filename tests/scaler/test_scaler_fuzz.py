@@ -31,7 +31,7 @@ from torch import Tensor
 
 from halfstep._common.numbers import power
 from halfstep._scaler import GradScaler
-from halfstep._scaler.rules import Dynamic, LogMax, Static
+from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import Reason, ScaleState
 from halfstep._scaler.transition import next_state
 from halfstep.errors import CallOrderError, SkippedStepsError
@@ -64,7 +64,6 @@ class Look:
 
     loss: Loss
     found_inf: bool
-    amax: float | None
     params: list["Param"] = field(default_factory=list)
     left_scaled: bool = False  # as they were, because the step was skipped
 
@@ -292,7 +291,6 @@ RULES: list[Callable[[random.Random], Any]] = [
     ),
     lambda rng: Dynamic(growth_interval=rng.randint(1, 4)),
     lambda rng: Static(),
-    lambda rng: LogMax(growth_interval=rng.randint(1, 4), decay=rng.choice([0.99, 0.5])),
 ]
 Start: TypeAlias = tuple[float, Any, float | None, float | None]
 
@@ -426,12 +424,8 @@ class World:
         """Look at gradients that are scaled; if there are any."""
         if not params:
             return None
-        loss, scale = params[0].loss, params[0].scaled_by
-        found_inf, amax = not all(param.is_usable() for param in params), None
-        if isinstance(self.states[loss].rule, LogMax) and not found_inf:
-            largest = max(f32(abs(entry)) for param in params for entry in param.grad())
-            amax = f32(largest * f32(1.0 / scale))
-        return Look(loss, found_inf, amax, params)
+        loss = params[0].loss
+        return Look(loss, not all(param.is_usable() for param in params), params)
 
     def keep_look(self, look: Look) -> None:
         self.looks.append(look)
@@ -501,7 +495,7 @@ class World:
             if is_lost and not blocks.overflowed:
                 self.bad_loss.add(blocks.loss)
             found_inf = is_lost or not all(param.is_usable() for param in opt.params)
-            look = Look(blocks.loss, found_inf, None, opt.with_gradient())
+            look = Look(blocks.loss, found_inf, opt.with_gradient())
             self.keep_look(look)
             opt.looks = [look]
 
@@ -866,7 +860,7 @@ class World:
         weights = [self.weights(param) for param in params]
         weights[0][0] = rng.choice([weights[0][0]] * 4 + [math.inf])
         max_norm = rng.choice([None, None, 0.5, math.inf])
-        scales_itself = loss is not None or isinstance(self.rule, LogMax) or rng.random() < 0.5
+        scales_itself = loss is not None or rng.random() < 0.5
         self.log.append(f"step({opt.name}, closure, max_norm={max_norm}) {weights}")
 
         def closure() -> Tensor:
@@ -905,8 +899,6 @@ class World:
                     param.scaled_by = scale
         elif max_norm is not None:
             clip(params, clip_factor(params, norm_of(params, 2.0), max_norm))
-        if look.amax is not None:
-            look.amax = f32(f32(max(scaled)) * f32(1.0 / scale))
         self.keep(opt, [], look, "stepped")
 
     def op_retry(self) -> None:
@@ -983,7 +975,6 @@ class World:
                 found_inf=found_inf,
                 loss_is_finite=loss not in self.bad_loss,
                 outlier=outlier,
-                amax=max((look.amax for look in looks if look.amax is not None), default=None),
             )
             self.bad_loss.discard(loss)
         try:
@@ -1083,7 +1074,7 @@ class World:
             blocks.loss = loss
         blocks.num_losses, blocks.is_touched = len(self.losses), False
         opt.blocks = blocks
-        self.looks.append(Look(loss, overflowed, look.amax))
+        self.looks.append(Look(loss, overflowed))
         self.unscaled(opt.params)
         for param, true, bound in earlier:
             if has_good and is_bad:

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from halfstep._scaler import GradScaler, norms
 from halfstep._scaler import step as step_module
 from halfstep._scaler.earlier_norms import NUM_STEPS
-from halfstep._scaler.rules import LogMax
 from halfstep.errors import CallOrderError
 
 SHAPES = [(300, 400), (7,), (), (64, 64), (64, 64), (0, 3)]
@@ -240,9 +239,6 @@ def test_passes_of_a_skipped_step(fused: bool, step: Callable[[Setup], None], pa
         # A scale below 1 makes gradients larger: what comes out has to be looked at, too.
         ({"min_scale": 0.5}, False, 4),
         ({"min_scale": 0.5}, True, 2),
-        # The rule wants the largest magnitude.
-        ({"rule": LogMax()}, False, 3),
-        ({"rule": LogMax()}, True, 2),
     ],
 )
 def test_passes_of_what_costs_one_more(kwargs: dict[str, Any], fused: bool, passes: int) -> None:
@@ -268,10 +264,8 @@ def step_with_closure(setup: Setup) -> None:
 def test_only_the_first_steps_are_searched(
     make_scaler: type[GradScaler], step: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, largest_of = [], step_module.largest_of
-    monkeypatch.setattr(
-        step_module, "largest_of", lambda made: measured.append(made) or largest_of(made)
-    )
+    measured, largest = [], step_module.largest
+    monkeypatch.setattr(step_module, "largest", lambda *a: measured.append(a) or largest(*a))
     made = setup(make_scaler, fused=False)  # makes WARM_UP steps without a closure
     made.scaler._engine.journal.memories.clear()
     del measured[:]

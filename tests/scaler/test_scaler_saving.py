@@ -13,7 +13,7 @@ from tests.scaler.saved import closed, opened
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.rules import Dynamic, LogMax, Static
+from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.transition import DeviceState, HostState, next_state
 from halfstep.errors import CallOrderError
@@ -96,7 +96,6 @@ RULES = st.sampled_from(
         Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step", probe_after=2),
         Dynamic(probe_after=None),
         Static(),
-        LogMax(sigmas=2.0, decay=0.5),
     ]
 )
 
@@ -106,12 +105,10 @@ def states(draw: st.DrawFn) -> ScaleState:
     """Every state that a sequence of iterations leads to."""
     low, start, high = sorted(draw(st.tuples(*[st.floats(2.0**-20, 2.0**30, width=32)] * 3)))
     state = ScaleState.first(start, draw(RULES), min_scale=low, max_scale=high)
-    for found_inf, is_finite, outlier, amax in draw(
-        st.lists(st.tuples(*[st.booleans()] * 3, st.floats(0.0, 1e3, width=32)), max_size=20)
+    for found_inf, is_finite, outlier in draw(
+        st.lists(st.tuples(*[st.booleans()] * 3), max_size=20)
     ):
-        state = next_state(
-            state, found_inf=found_inf, loss_is_finite=is_finite, outlier=outlier, amax=amax
-        )
+        state = next_state(state, found_inf=found_inf, loss_is_finite=is_finite, outlier=outlier)
     return state
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 import halfstep
-from halfstep._scaler import GradScaler, LogMax, Static
+from halfstep._scaler import GradScaler, Static
 from halfstep.errors import CallOrderError
 
 ATTRIBUTES = {name for name in vars(torch.amp.GradScaler("cpu")) if name.startswith("_")}
@@ -316,10 +316,3 @@ def test_a_norm_limit_that_an_optimizer_could_not_follow() -> None:
         scaler.step(Takes([param], "reports"))
     scaler.set_norm_limit(None)
     scaler.step(Takes([param], "reports"))
-
-
-def test_logmax_with_an_optimizer_that_only_says_what_it_found() -> None:
-    scaler = GradScaler(rule=LogMax())
-    param, _ = backward(scaler)
-    with pytest.raises(CallOrderError, match="LogMax needs the largest gradient"):
-        scaler.step(Takes([param], "reports"))

@@ -167,8 +167,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     blocks.count_block(scale, bool(is_bad), overflowed)
     # An overflow must reduce the scale even if the step is taken without this block. A non-finite
     # loss must not, while other blocks are finite at this scale.
-    amax = None if is_bad or step.own_check is None else step.own_check.amax
-    block.root.add(GradientCheck(scale, NONE, _flag(scale, overflowed), amax))
+    block.root.add(GradientCheck(scale, NONE, _flag(scale, overflowed)))
     return not is_bad
 
 

@@ -46,15 +46,15 @@ _T = TypeVar("_T")
 CHECK_EVERY = 100
 """Interval, in steps or updates, of comparisons that would cost a sync or a request each time."""
 
-FOUND, BAD_LOSS, AMAX, HAS_GRADIENTS, HAS_SCALE, NAME, MINUS_NAME = range(7)
+FOUND, BAD_LOSS, HAS_GRADIENTS, HAS_SCALE, NAME, MINUS_NAME = range(6)
 OWN_NORM, *STATE = range(5)
-"""After the first seven: the numbers that must be equal on all ranks, except ``OWN_NORM``, whose
+"""After the first six: the numbers that must be equal on all ranks, except ``OWN_NORM``, whose
 equality reveals gradients that are copies of each other."""
 
 NO_NAME = -(1 << 31)
 """The name of a rank without a loss, which changes no maximum."""
 
-NUM_FIRST, NUM_SAME = 7, 5
+NUM_FIRST, NUM_SAME = 6, 5
 NUM_NUMBERS = NUM_FIRST + 2 * NUM_SAME
 
 LARGEST_BITS = 0x7F7FFFFF
@@ -226,9 +226,6 @@ class Agreement:
     def found_inf(self) -> Tensor:
         return self.vector()[FOUND].clamp(max=1).float()
 
-    def amax(self) -> Tensor:
-        return self.vector()[AMAX].view(torch.float32)
-
     def first_rank(self) -> int | None:
         """Return the first rank whose loss was bad, otherwise the first with inf or NaN. Sync: one.
 
@@ -317,17 +314,13 @@ def _values(
     device = live.scale.device
     zero = torch.zeros((), device=device)
     found = any_of(check.found_here.values(), device) if check.found_here else zero
-    floats = [
-        zero if value is None else moved(as_float32(value, device).detach().abs(), device)
-        for value in (check.amax_here, own_norm)
-    ]
+    norm = zero if own_norm is None else moved(as_float32(own_norm, device).detach(), device)
     # Earlier ranks send larger numbers, so the maximum identifies the first rank with a finding.
     flags = torch.stack([found, is_nonfinite(live.bad_loss)])
     first, is_bad = (flags * (len(group.ranks) - group.place)).int()
-    amax, own = torch.stack(floats).view(torch.int32)
     known = _known(has_gradients, ranks.has_scale, ranks.losses, device)
-    same = torch.cat([own[None], live.counters()])
-    head = torch.cat([torch.stack([first, is_bad, amax]), known])
+    same = torch.cat([norm.reshape(1).view(torch.int32), live.counters()])
+    head = torch.cat([torch.stack([first, is_bad]), known])
     return moved(torch.cat([head, same, -same]), group.device)
 
 

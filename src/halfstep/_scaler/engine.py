@@ -141,8 +141,6 @@ class Engine:
         if ready.is_first and ready.multiplier is not None:
             step.measure(ready)
             step.multiply_(ready)
-            if ready.own_check is not None:
-                ready.own_check.first_norm = ready.norm
             ready.norms = ready.norm = None
         else:
             step.unscale_(ready)
@@ -170,19 +168,16 @@ class Engine:
                 "update.)"
             )
         found_of: dict[LossScale, list[Tensor]] = defaultdict(list)
-        amaxes_of: dict[LossScale, list[Tensor]] = defaultdict(list)
         outliers_of: dict[LossScale, list[Scalar]] = defaultdict(list)
         for check in iteration.checks:
             found = check.found_here if check.agreement is None else check.found_inf
             found_of[check.scale].extend(found.values())
-            if check.scale.wants_amax and (amax := check.amax) is not None:
-                amaxes_of[check.scale].append(amax)
         waiting = self.unused.before_change(iteration, self.scales)
         for each in iteration.steps.values():
             if each.outlier is not None:
                 outliers_of[each.checks[0].scale].append(each.outlier)
         for scale, flags in found_of.items():
-            scale.update(flags, outliers_of[scale], amaxes_of[scale])
+            scale.update(flags, outliers_of[scale])
         if waiting or self.unused.waiting:
             self.unused.wait(waiting)
         self.end_iteration()

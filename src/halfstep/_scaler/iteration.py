@@ -41,9 +41,7 @@ class GradientCheck:
         gradients: Referenced until the iteration ends, so that the ``id`` of a gradient is not
             reused.
         found_here: Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0.
-        amax_here: The largest unscaled magnitude, on the device of the scale, if its rule needs it
-            or the step is one of the first.
-        first_norm: The unscaled norm, if ``unscale_`` measured it because the step is one of these.
+        first: The unscaled norm and largest magnitude, measured if the step is one of the first.
         left_scaled: Whether the step that made the check was skipped, and the number by which its
             gradients are still multiplied in that case.
         agreement: The combined result of all ranks, if several decide.
@@ -54,8 +52,7 @@ class GradientCheck:
     scale: LossScale
     gradients: Gradients
     found_here: dict[torch.device, Tensor]
-    amax_here: Tensor | None = None
-    first_norm: Scalar | None = None
+    first: tuple[Scalar, Tensor] | None = None
     left_scaled: tuple[Scalar, Scalar] | None = None
     agreement: Agreement | None = None
     asked: frozenset[int] = frozenset()
@@ -67,11 +64,6 @@ class GradientCheck:
             return self.found_here
         found = self.agreement.found_inf()
         return {device: moved(found, device) for device in self.found_here or [found.device]}
-
-    @property
-    def amax(self) -> Tensor | None:
-        """The largest unscaled magnitude over all ranks, if the scale's rule needs it."""
-        return self.amax_here if self.agreement is None else self.agreement.amax()
 
 
 class Stage(Enum):

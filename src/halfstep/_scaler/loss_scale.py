@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.modes import is_inside_functorch
 from halfstep._scaler.earlier_norms import NormLimits
-from halfstep._scaler.rules import LogMax, Rule
+from halfstep._scaler.rules import Rule
 from halfstep._scaler.scalars import (
     READABLE,
     Scalar,
@@ -52,7 +52,6 @@ class LossScale:
             that change from step to step are there.
         live: The current state, on ``device``, the device of the first loss.
         can_amplify: Whether unscaling may multiply by more than 1.
-        wants_amax: Whether the rule needs the largest magnitude of the gradients.
         is_quiet: Whether it is known that neither this iteration nor the previous one was skipped.
     """
 
@@ -61,7 +60,6 @@ class LossScale:
         self.live: HostState | DeviceState | None = None
         self.device = CPU
         self.can_amplify = state.can_amplify
-        self.wants_amax = isinstance(state.rule, LogMax)
         self.is_quiet = False
         self._arriving: HostCopy | None = None
         self._settled_loss: Tensor | None = None
@@ -179,14 +177,12 @@ class LossScale:
         """Load a state, in place on the device. Sync: none."""
         self.host = state
         self.can_amplify = state.can_amplify
-        self.wants_amax = isinstance(state.rule, LogMax)
         if self.live is not None:
             self.live.write_(state)
 
     def set_rule(self, rule: Rule) -> None:
         """Use another rule from now on. Sync: none."""
         self.host = replace(self.host, rule=rule)
-        self.wants_amax = isinstance(rule, LogMax)
         if self.live is not None:
             self.live.set_rule_(rule)
 
@@ -201,7 +197,7 @@ class LossScale:
                 self.live.fill_(self.host.scale)
         self.forget_bad_loss()
 
-    def update(self, found_inf: list[Tensor], outliers: list[Scalar], amaxes: list[Tensor]) -> None:
+    def update(self, found_inf: list[Tensor], outliers: list[Scalar]) -> None:
         """Back off, count or grow the scale after an iteration. Sync: none."""
         live = self.live
         if self._settled_loss is not None:
@@ -215,7 +211,6 @@ class LossScale:
             live.update_(
                 found,
                 any(outlier != 0.0 for outlier in outliers) if outliers else False,
-                torch.stack(amaxes).amax().item() if amaxes else None,
             )
             self.is_quiet = skipped_before == live.now.skipped_in_a_row == 0
             return
@@ -227,7 +222,6 @@ class LossScale:
             outlier=any_of([as_tensor(each, device) for each in outliers], device)
             if outliers
             else None,
-            amax=torch.stack([moved(amax, device) for amax in amaxes]).amax() if amaxes else None,
         )
         if not torch.compiler.is_compiling():
             assert self._arriving is not None

@@ -27,7 +27,6 @@ from halfstep._scaler.step import (
     add_check,
     gather,
     keep,
-    largest_of,
     measure_and_limit,
     remember,
     remember_failure,
@@ -79,12 +78,11 @@ def unscale_(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
             "each parameter to one optimizer; give this iteration up with "
             "update(new_scale=scaler.get_scale())"
         )
-    amax = largest_of(step) if step.loss_scale.wants_amax else None
     scale = step.loss_scale.tensor
     found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
     found = scaler._unscale_grads_(optimizer, reciprocal_of(scale), found_inf, False)
     if found or step.ranks.is_together:
-        add_check(step, flags_of(found), amax)
+        add_check(step, flags_of(found))
         step.multiplier = None
         keep(engine.iteration, step, Stage.UNSCALED)
 

@@ -11,21 +11,12 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from halfstep._scaler.rules import (
-    LARGEST_HEADROOM,
-    Dynamic,
-    Rule,
-    Static,
-    rule_from_dict,
-)
+from halfstep._scaler.rules import Dynamic, Rule, Static, rule_from_dict
 from halfstep._scaler.scalars import (
     LARGEST_SCALE,
-    SMALLEST_SCALE,
     check_ascending,
     checked_count,
-    checked_number,
     checked_scale,
-    round_to_float32,
 )
 
 FORMAT_VERSION = 1
@@ -45,14 +36,6 @@ COUNTS = {
     "num_skipped": 0,
 }
 """The int32 fields, with their smallest values."""
-
-AVERAGES = {
-    "headroom": (SMALLEST_SCALE, LARGEST_HEADROOM),
-    "log2_mean": (-128.0, 129.0),
-    "log2_var": (0.0, 2.0**16),
-    "log2_weight": (0.0, 2.0),
-}
-"""The fields of ``LogMax``, with bounds that float32 gradients cannot reach."""
 
 NO_RUN: dict[str, Any] = {"run_scale": 0.0, "overflows": 0, "resume_scale": 0.0, "held": False}
 
@@ -100,10 +83,6 @@ class ScaleState:
         skipped_in_a_row: Number of iterations skipped since the last taken one.
         num_taken: Number of iterations whose step was taken.
         num_skipped: Number of iterations whose step was skipped.
-        headroom: The value that ``LogMax`` keeps almost all scaled gradients below.
-        log2_mean: Mean of the log2 of the largest gradient magnitude, for ``LogMax``.
-        log2_var: Variance of the same.
-        log2_weight: Total weight of all steps in mean and variance; 0 before the first.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -129,10 +108,6 @@ class ScaleState:
     skipped_in_a_row: int = 0
     num_taken: int = 0
     num_skipped: int = 0
-    headroom: float = LARGEST_HEADROOM
-    log2_mean: float = 0.0
-    log2_var: float = 0.0
-    log2_weight: float = 0.0
 
     def __post_init__(self) -> None:
         # Completes the construction of the frozen value: ints become floats, and the scale becomes
@@ -154,8 +129,7 @@ class ScaleState:
     def _checked(self) -> dict[str, float | int]:
         if not isinstance(self.rule, Static | Dynamic):
             raise TypeError(
-                f"rule is {self.rule!r} ({type(self.rule).__name__}): pass Static(), Dynamic() or "
-                "LogMax()"
+                f"rule is {self.rule!r} ({type(self.rule).__name__}): pass Static() or Dynamic()"
             )
         for name in ("held", "may_restore"):
             flag = getattr(self, name)
@@ -169,9 +143,6 @@ class ScaleState:
             values[name] = 0.0 if value == 0 else checked_scale(name, value)
         for name, smallest in COUNTS.items():
             values[name] = checked_count(name, getattr(self, name), at_least=smallest)
-        for name, (low, high) in AVERAGES.items():
-            number = checked_number(name, getattr(self, name), at_least=low, at_most=high)
-            values[name] = round_to_float32(number)
         return values
 
     @classmethod
@@ -219,7 +190,7 @@ class ScaleState:
     def with_scale(self, scale: float) -> ScaleState:
         """Return this state with a scale set by the user; its limits are widened to include it.
 
-        This ends a run. Under ``LogMax`` the scale stays until the next taken step.
+        This ends a run.
         """
         scale = checked_scale("scale", scale)
         return replace(

@@ -73,8 +73,7 @@ class GradScaler(TorchAttributes):
         backoff_factor: In (0, 1]. The scale is constant if both factors are 1.
         growth_interval: Number of consecutive steps after which the scale grows, >= 1.
         enabled: If False, nothing is scaled and ``step`` only calls ``optimizer.step``.
-        rule: How the scale changes, instead of the three numbers above: ``Dynamic``, ``LogMax`` or
-            ``Static``.
+        rule: How the scale changes, instead of the three numbers above: ``Dynamic`` or ``Static``.
         min_scale: Lower limit of the scale. Default: 1, or ``init_scale`` if that is smaller.
         max_scale: Upper limit for growth. Default: the largest float32 number.
         max_consecutive_skips: Number of consecutive skipped steps that triggers ``on_skips``, >= 1.

@@ -246,9 +246,8 @@ def unscale_(step: Step) -> None:
     loss_scale, multiplier = step.loss_scale, step.multiplier
     if multiplier is None or not (step.gradients.grads or step.ranks.is_together):
         return
-    amax = largest_of(step) if loss_scale.wants_amax else None
     found_inf = step.gradients.unscale_(multiplier, can_amplify=loss_scale.can_amplify)
-    add_check(step, found_inf, amax)
+    add_check(step, found_inf)
     step.multiplier = None
 
 
@@ -299,6 +298,8 @@ def measure(step: Step) -> tuple[Norms, Scalar] | None:
         step.own_check = GradientCheck(step.loss_scale, NONE, {device: found})
     if step.norm is None:
         step.norms, step.norm = norms, norm
+    if step.is_first and step.own_check and step.multiplier is not None and step.gradients.grads:
+        step.own_check.first = norm, largest(step.gradients, step.multiplier, device)
     return norms, norm
 
 
@@ -309,30 +310,20 @@ def _add_check_of_scaled(step: Step, found: list[Tensor], norms: Norms | None = 
         found += overflows_when_divided(step.gradients, step.multiplier)
     device = step.loss_scale.device
     found_inf = {device: scalars.any_of(found, device)} if found else {}
-    amax = largest_of(step) if step.loss_scale.wants_amax or step.is_first else None
-    add_check(step, found_inf, amax, norms)
+    add_check(step, found_inf, norms)
 
 
 def add_check(
     step: Step,
     found_inf: dict[torch.device, Tensor],
-    amax: Tensor | None,
     norms: Norms | None = None,
 ) -> None:
     """Add the check, and share it with the other ranks if several decide."""
-    own = GradientCheck(step.loss_scale, step.gradients, found_inf, amax, asked=step.asked)
+    own = GradientCheck(step.loss_scale, step.gradients, found_inf, asked=step.asked)
     step.own_check = own
     if step.ranks is not ALONE:
         has_gradients = len(step.gradients.grads) + len(step.checks) > 0
         step.ranks.agree_on(own, norms, has_gradients=has_gradients)
-
-
-def largest_of(step: Step) -> Tensor | None:
-    """Return the largest unscaled magnitude, which the rule needs. 1 G."""
-    if not step.gradients.grads:
-        return None
-    assert step.multiplier is not None
-    return largest(step.gradients, step.multiplier, step.loss_scale.device)
 
 
 # --- decide, take ---------------------------------------------------------------------------------
@@ -495,15 +486,10 @@ def remember(
 
 def _measured(step: Step) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return unscaled norm, largest magnitude and scale, None if they were not measured."""
-    norm = step.norm
-    if norm is None and len(step.checks) == 1:
-        norm = step.checks[0].first_norm
-    amaxes = [amax for check in step.checks if (amax := check.amax) is not None]
-    if norm is None or not amaxes:
+    if len(step.checks) != 1 or step.checks[0].first is None:
         return None
-    device = step.loss_scale.device
-    amax = torch.stack([scalars.moved(each, device) for each in amaxes]).amax()
-    return scalars.as_float32(norm, device), amax, step.loss_scale.tensor
+    norm, amax = step.checks[0].first
+    return scalars.as_float32(norm, step.loss_scale.device), amax, step.loss_scale.tensor
 
 
 def remember_failure(iteration: Iteration, step: Step) -> None:

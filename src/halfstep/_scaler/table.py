@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.amp import update_scale_
-from halfstep._scaler.rules import LARGEST_HEADROOM, LogMax, Rule
+from halfstep._scaler.rules import Rule
 from halfstep._scaler.scalars import (
     LARGEST_COUNT,
     LARGEST_SCALE,
-    SMALLEST_SCALE,
     float32_bits,
     float32_from_bits,
 )
@@ -40,8 +39,6 @@ from halfstep._scaler.scale_state import COUNTS, NO_RUN, ScaleState
 _TOGETHER = (
     *("scale", "growth_tracker", "grown", "counted"),
     *("run_scale", "overflows", "has_backed_off", "resume_scale", "held", "bad_loss"),
-    *("headroom", "amax"),
-    *("log2_mean", "log2_var", "log2_weight"),
     *("found_inf", "outlier"),
 )
 _FIELDS = [field.name for field in fields(ScaleState) if field.name not in ("rule", "min_scale")]
@@ -49,10 +46,7 @@ _FIELDS = [field.name for field in fields(ScaleState) if field.name not in ("rul
 ROW = (*_TOGETHER, *(name for name in _FIELDS if name not in _TOGETHER))
 """The columns: all state fields that a transition changes or depends on."""
 
-_BEHIND = (
-    *("0", "1", "true", "refilled", "lowered", "run", "in doubt"),
-    *("backed off", "headroom's tracker", "newest", "log2 headroom", "log2 amax", "power"),
-)
+_BEHIND = (*("0", "1", "true", "refilled", "lowered", "run", "in doubt"),)
 _NAMES = (*ROW, *(f"limit {name}" for name in ROW), *(f"next {name}" for name in ROW), *_BEHIND)
 
 SLOT = {name: position for position, name in enumerate(_NAMES)}
@@ -64,7 +58,7 @@ NUM_STATE = len(ROW) + 1
 """Number of leading slots that hold a whole state: the row and ``min_scale``."""
 
 _INTS = {n for n in SLOT if n.split()[-1] in {*COUNTS, "held", "has_backed_off", "counted"}}
-_INTS |= {"0", "1", "refilled", "headroom's tracker"}
+_INTS |= {"0", "1", "refilled"}
 
 
 def on_device(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -79,7 +73,6 @@ def rule_slots(rule: Rule) -> dict[str, float]:
     return {
         "refilled": rule.hysteresis,
         "limit overflows": probe_after - 2,
-        "newest": 1.0 - rule.decay if isinstance(rule, LogMax) else 0.0,
     }
 
 
@@ -133,11 +126,6 @@ def views(buffer: Tensor) -> dict[str, Tensor]:
         "grown, counted": group("grown", "counted", bits),
         "run fields": group("run_scale", "held", bits),
         "run fields and bad_loss": group("run_scale", "bad_loss", bits),
-        "next headroom, amax": group("next headroom", "next amax", bits),
-        "log2s": group("log2 headroom", "log2 amax", buffer),
-        "statistics": group("log2_mean", "log2_weight", buffer),
-        "next statistics": group("next log2_mean", "next log2_weight", buffer),
-        "power's bits": bits[SLOT["power"]],
     }
 
 
@@ -177,13 +165,12 @@ class Kind(NamedTuple):
     refill: str
     probes: bool
     backs_off: bool
-    keeps_run_scale: bool
 
 
 def kind_of(rule: Rule) -> Kind:
     """Return the kind of a rule."""
     backs_off = rule.backoff_factor != 1.0
-    return Kind(rule.refill, rule.probe_after is not None, backs_off, rule.keeps_run_scale)
+    return Kind(rule.refill, rule.probe_after is not None, backs_off)
 
 
 def next_sources(answers: Answers, kind: Kind) -> dict[str, str]:
@@ -191,7 +178,7 @@ def next_sources(answers: Answers, kind: Kind) -> dict[str, str]:
 
     This is :func:`halfstep._scaler.transition.next_state` in terms of slots, for rules of a kind.
     """
-    ended = dict.fromkeys(("found_inf", "outlier", "bad_loss", "amax"), "0")
+    ended = dict.fromkeys(("found_inf", "outlier", "bad_loss"), "0")
     if not (answers.found_inf or answers.outlier):
         return ended | _after_step(answers, kind)
     skipped = ended | {
@@ -231,15 +218,14 @@ def _after_step(answers: Answers, kind: Kind) -> dict[str, str]:
     if answers.may_restore and has_backed_off:
         resume = "resume_scale" if is_probe else "scale"
         return after | {"scale": "run", "run_scale": "run", "resume_scale": resume}
-    after |= {"headroom": "next headroom", "may_restore": "true"}
+    after["may_restore"] = "true"
     if answers.resume_scale:
         return after | {"growth_tracker": "0"} | ({"scale": "resume_scale"} if is_probe else {})
     if not answers.counted:
         after |= {"hysteresis_left": "refilled", "may_restore": "0"}
-    elif kind.keeps_run_scale and answers.may_restore and not answers.held:
+    elif answers.may_restore and not answers.held:
         del after["run_scale"]
-    following = {name: f"next {name}" for name in ("log2_mean", "log2_var", "log2_weight")}
-    return after | following | {"scale": "grown", "growth_tracker": "counted"}
+    return after | {"scale": "grown", "growth_tracker": "counted"}
 
 
 class Table(NamedTuple):
@@ -302,36 +288,3 @@ def scale_candidates(slots: Mapping[str, Tensor], state: ScaleState) -> None:
     if state.max_scale < LARGEST_SCALE:
         too_large = slots["grown"] > slots["max_scale"]
         torch.where(too_large, slots["scale"], slots["grown"], out=slots["grown"])
-
-
-def logmax_candidates(slots: Mapping[str, Tensor], rule: LogMax) -> None:
-    """Compute the candidates for the next headroom, statistics and scale.
-
-    The ops are those of :class:`LogMax`, one by one, each rounded to float32.
-    """
-    headroom, weight = slots["next headroom"], slots["next log2_weight"]
-    torch.maximum(slots["resume_scale"], slots["scale"], out=slots["backed off"])
-    slots["backed off"].div_(slots["run"])
-    torch.mul(slots["headroom"], slots["backed off"], out=headroom)
-    slots["headroom's tracker"].copy_(slots["growth_tracker"])
-    # In a probe resume_scale is not 0, so the kernel does not grow the headroom.
-    args = (slots["headroom's tracker"], slots["resume_scale"], rule.growth_factor, 1.0)
-    update_scale_(headroom, *args, rule.growth_interval)
-    headroom.clamp_(SMALLEST_SCALE, LARGEST_HEADROOM)
-
-    slots["log2s"].copy_(slots["next headroom, amax"]).mul_(2.0**-23).sub_(127.0)
-    torch.mul(slots["log2_weight"], rule.decay, out=weight).add_(1.0 - rule.decay)
-    share = slots["newest"] / weight
-    difference = slots["log2 amax"] - slots["log2_mean"]
-    step = share * difference
-    torch.add(slots["log2_mean"], step, out=slots["next log2_mean"])
-    step.mul_(difference).add_(slots["log2_var"])
-    torch.mul(step, 1.0 - share, out=slots["next log2_var"])
-    seen = slots["amax"] > 0.0
-    torch.where(seen, slots["next statistics"], slots["statistics"], out=slots["next statistics"])
-
-    largest = slots["next log2_var"].sqrt().mul_(rule.sigmas).add_(slots["next log2_mean"])
-    exponent = (slots["log2 headroom"] - largest).floor_().add_(127.0).clamp_(1.0, 254.0)
-    slots["power's bits"].copy_(exponent).mul_(2**23)
-    slots["power"].clamp_(slots["min_scale"], slots["max_scale"])
-    torch.where(weight > 0.0, slots["power"], slots["scale"], out=slots["grown"])

@@ -15,7 +15,7 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import NONE, collect, parameters, refuse_float16
 from halfstep._scaler.iteration import GradientCheck, Stage, Step, nothing_checked
-from halfstep._scaler.norms import largest, overflows_when_divided
+from halfstep._scaler.norms import overflows_when_divided
 from halfstep._scaler.optimizers import name
 from halfstep._scaler.overrides import flags_of
 from halfstep._scaler.scalars import READABLE
@@ -334,9 +334,7 @@ def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, 
         for flag in overflows_when_divided(gradients, multiplier):
             if flag.device in found:
                 found[flag.device].clamp_(min=flag)
-    needs_amax = scale.wants_amax and gradients.grads
-    amax = largest(gradients, multiplier, scale.device) if needs_amax else None
-    check = GradientCheck(scale, gradients, found, amax)
+    check = GradientCheck(scale, gradients, found)
     ranks.agree_on(check, has_gradients=bool(gradients.grads))
     check.gradients = NONE
     _keep_check(engine, id(optimizer), optimizer, check)
@@ -352,12 +350,6 @@ def _report(
     """Add the found_inf flags, 1 or 0 by device, of an optimizer that was unscaled elsewhere."""
     params = [] if optimizer is None else parameters(optimizer)
     scale = engine.scale_of_iteration("step", optimizer, params)
-    earlier = engine.iteration.steps.get(key)
-    if scale.wants_amax and not (earlier and earlier.checks):
-        raise CallOrderError(
-            "LogMax needs the largest gradient, which code that reports found_inf_per_device does "
-            "not tell. Call GradScaler.unscale_(), or use rule=Dynamic()"
-        )
     _keep_check(engine, key, optimizer, GradientCheck(scale, NONE, flags_of(found)))
 
 

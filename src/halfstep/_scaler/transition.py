@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler.rules import LogMax, LogMaxStatistics, Rule
+from halfstep._scaler.rules import Rule
 from halfstep._scaler.scalars import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -30,7 +30,6 @@ from halfstep._scaler.table import (
     decode,
     encode,
     kind_of,
-    logmax_candidates,
     on_device,
     rule_slots,
     scale_candidates,
@@ -47,7 +46,6 @@ def next_state(
     found_inf: bool,
     loss_is_finite: bool = True,
     outlier: bool = False,
-    amax: float | None = None,
 ) -> ScaleState:
     """Return the state after one iteration.
 
@@ -59,7 +57,6 @@ def next_state(
             be to blame, and it is restored for a trial after the next step.
         outlier: Whether the step was skipped because the norm of the gradients was implausibly
             large. That does not change the scale.
-        amax: The largest magnitude of the unscaled gradients, which ``LogMax`` needs.
 
     Example:
         >>> from halfstep._scaler.rules import Dynamic
@@ -68,7 +65,7 @@ def next_state(
         (8.0, 2.0)
     """
     if not (found_inf or outlier):
-        return _after_step(state, amax or 0.0)
+        return _after_step(state)
     state = changed(
         state,
         growth_tracker=0,
@@ -100,7 +97,7 @@ def _after_overflow(state: ScaleState) -> ScaleState:
     return changed(state, scale=state.scale if is_waiting else lower, overflows=overflows)
 
 
-def _after_step(state: ScaleState, amax: float) -> ScaleState:
+def _after_step(state: ScaleState) -> ScaleState:
     rule = state.rule
     is_test = state.resume_scale != 0.0
     is_restored = state.may_restore and state.has_backed_off
@@ -126,26 +123,12 @@ def _after_step(state: ScaleState, amax: float) -> ScaleState:
         after,
         growth_tracker=0 if is_test or is_growing else state.growth_tracker + 1,
         may_restore=not is_growing,
-        run_scale=state.run_scale if keeps_run_scale and rule.keeps_run_scale else 0.0,
+        run_scale=state.run_scale if keeps_run_scale else 0.0,
     )
-    if isinstance(rule, LogMax):
-        backed_off = round_to_float32(after.scale / (state.run_scale or state.scale))
-        headroom = rule.next_headroom(state.headroom, backed_off, is_growing)
-        after = changed(after, headroom=headroom)
-        return after if is_test else _following_amax(after, rule, amax)
     if not is_growing:
         return after
     grown = round_to_float32(state.scale * rule.growth_factor)
     return changed(after, scale=grown) if grown <= state.max_scale else after
-
-
-def _following_amax(state: ScaleState, rule: LogMax, amax: float) -> ScaleState:
-    statistics = LogMaxStatistics(state.log2_mean, state.log2_var, state.log2_weight)
-    mean, var, weight = statistics = rule.observe(statistics, amax)
-    if weight == 0.0:
-        return state
-    scale = min(max(rule.scale(state.headroom, statistics), state.min_scale), state.max_scale)
-    return changed(state, scale=scale, log2_mean=mean, log2_var=var, log2_weight=weight)
 
 
 def changed(state: ScaleState, **values: Any) -> ScaleState:
@@ -217,7 +200,7 @@ class HostState:
         if zero is not None:
             self.bad_loss.add_(zero if zero.device == CPU else zero.to(CPU))
 
-    def update_(self, found_inf: bool, outlier: bool = False, amax: float | None = None) -> None:
+    def update_(self, found_inf: bool, outlier: bool = False) -> None:
         """Move to the next iteration, with :func:`next_state`."""
         loss_is_finite = self.loss_is_finite
         if not loss_is_finite:
@@ -227,7 +210,6 @@ class HostState:
             found_inf=found_inf,
             loss_is_finite=loss_is_finite,
             outlier=outlier,
-            amax=amax,
         )
         # Written even if unchanged: backward of a loss from before must raise.
         self.scale.fill_(self.now.scale)
@@ -324,7 +306,6 @@ class DeviceState:
         found_inf: Tensor,
         state: ScaleState,
         outlier: Tensor | None = None,
-        amax: Tensor | None = None,
     ) -> None:
         """Move to the next iteration, from float32 scalars on this device; see :func:`next_state`.
 
@@ -336,12 +317,8 @@ class DeviceState:
         torch.clamp(found_inf, max=1.0, out=slots["found_inf"])
         if outlier is not None:
             slots["outlier"].copy_(outlier)
-        if amax is not None:
-            slots["amax"].copy_(amax)
         torch.add(slots["row"], self._table.steps, out=slots["next row"])
         scale_candidates(slots, state)
-        if isinstance(state.rule, LogMax):
-            logmax_candidates(slots, state.rule)
         self._table.choose_(slots)
         self._scale_changed()
 
