@@ -20,16 +20,16 @@ def scaler(group: Any = None, **options: Any) -> halfstep.GradScaler:
     return halfstep.GradScaler(init_scale=2.0**10, process_group=group, **options)
 
 
-def told(books: halfstep.GradScaler, module: nn.Module, **backward: Any) -> str:
+def told(books: halfstep.GradScaler, module: nn.Module) -> str:
     """Return the message of a step that must not work."""
-    return cases.raised(lambda: works(books, module, **backward))[1]
+    return cases.raised(lambda: works(books, module))[1]
 
 
-def works(books: halfstep.GradScaler, module: nn.Module, name: str | None = None) -> bool:
+def works(books: halfstep.GradScaler, module: nn.Module) -> bool:
     """Make a step and return whether it was taken."""
     optimizer = cases.sgd(module)
     loss = module(torch.ones(2, 4)).square().mean()
-    books.scale(loss, name=name).backward()
+    books.scale(loss).backward()
     books.step(optimizer)
     books.update()
     return books.outcome(optimizer).taken
@@ -145,12 +145,6 @@ def scales_that_differ(rank: int) -> Tried:
     return message, [*found, works(books, module)]
 
 
-def names_that_differ(rank: int) -> Tried:
-    module, books = cases.ddp(), scaler(cases.world())
-    message = told(books, module, name="ab"[rank])
-    return message, [works(books, module, name="a")]
-
-
 def copies(rank: int) -> Tried:
     def step(books: halfstep.GradScaler, module: nn.Module) -> float:
         optimizer = cases.sgd(module)
@@ -177,27 +171,6 @@ def nothing_to_step_with(rank: int) -> Tried:
     books.scale(torch.ones(()))
     assert "no rank has a gradient" in cases.raised(lambda: books.step(optimizer))[1]
     return message, [works(books, module)]
-
-
-def losses_of_several_names(rank: int) -> Tried:
-    module, books = cases.model(), scaler(cases.world())
-    optimizer = cases.sgd(module)
-    x = torch.ones(2, 4) * (rank + 1)
-
-    def backward(name: str) -> None:
-        books.scale(module(x).square().mean(), name=name).backward()
-
-    backward("a")
-    backward("b")
-    message = cases.raised(lambda: books.step(optimizer))[1]
-    optimizer.zero_grad()
-    books.update(new_scale=books.get_scale())
-    for name in "ab":
-        with books.accumulate(optimizer):
-            backward(name)
-    books.step(optimizer)
-    books.update()
-    return message, [books.outcome(optimizer).taken]
 
 
 def a_backward_pass_that_is_late(rank: int) -> Tried:
@@ -240,10 +213,8 @@ ADVICE = {
     a_group_of_too_few: ["process_group=torch.distributed.group.WORLD"],
     saved_states_that_differ: ["load the same state on all ranks: scaler.load_state_dict(state)"],
     scales_that_differ: ["update(new_scale=...) with one number", "load_state_dict()"],
-    names_that_differ: ["scaler.scale(loss, name=...)"],
     copies: ["scaler.replicated(model.parameters(), process_group)", "DistributedDataParallel"],
     nothing_to_step_with: ["Call scaler.scale(loss).backward() first"],
-    losses_of_several_names: ["with scaler.accumulate(optimizer)"],
     a_backward_pass_that_is_late: ["zero_grad() and update(new_scale=scaler.get_scale())"],
 }
 

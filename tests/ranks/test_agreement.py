@@ -457,20 +457,6 @@ def drift(rank: int, fused: bool) -> Any:
     return kind, message, cases.raised(step), moved
 
 
-def test_names_of_losses_have_to_agree(pool: Pool) -> None:
-    for kind, message in pool.run(different_names):
-        assert kind == "RanksError"
-        assert "losses of different names" in message
-
-
-def different_names(rank: int) -> Any:
-    module = cases.fsdp2()
-    books = scaler()
-    loss = module(cases.batch(rank)).sum()
-    books.scale(loss, name="ab"[rank]).backward()
-    return cases.raised(lambda: books.step(cases.sgd(module)))
-
-
 def test_a_rank_that_does_not_answer_is_an_error_that_names_the_call(pool: Pool) -> None:
     waiting, _ = pool.run(step_on_rank_0_only, group_timeout=2.0)
     kind, message = waiting
@@ -573,37 +559,6 @@ def test_every_use_with_gradients_on_one_rank_only(pool: Pool) -> None:
     first, second = pool.run(every_use_without_gradients_on_rank_1)
     assert first == second
     assert set(first.values()) == {(2, 1024.0)}
-
-
-def named_losses_in_blocks(rank: int) -> Any:
-    module = cases.fsdp2()
-    optimizer, books = cases.sgd(module), scaler()
-    for name in ("a", "b"):
-        with books.accumulate(optimizer):
-            loss = module(cases.batch(rank)).square().mean()
-            books.scale(loss, name=name).backward()
-    books.step(optimizer)
-    books.update()
-    return books.outcome(optimizer).taken
-
-
-def test_losses_of_several_names(pool: Pool) -> None:
-    assert pool.run(named_losses_in_blocks) == [True, True]
-
-
-def name_on_the_last_stage_only(rank: int) -> Any:
-    module = cases.model()
-    optimizer, books = cases.sgd(module), scaler(WORLD)
-    module(cases.batch(rank)).mean().backward()
-    if rank == 1:
-        books.scale(torch.ones(()), name="main")
-    books.step(optimizer)
-    books.update()
-    return books.outcome(optimizer).taken
-
-
-def test_a_rank_without_a_loss_goes_by_the_name_of_the_others(pool: Pool) -> None:
-    assert pool.run(name_on_the_last_stage_only) == [True, True]
 
 
 def losses_between_looks(rank: int, kind: str, group: str | None) -> Any:

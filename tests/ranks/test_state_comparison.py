@@ -126,9 +126,6 @@ def differing(rank: int, how: str) -> Any:
             loop.scaler.update(new_scale=64.0)
         if how == "checkpoint":
             loop.scaler.load_state_dict(scaler().state_dict())
-        if how == "name":
-            loop.scaler.scale(torch.ones(()), name="auxiliary")
-            loop.scaler.update(new_scale=1024.0)
     return cases.raised(lambda: loop.steps(4))
 
 
@@ -137,10 +134,6 @@ def differing(rank: int, how: str) -> Any:
     [
         ("scale", "scale 2^6, growth tracker 3, 3 steps taken, 0 skipped: rank 1"),
         ("checkpoint", "scale 2^10, growth tracker 1, 1 steps taken, 0 skipped: rank 1"),
-        (
-            "name",
-            "  loss 'auxiliary': scale 2^10, growth tracker 0, 0 steps taken, 0 skipped; scal",
-        ),
     ],
 )
 def test_what_some_ranks_alone_have_loaded_or_set_is_told(pool: Pool, how: str, row: str) -> None:

@@ -586,8 +586,8 @@ def test_a_scale_that_is_no_scale() -> None:
 
 def test_a_get_scale_with_a_floor_is_saved() -> None:
     class Own(GradScaler):
-        def get_scale(self, name: str | None = None) -> float:
-            return max(super().get_scale(name), 8.0)
+        def get_scale(self) -> float:
+            return max(super().get_scale(), 8.0)
 
     scaler = Own("cpu", init_scale=4.0)
     param = torch.nn.Parameter(torch.ones(2))

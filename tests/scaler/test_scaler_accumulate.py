@@ -384,11 +384,11 @@ def test_a_parameter_of_two_optimizers(fused: bool, count: int) -> None:
 def test_another_optimizer_without_blocks(fused: bool) -> None:
     """Its gradients add up as without blocks, scaled as the loss in the blocks was."""
     pair = Pair(fused)
-    pair.scaler.scale(torch.ones(()), name="loss")
-    pair.scaler.update(8.0, name="loss")
+    pair.scaler.scale(torch.ones(()))
+    pair.scaler.update(8.0)
     for _ in range(3):
         with pair.scaler.accumulate(pair.a):
-            pair.scaler.scale(pair.loss(), name="loss").backward()
+            pair.scaler.scale(pair.loss()).backward()
     assert pair.finish() == [-3.0, -6.0]
 
 

@@ -348,27 +348,12 @@ def test_norms_that_float64_cannot_hold_are_refused(p: float) -> None:
         GradScaler().clip_grad_norm_(torch.ones(1), 1.0, norm_type=p)
 
 
-def test_alarms_of_two_losses_do_not_silence_each_other() -> None:
-    p, q, said = param(), param(), []
-    scaler = GradScaler(on_skips=said.append, max_consecutive_skips=4)
-    for name, parameter in (("a", p), ("b", q)):
-        optimizer = SGD([parameter], 0.1)
-        for _ in range(16):
-            optimizer.zero_grad()
-            scaler.scale(parameter.sum() * math.inf, name=name).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    # The ninth is at the smallest scale.
-    assert [report.skipped_in_a_row for report in said] == [4, 8, 9] * 2
-
-
 def test_a_bad_loss_that_was_given_up_blames_no_later_step() -> None:
     p, scaler = param(), GradScaler()
     optimizer = SGD([p], 0.1)
-    for name in ("a", "b"):
-        scaler.scale(p.sum() * math.inf, name=name)
+    scaler.scale(p.sum() * math.inf)
     scaler.update(new_scale=scaler.get_scale())
-    scaler.scale(p.sum(), name="a").backward()
+    scaler.scale(p.sum()).backward()
     p.grad.fill_(math.inf)
     scaler.step(optimizer)
     scaler.update()

@@ -849,18 +849,10 @@ def test_a_sum_that_only_the_first_evaluation_would_have_is_an_error(maker: str)
     assert scaler.outcome(optimizer).taken
 
 
-def test_a_sum_of_losses_of_two_scales_is_an_error() -> None:
-    param, optimizer, scaler = one_parameter()
-    scaler.scale(param.sum(), name="a").backward()
-    with pytest.raises(CallOrderError, match="losses of several names"):
-        scaler.step(optimizer, lambda: scaler.scale(param.sum(), name="b").backward())
-    assert torch.equal(param, torch.ones(2))
+# --- several optimizers --------------------------------------------------------
 
 
-# --- several optimizers, several losses --------------------------------------------------------
-
-
-def test_one_closure_for_each_optimizer_and_each_loss() -> None:
+def test_one_closure_for_each_optimizer() -> None:
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
     scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None)
@@ -869,7 +861,7 @@ def test_one_closure_for_each_optimizer_and_each_loss() -> None:
         def closure() -> torch.Tensor:
             loss = params[index].sum()
             bad = loss if math.isfinite(factor) else Overflow.apply(loss)
-            scaler.scale(bad, name="ab"[index]).backward()
+            scaler.scale(bad).backward()
             return loss
 
         return closure
@@ -880,7 +872,7 @@ def test_one_closure_for_each_optimizer_and_each_loss() -> None:
         scaler.update()
     assert torch.equal(params[0], torch.full((2,), -1.0))
     assert torch.equal(params[1], torch.zeros(2))
-    assert (scaler.get_scale("a"), scaler.get_scale("b")) == (SCALE, SCALE / 2)
+    assert scaler.get_scale() == SCALE / 2
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -890,12 +882,12 @@ def test_another_optimizer_steps_with_what_the_closure_left(shared: bool) -> Non
     optimizer = torch.optim.SGD([mine], lr=1.0)
     second = torch.optim.SGD([other, mine] if shared else [other], lr=1.0)
     scaler = GradScaler(init_scale=SCALE)
-    scaler.scale(torch.ones(()), name="loss")
-    scaler.update(4.0, name="loss")
+    scaler.scale(torch.ones(()))
+    scaler.update(4.0)
 
     def closure() -> torch.Tensor:
         loss = mine.sum() + other.sum()
-        scaler.scale(loss, name="loss").backward()
+        scaler.scale(loss).backward()
         return loss
 
     scaler.step(optimizer, closure)

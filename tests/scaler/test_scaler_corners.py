@@ -28,15 +28,6 @@ class Foreign(SGD):
             grad_scaler._check_inf_per_device(self)
 
 
-def test_losses_of_two_names_of_which_one_is_unscaled() -> None:
-    p, q, scaler = param(), param(), GradScaler()
-    scaler.scale(p.sum(), name="a").backward()
-    scaler.unscale_(SGD([p], 1.0))
-    scaler.scale(q.sum(), name="b").backward()
-    with pytest.raises(CallOrderError, match="losses of several names"):
-        scaler.clip_grad_norm_([p, q], 1.0)
-
-
 def test_a_foreign_optimizer_without_gradients_checks_nothing() -> None:
     scaler, optimizer = GradScaler(), Foreign([param()], 1.0)
     scaler.scale(torch.ones(()))
@@ -61,13 +52,6 @@ def test_what_a_foreign_optimizer_has_checked_is_still_to_be_unscaled() -> None:
     scaler.step(foreign)
     scaler.unscale_(second)
     assert p.grad.item() == 1.0
-
-
-def test_the_scale_that_a_foreign_optimizer_asks_for_is_that_of_its_loss() -> None:
-    p, scaler = param(), GradScaler()
-    scaler.update(new_scale=8.0)
-    scaler.scale(p.sum(), name="a")
-    assert scaler._get_scale_async() == 65536.0
 
 
 def test_a_foreign_optimizer_clips_by_itself() -> None:
@@ -113,30 +97,6 @@ def test_a_scale_that_was_below_1_is_watched_for_good() -> None:
     p.grad = torch.tensor([3e38])
     scaler.step(optimizer)
     assert p.item() == 1.0
-
-
-def test_a_state_without_a_name_takes_the_name_away() -> None:
-    p, scaler = param(), GradScaler()
-    state = scaler.state_dict()
-    scaler.scale(p.sum(), name="a").backward()
-    scaler.load_state_dict(state)
-    with pytest.raises(ValueError, match="'a'"):
-        scaler.get_scale("a")
-    with pytest.raises(CallOrderError, match="before scale"):
-        scaler.step(SGD([p], 1.0))
-
-
-def test_a_report_names_the_optimizers_of_its_loss_only() -> None:
-    p, q, said = param(), param(), []
-    scaler = GradScaler(on_skips=said.append, max_consecutive_skips=1)
-    first, second = SGD([p], 0.1), torch.optim.Adam([q])
-    for name, parameter, optimizer in (("a", p, first), ("b", q, second)):
-        with scaler.accumulate(optimizer):
-            scaler.scale(parameter.sum() * math.inf, name=name).backward()
-    scaler.step(first)
-    scaler.step(second)
-    scaler.update()
-    assert [report.optimizers for report in said] == [("SGD",), ("Adam",)]
 
 
 def test_float16_gradients_that_a_scale_below_1_makes_inf() -> None:
@@ -189,13 +149,6 @@ def test_the_metric_of_reduce_lr_on_plateau() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(TypeError, match="metrics"):
         scaler.step_scheduler(plateau)
-
-
-def test_a_disabled_scaler_has_every_loss() -> None:
-    scaler = GradScaler(enabled=False)
-    scaler.scale(torch.ones(()), name="critic")
-    assert scaler.get_scale("critic") == 1.0
-    assert scaler.counts("critic").skipped == 0
 
 
 def test_nothing_of_a_model_that_is_gone_is_kept() -> None:

@@ -1,7 +1,7 @@
 """Random sequences of calls of the whole surface, against a slow model in Python numbers.
 
 The model knows the true gradient of every parameter in float64, what ``.grad`` is multiplied by at
-any moment, and a :class:`ScaleState` for every loss, which ``next_state`` moves on. It is compared
+any moment, and a :class:`ScaleState`, which ``next_state`` moves on. It is compared
 after every call: each gradient is the true one, scaled or not, and clipped; each scale is that of
 the model; no parameter is inf or NaN. A step is taken if and only if all gradients are finite and,
 unscaled, representable; what the optimizer is about to add is looked at right before it does. A
@@ -41,7 +41,6 @@ FIRST_SEED = int(os.environ.get("HALFSTEP_FUZZ_SEED", "0"))
 NUM_PARTS = min(10, NUM_SEQUENCES)
 NUM_CALLS = 40
 
-Loss: TypeAlias = str | None
 F32 = torch.finfo(torch.float32)
 SUBNORMAL = 2.0**-149
 LR = 1e-3
@@ -62,7 +61,6 @@ class BoomError(Exception):
 class Look:
     """What was found in the gradients of one call."""
 
-    loss: Loss
     found_inf: bool
     params: list["Param"] = field(default_factory=list)
     left_scaled: bool = False  # as they were, because the step was skipped
@@ -90,21 +88,21 @@ class Param:
     def forget(self) -> None:
         """Drop the gradient."""
         self.tensor.grad = None
-        self.begin(None, 1.0, None)
+        self.begin(None, 1.0)
 
-    def begin(self, true: list[float] | None, scaled_by: float, loss: Loss) -> None:
+    def begin(self, true: list[float] | None, scaled_by: float) -> None:
         """Take over a new gradient."""
-        self.true, self.scaled_by, self.loss = true, scaled_by, loss
+        self.true, self.scaled_by = true, scaled_by
         self.bound = [abs(entry) for entry in true or []]
         self.relative = 8 * max(self.info.eps, F32.eps) + SUBNORMAL * scaled_by
         self.absolute = 0.0
         self.look: Look | None = None
         self.is_in_doubt = False
 
-    def add(self, true: list[float], scaled_by: float, loss: Loss) -> None:
+    def add(self, true: list[float], scaled_by: float) -> None:
         """Add a gradient that ``.grad`` has been increased by."""
         if self.true is None:
-            self.begin([0.0] * self.size, scaled_by, loss)
+            self.begin([0.0] * self.size, scaled_by)
         assert self.true is not None
         self.true = [a + b for a, b in zip(self.true, true, strict=True)]
         self.bound = [a + abs(b) for a, b in zip(self.bound, true, strict=True)]
@@ -215,13 +213,10 @@ class Blocks:
     """The blocks of ``accumulate`` of one optimizer.
 
     Attributes:
-        loss: The one whose scale moves.
         num_losses: Number of losses in the iteration when the last block ended.
         is_touched: Whether somebody has written to the gradients since then.
     """
 
-    losses: set[Loss] = field(default_factory=set)
-    loss: Loss = None
     num_losses: int = 0
     is_touched: bool = False
     count: int = 0
@@ -303,10 +298,10 @@ class World:
         swaps: Whether the scaler is replaced by a loaded or pickled one, where it could be.
 
     Attributes:
-        states: The scale of every loss.
-        on_device: The losses that this scaler has scaled.
-        bad_loss: The losses that were not finite, until their scale has moved.
-        losses: What has been scaled since the last ``update``.
+        state: That of the scale.
+        on_device: Whether this scaler has scaled a loss.
+        bad_loss: Whether a loss was not finite, until the scale has moved.
+        num_losses: Number of losses scaled since the last ``update``.
         looks: What has been found since then.
         seen: What the optimizer that just stepped was about to use; None if it skipped.
     """
@@ -327,8 +322,7 @@ class World:
         self.on_skips = rng.choice(["raise", str, str])
         self.start = self.random_start()
         self.take(self.new_scaler(self.start), ScaleState.first(*self.start))
-        self.states: dict[Loss, ScaleState] = {None: self.first}
-        self.names: list[Loss] = [None, "a", "b"] if rng.random() < 0.3 else [None]
+        self.state = self.first
         self.limits: list[NormLimit] = []
         self.limit_settings: tuple[float, int] | None = None
         self.begin()
@@ -361,23 +355,21 @@ class World:
     def take(self, scaler: GradScaler, first: ScaleState) -> None:
         """Go on with a scaler that has not scaled anything yet."""
         self.scaler, self.first = scaler, first
-        self.on_device: set[Loss] = set()
-        self.bad_loss: set[Loss] = set()
-        self.losses: list[Loss] = []
+        self.on_device = self.bad_loss = False
+        self.num_losses = 0
         self.limit_of: dict[Opt, int] = {}
 
     def begin(self) -> None:
         """Begin an iteration. Gradients may be left, and follow the scale."""
         self.scaler._engine.unused.use()  # as a step or a backward pass does, for all at once
         self.looks: list[Look] = []
-        self.losses = []
-        self.bad_loss.clear()
+        self.num_losses, self.bad_loss = 0, False
         for opt in self.opts:
             opt.begin()
         drops_all = self.rng.random() < 0.8
         for param in self.params:
             param.is_in_doubt = False
-            is_scaled = param.look is None and param.loss is None
+            is_scaled = param.look is None
             if drops_all or not is_scaled or not self.has_followed(param):
                 param.forget()
 
@@ -386,11 +378,11 @@ class World:
         engine = self.scaler._engine
         memory = engine.journal.memories.get(id(optimizer))
         is_measuring = memory is None or memory.early_clipping.is_measuring
-        return engine.scales[None].host.scale != 1.0 and is_measuring
+        return engine.loss_scale.host.scale != 1.0 and is_measuring
 
     def has_followed(self, param: Param) -> bool:
         """Say whether a gradient that was left is multiplied by the present scale; note it."""
-        scale = self.states[None].scale
+        scale = self.state.scale
         if param.true is None or param.scaled_by == scale:
             return True
         journal = self.scaler._engine.journal
@@ -398,7 +390,7 @@ class World:
         entries = [abs(entry) for entry in param.grad() if entry]
         # A gradient that came to the end of its dtype on the way is no longer the true one.
         is_exact = all(2.0**-90 < entry < 2.0**90 for entry in entries)
-        if len(self.names) > 1 or not (is_known and is_exact):
+        if not (is_known and is_exact):
             return False
         param.scaled_by = scale
         param.relative += 4 * max(param.info.eps, F32.eps)
@@ -409,23 +401,16 @@ class World:
         """Whether nothing has been done to gradients since the last ``update``."""
         return not (self.looks or any(opt.blocks for opt in self.opts))
 
-    def loss_of_iteration(self) -> Loss:
-        """Return the loss whose scale counts.
-
-        Raises:
-            CallOrderError: There is none, or several.
-        """
-        losses = set(self.losses) or {None}
-        if len(losses) > 1 or not losses <= self.on_device:
+    def require_scale(self) -> None:
+        """Raise CallOrderError if no loss has been scaled."""
+        if not self.on_device:
             raise CallOrderError
-        return losses.pop()
 
     def look_at(self, params: list[Param]) -> Look | None:
         """Look at gradients that are scaled; if there are any."""
         if not params:
             return None
-        loss = params[0].loss
-        return Look(loss, not all(param.is_usable() for param in params), params)
+        return Look(not all(param.is_usable() for param in params), params)
 
     def keep_look(self, look: Look) -> None:
         self.looks.append(look)
@@ -449,8 +434,8 @@ class World:
 
         If some have been unscaled with another optimizer, the others are unscaled now.
         """
-        if not (opt and opt.looks) and not self.are_unscaled(params):
-            self.loss_of_iteration()
+        if not (opt and opt.looks):
+            self.require_scale()
         self.close_blocks(params)
         if any(param.is_in_doubt for param in params):
             raise CallOrderError
@@ -471,13 +456,6 @@ class World:
             looks.append(look_at_rest)
         return [], looks
 
-    def are_unscaled(self, params: list[Param]) -> bool:
-        """Say whether nothing is left to ask the scale of the losses for."""
-        found = [param for param in params if param.true is not None]
-        in_blocks = {param for opt in self.opts if opt.blocks for param in opt.params}
-        done = [param.look is not None or param in in_blocks for param in found]
-        return len(set(self.losses)) > 1 and bool(done) and all(done)
-
     def close_blocks(self, params: list[Param]) -> None:
         """Make averages of the sums over blocks with gradients of these parameters.
 
@@ -485,27 +463,27 @@ class World:
             CallOrderError: It looks as if a scaled gradient has been added to one of the sums.
         """
         open_ones = [(o, o.blocks) for o in self.opts if o.blocks and o.shares(params)]
-        if any(b.is_touched and b.num_losses != len(self.losses) for _, b in open_ones):
+        if any(b.is_touched and b.num_losses != self.num_losses for _, b in open_ones):
             raise CallOrderError
         for opt, blocks in open_ones:
             opt.blocks = None
             is_lost = blocks.bad == blocks.count
-            if blocks.bad and not is_lost and len(blocks.losses) == 1:
+            if blocks.bad and not is_lost:
                 clip(opt.params, blocks.count / (blocks.count - blocks.bad))
             if is_lost and not blocks.overflowed:
-                self.bad_loss.add(blocks.loss)
+                self.bad_loss = True
             found_inf = is_lost or not all(param.is_usable() for param in opt.params)
-            look = Look(blocks.loss, found_inf, opt.with_gradient())
+            look = Look(found_inf, opt.with_gradient())
             self.keep_look(look)
             opt.looks = [look]
 
-    def reason(self, loss: Loss, found_inf: bool, outlier: bool) -> Reason | None:
+    def reason(self, found_inf: bool, outlier: bool) -> Reason | None:
         """Return why a step is skipped."""
         if not found_inf:
             return Reason.NORM if outlier else None
-        if loss in self.bad_loss:
+        if self.bad_loss:
             return Reason.LOSS
-        state = self.states[loss]
+        state = self.state
         is_last = state.held or state.scale <= state.min_scale
         return Reason.NON_FINITE if is_last else Reason.OVERFLOW
 
@@ -515,25 +493,20 @@ class World:
         """Compare gradients and scales with the model."""
         for param in self.params:
             param.check_now()
-        for loss, state in self.states.items():
-            assert self.scaler.get_scale(loss) == state.scale
-            assert F32.smallest_normal <= state.min_scale <= state.scale <= state.max_scale
-            assert state.max_scale <= F32.max
+        state = self.state
+        assert self.scaler.get_scale() == state.scale
+        assert F32.smallest_normal <= state.min_scale <= state.scale <= state.max_scale
+        assert state.max_scale <= F32.max
 
     def check_saved(self) -> dict[str, Any]:
         """Compare the whole state with the model; return it."""
-
-        def saved_of(state: ScaleState) -> dict[str, Any]:
-            # On the device a count past a lowered interval becomes one that is just below it.
-            tracker = min(state.growth_tracker, state.rule.growth_interval - 1)
-            return replace(state, growth_tracker=tracker).to_dict()
-
         text = self.scaler.state_dict()
         saved = opened(text)
         limits = saved["halfstep"]["norm_limits"]
-        expected = saved_of(self.states[None])
-        losses = {loss: saved_of(state) for loss, state in self.states.items() if loss}
-        expected["halfstep"] |= {"losses": losses, "norm_limits": limits}
+        # A count past a lowered interval becomes one that is just below it.
+        tracker = min(self.state.growth_tracker, self.state.rule.growth_interval - 1)
+        expected = replace(self.state, growth_tracker=tracker).to_dict()
+        expected["halfstep"] |= {"norm_limits": limits}
         assert saved == expected
         assert (limits is None) == (self.limit_settings is None)
         if limits is not None:
@@ -608,59 +581,49 @@ class World:
         factors = rng.choices([-3, -1, 0, 1, 2, 3], k=param.size)
         return [factor * 2.0 ** rng.randint(low, high) for factor in factors]
 
-    def scale(self, outputs: Any, loss: Loss) -> Any:
+    def scale(self, outputs: Any) -> Any:
         """Call ``scale`` with tensors, or with a dict of them."""
-        self.forget_other_losses(loss)
-        scaled = self.scaler.scale(outputs, loss)
-        self.states.setdefault(loss, self.first)
-        self.on_device.add(loss)
-        self.losses.append(loss)
+        scaled = self.scaler.scale(outputs)
+        self.on_device = True
+        self.num_losses += 1
         tensors = outputs.values() if isinstance(outputs, dict) else outputs
         if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-            self.bad_loss.add(loss)
+            self.bad_loss = True
         return scaled
 
-    def forget_other_losses(self, loss: Loss) -> None:
-        """Drop gradients left from an earlier iteration that would be taken for this loss's."""
-        in_blocks = {param for opt in self.opts if opt.blocks for param in opt.params}
-        for param in self.params:
-            if param.look is None and param.loss != loss and param not in in_blocks:
-                param.forget()
-
-    def backward(self, params: list[Param], loss: Loss, bad: float = 0.0) -> None:
+    def backward(self, params: list[Param], bad: float = 0.0) -> None:
         """Scale a loss for each parameter, and go backward."""
-        rng, scale = self.rng, self.states.get(loss, self.first).scale
+        rng, scale = self.rng, self.state.scale
         for param in params:
-            if param.look is not None or (param.loss, param.scaled_by) != (loss, scale):
+            if param.look is not None or param.scaled_by != scale:
                 param.forget()
         weights = [self.weights(param) for param in params]
         has_bad_gradient = bad != 0.0 and rng.random() < 0.5
         if has_bad_gradient:
             weights[0][0] = bad
-        self.log.append(f"scale(..., {loss!r}).backward() {weights}, {bad=}")
+        self.log.append(f"scale(...).backward() {weights}, {bad=}")
         losses = [dot(param, w) for param, w in zip(params, weights, strict=True)]
         if bad and not has_bad_gradient:
             losses[0] = losses[0] + bad
         as_container: Any = rng.choice([tuple, list, lambda found: dict(enumerate(found))])
-        scaled = self.scale(as_container(losses), loss)
+        scaled = self.scale(as_container(losses))
         for tensor in scaled.values() if isinstance(scaled, dict) else scaled:
             tensor.backward()
         for param, true in zip(params, weights, strict=True):
-            param.add(true, scale, loss)
+            param.add(true, scale)
 
     def op_backward(self) -> None:
         rng = self.rng
         done = {param for opt in self.opts if opt.is_unscaled for param in opt.params}
         params = [p for p in rng.sample(self.params, rng.randint(1, 4)) if p not in done]
-        loss = rng.choice([*self.losses[-1:], *self.names])
         if params:
-            self.backward(params, loss, rng.choice([0.0] * 9 + [math.inf, -math.inf, math.nan]))
+            self.backward(params, rng.choice([0.0] * 9 + [math.inf, -math.inf, math.nan]))
 
     def op_scale_only(self) -> None:
-        loss, value = self.rng.choice(self.names), self.rng.choice([1.0, 1.0, math.inf, math.nan])
-        self.log.append(f"scale({value}, {loss!r})")
-        scaled = self.scale([torch.tensor([value, 1.0])], loss)
-        assert scaled[0][1].item() == self.states[loss].scale
+        value = self.rng.choice([1.0, 1.0, math.inf, math.nan])
+        self.log.append(f"scale({value})")
+        scaled = self.scale([torch.tensor([value, 1.0])])
+        assert scaled[0][1].item() == self.state.scale
 
     def op_inject(self) -> None:
         params = [p for p in self.params if p.true is not None and p.look is None]
@@ -832,9 +795,9 @@ class World:
                 look.left_scaled = True
         opt.outlier = outlier
         self.keep(opt, looks, look, "stepped")
-        outcome, loss = self.scaler.outcome(opt.optimizer), opt.looks[0].loss
-        assert (outcome.taken, outcome.scale) == (is_taken, self.states[loss].scale)
-        assert outcome.reason == self.reason(loss, found_inf, bool(outlier))
+        outcome = self.scaler.outcome(opt.optimizer)
+        assert (outcome.taken, outcome.scale) == (is_taken, self.state.scale)
+        assert outcome.reason == self.reason(found_inf, bool(outlier))
         if outcome.entry.norm < 1e37:  # it was measured
             assert outcome.entry.norm == pytest.approx(norm, rel=0.02, abs=1e-12)
 
@@ -849,9 +812,9 @@ class World:
 
     def op_closure(self) -> None:
         rng = self.rng
-        opt, loss = rng.choice(self.opts), rng.choice(self.names)
+        opt = rng.choice(self.opts)
         others = [other for other in self.opts if other.shares(opt.params)]
-        if set(self.losses) - {loss} or self.limit_settings or any(o.is_unscaled for o in others):
+        if self.limit_settings or any(o.is_unscaled for o in others):
             return
         if opt.stage == "stepped":
             self.refused(lambda: self.scaler.step(opt.optimizer, lambda: torch.ones(())))
@@ -860,33 +823,31 @@ class World:
         weights = [self.weights(param) for param in params]
         weights[0][0] = rng.choice([weights[0][0]] * 4 + [math.inf])
         max_norm = rng.choice([None, None, 0.5, math.inf])
-        scales_itself = loss is not None or rng.random() < 0.5
+        scales_itself = rng.random() < 0.5
         self.log.append(f"step({opt.name}, closure, max_norm={max_norm}) {weights}")
 
         def closure() -> Tensor:
             total = torch.stack([dot(p, w) for p, w in zip(params, weights, strict=True)]).sum()
             if not bool(total.isfinite()):
-                self.bad_loss.add(loss)
+                self.bad_loss = True
             if scales_itself:
-                self.scaler.scale(total, loss).backward()
+                self.scaler.scale(total).backward()
                 scaled.extend(abs(entry) for param in params for entry in param.grad())
             return total
 
         scaled: list[float] = []
-        scale = self.states.get(loss, self.first).scale
+        scale = self.state.scale
         finite = [abs(entry) for true in weights for entry in true if math.isfinite(entry)]
         if max(finite) * max(scale, 1 / scale) > 1e37:
             return
-        self.states.setdefault(loss, self.first)
-        self.forget_other_losses(loss)
         for param in opt.params:
             param.forget()
         before = [param.tensor.tolist() for param in opt.params]
         self.scaler.step(opt.optimizer, closure, max_norm=max_norm)
-        self.on_device.add(loss)
-        self.losses.append(loss)
+        self.on_device = True
+        self.num_losses += 1
         for param, true in zip(params, weights, strict=True):
-            param.begin(true, 1.0, loss)
+            param.begin(true, 1.0)
             param.absolute = 2 * param.tiny / scale
         look = self.look_at(params)
         assert look is not None
@@ -903,22 +864,22 @@ class World:
 
     def op_retry(self) -> None:
         opt, times, num_bad = self.rng.choice(self.opts), *self.rng.choices(range(4), k=2)
-        if not self.is_between or set(self.losses) - {None}:
+        if not self.is_between:
             return
         self.log.append(f"retry({opt.name}, {times})")
         is_over = False
         for attempt in self.scaler.retry(opt.optimizer, times):
             assert not is_over, "retry() goes on though nothing can help"
             self.drop_all()
-            self.backward(opt.params[:1], None)
+            self.backward(opt.params[:1])
             if attempt < num_bad:
                 self.inject(opt.params[0], math.inf)
-            before = self.states[None].scale
+            before = self.state.scale
             self.step(opt)
             reason = self.scaler.outcome(opt.optimizer).reason
             self.op_update()
             is_over = attempt == times or reason not in (Reason.OVERFLOW, Reason.LOSS)
-            is_over |= self.states[None].scale >= before
+            is_over |= self.state.scale >= before
             if not is_over:  # and then it calls zero_grad
                 for param in opt.params:
                     param.true = None
@@ -937,22 +898,21 @@ class World:
 
     def iteration(self, opt: Opt, bad: float | None = None) -> None:
         self.drop_all()
-        if not set(self.losses) - {None}:
-            self.backward(opt.params, None)
-            if bad is not None:
-                self.inject(opt.params[0], bad)
-            self.step(opt)
-            self.op_update()
+        self.backward(opt.params)
+        if bad is not None:
+            self.inject(opt.params[0], bad)
+        self.step(opt)
+        self.op_update()
 
     def op_run_of_nan(self) -> None:
         """However long it is, afterwards the scale is where it was, or a few steps below."""
-        if not self.is_between or self.losses or self.bad_loss or self.limit_settings:
+        if not self.is_between or self.num_losses or self.limit_settings:
             return
-        opt, rule, begin = self.rng.choice(self.opts), self.rule, self.states[None]
+        opt, rule, begin = self.rng.choice(self.opts), self.rule, self.state
         for _ in range(self.rng.randint(5, 20)):
             self.iteration(opt, math.nan)
         self.iteration(opt)
-        end = self.states[None]
+        end = self.state
         if type(rule) is Dynamic and rule.probe_after is not None and not end.skipped_in_a_row:
             lowest = (begin.run_scale or begin.scale) * rule.backoff_factor**rule.probe_after
             assert end.scale >= min(lowest * 0.999, begin.scale)
@@ -964,19 +924,15 @@ class World:
         if not self.looks:
             self.refused(self.scaler.update)
             return
-        is_skipped = False
-        for loss in {look.loss: None for look in self.looks}:
-            looks = [look for look in self.looks if look.loss == loss]
-            outlier = any(o.outlier for o in self.opts if o.looks and o.looks[0].loss == loss)
-            found_inf = any(look.found_inf for look in looks)
-            is_skipped |= found_inf or outlier
-            self.states[loss] = next_state(
-                self.states[loss],
-                found_inf=found_inf,
-                loss_is_finite=loss not in self.bad_loss,
-                outlier=outlier,
-            )
-            self.bad_loss.discard(loss)
+        outlier = any(opt.outlier for opt in self.opts if opt.looks)
+        found_inf = any(look.found_inf for look in self.looks)
+        is_skipped = bool(found_inf or outlier)
+        self.state = next_state(
+            self.state,
+            found_inf=found_inf,
+            loss_is_finite=not self.bad_loss,
+            outlier=bool(outlier),
+        )
         try:
             self.scaler.update()
         except SkippedStepsError:
@@ -987,19 +943,17 @@ class World:
 
     def op_new_scale(self) -> None:
         rng = self.rng
-        name = rng.choice(list(self.states))
         value = rng.choice([2.0**16, 1.0, 0.3, 2.0**-10, 1000.0, 1e30])
         bad = rng.choice([0.0, -1.0, math.inf, math.nan, 1e-45])
         new = rng.choice([value, torch.tensor([value]), torch.tensor(value).double(), None])
         is_bad, new = new is None, torch.tensor(bad) if new is None else new
-        self.log.append(f"update({new}, {name!r})")
-        if isinstance(new, Tensor) and name not in self.on_device:
-            self.refused(lambda: self.scaler.update(new, name))
+        self.log.append(f"update({new})")
+        if isinstance(new, Tensor) and not self.on_device:
+            self.refused(lambda: self.scaler.update(new))
             return
-        self.scaler.update(new, name)
+        self.scaler.update(new)
         if not is_bad:
-            self.states[name] = self.states[name].with_scale(value)
-        self.bad_loss.discard(name)
+            self.state = self.state.with_scale(value)
         self.check_saved()
         self.begin()
 
@@ -1020,9 +974,8 @@ class World:
         set_it(value)
         self.rule = replace(self.rule, **{key: value})
         self.first = replace(self.first, rule=self.rule)
-        for loss, state in self.states.items():
-            tracker = min(state.growth_tracker, self.rule.growth_interval - 1)
-            self.states[loss] = replace(state, rule=self.rule, growth_tracker=tracker)
+        tracker = min(self.state.growth_tracker, self.rule.growth_interval - 1)
+        self.state = replace(self.state, rule=self.rule, growth_tracker=tracker)
         self.check_saved()
 
     def op_norm_limit(self) -> None:
@@ -1039,9 +992,9 @@ class World:
             self.block(opt)
 
     def block(self, opt: Opt) -> None:
-        """One block with a loss of its own, which may be bad."""
+        """One block, whose loss may be bad."""
         rng = self.rng
-        loss, bad = rng.choice(self.names), rng.choice([0.0] * 5 + [math.inf, math.nan])
+        bad = rng.choice([0.0] * 5 + [math.inf, math.nan])
         if any(o.is_unscaled for o in self.opts if o is not opt and o.shares(opt.params)):
             return
         self.log.append(f"with accumulate({opt.name}):")
@@ -1051,30 +1004,26 @@ class World:
             self.refused(lambda: self.empty_block(opt))
             return
         earlier = [(param, param.true, param.bound) for param in opt.params]
-        has_good, was_bad = blocks.bad < blocks.count, loss in self.bad_loss
-        self.bad_loss.discard(loss)
+        has_good, was_bad = blocks.bad < blocks.count, self.bad_loss
+        self.bad_loss = False
         params = rng.sample(opt.params, rng.randint(1, len(opt.params)))
         with self.scaler.accumulate(opt.optimizer):
             for param in opt.params:
                 assert param.tensor.grad is None
                 param.true = None
-            self.backward(params, loss, bad)
+            self.backward(params, bad)
             if rng.random() < 0.3:
                 self.inject(rng.choice(params), rng.choice([math.inf, self.largest, 0.0]))
             look = self.look_at(params)
             assert look is not None
-        is_bad, overflowed = look.found_inf, look.found_inf and loss not in self.bad_loss
-        self.bad_loss.discard(loss)
-        self.bad_loss |= {loss} if was_bad else set()
+        is_bad, overflowed = look.found_inf, look.found_inf and not self.bad_loss
+        self.bad_loss = was_bad
         blocks.count += 1
         blocks.bad += is_bad
         blocks.overflowed += overflowed
-        blocks.losses.add(loss)
-        if overflowed or not blocks.overflowed:
-            blocks.loss = loss
-        blocks.num_losses, blocks.is_touched = len(self.losses), False
+        blocks.num_losses, blocks.is_touched = self.num_losses, False
         opt.blocks = blocks
-        self.looks.append(Look(loss, overflowed))
+        self.looks.append(Look(overflowed))
         self.unscaled(opt.params)
         for param, true, bound in earlier:
             if has_good and is_bad:
@@ -1083,19 +1032,19 @@ class World:
                 own, own_bound = param.true or [0.0] * param.size, param.bound
                 param.true, param.bound = true, bound
                 if own_bound and own is not true:
-                    param.add(own, 1.0, loss)
+                    param.add(own, 1.0)
             param.relative += 8 * max(param.info.eps, F32.eps)
 
     def empty_block(self, opt: Opt) -> None:
         with self.scaler.accumulate(opt.optimizer):
             if self.on_device and self.rng.random() < 0.5:
-                self.scaler.scale(torch.ones(()), min(self.on_device, key=str))
+                self.scaler.scale(torch.ones(()))
 
     # --- saving, looking, and wrong calls ---------------------------------------------------------
 
     def op_swap(self) -> None:
         """Between iterations: go on with a copy, or with a new scaler and what was saved."""
-        if not self.is_between or self.losses or self.bad_loss or self.limit_settings:
+        if not self.is_between or self.num_losses or self.limit_settings:
             return
         how = self.rng.choice(["load", "load into another", "pickle", "deepcopy", "same"])
         other = self.random_start() if how == "load into another" else self.start
@@ -1114,14 +1063,8 @@ class World:
             first = replace(first, rule=self.rule, hysteresis_left=self.rule.hysteresis)
         self.drop_all()
         self.take(scaler, first)
-        for loss in self.states:
-            self.scale([torch.ones(())], loss)
+        self.scale([torch.ones(())])
         self.check_saved()
-        self.names = list(self.states)  # a new name would start from other limits
-        if len(self.names) > 1:
-            self.scaler.update(self.states[None].scale)
-            self.states[None] = self.states[None].with_scale(self.states[None].scale)
-            self.begin()
 
     def op_copy_now(self) -> None:
         """A copy is refused within an iteration; ``state_dict`` never is."""
@@ -1137,12 +1080,12 @@ class World:
         """Loading its own state changes nothing but that the losses so far count as good."""
         self.log.append("load its own state")
         self.scaler.load_state_dict(self.check_saved())
-        self.bad_loss -= set(self.states)
+        self.bad_loss = False
         self.limit_of = {}
         self.check_saved()
 
     def op_look(self) -> None:
-        scaler, state = self.scaler, self.states[None]
+        scaler, state = self.scaler, self.state
         self.log.append("look")
         counts = scaler.counts()
         assert (counts.taken, counts.skipped) == (state.num_taken, state.num_skipped)
@@ -1161,7 +1104,6 @@ class World:
             lambda: scaler.scale("loss"),
             lambda: scaler.scale([None, one]),
             lambda: scaler.scale({"a": {"b": 1.0}}),
-            lambda: scaler.scale(3.0, name="never scaled"),
             *(
                 lambda bad=bad: scaler.clip_grad_norm_(optimizer, bad)
                 for bad in [-1.0, math.nan, "1"]
@@ -1173,9 +1115,6 @@ class World:
             lambda: scaler.update(torch.ones(2)),
             lambda: scaler.update(torch.ones(1, dtype=torch.complex64)),
             lambda: scaler.update(torch.ones((), requires_grad=True)),
-            lambda: scaler.update(8.0, name="never scaled"),
-            lambda: scaler.get_scale("never scaled"),
-            lambda: scaler.counts("never scaled"),
             *(lambda bad=bad: scaler.set_growth_factor(bad) for bad in [0.5, math.nan, True]),
             *(lambda bad=bad: scaler.set_backoff_factor(bad) for bad in [0.0, 1.5, math.inf]),
             *(lambda bad=bad: scaler.set_growth_interval(bad) for bad in [0, 1.5, True, 2**31]),
@@ -1268,6 +1207,6 @@ def test_random_sequences(part: int) -> None:
         if world is not None and seed % 10 == 0:
             continued = run(seed, swaps=False)
             assert continued is not None
-            assert world.states == continued.states, f"seed {seed}"
+            assert world.state == continued.state, f"seed {seed}"
             for mine, other in zip(world.params, continued.params, strict=True):
                 assert torch.equal(mine.tensor, other.tensor), f"seed {seed}"

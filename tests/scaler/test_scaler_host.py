@@ -63,19 +63,6 @@ def test_old_outcomes_hold_nothing_of_their_gradients() -> None:
     assert [bool(outcome._witnesses) for outcome in outcomes] == [False] * 5 + [True]
 
 
-def test_nested_blocks_of_several_losses_raise() -> None:
-    param = torch.nn.Parameter(torch.ones(2))
-    one, other = (torch.optim.SGD([param], lr=0.1) for _ in range(2))
-    scaler = GradScaler()
-    with (  # noqa: PT012
-        pytest.raises(CallOrderError, match="losses of several names"),
-        scaler.accumulate(one),
-    ):
-        with scaler.accumulate(other):
-            scaler.scale(param.sum(), "b").backward()
-        scaler.scale(param.sum(), "a").backward()
-
-
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
 def test_a_loss_from_before_an_unusable_scale_cannot_go_backward(value: float) -> None:
     param = torch.nn.Parameter(torch.ones(2))

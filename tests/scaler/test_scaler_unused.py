@@ -30,9 +30,9 @@ def growing(**kwargs: Any) -> GradScaler:
     return GradScaler("cpu", init_scale=1024.0, growth_interval=1, **kwargs)
 
 
-def backward(scaler: GradScaler, *params: torch.Tensor, name: str | None = None) -> None:
+def backward(scaler: GradScaler, *params: torch.Tensor) -> None:
     """Add 1 to the gradient of each."""
-    scaler.scale(torch.stack([param.sum() for param in params]).sum(), name).backward()
+    scaler.scale(torch.stack([param.sum() for param in params]).sum()).backward()
 
 
 def moved(param: torch.Tensor) -> float:
@@ -207,22 +207,6 @@ def test_unscaled_before_a_state_is_loaded() -> None:
     assert moved(param) == 1.0
 
 
-def test_a_loss_of_another_name_moves_another_scale() -> None:
-    (a, first), (b, second) = make(), make()
-    scaler = growing()
-    for _ in range(3):
-        backward(scaler, b, name="b")
-        scaler.update(scaler.get_scale("b") * 2, name="b")
-        backward(scaler, a, name="a")
-        scaler.step(first)
-        scaler.update()
-        first.zero_grad()
-    assert scaler.get_scale("a") == scaler.get_scale("b") == 8192.0
-    backward(scaler, b, name="b")
-    scaler.step(second)
-    assert moved(b) == 4.0
-
-
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # PyTorch 2.11 says so once
 @pytest.mark.parametrize("layout", ["sparse", "complex", "expanded", "float16"])
 def test_other_gradients(layout: str) -> None:
@@ -303,17 +287,16 @@ def test_random_schedules(seed: int) -> None:
     """Each optimizer accumulates as long as it likes; the scale moves when it likes."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    names = [None, None, None] if rng.random() < 0.7 else [None, "b", "c"]
     mine, plain = ([torch.nn.Parameter(torch.ones(3)) for _ in range(3)] for _ in range(2))
     kind = rng.choice(KINDS)
     ours = [torch.optim.SGD([param], lr=0.01, momentum=0.9, **kind) for param in mine]
     theirs = [torch.optim.SGD([param], lr=0.01, momentum=0.9) for param in plain]
     scaler = growing()
     for _ in range(12):
-        which = rng.sample(range(3), 1 if names[1] else rng.randint(1, 3))
+        which = rng.sample(range(3), rng.randint(1, 3))
         weights = torch.randn(3)
         losses = [[(params[k] * weights).square().sum() for k in which] for params in (mine, plain)]
-        scaler.scale(torch.stack(losses[0]).sum(), names[which[0]]).backward()
+        scaler.scale(torch.stack(losses[0]).sum()).backward()
         torch.stack(losses[1]).sum().backward()
         stepping = [k for k in which if rng.random() < 0.5]
         for k in which:
@@ -324,9 +307,8 @@ def test_random_schedules(seed: int) -> None:
             scaler.step(ours[k])
             theirs[k].step()
             theirs[k].zero_grad(set_to_none)
-        name = names[which[0]]
         if rng.random() < 0.3 or not stepping:
-            scaler.update(scaler.get_scale(name) * rng.choice([0.25, 1.0, 2.0]), name)
+            scaler.update(scaler.get_scale() * rng.choice([0.25, 1.0, 2.0]))
         else:
             scaler.update()
         for k in stepping:

@@ -206,7 +206,7 @@ def test_the_first_scale() -> None:
     scaler._init_scale = 32
     assert scaler._init_scale == scaler.get_scale() == 32.0
     loss = torch.ones(())
-    assert scaler.scale(loss) == scaler.scale(loss, name="other") == 32.0
+    assert scaler.scale(loss) == 32.0
     with pytest.raises(CallOrderError, match=r"update\(new_scale=...\)"):
         scaler._init_scale = 64
 

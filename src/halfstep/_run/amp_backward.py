@@ -144,7 +144,7 @@ class Backward:
         self._script.has_scaled = True
         access.end_iteration(self._scaler)  # open if only some of the optimizers have stepped
         scaled = self._scaler.scale(roots)
-        running = ScaledPass(access.unnamed_scale(self._scaler), self._fresh)
+        running = ScaledPass(access.loss_scale(self._scaler), self._fresh)
         running.include(leaves)
         # This includes gradients of other graphs. Multiplying and dividing them is harmless.
         self._retained = [ref for ref in self._retained if ref() is not None]

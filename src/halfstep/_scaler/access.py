@@ -84,7 +84,7 @@ def begin_anew(scaler: GradScaler, scale: float | None) -> None:
     """Give a scaler a new state for a replay; restore ``vars(scaler)`` afterwards.
 
     It decides alone from then on, since other ranks do not replay its step. ``scale``: the scale of
-    all losses; None keeps their scales.
+    the losses; None keeps theirs.
     """
     scaler._engine = scaler._engine.copy_alone(scale)
 
@@ -94,9 +94,9 @@ def watch_names(scaler: GradScaler, model: torch.nn.Module) -> None:
     scaler._engine.names.watch(model)
 
 
-def unnamed_scale(scaler: GradScaler) -> LossScale:
-    """Return the scale of unnamed losses."""
-    return scaler._engine.scales[None]
+def loss_scale(scaler: GradScaler) -> LossScale:
+    """Return the scale of the losses."""
+    return scaler._engine.loss_scale
 
 
 def has_stepped(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
@@ -121,7 +121,7 @@ def add_check(
     ``found_inf``: device to float32 scalar, 1 if a gradient on the device is inf or NaN.
     """
     engine = scaler._engine
-    check = GradientCheck(engine.scales[None], gradients, found_inf)
+    check = GradientCheck(engine.loss_scale, gradients, found_inf)
     engine.ranks_of("step", optimizer, parameters(optimizer)).agree_on(check)
     engine.iteration.add(check)
     return check

@@ -39,12 +39,12 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
     blocks = block.root.blocks.get(id(optimizer))
     if blocks is None:
         _require_untouched(block.root, optimizer)
-        blocks = Blocks(optimizer)
+        blocks = Blocks(optimizer, engine.loss_scale)
     has_good = blocks.bad < blocks.count
     earlier = [(param, param.grad) for param in parameters(optimizer)]
     for param, _ in earlier:
         param.grad = None
-    bad_losses = _take_bad_losses(engine)
+    bad_loss = _take_bad_loss(engine)
     block.root.watch()
     buffers = engine.buffers.copies()
     engine.iteration = block
@@ -60,14 +60,15 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
             _give_back(earlier)
     except BaseException:
         _give_back(earlier)
-        _take_bad_losses(engine)
+        _take_bad_loss(engine)
         raise
     finally:
         if engine.iteration is block:
             engine.iteration = block.around
-            for scale, is_bad in bad_losses:
-                assert scale.live is not None
-                scale.live.see_loss_(1.0 / (1.0 - is_bad))
+            if bad_loss is not None:
+                live = engine.loss_scale.live
+                assert live is not None
+                live.see_loss_(1.0 / (1.0 - bad_loss))
     block.join()
     block.root.blocks[id(optimizer)] = blocks
     for each in block.root.blocks_with(parameters(optimizer)):
@@ -104,7 +105,7 @@ class _Block(Iteration):
 
     def join(self) -> None:
         """Add the losses to those of the surrounding block or iteration."""
-        self.around.count_losses_of(self)
+        self.around.num_losses += self.num_losses
         if isinstance(self.around, _Block):
             # A parameter of both optimizers is unscaled only once.
             for check in self.checks:
@@ -127,10 +128,10 @@ def _require_untouched(iteration: Iteration, optimizer: torch.optim.Optimizer) -
         )
 
 
-def _take_bad_losses(engine: Engine) -> list[tuple[LossScale, Tensor]]:
-    """Return and clear the flags of bad losses, so that those of the block can be told apart."""
-    scales = engine.scales.values()
-    return [(scale, scale.take_bad_loss()) for scale in scales if scale.live is not None]
+def _take_bad_loss(engine: Engine) -> Tensor | None:
+    """Return and clear the flag of bad losses, so that those of the block can be told apart."""
+    scale = engine.loss_scale
+    return None if scale.live is None else scale.take_bad_loss()
 
 
 @torch.no_grad()
@@ -139,7 +140,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     call = f"accumulate({name(block.optimizer)})"
     if engine.iteration is not block:
         raise CallOrderError(f"{call}: update() was called in the block. Call it after step()")
-    if not block.losses:
+    if not block.num_losses:
         raise CallOrderError(
             f"{call}: no loss was scaled in the block. Call scaler.scale(loss).backward() in it"
         )
@@ -164,7 +165,9 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     if loss_is_bad and block.around is not block.root:
         scale.mark_loss_bad()  # for the surrounding block
     overflowed = bool(is_bad and not loss_is_bad)
-    blocks.count_block(scale, bool(is_bad), overflowed)
+    blocks.count += 1
+    blocks.bad += bool(is_bad)
+    blocks.overflowed += overflowed
     # An overflow must reduce the scale even if the step is taken without this block. A non-finite
     # loss must not, while other blocks are finite at this scale.
     block.root.add(GradientCheck(scale, NONE, _flag(scale, overflowed)))
@@ -212,28 +215,18 @@ class Blocks:
     Attributes:
         bad: Number of dropped blocks.
         overflowed: Number of dropped blocks whose loss was finite.
-        scale: The scale of the last block that overflowed, else of the last block.
-        has_several_losses: Whether the blocks had different scales, so that there is no average.
+        scale: The scale of the losses.
         num_losses: Number of losses scaled in the iteration when the last block ended.
         versions: The version counters of the gradients at that time.
     """
 
     optimizer: torch.optim.Optimizer
+    scale: LossScale
     count: int = 0
     bad: int = 0
     overflowed: int = 0
-    scale: LossScale | None = None
-    has_several_losses: bool = False
     num_losses: int = 0
     versions: list[int] = field(default_factory=list)
-
-    def count_block(self, scale: LossScale, is_bad: bool, overflowed: bool) -> None:
-        self.count += 1
-        self.bad += is_bad
-        self.overflowed += overflowed
-        self.has_several_losses |= self.scale not in (None, scale)
-        if overflowed or not self.overflowed:
-            self.scale = scale
 
     def note_end(self, iteration: Iteration) -> None:
         self.num_losses, self.versions = iteration.num_losses, self._versions()
@@ -251,12 +244,11 @@ class Blocks:
                 "backward() of the iteration into a block; zero_grad() and update(new_scale=...) "
                 "end this one"
             )
-        assert self.scale is not None
         optimizer, device = self.optimizer, self.scale.tensor.device
         is_lost = self.bad == self.count
         gradients = collect(parameters(optimizer))
         rest, _ = iteration.split(gradients)  # another optimizer's blocks may share parameters
-        if self.bad and not is_lost and not self.has_several_losses:
+        if self.bad and not is_lost:
             rest.multiply_(self.count / (self.count - self.bad))
         if is_lost and not self.overflowed:
             self.scale.mark_loss_bad()

@@ -8,7 +8,6 @@ equal, the two maxima are opposites.
 from __future__ import annotations
 
 import math
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,15 +45,12 @@ _T = TypeVar("_T")
 CHECK_EVERY = 100
 """Interval, in steps or updates, of comparisons that would cost a sync or a request each time."""
 
-FOUND, BAD_LOSS, HAS_GRADIENTS, HAS_SCALE, NAME, MINUS_NAME = range(6)
+FOUND, BAD_LOSS, HAS_GRADIENTS, HAS_SCALE = range(4)
 OWN_NORM, *STATE = range(5)
-"""After the first six: the numbers that must be equal on all ranks, except ``OWN_NORM``, whose
+"""After the first four: the numbers that must be equal on all ranks, except ``OWN_NORM``, whose
 equality reveals gradients that are copies of each other."""
 
-NO_NAME = -(1 << 31)
-"""The name of a rank without a loss, which changes no maximum."""
-
-NUM_FIRST, NUM_SAME = 6, 5
+NUM_FIRST, NUM_SAME = 4, 5
 NUM_NUMBERS = NUM_FIRST + 2 * NUM_SAME
 
 LARGEST_BITS = 0x7F7FFFFF
@@ -93,7 +89,6 @@ ALONE = Alone()
 class Together:
     """The joint decision of several ranks.
 
-    ``losses`` are the names of the losses of this iteration; a rank without any follows the others.
     ``next_number`` returns the number of earlier agreements of this scaler, equal on all ranks.
     """
 
@@ -103,12 +98,11 @@ class Together:
         self,
         layout: Layout,
         call: str,
-        losses: Sequence[str | None],
         has_scale: bool,
         next_number: Callable[[], int],
     ) -> None:
         self.group, self._layout, self.call = layout.group, layout, call
-        self.losses, self.has_scale, self.next_number = tuple(losses), has_scale, next_number
+        self.has_scale, self.next_number = has_scale, next_number
 
     def agree_on(
         self, check: GradientCheck, norms: Norms | None = None, *, has_gradients: bool = True
@@ -271,11 +265,6 @@ class Agreement:
     def _require_same(self, values: list[int]) -> None:
         largest = values[NUM_FIRST : NUM_FIRST + NUM_SAME]
         least = [-value for value in values[NUM_FIRST + NUM_SAME :]]
-        if NO_NAME != values[NAME] != -values[MINUS_NAME]:
-            raise RanksError(
-                f"{self._ranks.call}: the ranks have scaled losses of different names, this one "
-                f"{list(self._ranks.losses)}. Give all the same: scaler.scale(loss, name=...)"
-            )
         if any(largest[slot] != least[slot] for slot in STATE):
             raise RanksError(self._who_has_what())
         if 0 < largest[OWN_NORM] == least[OWN_NORM] < LARGEST_BITS:
@@ -318,21 +307,16 @@ def _values(
     # Earlier ranks send larger numbers, so the maximum identifies the first rank with a finding.
     flags = torch.stack([found, is_nonfinite(live.bad_loss)])
     first, is_bad = (flags * (len(group.ranks) - group.place)).int()
-    known = _known(has_gradients, ranks.has_scale, ranks.losses, device)
+    known = _known(has_gradients, ranks.has_scale, device)
     same = torch.cat([norm.reshape(1).view(torch.int32), live.counters()])
     head = torch.cat([torch.stack([first, is_bad]), known])
     return moved(torch.cat([head, same, -same]), group.device)
 
 
 @cache
-def _known(
-    has_gradients: bool, has_scale: bool, losses: tuple[str | None, ...], device: torch.device
-) -> Tensor:
-    """Return values known on the host, int32 ``[4]``, on the device; cached to copy them once."""
-    name = zlib.crc32(repr(sorted(map(repr, losses))).encode()) >> 2
-    names = [name, -name] if losses else [NO_NAME, NO_NAME]
-    values = [int(has_gradients), int(has_scale), *names]
-    return torch.tensor(values, dtype=torch.int32).to(device)
+def _known(has_gradients: bool, has_scale: bool, device: torch.device) -> Tensor:
+    """Return values known on the host, int32 ``[2]``, on the device; cached to copy them once."""
+    return torch.tensor([has_gradients, has_scale], dtype=torch.int32).to(device)
 
 
 # --- groups of ranks ------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class _Evaluations:
             drop_used(engine.journal, optimizer)
         held = [(param, param.grad) for param in parameters(optimizer) if param.grad is not None]
         is_waiting = any(id(param) in engine.unused.waiting for param, _ in held)
-        if not (held and (self._were_unscaled or is_waiting or engine.iteration.losses)):
+        if not (held and (self._were_unscaled or is_waiting or engine.iteration.num_losses)):
             drop_gradients(optimizer)
         elif is_pytorchs(optimizer) and not self._were_unscaled:
             engine.unused.use(param for param, _ in held)
@@ -165,8 +165,8 @@ class _Evaluations:
         try:
             with before_backward([param for param, _ in self._held], self._note_backward):
                 loss = self._backward(inner, around)
-            if inner.losses:
-                self._use_new_gradients(inner, around)
+            if inner.num_losses:
+                self._use_new_gradients(inner)
             else:
                 self._put_back()
         finally:
@@ -180,7 +180,7 @@ class _Evaluations:
         iteration = self._engine.iteration
         # The scale of the closure's losses also applies to other optimizers that use its last
         # gradients.
-        iteration.count_losses_of(self._iteration)
+        iteration.num_losses += self._iteration.num_losses
         for check in [*self._earlier, *self._iteration.checks]:
             iteration.add(check)
         is_fused = handles_scale(self._optimizer)
@@ -248,7 +248,7 @@ class _Evaluations:
             raise CallOrderError(
                 f"{call}: the closure called step() or update(). Call update() once, after the step"
             )
-        if inner.losses:
+        if inner.num_losses:
             return loss
         others = (p for p in parameters(self._optimizer) if id(p) not in self._versions)
         if self._reached or any(param.grad is not None for param in others):
@@ -264,7 +264,7 @@ class _Evaluations:
                 self._use_held()
             self._require_finite(loss)
         elif isinstance(loss, Tensor):
-            self._engine.scale(loss, None).backward()
+            self._engine.scale(loss).backward()
         else:
             raise TypeError(
                 f"{call}: the closure returned {type(loss).__name__} and scaled no loss. Return "
@@ -291,15 +291,13 @@ class _Evaluations:
         self._use(step, engine.norm_limits.of(optimizer), always_measures=True)
         self._held = list(zip(step.gradients.params, step.gradients.grads, strict=True))
 
-    def _use_new_gradients(self, inner: Iteration, around: Iteration) -> None:
+    def _use_new_gradients(self, inner: Iteration) -> None:
         engine, optimizer = self._engine, self._optimizer
         if self._held and self._were_unscaled and is_pytorchs(optimizer):
             raise self._added_to_error()
-        if any(self._is_from_before(param) for param, _ in self._held):
-            if not self._can_be_added_to():
-                raise self._added_to_error()
-            # The sum must have one scale.
-            inner.losses = dict.fromkeys(around.losses, 0) | inner.losses
+        is_from_before = any(self._is_from_before(param) for param, _ in self._held)
+        if is_from_before and not self._can_be_added_to():
+            raise self._added_to_error()
         # The norm limit is based on whole steps: inside a step, a line search may go far away.
         is_first = self.last is None and not self._earlier
         if self._held:

@@ -40,7 +40,7 @@ class DisabledGradScaler(GradScaler):
     ``GradScaler(init_scale=1.0, rule=Static())``.
     """
 
-    def scale(self, outputs: Any, name: str | None = None) -> Any:
+    def scale(self, outputs: Any) -> Any:
         """Return ``outputs`` unchanged."""
         if isinstance(outputs, Tensor) and not torch.compiler.is_compiling():
             self._engine.iteration.newest_loss = weakref.ref(outputs)
@@ -62,7 +62,7 @@ class DisabledGradScaler(GradScaler):
         found = collect(params)
         device = found.values[0].device if found.values else torch.device("cpu")
         try:
-            ranks = self._engine.ranks.of("clip_grad_norm_", params, [], has_scale=True)
+            ranks = self._engine.ranks.of("clip_grad_norm_", params, has_scale=True)
         except RanksError:  # a disabled scaler needs no more than PyTorch's clipping
             ranks = ALONE
         step = Step(optimizer, _one(device), found, ranks=ranks)
@@ -117,7 +117,7 @@ class DisabledGradScaler(GradScaler):
         note_used(optimizer, memory)
         return result
 
-    def update(self, new_scale: float | Tensor | None = None, name: str | None = None) -> None:
+    def update(self, new_scale: float | Tensor | None = None) -> None:
         """Do nothing."""
 
     def accumulate(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
@@ -153,12 +153,9 @@ class DisabledGradScaler(GradScaler):
         """Call ``scheduler.step(*args)``."""
         return self.after_step(scheduler.optimizer, lambda: scheduler.step(*args), count)
 
-    def get_scale(self, name: str | None = None) -> float:
+    def get_scale(self) -> float:
         """Return 1.0."""
         return 1.0
-
-    def _named(self, name: str | None) -> LossScale:
-        return super()._named(None)  # no loss has been scaled, whatever its name
 
     def is_enabled(self) -> bool:
         """Return False."""

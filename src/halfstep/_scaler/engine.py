@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,10 +22,9 @@ from halfstep._scaler.iteration import (
     Stage,
     Step,
 )
-from halfstep._scaler.loss_scale import LossScale, Saved, Scales
+from halfstep._scaler.loss_scale import LossScale, Saved
 from halfstep._scaler.optimizers import Names, name
 from halfstep._scaler.ranks import Ranks
-from halfstep._scaler.scalars import Scalar
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import Unused
 from halfstep.errors import CallOrderError, NothingCheckedError
@@ -36,15 +34,15 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """The scales of all losses, and the state of the current iteration.
+    """The scale of the losses, and the state of the current iteration.
 
-    ``first`` is the initial state of the scale of every loss; observers receive ``scaler``.
+    ``first`` is the initial state of the scale; observers receive ``scaler``.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: GradScaler) -> None:
         self.ranks = ranks
         self._scaler = weakref.ref(scaler)
-        self.scales = Scales(first)
+        self.loss_scale = LossScale(first)
         self.iteration = Iteration()
         self.journal = Journal()
         self.names = Names()
@@ -54,8 +52,8 @@ class Engine:
 
     # --- losses -----------------------------------------------------------------------------------
 
-    def scale(self, outputs: Any, loss: str | None) -> Any:
-        """Multiply all tensors in ``outputs`` by the scale of a loss. Sync: none."""
+    def scale(self, outputs: Any) -> Any:
+        """Multiply all tensors in ``outputs`` by the scale. Sync: none."""
         iteration, unused = self.iteration, self.unused
         is_traced = torch.compiler.is_dynamo_compiling()
         if iteration.checks:
@@ -63,12 +61,11 @@ class Engine:
         if OBSERVERS and not is_traced:
             for observer in OBSERVERS:
                 observer.on_loss(self.owner(), outputs)
-        scale = self.scales.get(loss) or LossScale(self.scales.first)
+        scale = self.loss_scale
         if isinstance(outputs, Tensor):
             scaled = scale.multiply(outputs, is_traced=is_traced)
         else:
             scaled = for_each(lambda each: scale.multiply(each, is_traced=is_traced), outputs)
-        self.scales[loss] = scale  # not reached if the outputs were rejected
         if is_traced:
             unused.has_compiled_losses = True
         else:
@@ -78,45 +75,17 @@ class Engine:
                 iteration.newest_loss = weakref.ref(outputs)
             if self.buffers.watched:
                 self.buffers.see_loss()
-        iteration.losses[loss] = iteration.losses.get(loss, 0) + 1
         iteration.num_losses += 1
         return scaled
 
-    def scale_of_iteration(self, call: str, owner: object, params: list[Tensor]) -> LossScale:
-        """Return the scale of the losses since the last ``update``.
-
-        With several loss names, return the scale that ``params`` were unscaled by, if all of them
-        were.
-        """
-        losses = self.iteration.losses
-        if len(losses) > 1:
-            known = self._known_scale(params)
-            if known is not None:
-                return known
-            raise CallOrderError(
-                f"{call}({name(owner)}): losses of several names have been scaled since the "
-                f"last update(), {list(losses)}, so that these gradients have no one scale. Run "
-                "the backward() of each name in a block of its own: "
-                "with scaler.accumulate(optimizer): scaler.scale(loss, name=...).backward(). This "
-                "iteration can only be given up: update(new_scale=scaler.get_scale())"
-            )
-        scale = self.scales.get(next(iter(losses), None))
-        if scale is None or scale.live is None:
+    def scale_of_iteration(self, call: str, owner: object) -> LossScale:
+        """Return the scale of the losses since the last ``update``."""
+        if self.loss_scale.live is None:
             raise CallOrderError(
                 f"{call}({name(owner)}) before scale(): no loss has been scaled by this "
                 "GradScaler yet. Call scaler.scale(loss).backward() first"
             )
-        return scale
-
-    def _known_scale(self, params: list[Tensor]) -> LossScale | None:
-        """Return the one scale that all these gradients were divided by, else None."""
-        in_blocks = self.iteration.scales_of_blocks()
-        known = []
-        for param in params:
-            if param.grad is not None:
-                check = self.iteration.check_of(param)
-                known.append(in_blocks.get(id(param)) or (None if check is None else check.scale))
-        return known[0] if known and all(known) else None
+        return self.loss_scale
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -125,11 +94,11 @@ class Engine:
 
         If several decide, a rank without a loss still gets a scale.
         """
-        has_scale = any(scale.live is not None for scale in self.scales.values())
+        has_scale = self.loss_scale.live is not None
         call = f"{call}({name(owner)})"
-        ranks = self.ranks.of(call, params, list(self.iteration.losses), has_scale)
+        ranks = self.ranks.of(call, params, has_scale)
         if isinstance(ranks, Together) and not has_scale:
-            self.scales[None].create(ranks.group.device)
+            self.loss_scale.create(ranks.group.device)
         return ranks
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -157,8 +126,8 @@ class Engine:
 
     # --- the end of an iteration ------------------------------------------------------------------
 
-    def update(self) -> list[LossScale]:
-        """Back off, count or grow every scale that was used; return these scales. Sync: none."""
+    def update(self) -> None:
+        """Back off, count or grow the scale. Sync: none."""
         iteration = self.iteration
         if not iteration.checks:
             raise NothingCheckedError(
@@ -167,38 +136,31 @@ class Engine:
                 "update(new_scale=65536.0). (torch.amp says: No inf checks were recorded prior to "
                 "update.)"
             )
-        found_of: dict[LossScale, list[Tensor]] = defaultdict(list)
-        outliers_of: dict[LossScale, list[Scalar]] = defaultdict(list)
+        flags: list[Tensor] = []
         for check in iteration.checks:
             found = check.found_here if check.agreement is None else check.found_inf
-            found_of[check.scale].extend(found.values())
-        waiting = self.unused.before_change(iteration, self.scales)
-        for each in iteration.steps.values():
-            if each.outlier is not None:
-                outliers_of[each.checks[0].scale].append(each.outlier)
-        for scale, flags in found_of.items():
-            scale.update(flags, outliers_of[scale])
+            flags.extend(found.values())
+        waiting = self.unused.before_change(iteration, self.loss_scale)
+        outliers = [each.outlier for each in iteration.steps.values() if each.outlier is not None]
+        self.loss_scale.update(flags, outliers)
         if waiting or self.unused.waiting:
             self.unused.wait(waiting)
         self.end_iteration()
         if self.ranks.is_to_compare:
-            self.ranks.count_update(self.scales)
-        return list(found_of)
+            self.ranks.count_update(self.loss_scale)
 
-    def set_scale(
-        self, scale: LossScale, new_scale: object, *, iteration_ends: bool = True
-    ) -> None:
-        """Set a scale by hand; this ends the iteration by default. Sync: none."""
-        waiting = self.unused.before_change(self.iteration, self.scales)
-        scale.set(new_scale)
+    def set_scale(self, new_scale: object, *, iteration_ends: bool = True) -> None:
+        """Set the scale by hand; this ends the iteration by default. Sync: none."""
+        waiting = self.unused.before_change(self.iteration, self.loss_scale)
+        self.loss_scale.set(new_scale)
         self.unused.wait(waiting, iteration_ends=iteration_ends)
         if iteration_ends:
             self.end_iteration()
 
     def load(self, saved: Saved) -> None:
         """Load a saved state; the iteration continues. Sync: none."""
-        waiting = self.unused.before_change(self.iteration, self.scales)
-        self.scales.load(saved.scales)
+        waiting = self.unused.before_change(self.iteration, self.loss_scale)
+        self.loss_scale.load(saved.scale)
         self.norm_limits = saved.norm_limits
         self.unused.wait(waiting, iteration_ends=False)
 
@@ -212,9 +174,6 @@ class Engine:
                     self.buffers.restore(left_out.decide())
             self.buffers.end()
         self.iteration = Iteration()
-        if len(self.scales) > 1:  # update() has cleared the flag of a single scale.
-            for scale in self.scales.values():
-                scale.forget_bad_loss()
         outcomes, self.journal.open = self.journal.open, []
         for outcome in outcomes:
             outcome.after = outcome.loss_scale.snapshot()
@@ -227,14 +186,11 @@ class Engine:
         return scaler
 
     def copy_alone(self, scale: float | None) -> Engine:
-        """Return a new engine with these scales, or with ``scale``, for this rank alone."""
-        first, states = self.scales.first, self.scales.read()
+        """Return a new engine with this scale, or with ``scale``, for this rank alone."""
+        state = self.loss_scale.read()
         if scale is not None:
-            first = replace(first, scale=scale)
-            states = {loss: replace(state, scale=scale) for loss, state in states.items()}
-        copied = Engine(first, Ranks("local"), self.owner())
-        copied.scales.load(states)
-        return copied
+            state = replace(state, scale=scale)
+        return Engine(state, Ranks("local"), self.owner())
 
 
 # --- losses in containers -------------------------------------------------------------------------

@@ -311,7 +311,7 @@ class Guard:
         self._call = args, kwargs
         try:
             if first is not None:
-                scale = scaler._engine.scales[None]
+                scale = scaler._engine.loss_scale
                 if scale.live is None:
                     scale.create(first.device)
             elif some is not None or not self._decides_with_others(optimizer):

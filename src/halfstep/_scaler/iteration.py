@@ -228,8 +228,7 @@ class Iteration:
             references the optimizer, so its ``id`` is not reused.
         blocks: The ``accumulate`` blocks that have not been combined yet, by ``id`` in the same
             way.
-        losses: Number of scaled losses by name. (torch.compile would recompile for each length of a
-            list.)
+        num_losses: Number of scaled losses.
         hooks: Hooks that detect a backward pass adding to checked gradients.
         in_doubt: Gradients whose multiplier is unknown.
     """
@@ -238,7 +237,6 @@ class Iteration:
         self.steps: dict[int, Step] = {}
         self.blocks: dict[int, Blocks] = {}
         self.checks: list[GradientCheck] = []
-        self.losses: dict[str | None, int] = {}
         self.num_losses = 0
         self.newest_loss: weakref.ref[Tensor] | None = None
         # Built only for a second optimizer, since it is slow for thousands of gradients.
@@ -250,11 +248,6 @@ class Iteration:
         self._num_watched = 0
         self.in_doubt: list[Gradients] = []
 
-    def count_losses_of(self, part: Iteration) -> None:
-        for loss, number in part.losses.items():
-            self.losses[loss] = self.losses.get(loss, 0) + number
-            self.num_losses += number
-
     def step_of(self, optimizer: torch.optim.Optimizer) -> Step | None:
         """Return the step of the last call for an optimizer, None if nothing has been done."""
         return self.steps.get(id(optimizer))
@@ -262,14 +255,6 @@ class Iteration:
     def check_of(self, param: Tensor) -> GradientCheck | None:
         """Return the check by whose scale the gradient was divided, None if there is none."""
         return None if self.is_fresh(param) else self._checks_by_gradient().get(id(param.grad))
-
-    def scales_of_blocks(self) -> dict[int, LossScale | None]:
-        """Return, by id of each parameter in blocks, the scale of its last block."""
-        return {
-            id(param): blocks.scale
-            for blocks in self.blocks.values()
-            for param in parameters(blocks.optimizer)
-        }
 
     def blocks_with(self, params: list[Tensor]) -> list[Blocks]:
         """Return the blocks of optimizers that have any of the parameters."""

@@ -1,4 +1,4 @@
-"""The scale of each loss, its transitions, and its form in a checkpoint."""
+"""The scale of the losses, its transitions, and its form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def state_of(snapshot: Snapshot, rule: ScaleState) -> ScaleState:
 
 
 class LossScale:
-    """The scale of one loss, with its state.
+    """The scale of the losses, with its state.
 
     Attributes:
+        first: The initial state, with the current rule.
         host: The state as last set. It holds the current rule; once ``live`` exists, the values
             that change from step to step are there.
         live: The current state, on ``device``, the device of the first loss.
@@ -56,7 +57,7 @@ class LossScale:
     """
 
     def __init__(self, state: ScaleState) -> None:
-        self.host = state
+        self.first = self.host = state
         self.live: HostState | DeviceState | None = None
         self.device = CPU
         self.can_amplify = state.can_amplify
@@ -175,6 +176,8 @@ class LossScale:
 
     def load(self, state: ScaleState) -> None:
         """Load a state, in place on the device. Sync: none."""
+        rule = state.rule
+        self.first = replace(self.first, rule=rule, hysteresis_left=rule.hysteresis)
         self.host = state
         self.can_amplify = state.can_amplify
         if self.live is not None:
@@ -182,6 +185,7 @@ class LossScale:
 
     def set_rule(self, rule: Rule) -> None:
         """Use another rule from now on. Sync: none."""
+        self.first = replace(self.first, rule=rule)
         self.host = replace(self.host, rule=rule)
         if self.live is not None:
             self.live.set_rule_(rule)
@@ -259,63 +263,27 @@ class LossScale:
         self.live.copy_(new_scale)
 
 
-class Scales(dict[str | None, LossScale]):
-    """The scales of all losses by name; the key None, for unnamed losses, always exists."""
-
-    def __init__(self, first: ScaleState) -> None:
-        super().__init__({None: LossScale(first)})
-        self.first = first
-
-    def device_type(self) -> str | None:
-        """Return the type of the device of the first loss, None before the first loss."""
-        for scale in self.values():
-            if scale.live is not None:
-                return scale.live.device.type
-        return None
-
-    def set_rule(self, rule: Rule) -> None:
-        self.first = replace(self.first, rule=rule)
-        for scale in self.values():
-            scale.set_rule(rule)
-
-    def read(self) -> dict[str | None, ScaleState]:
-        """Return all states. Sync: one for each."""
-        return {loss: scale.read() for loss, scale in self.items()}
-
-    def load(self, states: Mapping[str | None, ScaleState]) -> None:
-        rule = states[None].rule
-        self.first = replace(self.first, rule=rule, hysteresis_left=rule.hysteresis)
-        for loss in self.keys() - states.keys():
-            del self[loss]
-        for loss, state in states.items():
-            self.setdefault(loss, LossScale(state)).load(state)
-
-
 # --- a checkpoint ---------------------------------------------------------------------------------
 
 OURS = "halfstep"
 """Key of the state that torch.amp does not have, stored as JSON text.
 
 It is text because torch.distributed.checkpoint flattens a dict and loads only the keys that the
-loading scaler already has: the scales of named losses would be lost silently.
+loading scaler already has: the limits of norms would be lost silently.
 """
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The content of a checkpoint: the scale state of every loss, and the norm limits."""
+    """The content of a checkpoint: the state of the scale, and the norm limits."""
 
-    scales: dict[str | None, ScaleState]
+    scale: ScaleState
     norm_limits: NormLimits
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that json and ``torch.load(weights_only=True)`` can handle."""
-        named = {name: state for name, state in self.scales.items() if name is not None}
-        result = self.scales[None].to_dict()
-        ours = result[OURS] | {
-            "losses": {name: state.to_dict() for name, state in named.items()},
-            "norm_limits": self.norm_limits.to_dict(),
-        }
+        result = self.scale.to_dict()
+        ours = result[OURS] | {"norm_limits": self.norm_limits.to_dict()}
         return result | {OURS: json.dumps(ours, sort_keys=True)}
 
     @classmethod
@@ -333,16 +301,12 @@ class Saved:
                 f"state_dict() has written ({error}). Delete the key to load the five values that "
                 "torch.amp knows"
             ) from error
-        losses = ours.pop("losses", {})
         norm_limits = ours.pop("norm_limits", None)
-        default = dict(saved) | ({OURS: ours} if ours else {})
-        scales: dict[str | None, ScaleState] = {None: ScaleState.from_dict(default, first)}
+        scale = ScaleState.from_dict(dict(saved) | ({OURS: ours} if ours else {}), first)
         try:
-            for name, state in losses.items():
-                scales[name] = ScaleState.from_dict(state)
-            return cls(scales, NormLimits.from_dict(norm_limits))
+            return cls(scale, NormLimits.from_dict(norm_limits))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"the saved scaler state cannot be used: 'losses' or 'norm_limits' under "
-                f"{OURS!r} is damaged ({error!r}). Delete these keys to go on without them"
+                f"the saved scaler state cannot be used: 'norm_limits' under {OURS!r} is damaged "
+                f"({error!r}). Delete this key to go on without it"
             ) from error

@@ -99,6 +99,8 @@ def largest(gradients: Gradients, scale: Scalar, device: torch.device) -> Tensor
     The result is inf or NaN if a gradient is.
     """
     amaxes = [largest_magnitudes(values).amax() for values in gradients.by_kind.values()]
+    if not amaxes:  # another rank has gradients, and all ranks measure the same steps
+        return torch.zeros((), device=device)
     found = torch.stack([moved(amax, device).float() for amax in amaxes])
     return found.amax() * reciprocal(scale)
 

@@ -157,9 +157,7 @@ class Ranks:
             self._replicated[param] = process_group
         self._found = WeakTensorKeyDictionary()
 
-    def of(
-        self, call: str, params: Sequence[Tensor], losses: Sequence[str | None], has_scale: bool
-    ) -> Alone | Together:
+    def of(self, call: str, params: Sequence[Tensor], has_scale: bool) -> Alone | Together:
         """Return who decides about the gradients of some parameters. Sync: none.
 
         The result is cached by parameters. Error messages name ``call``, such as ``step(SGD)``.
@@ -175,15 +173,15 @@ class Ranks:
                 self._found[params[0]] = key, found
         if isinstance(found, Layout):
             found.require_all_ranks(call)
-            return Together(found, call, losses, has_scale, self._numbers.__next__)
+            return Together(found, call, has_scale, self._numbers.__next__)
         self.is_to_compare |= found is REDUCED
         return found
 
-    def count_update(self, scales: Mapping[str | None, LossScale]) -> None:
+    def count_update(self, scale: LossScale) -> None:
         """Count an update; ranks that decide alone compare states periodically. Sync: none."""
         if has_ranks():
             self.is_to_compare = False
-            self._comparison.count_update(scales)
+            self._comparison.count_update(scale)
 
     def require_same(self, call: str, state: dict[str, Any], asking: ProcessGroup) -> None:
         """Raise if a saved state differs between the ranks that save it; all of them call this."""
@@ -320,10 +318,10 @@ class StateComparison:
         self._world: ref[ProcessGroup] | None = None
         self._number: int | None = None  # of the scaler in this world
         self._key: str | None = None  # of the comparison whose notes are checked next
-        self._copies: dict[str | None, HostCopy] = {}  # of the states, until they are in the store
+        self._copy: HostCopy | None = None  # of the state, until it is in the store
         self._is_over = False
 
-    def count_update(self, scales: Mapping[str | None, LossScale]) -> None:
+    def count_update(self, scale: LossScale) -> None:
         """Count an update, and compare the states after every ``CHECK_EVERY`` updates. Sync: none.
 
         All ranks raise if the states differed at the previous comparison.
@@ -331,38 +329,35 @@ class StateComparison:
         self._num_updates += 1
         if self._num_updates % CHECK_EVERY == 0:
             self._require_no_notes()
-            self._begin(scales)
-        if self._copies:
+            self._begin(scale)
+        if self._copy is not None:
             self._leave_state()
 
-    def _begin(self, scales: Mapping[str | None, LossScale]) -> None:
+    def _begin(self, scale: LossScale) -> None:
         world = distributed.group.WORLD
         assert world is not None
         if self._world is None or self._world() is not world:
             self._world, self._number = ref(world), self._ask(_number_scaler)
         self._key = f"halfstep/states/{self._number}/{self._num_updates}"
-        for name in sorted(scales, key=repr):
-            live = scales[name].live
-            if live is not None:
-                self._copies[name] = HostCopy()
-                self._copies[name].send(live.counters())
+        if scale.live is not None:
+            self._copy = HostCopy()
+            self._copy.send(scale.live.counters())
 
     def _leave_state(self) -> None:
         """Put the state into the store once it has arrived on the host."""
-        arrived = {name: copy.latest() for name, copy in self._copies.items()}
-        rows = [[name, *row.tolist()] for name, row in arrived.items() if row is not None]
-        if len(rows) == len(arrived):
-            self._copies = {}
-            self._ask(_leave, self._key, json.dumps(rows))
+        row = None if self._copy is None else self._copy.latest()
+        if row is not None:
+            self._copy = None
+            self._ask(_leave, self._key, json.dumps(row.tolist()))
 
     def _require_no_notes(self) -> None:
-        key, self._key, self._copies = self._key, None, {}
+        key, self._key, self._copy = self._key, None, None
         states = key and self._ask(_different_states, key)
         if states:
             raise RanksError(
                 f"update(): {CHECK_EVERY} updates ago the ranks had different states, and their "
                 "weights may differ as well:\n"
-                + Group.world().lines(states, _describe_all)
+                + Group.world().lines(states, lambda state: describe(json.loads(state)))
                 + "\nCause: gradients that were changed on some ranks after "
                 "DistributedDataParallel had averaged them, a checkpoint or update(new_scale=...) "
                 "on some ranks only, or calls of the scaler that some ranks leave out.\n"
@@ -421,10 +416,3 @@ def _different_states(store: Any, key: str) -> list[str]:
     for note in notes:
         rank, states[rank] = json.loads(note)
     return states
-
-
-def _describe_all(state: str) -> str:
-    return "; ".join(
-        describe(counters) if name is None else f"loss {name!r}: {describe(counters)}"
-        for name, *counters in json.loads(state)
-    )

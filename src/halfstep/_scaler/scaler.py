@@ -26,7 +26,7 @@ from halfstep._scaler.after_step import Count, call_after_step, retry, step_sche
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import split_closure, step_with_closure
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.loss_scale import LossScale, Saved
+from halfstep._scaler.loss_scale import Saved
 from halfstep._scaler.optimizers import (
     handles_scale,
     is_optimizer,
@@ -157,7 +157,7 @@ class GradScaler(TorchAttributes):
 
     # --- the iteration ----------------------------------------------------------------------------
 
-    def scale(self, outputs: Any, name: str | None = None) -> Any:
+    def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or all losses in nested containers, by the scale.
 
         Whether they are finite is also checked, on the device, for the reason of a skipped step:
@@ -166,8 +166,6 @@ class GradScaler(TorchAttributes):
         Args:
             outputs: A tensor of any shape and floating dtype, or a (nested) list, tuple, named
                 tuple, mapping or other iterable of tensors, on one or several devices.
-            name: A named loss has its own scale. Two names in one iteration require
-                :meth:`accumulate`.
 
         Returns:
             The scaled outputs in the same structure; iterables other than lists, tuples and
@@ -178,13 +176,12 @@ class GradScaler(TorchAttributes):
 
         Sync: none.
         """
-        if not (name is None or isinstance(name, str)):
-            raise TypeError(f"scale(name={name!r}): the name of a loss is a string")
-        if self._engine.scales[None].live is None:
+        if self._engine.loss_scale.live is None:
             overrides.create_scale(self, outputs)
-        scaled = self._engine.scale(outputs, name)
+        scaled = self._engine.scale(outputs)
         if self._device is None:
-            self._device = self._engine.scales.device_type()
+            live = self._engine.loss_scale.live
+            self._device = None if live is None else live.device.type
         if self._engine.iteration.num_losses == NUM_LOSSES_WITHOUT_UPDATE:
             warnings.warn(
                 f"{NUM_LOSSES_WITHOUT_UPDATE} losses have been scaled since the last update(). If "
@@ -277,7 +274,7 @@ class GradScaler(TorchAttributes):
             THIS_THREAD.stepping = before
 
     @keep_out_of_graphs
-    def update(self, new_scale: float | Tensor | None = None, name: str | None = None) -> None:
+    def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: back off, count or grow the scale; or set it by hand.
 
         Args:
@@ -285,7 +282,6 @@ class GradScaler(TorchAttributes):
                 here. A 1-element tensor is copied without a sync: if it turns out to be zero,
                 negative, inf or NaN, the scale stays as it is; and since it may be below 1,
                 unscaling checks the gradients twice from then on.
-            name: Name of the loss whose scale is set.
 
         Raises:
             CallOrderError: No gradients were checked since the last ``update`` (no ``step``), or a
@@ -301,14 +297,12 @@ class GradScaler(TorchAttributes):
         Sync: none, unless there is something to report; one with several ranks and an ``on_skips``
         other than "warn".
         """
-        if new_scale is None and name is not None:
-            raise ValueError(f"update(name={name!r}): give the new scale of this loss too")
         if new_scale is not None:
-            self._engine.set_scale(self._named(name), new_scale)
+            self._engine.set_scale(new_scale)
             return
-        for scale in self._engine.update():
-            if not scale.is_quiet:
-                self._alarm.sound(scale, self._engine.journal)
+        self._engine.update()
+        if not self._engine.loss_scale.is_quiet:
+            self._alarm.sound(self._engine.loss_scale, self._engine.journal)
 
     @keep_out_of_graphs
     def clip_grad_norm_(
@@ -359,8 +353,7 @@ class GradScaler(TorchAttributes):
         """Check the gradients of each ``backward`` separately before they are accumulated.
 
         Otherwise one bad micro-batch discards all accumulated gradients. With this, only its own
-        gradients are dropped, and the average is taken over the others. It also lets losses with
-        their own scales (``scale(loss, name=...)``) share parameters.
+        gradients are dropped, and the average is taken over the others.
 
         Use one block for each ``backward`` of the iteration and divide the loss by their number.
         After the block ``.grad`` holds the unscaled sum so far. ``step`` skips only if all blocks
@@ -446,9 +439,9 @@ class GradScaler(TorchAttributes):
         return self._engine.journal.entries()
 
     @keep_out_of_graphs
-    def counts(self, name: str | None = None) -> Counts:
-        """Return the numbers of taken and skipped iterations for the scale of a loss. Sync: one."""
-        state = self._named(name).read()
+    def counts(self) -> Counts:
+        """Return the numbers of taken and skipped iterations. Sync: one."""
+        state = self._engine.loss_scale.read()
         in_a_row = state.skipped_in_a_row
         since = state.num_taken + state.num_skipped - in_a_row + 1 if in_a_row else None
         return Counts(state.num_taken, state.num_skipped, in_a_row, since)
@@ -588,19 +581,19 @@ class GradScaler(TorchAttributes):
     # --- accessors --------------------------------------------------------------------------------
 
     @keep_out_of_graphs
-    def get_scale(self, name: str | None = None) -> float:
-        """Return the scale (of the named loss); 1.0 if the scaler is disabled. Sync: one."""
-        if name is None and "_get_scale_async" in self._overridden():
+    def get_scale(self) -> float:
+        """Return the scale; 1.0 if the scaler is disabled. Sync: one."""
+        if "_get_scale_async" in self._overridden():
             scale = self._get_scale_async()
             return self._init_scale if scale is None else scale.item()
-        return self._named(name).value()
+        return self._engine.loss_scale.value()
 
     def get_growth_factor(self) -> float:
         """Return the growth factor. Sync: none."""
         return self._rule.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, >= 1, of all losses. Sync: none."""
+        """Set the growth factor, >= 1. Sync: none."""
         self._change_rule(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
@@ -608,7 +601,7 @@ class GradScaler(TorchAttributes):
         return self._rule.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor, in (0, 1], of all losses. Sync: none."""
+        """Set the backoff factor, in (0, 1]. Sync: none."""
         self._change_rule(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
@@ -616,7 +609,7 @@ class GradScaler(TorchAttributes):
         return self._rule.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval, >= 1, of all losses; the next step may then grow the scale.
+        """Set the growth interval, >= 1; the next step may then grow the scale.
 
         Sync: none.
         """
@@ -646,15 +639,15 @@ class GradScaler(TorchAttributes):
         Raises:
             RanksError: In that case, if a scale or a counter differs between them.
 
-        Sync: one for each loss name, and one for each optimizer with a norm limit.
+        Sync: one, and one for each optimizer with a norm limit.
         """
         engine = self._engine
-        scales = engine.scales.read()
+        now = engine.loss_scale.read()
         if self._overridden():
             scale, tracker = self.get_scale(), self._get_growth_tracker()
-            ours = scales[None] if scale == scales[None].scale else scales[None].with_scale(scale)
-            scales[None] = replace(ours, growth_tracker=tracker)
-        state = Saved(scales, engine.norm_limits).to_dict()
+            ours = now if scale == now.scale else now.with_scale(scale)
+            now = replace(ours, growth_tracker=tracker)
+        state = Saved(now, engine.norm_limits).to_dict()
         group = saving_group()
         if group is not None:
             engine.ranks.require_same("state_dict()", state, group)
@@ -680,7 +673,7 @@ class GradScaler(TorchAttributes):
                 stacklevel=2,
             )
             return
-        self._engine.load(Saved.from_dict(state_dict, self._engine.scales.first))
+        self._engine.load(Saved.from_dict(state_dict, self._engine.loss_scale.first))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy; the copy creates its tensors at its first loss.
@@ -696,7 +689,10 @@ class GradScaler(TorchAttributes):
                 "a GradScaler cannot be pickled or copied between unscale_() or step() and "
                 f"update(): do it after update(). Seen since the last one: {seen}"
             )
-        return self.__dict__ | {"_engine": self._engine.scales.first, "_saved": self.state_dict()}
+        return self.__dict__ | {
+            "_engine": self._engine.loss_scale.first,
+            "_saved": self.state_dict(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state that ``__getstate__`` returned."""
@@ -715,15 +711,9 @@ class GradScaler(TorchAttributes):
         replaced = {hook for hook in AS_MADE if getattr(cls, hook) is not AS_MADE[hook]}
         return replaced | (AS_MADE.keys() & of_object)
 
-    def _named(self, name: str | None) -> LossScale:
-        if name not in self._engine.scales:
-            known = [key for key in self._engine.scales if key is not None]
-            raise ValueError(f"no loss named {name!r} has been scaled; known names: {known}")
-        return self._engine.scales[name]
-
     @property
     def _rule(self) -> Rule:
-        return self._engine.scales.first.rule
+        return self._engine.loss_scale.first.rule
 
     def _change_rule(self, **changes: float) -> None:
         if not isinstance(self._rule, Dynamic):
@@ -731,7 +721,7 @@ class GradScaler(TorchAttributes):
                 f"the rule {self._rule} has no {next(iter(changes))}: make the GradScaler with "
                 "rule=Dynamic(...), or leave it out"
             )
-        self._engine.scales.set_rule(replace(self._rule, **changes))  # type: ignore[arg-type]
+        self._engine.loss_scale.set_rule(replace(self._rule, **changes))  # type: ignore[arg-type]
 
 
 AS_MADE = {

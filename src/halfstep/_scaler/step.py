@@ -143,9 +143,7 @@ def gather(
         raise nothing_checked(optimizer)
     loss_scale = earlier.checks[0].scale if earlier is not None and earlier.checks else None
     if loss_scale is None:
-        # The gradients of a block have only the scale of the block's own losses.
-        known = [] if call == "accumulate" else params
-        loss_scale = engine.scale_of_iteration(call, owner, known)
+        loss_scale = engine.scale_of_iteration(call, owner)
     if iteration.blocks:
         # For example a wrapper accumulates and the wrapped optimizer steps, or all parameters are
         # clipped.
@@ -298,7 +296,7 @@ def measure(step: Step) -> tuple[Norms, Scalar] | None:
         step.own_check = GradientCheck(step.loss_scale, NONE, {device: found})
     if step.norm is None:
         step.norms, step.norm = norms, norm
-    if step.is_first and step.own_check and step.multiplier is not None and step.gradients.grads:
+    if step.is_first and step.own_check is not None and step.multiplier is not None:
         step.own_check.first = norm, largest(step.gradients, step.multiplier, device)
     return norms, norm
 

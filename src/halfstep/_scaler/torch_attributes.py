@@ -120,7 +120,7 @@ class OptimizerStates(dict[int, OptimizerState]):
 
 
 def _scale(scaler: Any) -> Tensor | None:
-    live = scaler._engine.scales[None].live
+    live = scaler._engine.loss_scale.live
     return None if live is None else live.scale
 
 
@@ -129,12 +129,11 @@ def _set_scale(scaler: Any, value: Any) -> None:
         raise TypeError("GradScaler._scale = None: make a new GradScaler to start again")
     is_here = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1
     new_scale = value.item() if is_here else value
-    engine = scaler._engine
-    engine.set_scale(engine.scales[None], new_scale, iteration_ends=False)
+    scaler._engine.set_scale(new_scale, iteration_ends=False)
 
 
 def _growth_tracker(scaler: Any) -> Tensor | None:
-    live = scaler._engine.scales[None].live
+    live = scaler._engine.loss_scale.live
     return None if live is None else live.growth_tracker
 
 
@@ -143,14 +142,14 @@ def _set_growth_tracker(scaler: Any, value: Any) -> None:
 
 
 def _set_init_scale(scaler: Any, value: Any) -> None:
-    scales = scaler._engine.scales
-    if scales.device_type() is not None:
+    scale = scaler._engine.loss_scale
+    if scale.live is not None:
         raise CallOrderError(
             f"GradScaler._init_scale = {value!r}: a loss has been scaled already. Call "
             "scaler.update(new_scale=...)"
         )
-    scales[None].set(value)
-    scales.first = scales.first.with_scale(scales[None].host.scale)
+    scale.set(value)
+    scale.first = scale.first.with_scale(scale.host.scale)
 
 
 def _set_enabled(scaler: Any, value: Any) -> None:
@@ -170,10 +169,9 @@ def _set_states(scaler: Any, value: Any) -> None:
     if value:
         _refuse()
     engine = scaler._engine
-    for scale in engine.scales.values():
-        if scale.live is not None:
-            scale.number()  # picks up what it wrote in place
-            scale.forget_bad_loss()
+    if engine.loss_scale.live is not None:
+        engine.loss_scale.number()  # picks up what it wrote in place
+        engine.loss_scale.forget_bad_loss()
     engine.end_iteration()
 
 
@@ -196,9 +194,9 @@ class TorchAttributes:
     _enabled = property(lambda scaler: scaler.is_enabled(), _set_enabled)
     _scale = property(_scale, _set_scale)
     _growth_tracker = property(_growth_tracker, _set_growth_tracker)
-    _init_scale = property(lambda scaler: scaler._engine.scales.first.scale, _set_init_scale)
+    _init_scale = property(lambda scaler: scaler._engine.loss_scale.first.scale, _set_init_scale)
     _init_growth_tracker = property(
-        lambda scaler: scaler._engine.scales[None].host.growth_tracker, _set_growth_tracker
+        lambda scaler: scaler._engine.loss_scale.host.growth_tracker, _set_growth_tracker
     )
     _growth_factor = _number_of_rule("growth_factor")
     _backoff_factor = _number_of_rule("backoff_factor")
@@ -223,14 +221,14 @@ class TorchAttributes:
         if inv_scale.device.type in READABLE:
             can_amplify = inv_scale.item() > 1.0
         else:
-            can_amplify = any(scale.can_amplify for scale in self._engine.scales.values())
+            can_amplify = self._engine.loss_scale.can_amplify
         if can_amplify:  # a finite gradient may have become inf
             for device, flag in collect(parameters(optimizer)).check().items():
                 found[device].clamp_(min=flag)
         return found
 
     def _get_growth_tracker(self: Any) -> int:
-        return int(self._engine.scales[None].read().growth_tracker)
+        return int(self._engine.loss_scale.read().growth_tracker)
 
     def _check_scale_growth_tracker(self: Any, funcname: str) -> tuple[Tensor, Tensor]:
         # Called by subclasses with their own unscale_ or step.
@@ -275,7 +273,7 @@ class TorchAttributes:
                 "set_norm_limit(None)"
             )
         params = parameters(optimizer)
-        scale = engine.scale_of_iteration("step", optimizer, params)
+        scale = engine.scale_of_iteration("step", optimizer)
         engine.unused.use(params)
         steps = engine.iteration.steps
         steps[id(optimizer)] = earlier or Step(optimizer, scale, NONE)
@@ -288,9 +286,7 @@ class TorchAttributes:
         return result
 
     def _get_scale_async(self) -> Tensor | None:
-        names = [*self._engine.iteration.losses]
-        scale = self._engine.scales[names[0] if len(names) == 1 else None]
-        return None if scale.live is None else scale.live.scale
+        return _scale(self)
 
     @keep_out_of_graphs
     def _check_inf_per_device(
@@ -307,7 +303,7 @@ class TorchAttributes:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator or torch.device("cpu") if dev is None else torch.device(dev)
         self._device = self._device or device.type
-        self._engine.scales[None].create(device)
+        self._engine.loss_scale.create(device)
 
 
 # --- optimizers that receive the scaler -----------------------------------------------------------
@@ -321,7 +317,7 @@ def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, 
     ranks = engine.ranks_of("step", optimizer, params)
     if not (gradients.grads or ranks.is_together):
         return {}
-    scale = engine.scale_of_iteration("step", optimizer, gradients.params)
+    scale = engine.scale_of_iteration("step", optimizer)
     earlier = engine.iteration.step_of(optimizer)
     is_scaled = earlier is None or earlier.stage is Stage.SCALED
     multiplier = scale.number() if is_scaled else 1.0
@@ -348,8 +344,7 @@ def _report(
     found: Mapping[torch.device, Tensor],
 ) -> None:
     """Add the found_inf flags, 1 or 0 by device, of an optimizer that was unscaled elsewhere."""
-    params = [] if optimizer is None else parameters(optimizer)
-    scale = engine.scale_of_iteration("step", optimizer, params)
+    scale = engine.scale_of_iteration("step", optimizer)
     _keep_check(engine, key, optimizer, GradientCheck(scale, NONE, flags_of(found)))
 
 

@@ -24,7 +24,7 @@ from halfstep._pytorch.autograd import after_backward, is_view, leaves_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.gradients import collect_local, parameters
 from halfstep._scaler.iteration import Iteration, Journal, Stage, Step
-from halfstep._scaler.loss_scale import LossScale, Scales
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.scalars import ratio
 
 NUM_LOSSES = 16
@@ -108,8 +108,8 @@ class Unused:
     def _end_backward(self) -> None:
         self._running = None
 
-    def before_change(self, iteration: Iteration, scales: Scales) -> dict[int, WaitingGradient]:
-        """Return the gradients to rescale later if a scale changes now, by id of the parameter."""
+    def before_change(self, iteration: Iteration, scale: LossScale) -> dict[int, WaitingGradient]:
+        """Return the gradients to rescale later if the scale changes, by id of the parameter."""
         steps = iteration.steps.values()
         stepped: list[Step] = []
         done: list[Step] = []  # steps since which no loss was scaled
@@ -130,10 +130,12 @@ class Unused:
             for param in step.parameters()
             for check in step.checks
         }
-        in_blocks = iteration.scales_of_blocks()
-        names = list(iteration.losses) or [None]
-        of_losses = scales.get(names[0]) if len(names) == 1 else None
-        before: dict[LossScale, Tensor] = {}
+        in_blocks = {
+            id(param)
+            for blocks in iteration.blocks.values()
+            for param in parameters(blocks.optimizer)
+        }
+        before: Tensor | None = None
         found: dict[int, WaitingGradient] = {}
         for param in self._candidates(iteration):
             key, grad = id(param), param.grad
@@ -144,15 +146,15 @@ class Unused:
                 found[key] = waiting
                 continue
             check = iteration.check_of(param)
-            divided_by = in_blocks.get(key) or (None if check is None else check.scale)
-            scale = divided_by or of_losses
-            if scale is None or scale.live is None or (key, check) in used:
+            if scale.live is None or (key, check) in used:
                 continue
-            if divided_by is None and scale not in before:
-                before[scale] = scale.tensor.clone()
-            multiplied_by = before[scale] if divided_by is None else None
+            is_divided = key in in_blocks or check is not None
+            if not is_divided and before is None:
+                before = scale.tensor.clone()
             refs = weakref.ref(param), weakref.ref(grad)
-            found[key] = WaitingGradient(*refs, _version(grad), scale, multiplied_by)
+            found[key] = WaitingGradient(
+                *refs, _version(grad), scale, None if is_divided else before
+            )
         return found
 
     def _candidates(self, iteration: Iteration) -> Iterator[Tensor]:
