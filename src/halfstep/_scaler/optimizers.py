@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.devices import facts
 from halfstep._pytorch.optim import replace_method
 from halfstep.errors import CallOrderError
 
@@ -271,6 +272,9 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
         # torch.optim: loading the state of a non-fused optimizer into a fused one disables fusing.
         for group in getattr(optimizer, "param_groups", []):
             if not group.get("fused", True):
+                return False
+            params = group["params"]
+            if params and not facts(params[0].device.type).fused_skips:
                 return False
     return bool(own)
 
