@@ -163,11 +163,27 @@ def test_other_devices_have_events_and_pinned_memory(monkeypatch) -> None:
     assert found.has_arrived()
 
 
+@pytest.mark.parametrize("reads_at_once", [True, False])
+@pytest.mark.parametrize("is_cpu", [True, False])
+@pytest.mark.parametrize("to", ["sim", "cpu"])
+def test_only_safe_copies_do_not_block(monkeypatch, reads_at_once, is_cpu, to) -> None:
+    monkeypatch.setitem(devices.FACTS, "sim", devices.Facts(reads_at_once=reads_at_once))
+    asked: list[bool] = []
+
+    def record(device: object, non_blocking: bool) -> None:
+        asked.append(non_blocking)
+
+    source, device = SimpleNamespace(is_cpu=is_cpu, to=record), SimpleNamespace(type=to)
+    devices.to_device(source, device)
+    assert asked == [to == "sim" and (reads_at_once or not is_cpu)]
+
+
 def test_a_device_that_the_table_does_not_name_gets_the_careful_answers() -> None:
     found = devices.facts("sim")
     assert found is devices.UNKNOWN
     assert torch.bfloat16 not in found.unscales
     assert not found.has_arrivals
+    assert not found.reads_at_once
 
 
 # --- cards ----------------------------------------------------------------------------------------

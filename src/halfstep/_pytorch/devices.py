@@ -30,6 +30,8 @@ class Facts:
         has_float64: Whether there is float64; None if that depends on the card.
         has_arrivals: Whether the host can be told when a copy has arrived: there are events, and
             pinned memory to copy to.
+        reads_at_once: Whether a non-blocking copy from unpinned memory of the host has read it when
+            the call returns, so that the memory may be freed.
         adds_in_float32: The ops whose kernels add up 16-bit terms in float32.
     """
 
@@ -38,6 +40,7 @@ class Facts:
     fused_skips: bool = True
     has_float64: bool | None = True
     has_arrivals: bool = False
+    reads_at_once: bool = False
     adds_in_float32: frozenset[str] = frozenset()
 
 
@@ -47,6 +50,7 @@ FACTS = {
     "cpu": Facts(
         unscales=_ALL,  # cpu/AmpGradScalerKernels.cpp, 2.13, and compared by tests
         has_arrivals=True,
+        reads_at_once=True,
         # Measured, benchmarks/op_audit.py.
         adds_in_float32=frozenset(
             {"gather", "index_add", "index_select", "scatter_add", "scatter_reduce"}
@@ -58,6 +62,7 @@ FACTS = {
         # added by pytorch#194947, opened after 2.13 and not known to be in a release.
         unscales=_PLAIN,
         has_arrivals=True,
+        reads_at_once=True,  # CUDA's driver API: cudaMemcpyAsync copies pageable memory first
         # cuda/Indexing.cu: index_put and index_add round each sum. Its other kernels are taken to
         # do the same.
         adds_in_float32=frozenset({"embedding"}),
@@ -72,12 +77,16 @@ FACTS = {
         # Up to 2.12 both are ignored (pytorch#186360; its change to OperationUtils.h is in 2.13).
         fused_skips=_VERSION >= (2, 13),
         has_float64=False,  # mps/MPSGuardImpl.h, getDeviceCapability, 2.13
-        has_arrivals=True,  # mps/MPSHooks.h, MPSGuardImpl.h, 2.13
+        # Pinned memory was a tensor of the device (pytorch#181374); what came in its place after
+        # 2.12 (pytorch#181720) was reused while it was written to (pytorch#193819).
+        has_arrivals=False,
+        reads_at_once=False,  # pytorch#139550, pytorch#189690: both open
     ),
     "xpu": Facts(
         unscales=_ALL,  # intel/torch-xpu-ops, src/ATen/native/xpu/sycl/AmpKernels.cpp, 2026
         has_float64=None,  # Arc of the A series has none: pytorch#147731, torch-xpu-ops#1742
         has_arrivals=True,  # xpu/PinnedMemoryAllocator.h, 2.13
+        reads_at_once=True,  # torch-xpu-ops, src/ATen/native/xpu/Copy.cpp, 2026: it is staged
     ),
 }
 
@@ -101,6 +110,17 @@ def widest_float(device: torch.device) -> torch.dtype:
 def in_float64(tensor: torch.Tensor) -> torch.Tensor:
     """Return a float64 copy; on the CPU for a device without float64. Sync: one there."""
     return (tensor if has_float64(tensor.device) else tensor.cpu()).to(torch.float64, copy=True)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on another device.
+
+    Sync: none; one to the CPU, or from it to a device that may read the host's memory later.
+    """
+    # A non-blocking copy to the CPU could be read before it has arrived.
+    is_to_cpu = device.type == "cpu"
+    is_safe = not tensor.is_cpu or facts(device.type).reads_at_once
+    return tensor.to(device, non_blocking=is_safe and not is_to_cpu)
 
 
 def can_move_scale(device: torch.device) -> bool:

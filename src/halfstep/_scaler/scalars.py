@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.amp import reciprocal_of
-from halfstep._pytorch.devices import has_float64
+from halfstep._pytorch.devices import has_float64, to_device
 from halfstep._pytorch.modes import is_inside_functorch, is_jit_tracing, num_dispatch_modes
 
 # The reciprocal of a smaller scale, which gradients are multiplied by, may be inf. A larger scale
@@ -152,9 +152,8 @@ def as_tensor(value: Scalar, device: torch.device) -> Tensor:
 
 
 def moved(scalar: Tensor, device: torch.device) -> Tensor:
-    """Return a scalar on ``device``. Sync: none, except from another device to the CPU."""
-    # A non-blocking copy to the CPU could be read before it has arrived.
-    return scalar.to(device, non_blocking=device.type != "cpu")
+    """Return a scalar on ``device``. Sync: as :func:`~halfstep._pytorch.devices.to_device`."""
+    return to_device(scalar, device)
 
 
 def any_of(found: Iterable[Tensor], device: torch.device) -> Tensor:
