@@ -8,7 +8,7 @@ JOBS   ?= 2
 # The PyTorch of `make test-torch`: the newest that is out. constraints.txt pins that of `make test`.
 TORCH  ?= 2.15.0
 
-.PHONY: help setup demo test quick test-torch pytest check fuzz pairs score quality package test-gpu test-ranks bench docs clean
+.PHONY: help setup demo test quick test-torch pytest check fuzz pairs score quality package gpu test-ranks bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -60,8 +60,8 @@ package:  ## build dist/ and check it as PyPI would, in a .venv of its own
 	.venv-package/bin/python -m build
 	.venv-package/bin/twine check --strict dist/*
 
-test-gpu: $(READY)  ## the tests that need a CUDA device
-	$(BIN)/pytest -m gpu $(ARGS)
+gpu: $(READY)  ## what needs a GPU: tests, counts, times beside torch.amp; writes docs/gpu.md
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 test-ranks: $(READY)  ## the tests with four ranks, on the CPU
 	$(BIN)/pytest -m ranks4 $(ARGS)

@@ -129,8 +129,8 @@ class Gradients:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
 
 def measure(case: Case, gradients: Gradients, rounds: int) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""The same on CUDA. Run with ``make test-gpu``."""
+"""The same on CUDA. Run by ``make gpu``."""
 
 import pytest
 import torch

@@ -10,9 +10,16 @@ from halfstep._doctor.hardware import (
     advise,
     measure_speeds,
     speeds_of,
-    units_of_capability,
+    units_of_card,
     units_of_flags,
 )
+from halfstep._pytorch.devices import Card
+
+V100 = Card("V100", "compute capability 7.0", ("fp16",))
+GTX_1660 = Card("GTX 1660", "compute capability 7.5", (), has_safe_fp16=False)
+A100 = Card("A100", "compute capability 8.0", ("fp16", "bf16", "tf32"))
+MI200 = Card("MI210", "gfx90a", ("fp16", "bf16"))
+RX_6600 = Card("RX 6600", "gfx1032", ())
 
 
 def test_ratios_are_medians_of_pairs_and_rates_follow_from_the_best_of_fp32() -> None:
@@ -108,10 +115,9 @@ def test_units() -> None:
     assert units_of_flags({"avx2", "avx512_bf16", "amx_bf16"}) == ("AMX (bf16)", "AVX-512 BF16")
     assert units_of_flags({"asimdhp", "bf16"}) == ("Arm BF16", "Arm FP16")
     assert units_of_flags(set()) == ()
-    assert units_of_capability((6, 1)) == ("compute capability 6.1",)
-    assert units_of_capability((7, 5))[1] == "matrix units for fp16"
-    assert units_of_capability((8, 0))[1] == "matrix units for fp16, bf16, tf32"
-    assert units_of_capability((9, 0))[1] == "matrix units for fp16, bf16, tf32, fp8"
+    assert units_of_card(GTX_1660) == ("compute capability 7.5", "no matrix units")
+    assert units_of_card(A100)[1] == "matrix units for fp16, bf16, tf32"
+    assert units_of_card(MI200) == ("gfx90a", "matrix units for fp16, bf16")
 
 
 def test_the_look_is_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,16 +190,59 @@ def ids(*arguments: object) -> list[str]:
 
 def test_findings_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     matmul = torch.backends.cuda.matmul
-    assert ids("cuda", torch.float16, (7, 0)) == ["reduced-precision-sums"]
-    assert ids("cuda", torch.bfloat16, (8, 0)) == ["reduced-precision-sums", "tf32-off"]
-    assert ids("cuda", None, (7, 0)) == []
+    assert ids("cuda", torch.float16, V100) == ["reduced-precision-sums"]
+    assert ids("cuda", torch.bfloat16, A100) == ["reduced-precision-sums", "tf32-off"]
+    assert ids("cuda", None, V100) == []
     matmul.allow_fp16_reduced_precision_reduction = False
     try:
-        assert ids("cuda", torch.float16, (7, 0)) == []
+        assert ids("cuda", torch.float16, V100) == []
     finally:
         matmul.allow_fp16_reduced_precision_reduction = True
     with hardware._fp32_precision("tf32"):
-        assert ids("cuda", None, (9, 0)) == []
+        assert ids("cuda", None, A100) == []
+
+
+@pytest.mark.parametrize(
+    ("card", "cure"),
+    [
+        (V100, "train in fp16 with a GradScaler"),
+        (GTX_1660, "train in fp32"),
+        (RX_6600, "if `halfstep doctor` measures that it is faster"),
+    ],
+)
+def test_bfloat16_without_matrix_units_is_a_finding(card: Card, cure: str) -> None:
+    found = {each.id: each for each in hardware.findings("cuda", torch.bfloat16, card)}
+    assert found["bf16-emulated"].cure.endswith(cure)
+    assert card.name in found["bf16-emulated"].text
+
+
+def test_float16_on_cards_that_convolve_to_nan_is_a_finding() -> None:
+    assert "fp16-convolutions" in ids("cuda", torch.float16, GTX_1660)
+    assert "fp16-convolutions" not in ids("cuda", torch.float16, V100)
+    assert "bf16-emulated" not in ids("cuda", torch.bfloat16, MI200)
+    assert "tf32-off" not in ids("cuda", torch.bfloat16, MI200)
+
+
+def test_fp16_is_not_advised_where_it_gives_nan() -> None:
+    ratios = {"fp32": 1.0, "bf16": 0.5, "fp16": 2.0}
+    found = advise({"matmul": ratios}, has_safe_fp16=False)
+    assert found.precision == "fp32"
+    assert "NaN on this card" in found.reason
+    assert advise({"matmul": ratios | {"bf16": 1.3}}, has_safe_fp16=False).precision == "bf16"
+
+
+def test_the_machine_is_read_from_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = speeds_of(
+        [("matmul", name, 1.0) for name in ("fp32", "bf16", "fp16")], [[1.0, 2.0, 0.5]]
+    )
+    monkeypatch.setattr(hardware, "measure_speeds", lambda device, on_round: speeds)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hardware, "device_name", lambda device: GTX_1660.name)
+    monkeypatch.setattr(hardware, "card_of", lambda: GTX_1660)
+    found = hardware.inspect_machine()
+    assert found.device == "cuda"
+    assert found.units == ("compute capability 7.5", "no matrix units")
+    assert found.advice.precision == "fp32"
 
 
 @pytest.fixture(autouse=True)
@@ -218,13 +267,13 @@ def test_findings_of_the_cpu() -> None:
 
 
 def test_cures_of_flags_run() -> None:
-    found = [*hardware.findings("cuda", torch.float16, (8, 0))]
+    found = [*hardware.findings("cuda", torch.float16, A100)]
     assert len(found) == 2
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         for finding in found:
             exec(finding.code, {"torch": torch})
-        assert ids("cuda", torch.float16, (8, 0)) == []
+        assert ids("cuda", torch.float16, A100) == []
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True

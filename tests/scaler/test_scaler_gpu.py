@@ -1,4 +1,4 @@
-"""The same on CUDA devices: `make test-gpu`. Not run by the authors so far: no GPU was at hand."""
+"""The same on CUDA devices: run by `make gpu`."""
 
 import math
 from typing import Any

@@ -2,9 +2,8 @@
 
 PyTorch adds in the dtype of the tensors. In bfloat16 a sum of ones ends at 256, in float16 at
 2,048: that of the gradient of ``h[index]`` if one row is read often, of overlapping windows, of a
-padding that repeats an edge; that of an ``index_put`` that accumulates. On a CPU this was measured
-(benchmarks/op_audit.py). For CUDA, ATen/native/cuda/Indexing.cu was read: index_put and index_add
-round each sum there. Its other kernels are taken to do the same; nothing was run on a GPU.
+padding that repeats an edge; that of an ``index_put`` that accumulates. Which kernels add in
+float32 stands in :data:`halfstep._pytorch.devices.FACTS`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from halfstep._common.nested import map_leaves, tensors_in
 from halfstep._pytorch import dispatch
+from halfstep._pytorch.devices import facts, has_safe_fp16
 from halfstep._pytorch.dispatch import callable_of, overload, schema_of
 
 _aten = torch.ops.aten
@@ -49,12 +49,6 @@ _WINDOWS = (
 )  # fmt: skip
 _BACKWARD |= {name: getattr(_aten, f"{name}_backward") for name in _WINDOWS}
 
-# What PyTorch's own kernels add in float32: on a CPU measured, on CUDA assumed.
-_RIGHT = {
-    "cpu": {"gather", "index_add", "index_select", "scatter_add", "scatter_reduce"},
-    "cuda": {"embedding"},
-}
-
 _ADD_INTO = (
     "addbmm", "index_add", "index_put", "index_reduce", "put", "scatter", "scatter_add",
     "scatter_reduce",
@@ -63,7 +57,7 @@ _ADD_INTO = (
 
 def is_rounded(name: str, device: str) -> bool:
     """Return whether PyTorch's kernel for an op, in place or not, rounds partial sums."""
-    return name.partition(".")[0].rstrip("_") not in _RIGHT.get(device, ())
+    return name.partition(".")[0].rstrip("_") not in facts(device).adds_in_float32
 
 
 def are_products_rounded(name: str, device: str, dtype: torch.dtype) -> bool:
@@ -72,12 +66,16 @@ def are_products_rounded(name: str, device: str, dtype: torch.dtype) -> bool:
     addbmm adds to its result, one matrix after the other. A CPU without instructions for ``dtype``
     has no kernel of oneDNN for convolutions, and PyTorch's own adds windows and the gradients of a
     batch in lower precision: 600 images give a weight a gradient that is 24 % wrong. In float32
-    most convolutions also take less time (benchmarks/sums_cost.py).
+    most convolutions also take less time (benchmarks/sums_cost.py). Some cards of NVIDIA convolve
+    in float16 to NaN (:func:`~halfstep._pytorch.devices.has_safe_fp16`).
     """
     op = name.partition(".")[0]
     is_convolution = op in ("convolution", "_convolution") or op.startswith("conv")
-    is_rounded = is_convolution and device == "cpu" and not dispatch.has_onednn(dtype)
-    return is_rounded or op == "addbmm"
+    if is_convolution and device == "cpu":
+        return not dispatch.has_onednn(dtype)
+    if is_convolution and device == "cuda" and dtype is torch.float16:
+        return not has_safe_fp16()
+    return op == "addbmm"
 
 
 def adds(name: str) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:

@@ -38,8 +38,8 @@ def _count(text: str | None, otherwise: int) -> int:
 
 def device_name(device: str) -> str:
     """Return the name of the GPU, or of the processor with the number of threads in use."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
+    if device in ("cuda", "xpu"):
+        return str(torch.get_device_module(device).get_device_name())
     threads = torch.get_num_threads()
     return f"{_cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 

@@ -98,9 +98,10 @@ class AbsorbedTracker(BlameTracker):
         if wide.num_ops > MOST_OPS or not bool(exact.isfinite().all()):
             return
         if bool(output.isfinite().all()):
-            if _is_far(output.to(exact.dtype), exact, torch.finfo(output.dtype).tiny):
+            seen = output.to(exact.device).to(exact.dtype)
+            if _is_far(seen, exact, torch.finfo(output.dtype).tiny):
                 self.harm = (wide.origin, call.name)
-            if torch.allclose(output.to(exact.dtype), exact, rtol=0.01):
+            if torch.allclose(seen, exact, rtol=0.01):
                 return
         known = self._wide.get(output) or {}
         self._wide.put(output, known | {_geometry(output): wide})

@@ -23,6 +23,7 @@ from halfstep._diagnose.variant import Variant
 from halfstep._numerics.formats import dtype_name
 from halfstep._numerics.measure import float_values
 from halfstep._pytorch import distributed, storages
+from halfstep._pytorch.devices import has_float64, in_float64
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._trace.ops import by_name
 
@@ -159,7 +160,7 @@ def operand(tensor: Tensor, name: str) -> Operand:
     """Describe the values of a tensor. Sync: one or two."""
     shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
     is_float = tensor.is_floating_point() or tensor.is_complex()
-    values = float_values(tensor if is_float else tensor.detach().double())
+    values = float_values(tensor if is_float else in_float64(tensor.detach()))
     if values is None or not values.numel():
         return Operand(name, dtype, shape, None, None, 0, 0, 0)
     values = values.float() if values.element_size() == 1 else values
@@ -184,14 +185,21 @@ def _needs(call: OpCall) -> float | None:
 
 
 def in_wider(call: OpCall, dtype: torch.dtype) -> list[Tensor] | None:
-    """Run an op on copies of its inputs in a wider dtype; return None if that is impossible."""
+    """Run an op on copies of its inputs in a wider dtype; return None if that is impossible.
+
+    In float64 and on a device that has none, it runs on the CPU.
+    """
     if any(argument.name in _OPAQUE for argument in schema_of(call.func).arguments):
         return None
+
+    tensors = [*tensors_in([call.args, call.kwargs])]
+    on_cpu = dtype is torch.float64 and not all(has_float64(each.device) for each in tensors)
 
     def widened(value: Any) -> Any:
         if isinstance(value, Tensor):  # copied because the op may write to it
             is_float = value.is_floating_point()
-            return value.detach().to(dtype, copy=True) if is_float else value.clone()
+            value = value.detach().cpu() if on_cpu else value.detach()
+            return value.to(dtype, copy=True) if is_float else value.clone()
         return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
 
     args, kwargs = map_plain(widened, ([*call.args], call.kwargs))

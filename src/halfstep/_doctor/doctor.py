@@ -20,6 +20,7 @@ from halfstep._doctor.finding import Checkup, Finding
 from halfstep._doctor.objects import Training
 from halfstep._doctor.read_names import Function
 from halfstep._doctor.read_program import Program
+from halfstep._pytorch.devices import card_of
 from halfstep._scaler import GradScaler
 
 _SCALERS = (GradScaler, torch.amp.GradScaler)
@@ -120,8 +121,8 @@ def _flags(training: Training) -> Iterator[Finding]:
     device = next((param.device for param in training.held), None)
     if device is None:
         return
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    yield from hardware.findings(device.type, training.dtype, capability)
+    card = card_of(device) if device.type == "cuda" else None
+    yield from hardware.findings(device.type, training.dtype, card)
 
 
 def _checked(name: str, value: Any, *kinds: type) -> Any:

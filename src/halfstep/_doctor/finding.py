@@ -49,6 +49,8 @@ CATALOG: dict[str, Severity] = {
     "reduced-precision-sums": "notice",
     "tf32-off": "notice",
     "onednn-off": "warning",
+    "bf16-emulated": "warning",
+    "fp16-convolutions": "bad",
     "source-not-read": "notice",
 }
 """The severities by id; docs/doctor.md has a section on each id.

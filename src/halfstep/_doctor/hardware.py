@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from halfstep._common.machine import device_name
 from halfstep._doctor.finding import Finding
+from halfstep._pytorch.devices import Card, card_of
 
 _BACKENDS: Any = torch.backends  # its attributes are made on access
 
@@ -98,11 +99,11 @@ def is_flushing() -> bool:
 
 
 def findings(
-    device_type: str, dtype: torch.dtype | None, capability: tuple[int, int] = (0, 0)
+    device_type: str, dtype: torch.dtype | None, card: Card | None = None
 ) -> Iterator[Finding]:
-    """Yield findings about the switches, for a training on a device.
+    """Yield findings about the switches and the card, for a training on a device.
 
-    ``dtype`` is the lower precision, None if unknown; ``capability`` is that of a CUDA device.
+    ``dtype`` is the lower precision, None if unknown; ``card`` is that of a CUDA device.
     """
     values = {flag.name: flag.value for flag in read_flags()}
     sums = {torch.float16: _FP16_SUMS, torch.bfloat16: _BF16_SUMS}.get(dtype) if dtype else None
@@ -115,8 +116,9 @@ def findings(
             f"{sums} = False",
             (sums,),
         )
-    has_tf32 = device_type == "cuda" and capability >= (8, 0)
-    if has_tf32 and values[_CUDA_FP32] in ("ieee", "none"):
+    if card is not None:
+        yield from _of_card(card, dtype)
+    if card is not None and "tf32" in card.formats and values[_CUDA_FP32] in ("ieee", "none"):
         yield Finding(
             "tf32-off",
             f"{_CUDA_FP32} is {values[_CUDA_FP32]}: what autocast leaves in fp32 does not use "
@@ -133,6 +135,28 @@ def findings(
             "switch oneDNN on",
             f"{_ONEDNN} = True",
             (_ONEDNN,),
+        )
+
+
+def _of_card(card: Card, dtype: torch.dtype | None) -> Iterator[Finding]:
+    has_fp16 = "fp16" in card.formats
+    cure = "train in fp16 with a GradScaler" if has_fp16 else "train in fp32"
+    if card.has_safe_fp16 and not has_fp16:
+        cure += ", or in fp16 with a GradScaler if `halfstep doctor` measures that it is faster"
+    if dtype is torch.bfloat16 and "bf16" not in card.formats:
+        yield Finding(
+            "bf16-emulated",
+            f"{card.name} ({card.kind}) has no matrix units for bf16: PyTorch emulates it, "
+            "which is slow, and torch.cuda.is_bf16_supported() is True all the same",
+            cure,
+            "dtype=torch.float16" if has_fp16 else "enabled=False",
+        )
+    if dtype is torch.float16 and not card.has_safe_fp16:
+        yield Finding(
+            "fp16-convolutions",
+            f"{card.name} ({card.kind}) has no tensor cores, and its fp16 convolutions give NaN",
+            "compute convolutions in fp32, as halfstep's autocast does there, or train in fp32",
+            "enabled=False",
         )
 
 
@@ -157,7 +181,6 @@ _UNITS = {
     "asimdhp": "Arm FP16",
     "sve": "Arm SVE",
 }
-_TENSOR_CORES = (((7, 0), "fp16"), ((8, 0), "bf16"), ((8, 0), "tf32"), ((8, 9), "fp8"))
 
 
 @dataclass(frozen=True)
@@ -190,24 +213,31 @@ def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> M
     This takes a second or two; ``on_round`` receives the elapsed fraction of it. Sync: many.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    card = card_of() if device == "cuda" else None
     speeds = measure_speeds(device, on_round=on_round)
-    advice, flags = advise(speeds.ratios), tuple(read_flags())
+    advice = advise(speeds.ratios, has_safe_fp16=card is None or card.has_safe_fp16)
+    flags, units = tuple(read_flags()), _units_of_cpu() if card is None else units_of_card(card)
     if speeds.noise:
         advice = Advice(advice.precision, f"{advice.reason}. Not sure: {speeds.noise}")
-    return MachineReport(device, device_name(device), _units(device), speeds, advice, flags)
+    return MachineReport(device, device_name(device), units, speeds, advice, flags)
 
 
-def advise(ratios: Mapping[str, Mapping[str, float]]) -> Advice:
-    """Return the advised training precision, from the ratios of :class:`Speeds`."""
+def advise(ratios: Mapping[str, Mapping[str, float]], *, has_safe_fp16: bool = True) -> Advice:
+    """Return the advised training precision, from the ratios of :class:`Speeds`.
+
+    ``has_safe_fp16``: whether convolutions in float16 are right.
+    """
     matmul = ratios["matmul"]
     bf16, fp16, tf32 = matmul["bf16"], matmul["fp16"], matmul.get("tf32", 0.0)
-    if bf16 >= WORTH_IT and bf16 >= AS_GOOD * fp16:
+    if bf16 >= WORTH_IT and (bf16 >= AS_GOOD * fp16 or not has_safe_fp16):
         reason = f"matrix products run at {bf16:.2g} x the speed of fp32"
         return Advice("bf16", f"{reason}{_conv(ratios, 'bf16')}, and no scaler is needed")
-    if fp16 >= WORTH_IT:
+    if fp16 >= WORTH_IT and has_safe_fp16:
         reason = f"matrix products run at {fp16:.2g} x the speed of fp32, in bf16 at {bf16:.2g} x"
         return Advice("fp16", f"{reason}{_conv(ratios, 'fp16')}; with a GradScaler")
     slow = f"bf16 runs at {bf16:.2g} x and fp16 at {fp16:.2g} x the speed of fp32"
+    if not has_safe_fp16:
+        return Advice("fp32", f"{slow}, but fp16 convolutions give NaN on this card")
     if tf32 >= WORTH_IT:
         return Advice("tf32", f"{slow}, TF32 at {tf32:.2g} x")
     return Advice("fp32", f"{slow} in matrix products: lower precision saves memory, not time")
@@ -218,9 +248,7 @@ def _conv(ratios: Mapping[str, Mapping[str, float]], name: str) -> str:
     return "" if ratio is None else f" (convolutions at {ratio:.2g} x)"
 
 
-def _units(device: str) -> tuple[str, ...]:
-    if device == "cuda":
-        return units_of_capability(torch.cuda.get_device_capability())
+def _units_of_cpu() -> tuple[str, ...]:
     known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
@@ -233,12 +261,11 @@ def units_of_flags(flags: set[str]) -> tuple[str, ...]:
     return tuple(title for flag, title in _UNITS.items() if flag in flags)
 
 
-def units_of_capability(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the compute capability and the formats of the matrix units."""
-    formats = [name for since, name in _TENSOR_CORES if capability >= since]
-    major, minor = capability
-    number = f"compute capability {major}.{minor}"
-    return (number, f"matrix units for {', '.join(formats)}") if formats else (number,)
+def units_of_card(card: Card) -> tuple[str, ...]:
+    """Return the kind of a card and the formats of its matrix units."""
+    if card.formats:
+        return card.kind, f"matrix units for {', '.join(card.formats)}"
+    return card.kind, "no matrix units"
 
 
 # --- measured speeds ------------------------------------------------------------------------------

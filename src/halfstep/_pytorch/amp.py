@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,10 +12,12 @@ import torch
 import torch.amp.autocast_mode
 
 from halfstep._pytorch.compiler import GUARD_DEVICE
+from halfstep._pytorch.devices import can_move_scale, has_float64
 
 # (gradients, found_inf, inv_scale): sets found_inf to 1 if any entry is inf or NaN, then multiplies
 # all gradients by inv_scale in place, in float32 arithmetic. The gradients have one device and one
-# real dtype; found_inf and inv_scale are float32 scalars on that device.
+# real dtype, which must be among Facts.unscales; found_inf and inv_scale are float32 scalars on
+# that device.
 check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 # (tensors, p, dtype=): the p-norm of each tensor, all on one device.
@@ -32,10 +35,58 @@ increment_version: Callable[[Iterable[torch.Tensor]], None] = torch._C._incremen
 # (is_on): the implementation of torch.no_grad(), which reaches it through seven functions, twice.
 set_grad_enabled = torch._C._set_grad_enabled
 
-# (scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval): the transition
-# of torch.amp, in place on the device. Scale and found_inf are float32 scalars, growth_tracker is
-# an int32 scalar. The scale grows when growth_tracker + 1 == growth_interval, by equality.
-update_scale_ = torch._amp_update_scale_
+
+def check_each_(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
+    """Set ``found_inf`` to 1 if any entry is inf or NaN: one half of ``check_and_unscale_``.
+
+    In five ops, one of which reads the tensors. Sync: none.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel()]  # the kernel rejects an empty tensor
+    if filled:
+        largest = torch.stack(norms_of_each(filled, math.inf))
+        found_inf.logical_or_((largest * 0.0).sum())  # 0 or NaN, which is true
+
+
+def multiply_each_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors by a float32 scalar in float32 arithmetic: the other half.
+
+    One op, but one kernel for each tensor. Sync: none.
+    """
+    # A 0-dim factor would be rounded to the dtype of the tensors first.
+    factors = [factor.reshape(1)] * len(tensors)
+    torch._foreach_mul_([each if each.dim() else each.view(1) for each in tensors], factors)
+
+
+def update_scale_(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """Make the transition of torch.amp, in place on the device. Sync: none.
+
+    The scale grows when ``growth_tracker + 1 == growth_interval``, by equality, but not to inf.
+
+    Args:
+        scale: A float32 scalar.
+        growth_tracker: An int32 scalar.
+        found_inf: A float32 scalar; the scale backs off unless it is 0.
+        growth_factor: The factor of a growth.
+        backoff_factor: The factor after inf or NaN.
+        growth_interval: The number of steps from one growth to the next.
+    """
+    if can_move_scale(scale.device):
+        torch._amp_update_scale_(
+            scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
+        )
+        return
+    found, counted = found_inf.ne(0.0), growth_tracker + 1
+    grown, is_due = scale * growth_factor, counted.eq(growth_interval)
+    kept = torch.where(is_due & grown.isfinite(), grown, scale)
+    scale.copy_(torch.where(found, scale * backoff_factor, kept))
+    growth_tracker.copy_(counted * ~(found | is_due))
 
 
 # (scaler, optimizer, inv_scale, found_inf, allow_fp16): the divisions and checks of torch.amp;
@@ -48,9 +99,10 @@ maybe_opt_step: Callable[..., Any] = torch.amp.GradScaler._maybe_opt_step
 
 def reciprocal_of(scale: torch.Tensor) -> torch.Tensor:
     """Return the factor by which torch.amp multiplies gradients. Sync: none."""
-    if scale.device.type == "mps":  # no float64
-        return scale.reciprocal()
-    return scale.double().reciprocal().float()
+    # Via float64: float32 division may be inexact under some compiler options.
+    if has_float64(scale.device):
+        return scale.double().reciprocal().float()
+    return scale.reciprocal()
 
 
 # (): the name of a backend added by a library, else "privateuseone".

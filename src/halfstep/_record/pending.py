@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.transfers import Transfer, to_host
 from halfstep._record.files import Event
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scalars import moved
@@ -80,12 +81,11 @@ class PendingStep:
 
 
 class _Sent(NamedTuple):
-    """Steps being copied to the host: their concatenated numbers, and the event of arrival."""
+    """Steps being copied to the host, with their concatenated numbers."""
 
     steps: list[PendingStep]
-    values: Tensor
     sizes: list[int]
-    arrival: torch.Event
+    transfer: Transfer
 
 
 class PendingSteps:
@@ -102,7 +102,7 @@ class PendingSteps:
     def take(self) -> list[Event]:
         """Return the steps that have arrived, and start copying others if due."""
         arrived = []
-        if self._sent is not None and self._sent.arrival.query():
+        if self._sent is not None and self._sent.transfer.has_arrived():
             arrived = self._arrived()
         is_time = (
             len(self._steps) >= MOST_WAITING or time.monotonic() > self._last_sent + LONGEST_WAIT
@@ -116,7 +116,7 @@ class PendingSteps:
         arrived = []
         while self._sent is not None or self._steps:
             if self._sent is not None:
-                self._sent.arrival.synchronize()
+                self._sent.transfer.wait()
                 arrived += self._arrived()
             if self._steps:
                 arrived += self._send()
@@ -130,18 +130,14 @@ class PendingSteps:
         packed = [step.packed(device) for step in steps]
         if device.type == "cpu":
             return [step.event(values) for step, values in zip(steps, packed, strict=True)]
-        together = torch.cat(packed)
-        on_host = torch.empty_like(together, device="cpu", pin_memory=True)
-        on_host.copy_(together, non_blocking=True)
-        arrival = torch.Event(device.type)
-        arrival.record()
-        self._sent = _Sent(steps, on_host, [len(values) for values in packed], arrival)
+        sizes = [len(values) for values in packed]
+        self._sent = _Sent(steps, sizes, to_host(torch.cat(packed)))
         return []
 
     def _arrived(self) -> list[Event]:
         assert self._sent is not None
         sent, self._sent = self._sent, None
-        parts = torch.split(sent.values, sent.sizes)
+        parts = torch.split(sent.transfer.values, sent.sizes)
         return [step.event(part) for step, part in zip(sent.steps, parts, strict=True)]
 
 

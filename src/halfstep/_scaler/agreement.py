@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from halfstep._common.numbers import power
+from halfstep._pytorch.devices import widest_float
 from halfstep._pytorch.distributed import exchange_device
 from halfstep._scaler.gradients import Gradients
 from halfstep._scaler.norms import Norms, p_norm
@@ -162,11 +163,11 @@ class Together:
         shares = self._layout.shares(part) or [1.0] * len(part.grads)
         distinct = dict.fromkeys(shares)
         if norm is not None and len(distinct) == 1:
-            return norm.double().pow(p) * shares[0]
+            return norm.to(widest_float(norm.device)).pow(p) * shares[0]
         powers = [_zero(device)]
         for share in distinct:
             same = part.at([position for position, one in enumerate(shares) if one == share])
-            powers.append(p_norm(same, p, device).double().pow(p) * share)
+            powers.append(p_norm(same, p, device).pow(p) * share)
         return torch.stack(powers).sum()
 
     def _sum(self, values: Tensor, group: Group) -> Callable[[], Tensor]:
@@ -186,7 +187,7 @@ class Together:
 
 
 def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.zeros((), dtype=widest_float(device), device=device)
 
 
 class Agreement:

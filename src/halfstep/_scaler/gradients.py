@@ -15,7 +15,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep._pytorch.amp import check_and_unscale_, increment_version, set_grad_enabled
+from halfstep._pytorch.amp import (
+    check_and_unscale_,
+    check_each_,
+    increment_version,
+    multiply_each_,
+    set_grad_enabled,
+)
+from halfstep._pytorch.devices import facts
 from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, settle
 from halfstep._pytorch.storages import values_of_sparse
 from halfstep._scaler.optimizers import HOLDERS, members, name
@@ -110,6 +117,10 @@ class Gradients:
     def multiply_(self, factor: Scalar) -> dict[torch.device, Tensor]:
         """Multiply all by a float32 number in place. One read and write.
 
+        A dtype for which the device has no such kernel (:class:`~halfstep._pytorch.devices.Facts`),
+        such as bfloat16 on CUDA, takes another read and five more ops, but no write for a factor of
+        exactly 1.
+
         Returns:
             Device to float32 scalar: 1 if a gradient on it was inf or NaN before, else 0.
         """
@@ -120,7 +131,7 @@ class Gradients:
         is_grad_enabled = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            for (device, _), values in self.by_kind.items():
+            for (device, dtype), values in self.by_kind.items():
                 if device not in found_inf:
                     found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
                     factors[device] = (
@@ -128,9 +139,14 @@ class Gradients:
                         if isinstance(factor, Tensor)
                         else torch.full((), factor, dtype=torch.float32, device=device)
                     )
-                # In reverse order: the tensors that an earlier pass read last are still in the
-                # cache.
-                check_and_unscale_(values[::-1], found_inf[device], factors[device])
+                if dtype in facts(device.type).unscales:
+                    # In reverse order: the tensors that an earlier pass read last are still in the
+                    # cache.
+                    check_and_unscale_(values[::-1], found_inf[device], factors[device])
+                else:
+                    check_each_(values, found_inf[device])
+                    if isinstance(factor, Tensor) or factor != 1.0:
+                        multiply_each_(values[::-1], factors[device])
                 # The kernel does not bump versions. Bumping two is enough for code that checks
                 # them.
                 increment_version((values[0], values[-1]))

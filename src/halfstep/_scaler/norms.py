@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.amp import norms_of_each
+from halfstep._pytorch.devices import has_float64, widest_float
 from halfstep._scaler.gradients import Gradients
 from halfstep._scaler.scalars import READABLE, Scalar, as_tensor, is_nonfinite, moved, reciprocal
 
@@ -51,9 +52,9 @@ class Norms:
             if any(share != 1.0 for share in shares):
                 own = [shares[position] for position in positions]
                 squares = squares * torch.tensor(own, dtype=squares.dtype).to(squares.device)
-            sums.append(moved(squares.sum(), device))
+            sums.append(_carried(squares.sum(), device))
         if not sums:  # another rank has all of them
-            return torch.zeros((), dtype=torch.float64, device=device)
+            return torch.zeros((), dtype=widest_float(device), device=device)
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
     def at(self, positions: list[int]) -> Norms:
@@ -125,14 +126,18 @@ def overflows_when_divided(gradients: Gradients, scale: Scalar) -> list[Tensor]:
 def p_norm(gradients: Gradients, p: float, device: torch.device) -> Tensor:
     """Return the p-norm of all gradients together, a tensor on ``device``. One read (1 G)."""
     found = []
-    wide = torch.float32 if device.type == "mps" else torch.float64  # entries ** p may be large
+    wide = widest_float(device)  # entries ** p may be large
     for values in gradients.by_kind.values():
         if p == math.inf:
             norms = largest_magnitudes(values)
         else:
-            norms = torch.stack(list(norms_of_each(values, p, dtype=wide)))
-        found.append(moved(_vector_norm(norms, p).to(wide), device))
+            norms = torch.stack(list(norms_of_each(values, p, dtype=_sum_dtype(values))))
+        found.append(_carried(_vector_norm(norms, p), device).to(wide))
     return _vector_norm(torch.stack(found), p)
+
+
+def _carried(value: Tensor, device: torch.device) -> Tensor:
+    return moved(value if has_float64(device) else value.float(), device)
 
 
 def clip_coefficient(norm: Scalar, max_norm: float) -> Scalar:
@@ -181,8 +186,8 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     A sum that overflows becomes the largest finite number.
 
     Takes one or more real, strided tensors on one device, of any shapes and dtypes, and returns
-    float64 ``[len(tensors)]`` (float32 on MPS), inf or NaN if and only if that tensor contains inf
-    or NaN. The result has no gradient.
+    float64 ``[len(tensors)]`` (float32 on a device without it), inf or NaN if and only if that
+    tensor contains inf or NaN. The result has no gradient.
     """
     sums: Tensor = torch.ops.halfstep.sums_of_squares.default(tensors)
     return sums
@@ -340,7 +345,7 @@ def _largest_magnitudes_traced(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    return torch.float32 if tensors[0].device.type == "mps" else torch.float64
+    return widest_float(tensors[0].device)
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:

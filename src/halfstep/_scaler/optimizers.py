@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.devices import facts, to_device
 from halfstep._pytorch.optim import replace_method
 from halfstep.errors import CallOrderError
 
@@ -272,6 +273,9 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
         for group in getattr(optimizer, "param_groups", []):
             if not group.get("fused", True):
                 return False
+            params = group["params"]
+            if params and not facts(params[0].device.type).fused_skips:
+                return False
     return bool(own)
 
 
@@ -351,5 +355,5 @@ def _clear_momentum(states: list[dict[str, Any]], found_inf: torch.Tensor) -> No
     for state in states:
         buffer = state.get("momentum_buffer")
         if buffer is not None:
-            skipped = found_inf.to(buffer.device, non_blocking=True) > 0
+            skipped = to_device(found_inf, buffer.device) > 0
             buffer.copy_(torch.where(skipped, torch.zeros_like(buffer), buffer))

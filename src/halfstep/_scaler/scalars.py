@@ -17,6 +17,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.amp import reciprocal_of
+from halfstep._pytorch.devices import has_float64, to_device
 from halfstep._pytorch.modes import is_inside_functorch, is_jit_tracing, num_dispatch_modes
 
 # The reciprocal of a smaller scale, which gradients are multiplied by, may be inf. A larger scale
@@ -150,9 +152,8 @@ def as_tensor(value: Scalar, device: torch.device) -> Tensor:
 
 
 def moved(scalar: Tensor, device: torch.device) -> Tensor:
-    """Return a scalar on ``device``. Sync: none, except from another device to the CPU."""
-    # A non-blocking copy to the CPU could be read before it has arrived.
-    return scalar.to(device, non_blocking=device.type != "cpu")
+    """Return a scalar on ``device``. Sync: as :func:`~halfstep._pytorch.devices.to_device`."""
+    return to_device(scalar, device)
 
 
 def any_of(found: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -198,18 +199,15 @@ def as_float32(value: Scalar, device: torch.device) -> Tensor:
     """Return the result of :func:`to_float32` for any scalar, as a tensor on ``device``."""
     if isinstance(value, Tensor):
         return to_float32(value)
-    return to_float32(torch.full((), value, dtype=torch.float64, device=device))
+    number = min(value, LARGEST_SCALE) if math.isfinite(value) else value
+    return torch.full((), number, dtype=torch.float32, device=device)
 
 
 def reciprocal(scale: Scalar) -> Scalar:
     """Return 1 / scale, rounded once to float32."""
     if not isinstance(scale, Tensor):
         return c_float(1.0 / scale).value
-    # Via float64 as in torch.amp: float32 division may be inexact under some compiler options. MPS
-    # has no float64.
-    if scale.device.type == "mps":
-        return scale.reciprocal()
-    return scale.double().reciprocal().float()
+    return reciprocal_of(scale)
 
 
 def to_single(value: Scalar) -> Scalar:
@@ -233,9 +231,9 @@ def where(flag: Scalar, then: Scalar, otherwise: float) -> Scalar:
 
 def ratio(after: Tensor, before: Tensor) -> Tensor:
     """Return ``after / before``, rounded once, like :func:`reciprocal`."""
-    if after.device.type == "mps":
-        return after / before
-    return (after.double() / before.double()).float()
+    if has_float64(after.device):
+        return (after.double() / before.double()).float()
+    return after / before
 
 
 def describe(tensor: Tensor) -> str:

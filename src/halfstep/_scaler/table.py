@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.amp import update_scale_
+from halfstep._pytorch.devices import to_device
 from halfstep._scaler.rules import Rule
 from halfstep._scaler.scalars import (
     LARGEST_COUNT,
@@ -62,9 +63,8 @@ _INTS |= {"0", "1", "refilled"}
 
 
 def on_device(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return host numbers as a tensor on a device. Sync: none."""
-    # CUDA copies from unpinned memory before the call returns.
-    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
+    """Return host numbers as a tensor on a device. Sync: as ``to_device``."""
+    return to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 def rule_slots(rule: Rule) -> dict[str, float]:

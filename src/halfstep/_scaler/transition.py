@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.transfers import Transfer, to_host
 from halfstep._scaler.rules import Rule
 from halfstep._scaler.scalars import (
     LARGEST_SCALE,
@@ -411,14 +412,13 @@ class DeviceSnapshot:
 class HostCopy:
     """The newest copy of a small tensor that has arrived on the host.
 
-    A CPU tensor is used directly. An accelerator's is copied into pinned memory asynchronously and
-    arrives some steps later. Sync: none.
+    A CPU tensor is used directly. An accelerator's is copied asynchronously and arrives some steps
+    later. Sync: none, except as in :func:`~halfstep._pytorch.transfers.to_host`.
     """
 
     def __init__(self) -> None:
         self._values: Tensor | None = None
-        self._under_way: Tensor | None = None
-        self._event: torch.Event | None = None
+        self._under_way: Transfer | None = None
 
     def send(self, tensor: Tensor) -> None:
         """Start a copy; do nothing while an earlier one is still in flight."""
@@ -427,21 +427,18 @@ class HostCopy:
             return
         self._receive()
         if self._under_way is None and not _is_capturing(tensor.device):
-            self._under_way = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._under_way.copy_(tensor, non_blocking=True)
-            self._event = torch.Event(tensor.device.type)
-            self._event.record()
+            self._under_way = to_host(tensor)
 
     def latest(self, *, wait: bool = False) -> Tensor | None:
         """Return the newest copy on the CPU, None if none has arrived; ``wait``: one sync."""
-        if wait and self._event is not None:
-            self._event.synchronize()
+        if wait and self._under_way is not None:
+            self._under_way.wait()
         self._receive()
         return self._values
 
     def _receive(self) -> None:
-        if self._event is not None and self._event.query():
-            self._values, self._under_way, self._event = self._under_way, None, None
+        if self._under_way is not None and self._under_way.has_arrived():
+            self._values, self._under_way = self._under_way.values, None
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -19,6 +19,7 @@ from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import modes
 from halfstep._pytorch.compiler import eager
+from halfstep._pytorch.devices import widest_float
 from halfstep._trace.rows import short
 from halfstep._tune.module_check import (
     Difference,
@@ -248,7 +249,7 @@ def _ulps(found: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Ulps:
     """Return the differences of entries in units in the last place."""
     units = []
     for wanted, seen in found:
-        accurate = torch.float32 if wanted.device.type == "mps" else torch.float64
+        accurate = widest_float(wanted.device)
         one, other = wanted.to(accurate), seen.to(wanted.device, accurate)
         is_finite = one.isfinite()
         one, other = one[is_finite], other[is_finite]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from halfstep._common.numbers import percent, things
 from halfstep._common.text import aligned
 from halfstep._numerics.formats import dtype_name
+from halfstep._pytorch.devices import widest_float
 from halfstep._trace.rows import grouped, short
 
 
@@ -86,8 +87,8 @@ def difference(seen: Tensor, wanted: Tensor, scale: float = 1.0) -> Difference:
     """
     if seen.shape != wanted.shape:
         return UNCOMPARABLE
-    # Sums of squares of float32 values fit into float64, which Apple's GPUs do not support.
-    accurate = torch.float32 if wanted.device.type == "mps" else torch.float64
+    # Sums of squares of float32 values fit into float64.
+    accurate = widest_float(wanted.device)
     seen, wanted = _dense(seen).to(accurate) / scale, _dense(wanted).to(accurate)
     square_norm, square_error = _square_sum(wanted), _square_sum(seen - wanted)
     overflow = 0

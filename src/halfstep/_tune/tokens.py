@@ -199,7 +199,7 @@ def _of_tokens(output: Any, tokens: Tokens) -> list[Tensor] | None:
         ids, is_token, is_counted = (each.to(logits.device) for each in of_tokens)
         logs = of_sequence[is_token][:-1].float().log_softmax(-1)
         of_next = logs.gather(1, ids[is_token][1:, None].long())[:, 0]
-        found.append(of_next[is_counted[is_token][1:]].double().cpu())
+        found.append(of_next[is_counted[is_token][1:]].cpu().double())
     return found
 
 

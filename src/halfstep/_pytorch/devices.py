@@ -1,0 +1,201 @@
+"""What PyTorch has for each type of device, and what a GPU's card computes: facts with sources.
+
+A path that avoids a missing kernel is chosen by this table, never by trying. Files are PyTorch's,
+read in the sources of the version given. Nothing here was run on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+_VERSION = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+
+_PLAIN = frozenset({torch.float32, torch.float64, torch.float16})
+_ALL = _PLAIN | {torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What PyTorch has for a type of device. The defaults hold for a device that it does not know.
+
+    Attributes:
+        unscales: The dtypes that ``_amp_foreach_non_finite_check_and_unscale_`` computes right.
+        moves_scale: Whether ``_amp_update_scale_`` is right, for views into a larger tensor too.
+        fused_skips: Whether fused optimizers use ``grad_scale`` and ``found_inf``.
+        has_float64: Whether there is float64; None if that depends on the card.
+        has_arrivals: Whether the host can be told when a copy has arrived: there are events, and
+            pinned memory to copy to.
+        reads_at_once: Whether a non-blocking copy from unpinned memory of the host has read it when
+            the call returns, so that the memory may be freed.
+        adds_in_float32: The ops whose kernels add up 16-bit terms in float32.
+    """
+
+    unscales: frozenset[torch.dtype] = _PLAIN
+    moves_scale: bool = True
+    fused_skips: bool = True
+    has_float64: bool | None = True
+    has_arrivals: bool = False
+    reads_at_once: bool = False
+    adds_in_float32: frozenset[str] = frozenset()
+
+
+UNKNOWN = Facts()
+
+FACTS = {
+    "cpu": Facts(
+        unscales=_ALL,  # cpu/AmpGradScalerKernels.cpp, 2.13, and compared by tests
+        has_arrivals=True,
+        reads_at_once=True,
+        # Measured, benchmarks/op_audit.py.
+        adds_in_float32=frozenset(
+            {"gather", "index_add", "index_select", "scatter_add", "scatter_reduce"}
+        ),
+    ),
+    # ROCm too: its kernels are made from these.
+    "cuda": Facts(
+        # AT_DISPATCH_FLOATING_TYPES_AND_HALF in cuda/AmpKernels.cu, pytorch#127176. bfloat16 is
+        # added by pytorch#194947, opened after 2.13 and not known to be in a release.
+        unscales=_PLAIN,
+        has_arrivals=True,
+        reads_at_once=True,  # CUDA's driver API: cudaMemcpyAsync copies pageable memory first
+        # cuda/Indexing.cu: index_put and index_add round each sum. Its other kernels are taken to
+        # do the same.
+        adds_in_float32=frozenset({"embedding"}),
+    ),
+    "mps": Facts(
+        # Up to 2.12 mps/kernels/Amp.metal reads inv_scale in the dtype of the gradients, from a
+        # float32: 16-bit gradients become 0 (pytorch#184286).
+        unscales=frozenset({torch.float32} if _VERSION < (2, 13) else _ALL - {torch.float64}),
+        # mps/operations/Amp.mm: since pytorch#150255 the buffers were bound without the offsets of
+        # views. Amp.metal also lets the scale grow to inf. The release that ends this is not known.
+        moves_scale=False,
+        # Up to 2.12 both are ignored (pytorch#186360; its change to OperationUtils.h is in 2.13).
+        fused_skips=_VERSION >= (2, 13),
+        has_float64=False,  # mps/MPSGuardImpl.h, getDeviceCapability, 2.13
+        # Pinned memory was a tensor of the device (pytorch#181374); what came in its place after
+        # 2.12 (pytorch#181720) was reused while it was written to (pytorch#193819).
+        has_arrivals=False,
+        reads_at_once=False,  # pytorch#139550, pytorch#189690: both open
+    ),
+    "xpu": Facts(
+        unscales=_ALL,  # intel/torch-xpu-ops, src/ATen/native/xpu/sycl/AmpKernels.cpp, 2026
+        has_float64=None,  # Arc of the A series has none: pytorch#147731, torch-xpu-ops#1742
+        has_arrivals=True,  # xpu/PinnedMemoryAllocator.h, 2.13
+        reads_at_once=True,  # torch-xpu-ops, src/ATen/native/xpu/Copy.cpp, 2026: it is staged
+    ),
+}
+
+
+def facts(device_type: str) -> Facts:
+    """Return what PyTorch has for a type of device."""
+    return FACTS.get(device_type, UNKNOWN)
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64."""
+    known = facts(device.type).has_float64
+    return _card_has_float64(device) if known is None else known
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on a device that has none."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+def in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a float64 copy; on the CPU for a device without float64. Sync: one there."""
+    return (tensor if has_float64(tensor.device) else tensor.cpu()).to(torch.float64, copy=True)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on another device.
+
+    Sync: none; one to the CPU, or from it to a device that may read the host's memory later.
+    """
+    # A non-blocking copy to the CPU could be read before it has arrived.
+    is_to_cpu = device.type == "cpu"
+    is_safe = not tensor.is_cpu or facts(device.type).reads_at_once
+    return tensor.to(device, non_blocking=is_safe and not is_to_cpu)
+
+
+def can_move_scale(device: torch.device) -> bool:
+    """Return whether ``_amp_update_scale_`` runs on a device and is right there."""
+    # On XPU the kernel multiplies by a double (AmpKernels.cpp, as above).
+    return facts(device.type).moves_scale and (device.type != "xpu" or has_float64(device))
+
+
+@cache
+def _card_has_float64(device: torch.device) -> bool:
+    return bool(torch.xpu.get_device_properties(device).has_fp64)
+
+
+# --- cards ----------------------------------------------------------------------------------------
+
+
+_TENSOR_CORES = (((7, 0), "fp16"), ((8, 0), "bf16"), ((8, 0), "tf32"), ((8, 9), "fp8"))
+
+# The chips TU116 and TU117 have compute capability 7.5 but no tensor cores, and float16
+# convolutions are NaN there: pytorch#58123, pytorch#77955. Names as in ultralytics#17977, with two
+# other cards of the chip TU117.
+_NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|\bT\d{3,4}\b|\bMX[45]50\b")
+
+# By the start of gcnArchName. PyTorch's own question, torch.cuda.is_bf16_supported(), is answered
+# with True for every AMD GPU (torch/cuda/__init__.py, 2.13; pytorch#80410): others emulate bfloat16
+# (RDNA 1 and 2, gfx10: unslothai/unsloth#7682). tf32 as in torch.cuda.is_tf32_supported(), 2.13.
+_MATRIX_CORES = {
+    "gfx908": ("fp16", "bf16"),  # MI100
+    "gfx90a": ("fp16", "bf16"),  # MI200
+    "gfx94": ("fp16", "bf16", "tf32", "fp8"),  # MI300
+    "gfx95": ("fp16", "bf16", "tf32", "fp8"),  # MI350
+    "gfx11": ("fp16", "bf16"),  # RDNA 3
+    "gfx12": ("fp16", "bf16", "fp8"),  # RDNA 4
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU of CUDA or ROCm.
+
+    Attributes:
+        name: Its name.
+        kind: Its compute capability or, of an AMD GPU, its architecture.
+        formats: The formats that its matrix units multiply: of ``fp16``, ``bf16``, ``tf32``,
+            ``fp8``.
+        has_safe_fp16: Whether convolutions in float16 are right.
+    """
+
+    name: str
+    kind: str
+    formats: tuple[str, ...]
+    has_safe_fp16: bool = True
+
+
+def has_safe_fp16() -> bool:
+    """Return whether the current CUDA device, if there is one, convolves in float16 right."""
+    return not torch.cuda.is_available() or card_of().has_safe_fp16
+
+
+def card_of(device: torch.device | None = None) -> Card:
+    """Return the card of a CUDA or ROCm device, by default of the current one."""
+    properties = torch.cuda.get_device_properties(device)
+    return _amd(properties) if torch.version.hip else _nvidia(properties)
+
+
+def _nvidia(properties: Any) -> Card:
+    capability = properties.major, properties.minor
+    kind = f"compute capability {properties.major}.{properties.minor}"
+    if capability == (7, 5) and _NO_TENSOR_CORES.search(properties.name):
+        return Card(properties.name, kind, (), has_safe_fp16=False)
+    formats = tuple(name for since, name in _TENSOR_CORES if capability >= since)
+    return Card(properties.name, kind, formats)
+
+
+def _amd(properties: Any) -> Card:
+    name = properties.gcnArchName.split(":")[0]  # such as gfx90a:sramecc+:xnack-
+    formats = (each for start, each in _MATRIX_CORES.items() if name.startswith(start))
+    return Card(properties.name, name, next(formats, ()))

@@ -1,0 +1,106 @@
+"""Devices that lack a kernel, a dtype or a property: a scaler trains there, shown on the CPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from halfstep import GradScaler
+from halfstep._pytorch import devices
+from halfstep._scaler.gradients import collect
+from halfstep._scaler.optimizers import handles_scale
+
+CPU = torch.device("cpu")
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
+    """Let the table answer otherwise about the CPU."""
+    monkeypatch.setitem(devices.FACTS, "cpu", replace(devices.FACTS["cpu"], **answers))
+
+
+class NoFloat64(TorchDispatchMode):
+    """Refuses every tensor of float64, as Apple's GPUs and Intel's Arc do."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.dtype is torch.float64:
+                raise TypeError(f"{func}: there is no float64")
+        return result
+
+
+def test_a_dtype_that_the_kernel_does_not_know_takes_other_ops(monkeypatch) -> None:
+    def refuse(tensors: list[torch.Tensor], *_: torch.Tensor) -> None:
+        assert tensors[0].dtype is torch.float32
+
+    monkeypatch.setattr("halfstep._scaler.gradients.check_and_unscale_", refuse)
+    lacking(monkeypatch, unscales=frozenset({torch.float32}))
+    params = [torch.nn.Parameter(each) for each in (torch.ones(2), torch.ones(2).bfloat16())]
+    for param in params:
+        param.grad = param.detach().clone()
+    params[1].grad[0] = math.inf
+    version = params[1].grad._version
+    found = collect(params).multiply_(torch.tensor(0.5))
+    assert found == {CPU: torch.ones(())}
+    assert params[1].grad.tolist() == [math.inf, 0.5]
+    assert params[1].grad._version > version
+    params[1].grad[0] = 1.0
+    assert collect(params).check() == {CPU: torch.zeros(())}
+    assert params[1].grad.tolist() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_scaler_trains_bfloat16_parameters_without_the_kernel(monkeypatch, max_norm) -> None:
+    def trained() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(8, 8).bfloat16()) for _ in range(3)]
+        optimizer, scaler = torch.optim.AdamW(params, lr=0.1), GradScaler("cpu", init_scale=1000.0)
+        for step in range(5):
+            loss = sum((param * param).sum() for param in params)
+            optimizer.zero_grad()
+            scaler.scale(loss * (math.inf if step == 2 else 1.0)).backward()
+            scaler.step(optimizer, **({} if max_norm is None else {"max_norm": max_norm}))
+            scaler.update()
+        return [*(param.detach() for param in params), torch.tensor(scaler.get_scale())]
+
+    wanted = trained()
+    lacking(monkeypatch, unscales=frozenset({torch.float32}))
+    assert all(map(torch.equal, trained(), wanted))
+
+
+@pytest.mark.parametrize("norm_type", [None, 2.0, 3.0, math.inf])
+def test_a_scaler_works_on_a_device_without_float64(monkeypatch, waiting_device, norm_type) -> None:
+    lacking(monkeypatch, has_float64=False, unscales=frozenset({torch.float32}), moves_scale=False)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu")
+    with NoFloat64():
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).square().sum()).backward()
+            if norm_type is None:
+                scaler.step(optimizer, max_norm=1.0)
+            else:
+                scaler.clip_grad_norm_(optimizer, 1.0, norm_type)
+                scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 65536.0
+
+
+def test_a_fused_optimizer_that_ignores_the_flag_is_not_left_to_skip(monkeypatch) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
+    assert handles_scale(optimizer)
+    lacking(monkeypatch, fused_skips=False)
+    assert not handles_scale(optimizer)
+    param, scaler = optimizer.param_groups[0]["params"][0], GradScaler("cpu")
+    scaler.scale((param * math.inf).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == [1.0, 1.0]
+    assert not optimizer.state
