@@ -378,7 +378,7 @@ class World:
         engine = self.scaler._engine
         memory = engine.journal.memories.get(id(optimizer))
         is_measuring = memory is None or memory.early_clipping.is_measuring
-        return engine.loss_scale.host.scale != 1.0 and is_measuring
+        return engine.loss_scale.state.scale != 1.0 and is_measuring
 
     def has_followed(self, param: Param) -> bool:
         """Say whether a gradient that was left is multiplied by the present scale; note it."""

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from halfstep._scaler import GradScaler
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.norms import largest_magnitudes, sums_of_squares
 from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.transition import DeviceState, next_state
+from halfstep._scaler.transition import next_state
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -107,12 +108,15 @@ def test_unscale(kind: str) -> None:
 
 @pytest.mark.parametrize("factors", [(2.0, 0.5), (1.1, 0.3), (3.7, 0.999)])
 def test_the_device_does_the_same_as_the_pure_state(factors: tuple[float, float]) -> None:
-    state = ScaleState.first(1000.1, Dynamic(*factors, growth_interval=2), min_scale=0.7)
-    on_device = DeviceState(state, CUDA)
-    for found_inf in [False, False, True, False, True, True] + [True] * 20 + [False] * 200:
+    rule = Dynamic(*factors, growth_interval=2, probe_after=None)
+    state = ScaleState.first(1000.1, rule, min_scale=0.7)
+    scale = LossScale(state)
+    scale.create(CUDA)
+    for found_inf in [False, False, True, False, True, True] + [True] * 20 + [False] * 100:
         state = next_state(state, found_inf=found_inf)
-        on_device.update_(torch.tensor(float(found_inf), device=CUDA), state)
-        assert on_device.read(state) == state
+        scale.update([torch.tensor(float(found_inf), device=CUDA)], [])
+        assert scale.value() == state.scale
+    assert scale.read() == state
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -199,11 +203,13 @@ def test_the_message_comes_late_but_comes() -> None:
 
 
 @pytest.mark.parametrize("rule", [Dynamic(), Dynamic(hysteresis=2, refill="step"), Static()])
-def test_every_rule_on_the_device(rule: Any) -> None:
+def test_every_rule_with_known_flags(rule: Any) -> None:
     state = ScaleState.first(2.0**16, rule, max_scale=2.0**20)
-    on_device = DeviceState(state, CUDA)
+    scale = LossScale(state)
+    scale.create(CUDA)
     for number in range(60):
         found_inf = number % 7 in (3, 4) or 20 < number < 40
         state = next_state(state, found_inf=found_inf)
-        on_device.update_(torch.tensor(float(found_inf), device=CUDA), state)
-        assert on_device.read(state) == state
+        scale.update(found_inf, [])
+        assert scale.read() == state
+        assert scale.value() == state.scale

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep._scaler import GradScaler, norms
 from halfstep._scaler import step as step_module
 from halfstep._scaler.earlier_norms import NUM_STEPS
+from halfstep._scaler.iteration import Step
 from halfstep.errors import CallOrderError
 
 SHAPES = [(300, 400), (7,), (), (64, 64), (64, 64), (0, 3)]
@@ -340,16 +341,20 @@ def test_a_fused_step_never_waits(step: Callable[[Setup], None]) -> None:
 @pytest.mark.parametrize("step", [no_clip, clip_in_step, clip_before_step, clip_with_torch])
 @pytest.mark.parametrize("value", [1.0, math.inf])
 @pytest.mark.usefixtures("waiting_device")
-def test_a_plain_step_waits_once(step: Callable[[Setup], None], value: float) -> None:
+def test_a_plain_step_waits_once(
+    step: Callable[[Setup], None], value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = setup(GradScaler, fused=False)
     made.scaler.set_norm_limit(10.0)
+    reads, read = [], Step.read
+    monkeypatch.setattr(Step, "read", lambda *args: reads.append(args) or read(*args))
     with made.counted() as ops:
         made.params[0].grad.mul_(value)
         step(made)
         made.scaler.update()
         made.scaler.outcome(made.optimizer)
-    assert ops.num_waits == 1
-    assert ops.names.count("_local_scalar_dense") == 1
+    assert len(reads) == 1
+    assert ops.num_waits == 0  # beside it
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -361,7 +366,7 @@ def test_nothing_but_the_step_waits(fused: bool) -> None:
         made.scaler.unscale_(made.optimizer)
         made.scaler.clip_grad_norm_(made.optimizer, 1.0)
         made.scaler.clip_grad_norm_(made.params, 1.0, norm_type=math.inf, per="parameter")
-        made.scaler.update(torch.tensor(4.0))
+        made.scaler.update(4.0)
     assert ops.num_waits == 0
 
 

@@ -15,7 +15,7 @@ from halfstep._scaler import GradScaler
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.transition import DeviceState, HostState, next_state
+from halfstep._scaler.transition import next_state
 from halfstep.errors import CallOrderError
 
 TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -175,20 +175,15 @@ def test_a_damaged_part_of_ours_changes_nothing() -> None:
 @pytest.mark.parametrize("written", [2.0**20, 3.0])
 def test_a_scale_written_in_place_in_a_run_can_be_saved(kinds: str, written: float) -> None:
     """In a trial, in a remembered run, in a probe: it ends the run."""
-    first = ScaleState.first(65536.0, Dynamic())
-    host, device = HostState(first), DeviceState(first, torch.device("cpu"))
+    scale = LossScale(ScaleState.first(65536.0, Dynamic()))
+    scale.create(torch.device("cpu"))
     for kind in kinds:
-        for live in (host, device):
-            live.see_loss_(torch.tensor(math.inf if kind == "L" else 1.0))
-        host.update_(kind != ".")
-        device.update_(torch.tensor(float(kind != ".")), first)
-    for live in (host, device):
-        scale = LossScale(first)
-        scale.live = live
-        live.scale.fill_(written)
-        saved = scale.read()
-        assert (saved.scale, saved.resume_scale) == (written, 0.0)
-        assert ScaleState.from_dict(saved.to_dict()) == saved
+        scale.see_loss(torch.tensor(math.inf if kind == "L" else 1.0))
+        scale.update(kind != ".", [])
+    scale.tensor.fill_(written)
+    saved = scale.read()
+    assert (saved.scale, saved.resume_scale) == (written, 0.0)
+    assert ScaleState.from_dict(saved.to_dict()) == saved
 
 
 def test_loading_is_in_place_on_the_device() -> None:

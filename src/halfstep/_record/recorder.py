@@ -454,8 +454,7 @@ def _sum(losses: Sequence[Tensor]) -> Tensor:
 
 def _may_be_skipped(outcome: Outcome) -> bool:
     """Return whether the newest state on the host ends with skips. Sync: none."""
-    state = outcome.loss_scale.arrived()
-    return state is not None and state.skips()[0] > 0
+    return outcome.loss_scale.state.skips()[0] > 0
 
 
 def _norm_of_outcome(outcome: Outcome) -> Tensor | None:

@@ -30,9 +30,9 @@ from halfstep._scaler.after_step import DueSchedules, snapshot_of
 from halfstep._scaler.closures import UnusableEvaluationError, split_closure
 from halfstep._scaler.gradients import NONE, collect, parameters
 from halfstep._scaler.guard import GuardScaler
+from halfstep._scaler.loss_scale import CPU
 from halfstep._scaler.optimizers import evaluates_first, handles_scale
 from halfstep._scaler.scalars import combine
-from halfstep._scaler.transition import CPU
 
 StepFunction = Callable[..., Any]
 

@@ -20,10 +20,9 @@ from halfstep._pytorch import autograd, compiler
 from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler, access
 from halfstep._scaler.gradients import Gradients, collect, parameters
-from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.loss_scale import CPU, LossScale
 from halfstep._scaler.optimizers import members
 from halfstep._scaler.scalars import as_tensor, combine
-from halfstep._scaler.transition import CPU
 
 
 class ScaledPass:

@@ -66,9 +66,7 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
         if engine.iteration is block:
             engine.iteration = block.around
             if bad_loss is not None:
-                live = engine.loss_scale.live
-                assert live is not None
-                live.see_loss_(1.0 / (1.0 - bad_loss))
+                engine.loss_scale.see_loss(1.0 / (1.0 - bad_loss))
     block.join()
     block.root.blocks[id(optimizer)] = blocks
     for each in block.root.blocks_with(parameters(optimizer)):
@@ -131,7 +129,7 @@ def _require_untouched(iteration: Iteration, optimizer: torch.optim.Optimizer) -
 def _take_bad_loss(engine: Engine) -> Tensor | None:
     """Return and clear the flag of bad losses, so that those of the block can be told apart."""
     scale = engine.loss_scale
-    return None if scale.live is None else scale.take_bad_loss()
+    return scale.take_loss_flag() if scale.is_created else None
 
 
 @torch.no_grad()
@@ -161,7 +159,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
         )
     if step.own_check is not None:
         block.add(step.own_check)
-    is_bad, loss_is_bad = step.read([step.decide(), scale.take_bad_loss()])
+    is_bad, loss_is_bad = step.read([step.decide(), scale.take_loss_flag()])
     if loss_is_bad and block.around is not block.root:
         scale.mark_loss_bad()  # for the surrounding block
     overflowed = bool(is_bad and not loss_is_bad)
@@ -170,7 +168,9 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     blocks.overflowed += overflowed
     # An overflow must reduce the scale even if the step is taken without this block. A non-finite
     # loss must not, while other blocks are finite at this scale.
-    block.root.add(GradientCheck(scale, NONE, _flag(scale, overflowed)))
+    check = GradientCheck(scale, NONE, _flag(scale, overflowed))
+    check.note(overflowed)
+    block.root.add(check)
     return not is_bad
 
 

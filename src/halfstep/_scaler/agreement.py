@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from halfstep._common.numbers import power
-from halfstep._pytorch.devices import widest_float
+from halfstep._pytorch.devices import to_device, widest_float
 from halfstep._pytorch.distributed import exchange_device
 from halfstep._scaler.gradients import Gradients
 from halfstep._scaler.norms import Norms, p_norm
@@ -28,7 +28,6 @@ from halfstep._scaler.scalars import (
     any_of,
     as_float32,
     float32_from_bits,
-    is_nonfinite,
     moved,
     scalar,
 )
@@ -279,10 +278,8 @@ class Agreement:
             )
 
     def _who_has_what(self) -> str:
-        live = self._loss_scale.live
-        assert live is not None
         group, call = self._ranks.group, self._ranks.call
-        rows = group.gather(live.counters().tolist(), f"{call}: who has which scale")
+        rows = group.gather(self._loss_scale.counters(), f"{call}: who has which scale")
         return "\n".join(
             [
                 f"{call}: the ranks disagree on the scale, and no step was taken:",
@@ -299,17 +296,17 @@ def _values(
     ranks: Together, check: GradientCheck, own_norm: Scalar | None, has_gradients: bool
 ) -> Tensor:
     """Return this rank's findings for the others, int32 ``[NUM_NUMBERS]``. Sync: none."""
-    live, group = check.scale.live, ranks.group
-    assert live is not None
-    device = live.scale.device
+    scale, group = check.scale, ranks.group
+    device = scale.device
     zero = torch.zeros((), device=device)
     found = any_of(check.found_here.values(), device) if check.found_here else zero
     norm = zero if own_norm is None else moved(as_float32(own_norm, device).detach(), device)
     # Earlier ranks send larger numbers, so the maximum identifies the first rank with a finding.
-    flags = torch.stack([found, is_nonfinite(live.bad_loss)])
+    flags = torch.stack([found, scale.loss_flag()])
     first, is_bad = (flags * (len(group.ranks) - group.place)).int()
     known = _known(has_gradients, ranks.has_scale, device)
-    same = torch.cat([norm.reshape(1).view(torch.int32), live.counters()])
+    counters = to_device(torch.tensor(scale.counters(), dtype=torch.int32), device)
+    same = torch.cat([norm.reshape(1).view(torch.int32), counters])
     head = torch.cat([torch.stack([first, is_bad]), known])
     return moved(torch.cat([head, same, -same]), group.device)
 
@@ -436,7 +433,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def describe(row: Sequence[float]) -> str:
-    """Format the result of ``DeviceState.counters`` for a message."""
+    """Format the result of ``LossScale.counters`` for a message."""
     scale, tracker, taken, skipped = map(int, row)
     return (
         f"scale {power(float32_from_bits(scale))}, growth tracker {tracker}, {taken} steps taken, "

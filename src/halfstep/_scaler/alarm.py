@@ -12,7 +12,7 @@ import torch
 
 from halfstep._common.numbers import power
 from halfstep._scaler.gradients import Gradients
-from halfstep._scaler.loss_scale import LossScale, state_of
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.scalars import checked_count
 from halfstep._scaler.scale_state import Reason, ScaleState
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
@@ -178,15 +178,12 @@ class Alarm:
     def sound(self, scale: LossScale, journal: Journal) -> None:
         """Raise the alarm if it is due; call this after an iteration.
 
-        It uses the newest state that has arrived on the host: on the CPU the one of this iteration,
-        on an accelerator possibly an earlier one. Sync: none unless the alarm is due.
+        After a fused step on an accelerator the state is that of some updates ago, on all ranks of
+        the same one. Sync: none unless the alarm is due.
         """
-        # "raise", or a callback that saves with collectives, must act in the same iteration on all
-        # ranks.
-        snapshot = scale.arrived(at_once=self.on_skips != "warn")
-        if snapshot is None or not self.is_due(scale, *snapshot.skips()):
+        state = scale.state
+        if not self.is_due(scale, *state.skips()):
             return
-        state = state_of(snapshot, scale.host)
         step = state.num_taken + state.num_skipped
         skipped = [
             outcome

@@ -80,7 +80,7 @@ class Engine:
 
     def scale_of_iteration(self, call: str, owner: object) -> LossScale:
         """Return the scale of the losses since the last ``update``."""
-        if self.loss_scale.live is None:
+        if not self.loss_scale.is_created:
             raise CallOrderError(
                 f"{call}({name(owner)}) before scale(): no loss has been scaled by this "
                 "GradScaler yet. Call scaler.scale(loss).backward() first"
@@ -94,7 +94,7 @@ class Engine:
 
         If several decide, a rank without a loss still gets a scale.
         """
-        has_scale = self.loss_scale.live is not None
+        has_scale = self.loss_scale.is_created
         call = f"{call}({name(owner)})"
         ranks = self.ranks.of(call, params, has_scale)
         if isinstance(ranks, Together) and not has_scale:
@@ -136,13 +136,13 @@ class Engine:
                 "update(new_scale=65536.0). (torch.amp says: No inf checks were recorded prior to "
                 "update.)"
             )
-        flags: list[Tensor] = []
-        for check in iteration.checks:
-            found = check.found_here if check.agreement is None else check.found_inf
-            flags.extend(found.values())
+        known = [check.on_host() for check in iteration.checks]
+        found_inf: bool | list[Tensor] = any(known)
+        if None in known:
+            found_inf = [flag for each in iteration.checks for flag in each.flags().values()]
         waiting = self.unused.before_change(iteration, self.loss_scale)
         outliers = [each.outlier for each in iteration.steps.values() if each.outlier is not None]
-        self.loss_scale.update(flags, outliers)
+        self.loss_scale.update(found_inf, outliers)
         if waiting or self.unused.waiting:
             self.unused.wait(waiting)
         self.end_iteration()

@@ -312,7 +312,7 @@ class Guard:
         try:
             if first is not None:
                 scale = scaler._engine.loss_scale
-                if scale.live is None:
+                if not scale.is_created:
                     scale.create(first.device)
             elif some is not None or not self._decides_with_others(optimizer):
                 return optimizer.step()

@@ -42,6 +42,7 @@ class GradientCheck:
             reused.
         found_here: Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0.
         first: The unscaled norm and largest magnitude, measured if the step is one of the first.
+        read: Whether a step has read inf or NaN in the flags, and their versions at that time.
         left_scaled: Whether the step that made the check was skipped, and the number by which its
             gradients are still multiplied in that case.
         agreement: The combined result of all ranks, if several decide.
@@ -54,6 +55,7 @@ class GradientCheck:
     found_here: dict[torch.device, Tensor]
     first: tuple[Scalar, Tensor] | None = None
     left_scaled: tuple[Scalar, Scalar] | None = None
+    read: tuple[bool, list[int]] | None = None
     agreement: Agreement | None = None
     asked: frozenset[int] = frozenset()
 
@@ -64,6 +66,25 @@ class GradientCheck:
             return self.found_here
         found = self.agreement.found_inf()
         return {device: moved(found, device) for device in self.found_here or [found.device]}
+
+    def flags(self) -> dict[torch.device, Tensor]:
+        """Return the flags that move the scale: those of all ranks, if several decide."""
+        return self.found_here if self.agreement is None else self.found_inf
+
+    def note(self, found_inf: bool) -> None:
+        """Note what a step has read in the flags, which existing code may still change."""
+        self.read = found_inf, [flag._version for flag in self.found_here.values()]
+
+    def on_host(self) -> bool | None:
+        """Return whether inf or NaN was found, None if only a device knows. Sync: none."""
+        if self.read is not None:
+            found_inf, versions = self.read
+            if versions == [flag._version for flag in self.found_here.values()]:
+                return found_inf
+        flags = self.flags()
+        if all(device.type in scalars.READABLE for device in flags):
+            return any(flag.item() != 0.0 for flag in flags.values())
+        return None
 
 
 class Stage(Enum):
@@ -128,9 +149,12 @@ class Step:
 
     def agreements(self) -> list[Agreement]:
         """Return the agreements of all checks; empty if this rank decides alone."""
+        return [each.agreement for each in self.all_checks() if each.agreement is not None]
+
+    def all_checks(self) -> list[GradientCheck]:
+        """Return the earlier checks and the own one, if there is any."""
         own = self.own_check
-        checks = self.checks if own is None or own in self.checks else [*self.checks, own]
-        return [check.agreement for check in checks if check.agreement is not None]
+        return self.checks if own is None or own in self.checks else [*self.checks, own]
 
     def decide(self) -> Scalar:
         """Set ``found_inf`` and ``skip``, and return ``skip``. Sync: none.

@@ -1,8 +1,17 @@
-"""The scale of the losses, its transitions, and its form in a checkpoint."""
+"""The scale of the losses: its state, its number on a device, and its form in a checkpoint.
+
+Whoever knows the flags moves the scale. A plain step reads its flag before it steps, and so does
+everything on the CPU: the state moves on the host, and the number on the device is written if it
+changes. A fused step does not read: the device moves the number by PyTorch's kernel and a floor,
+and the state follows ``LAG`` updates later, when the flags have arrived. That is a fixed number, so
+that a run is reproducible and all ranks agree.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -10,38 +19,46 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.amp import increment_version
 from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modes import is_inside_functorch
+from halfstep._pytorch.transfers import is_capturing
 from halfstep._scaler.earlier_norms import NormLimits
 from halfstep._scaler.rules import Rule
 from halfstep._scaler.scalars import (
+    LARGEST_SCALE,
     READABLE,
+    SMALLEST_SCALE,
     Scalar,
     any_of,
     as_tensor,
     checked_scale,
     describe,
+    float32_bits,
     is_nonfinite,
     is_readable,
     moved,
+    zero_if_finite,
 )
 from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.transition import (
-    CPU,
-    DeviceSnapshot,
-    DeviceState,
-    HostCopy,
-    HostState,
-)
+from halfstep._scaler.transition import changed, next_state
+from halfstep._scaler.updates import Kernel, Number, PendingUpdate
 from halfstep.errors import CallOrderError
 
-Snapshot: TypeAlias = ScaleState | DeviceSnapshot
-"""A copy of the state at one point in time."""
+CPU = torch.device("cpu")
+
+LAG = 2
+"""Number of updates after which the flags of an update are read, if nothing reads them before. On
+the way from the device they pass two whole iterations: the host hardly ever waits for them."""
+
+Snapshot: TypeAlias = ScaleState | PendingUpdate
+"""The state at one point in time, or the last update before it."""
 
 
-def state_of(snapshot: Snapshot, rule: ScaleState) -> ScaleState:
-    """Return the state in a snapshot; ``rule`` supplies the rule of a device's. Sync: one."""
-    return snapshot if isinstance(snapshot, ScaleState) else snapshot.read(rule)
+def state_of(snapshot: Snapshot) -> ScaleState:
+    """Return the state in a snapshot. Sync: one if it is on its way."""
+    return snapshot if isinstance(snapshot, ScaleState) else snapshot.states()[1]
 
 
 class LossScale:
@@ -49,37 +66,65 @@ class LossScale:
 
     Attributes:
         first: The initial state, with the current rule.
-        host: The state as last set. It holds the current rule; once ``live`` exists, the values
-            that change from step to step are there.
-        live: The current state, on ``device``, the device of the first loss.
-        can_amplify: Whether unscaling may multiply by more than 1.
-        is_quiet: Whether it is known that neither this iteration nor the previous one was skipped.
+        state: The state after the newest update whose flags are known on the host.
+        device: The device of the number, that of the first loss.
+        is_created: Whether there is a number on a device.
+        is_quiet: Whether it is known that neither of the last two updates was skipped.
+        bad_loss: NaN if a loss of this iteration was not finite, else 0; if ``has_loss``.
+        has_loss: Whether ``bad_loss`` belongs to this iteration.
     """
 
+    bad_loss: Tensor
+
     def __init__(self, state: ScaleState) -> None:
-        self.first = self.host = state
-        self.live: HostState | DeviceState | None = None
+        self.first = self.state = state
         self.device = CPU
-        self.can_amplify = state.can_amplify
-        self.is_quiet = False
-        self._arriving: HostCopy | None = None
+        self.is_created = self.is_quiet = self.has_loss = False
+        self._tensor: Tensor
+        self._growth_tracker: Tensor | None = None  # once a kernel or existing code has asked
+        self._number: Number
+        self._versions: list[int] = []  # of the tensors when they were known last
+        self._is_captured = False  # whether a CUDA graph moves it, which the host does not see
+        self._under_way: deque[PendingUpdate] = deque()
+        self._loss_is_finite: bool | None = None  # as far as a step has read it
         self._settled_loss: Tensor | None = None
-        self._is_shared = False
 
     @property
     def tensor(self) -> Tensor:
-        """The scale, a float32 scalar on its device; requires :meth:`create`."""
-        assert self.live is not None
-        return self.live.scale
+        """The scale, a float32 scalar on its device, which never moves."""
+        return self._tensor
+
+    @property
+    def growth_tracker(self) -> Tensor:
+        """The count of consecutive steps, an int32 scalar on the device."""
+        if self._growth_tracker is None:
+            count = self._number.growth_tracker
+            with torch.inference_mode(False):
+                self._growth_tracker = torch.full((), count, dtype=torch.int32, device=self.device)
+            self._versions.append(self._growth_tracker._version)
+        return self._growth_tracker
+
+    @property
+    def can_amplify(self) -> bool:
+        """Whether unscaling may multiply by more than 1."""
+        if self.state.can_amplify or self.device.type in READABLE or not self.is_created:
+            return self.state.can_amplify
+        return not torch.compiler.is_compiling() and self._is_written()
 
     @keep_out_of_graphs
     def create(self, device: torch.device) -> None:
-        """Move the state to a device. Sync: none."""
-        self.device = device
-        if device.type in READABLE:
-            self.live = HostState(self.host)
-        else:
-            self.live, self._arriving = DeviceState(self.host, device), HostCopy()
+        """Put the number on a device. Sync: none."""
+        self.state = _with_valid_tracker(self.state)
+        self.device, self.is_created = device, True
+        # The first loss may come in inference mode, and the next one from training.
+        with torch.inference_mode(False):
+            number = torch.tensor(self.state.scale, dtype=torch.float32, device="cpu")
+            self._tensor = to_device(number, device) if device.type not in READABLE else number
+            self.bad_loss = torch.zeros_like(self._tensor)
+        self._number = Number(self.state.scale, self.state.growth_tracker)
+        self._versions = self._versions_now()
+
+    # --- losses -----------------------------------------------------------------------------------
 
     def multiply(self, loss: Tensor, *, is_traced: bool = False) -> Tensor:
         """Return a loss multiplied by the scale, and record whether it is finite. Sync: none.
@@ -89,20 +134,20 @@ class LossScale:
         type promotion with a float32 scalar applies. ``is_traced``: whether torch.compile is
         tracing.
         """
-        if self.live is None:
+        if not self.is_created:
             self.create(loss.device)
-        live = self.live
-        assert live is not None
         # torch.compile cannot trace is_readable(), nor is_inside_functorch() under torch.func.grad.
         if is_traced:
-            live.see_loss_(loss)
+            self.see_loss(loss)
         elif is_readable(loss):
             number = loss.item()
             if number - number != 0.0:
                 self.mark_loss_bad()
         elif not is_inside_functorch(loss):
-            live.see_loss_(loss)
-        scale = live.traced_scale() if is_traced else live.scale
+            self.see_loss(loss)
+        # Inductor of 2.13 removes a clone(), and the backward pass would then see a later scale. It
+        # keeps abs(), which also copies: the scale is positive.
+        scale = self._tensor.abs() if is_traced else self._tensor
         if scale.device != loss.device:
             scale = moved(scale, loss.device)
         if loss.dtype == torch.float16 and loss.dim() > 0:
@@ -110,23 +155,48 @@ class LossScale:
             loss = loss.float()
         return loss * scale
 
+    def see_loss(self, loss: Tensor) -> None:
+        """Record whether all entries of a loss are finite, until the next update. Sync: none."""
+        zero = zero_if_finite(loss)
+        if zero is None:
+            return
+        zero = moved(zero, self.device)
+        self._loss_is_finite = None
+        if self.has_loss:
+            self.bad_loss.add_(zero)
+        else:
+            self.bad_loss.copy_(zero)
+            self.has_loss = True
+
     def mark_loss_bad(self) -> None:
         """Record that a loss was not finite. Sync: none."""
-        assert self.live is not None
-        self.live.bad_loss.fill_(torch.nan)
+        self.bad_loss.fill_(torch.nan)
+        self.has_loss, self._loss_is_finite = True, False
 
-    def take_bad_loss(self) -> Tensor:
-        """Return 1 if a loss since the last ``update`` was not finite, else 0; clear the flag."""
-        assert self.live is not None
-        is_bad = is_nonfinite(self.live.bad_loss)
-        self.forget_bad_loss()
-        return is_bad
+    def loss_is_finite(self) -> bool:
+        """Return whether all losses of this iteration were finite. Sync: one unless it is known."""
+        if self._loss_is_finite is None:
+            self._loss_is_finite = not self.has_loss or self.bad_loss.item() == 0.0
+        return self._loss_is_finite
 
-    def forget_bad_loss(self) -> None:
-        """Clear the flag for non-finite losses since the last ``update``. Sync: none."""
-        self._settled_loss = None
-        if self.live is not None:
-            self.live.bad_loss.zero_()
+    def note_loss(self, is_finite: bool) -> None:
+        """Note what a step has read in ``bad_loss``."""
+        self._loss_is_finite = is_finite
+
+    def loss_flag(self) -> Tensor:
+        """Return 1 if a loss of this iteration was not finite, else 0, on the device."""
+        return is_nonfinite(self.bad_loss) if self.has_loss else torch.zeros_like(self.bad_loss)
+
+    def take_loss_flag(self) -> Tensor:
+        """Return :meth:`loss_flag`, and forget the losses."""
+        flag = self.loss_flag()
+        self.forget_losses()
+        return flag
+
+    def forget_losses(self) -> None:
+        """Forget whether losses since the last update were finite. Sync: none."""
+        self._settled_loss = self._loss_is_finite = None
+        self.has_loss = False
 
     def settle_loss(self, is_bad: Tensor | None) -> None:
         """Replace this rank's flag for non-finite losses by that of all ranks. Sync: none.
@@ -134,118 +204,217 @@ class LossScale:
         ``is_bad``: a bool scalar, whether any loss was not finite; None if the ranks did not
         exchange it, in which case no loss counts.
         """
-        assert self.live is not None
-        settled = torch.zeros_like(self.live.bad_loss)
+        settled = torch.zeros_like(self.bad_loss)
         if is_bad is not None:
             settled = torch.where(is_bad, torch.nan, settled)
         if self._settled_loss is not None:  # An earlier flag of this iteration counts too.
             settled = settled + self._settled_loss
-        self._settled_loss, self._is_shared = settled, True
+        self._settled_loss = settled
         self.forget_later_losses()
 
     def forget_later_losses(self) -> None:
         """Drop the flag of losses that came after the ranks agreed: only this rank knows them."""
         if self._settled_loss is not None:
-            assert self.live is not None
-            self.live.bad_loss.copy_(self._settled_loss)
+            self.bad_loss.copy_(self._settled_loss)
+            self.has_loss, self._loss_is_finite = True, None
+
+    # --- reading ----------------------------------------------------------------------------------
 
     def value(self) -> float:
         """Return the scale. Sync: one."""
-        return self.host.scale if self.live is None else self.live.scale.item()
+        return self._tensor.item() if self.is_created else self.state.scale
 
     def number(self) -> Scalar:
         """Return the scale as a number or tensor for calculations. Sync: none."""
-        live = self.live
-        assert live is not None
-        if not isinstance(live, HostState):
-            return live.scale.clone()  # update() changes the tensor in place
-        scale = live.scale.item()
-        if scale != live.now.scale or live.has_count:  # existing code may write in place
-            live.follow_writes_()
-            self.can_amplify |= live.now.can_amplify
-        return scale
+        if self.device.type not in READABLE:
+            return self._tensor.clone()  # update() changes the tensor in place
+        self._follow_writes()
+        return self._number.scale
 
     def read(self) -> ScaleState:
-        """Return the whole state. Sync: one."""
-        if self.live is None:
-            return self.host
-        if isinstance(self.live, HostState):
-            self.number()  # picks up in-place writes
-            return self.live.now
-        return self.live.read(self.host)
-
-    def load(self, state: ScaleState) -> None:
-        """Load a state, in place on the device. Sync: none."""
-        rule = state.rule
-        self.first = replace(self.first, rule=rule, hysteresis_left=rule.hysteresis)
-        self.host = state
-        self.can_amplify = state.can_amplify
-        if self.live is not None:
-            self.live.write_(state)
-
-    def set_rule(self, rule: Rule) -> None:
-        """Use another rule from now on. Sync: none."""
-        self.first = replace(self.first, rule=rule)
-        self.host = replace(self.host, rule=rule)
-        if self.live is not None:
-            self.live.set_rule_(rule)
-
-    def set(self, new_scale: object) -> None:
-        """Set the scale to a number or to a 1-element tensor. Sync: none."""
-        if isinstance(new_scale, Tensor):
-            self._set_from_tensor(new_scale)
-        else:
-            self.host = self.host.with_scale(checked_scale("new_scale", new_scale))
-            self.can_amplify |= self.host.can_amplify
-            if self.live is not None:
-                self.live.fill_(self.host.scale)
-        self.forget_bad_loss()
-
-    def update(self, found_inf: list[Tensor], outliers: list[Scalar]) -> None:
-        """Back off, count or grow the scale after an iteration. Sync: none."""
-        live = self.live
-        if self._settled_loss is not None:
-            self.forget_later_losses()
-            self._settled_loss = None
-        if isinstance(live, HostState):
-            found = False
-            for flag in found_inf:
-                found |= flag.item() != 0.0
-            skipped_before = live.now.skipped_in_a_row
-            live.update_(
-                found,
-                any(outlier != 0.0 for outlier in outliers) if outliers else False,
-            )
-            self.is_quiet = skipped_before == live.now.skipped_in_a_row == 0
-            return
-        assert live is not None
-        device = live.device
-        live.update_(
-            any_of(found_inf, device),
-            self.host,
-            outlier=any_of([as_tensor(each, device) for each in outliers], device)
-            if outliers
-            else None,
-        )
-        if not torch.compiler.is_compiling():
-            assert self._arriving is not None
-            self._arriving.send(live.buffer)
+        """Return the whole state. Sync: one on an accelerator."""
+        if not self.is_created:
+            return self.state
+        if self._under_way:
+            return self._under_way[-1].states()[1]
+        self._follow_writes()
+        return self.state
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of the current state. Sync: none."""
-        assert self.live is not None
-        return self.live.now if isinstance(self.live, HostState) else self.live.snapshot()
+        """Return the current state, to be read later. Sync: none."""
+        return self._under_way[-1] if self._under_way else self.state
 
-    def arrived(self, *, at_once: bool = False) -> Snapshot | None:
-        """Return the newest state on the host; ``at_once`` syncs if several ranks share it."""
-        if isinstance(self.live, HostState):
-            return self.live.now
-        if self._arriving is None:
-            return None
-        values = self._arriving.latest(wait=at_once and self._is_shared)
-        return None if values is None else DeviceSnapshot(values)
+    def states_of(self, update: PendingUpdate) -> tuple[ScaleState, ScaleState]:
+        """Return the states before and after an update that is under way. Sync: one."""
+        state, number = self.state, self._number
+        for each in self._under_way:
+            before, state, number = _followed(state, number, each)
+            if each is update:
+                return before, state
+        raise AssertionError("the update is over")
 
-    def _set_from_tensor(self, new_scale: Tensor) -> None:
+    def counters(self) -> list[int]:
+        """Return scale (its bits), growth tracker, steps taken and skipped. Sync: none."""
+        state = self.state
+        return [
+            float32_bits(state.scale),
+            state.growth_tracker,
+            state.num_taken,
+            state.num_skipped,
+        ]
+
+    def _is_written(self) -> bool:
+        """Return whether existing code, or a CUDA graph, may have written the tensors."""
+        is_here = self.device.type in READABLE
+        return is_here or self._is_captured or self._versions != self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        tensors = [self._tensor, self._growth_tracker]
+        return [each._version for each in tensors if each is not None]
+
+    def _follow_writes(self) -> None:
+        """Take over what was written into the tensors in place. Sync: two if there may be any."""
+        if not self._is_written():
+            return
+        scale = self._tensor.item()
+        if scale != self._number.scale:
+            self.state = self.state.with_scale(scale)
+        self._follow_tracker()
+        self._number = Number(scale, self.state.growth_tracker)
+        self._versions = self._versions_now()
+
+    def _follow_tracker(self) -> None:
+        if self._growth_tracker is not None and self._is_written():
+            count = int(self._growth_tracker.item())
+            self.state = changed(self.state, growth_tracker=count)
+
+    # --- moving -----------------------------------------------------------------------------------
+
+    def update(self, found_inf: bool | list[Tensor], outliers: list[Scalar]) -> None:
+        """Back off, count or grow the scale after an iteration. Sync: none.
+
+        ``found_inf``: whether a gradient was inf or NaN, if the host knows; else the flags.
+        """
+        self.forget_later_losses()
+        if isinstance(found_inf, bool) and not any(isinstance(each, Tensor) for each in outliers):
+            self._move(found_inf, any(outliers))
+        else:
+            flags = found_inf if isinstance(found_inf, list) else [_flag(found_inf, self.device)]
+            self._launch(flags, outliers)
+        self.forget_losses()
+
+    def _move(self, found_inf: bool, outlier: bool) -> None:
+        """Move on the host, which knows the flags."""
+        self._settle()
+        self._follow_writes()
+        before = self.state
+        loss_is_finite = not found_inf or self.loss_is_finite()
+        self.state = next_state(
+            before, found_inf=found_inf, loss_is_finite=loss_is_finite, outlier=outlier
+        )
+        self.is_quiet = before.skipped_in_a_row == self.state.skipped_in_a_row == 0
+        self._show()
+
+    def _launch(self, flags: list[Tensor], outliers: list[Scalar]) -> None:
+        """Let the device move the scale, and the state follow."""
+        values = {"scale": self._tensor, "found_inf": any_of(flags, self.device)}
+        if self.has_loss:
+            values["bad_loss"] = self.bad_loss
+        if outliers:
+            values["outlier"] = any_of([as_tensor(x, self.device) for x in outliers], self.device)
+        self._is_captured |= is_capturing(self.device)
+        kernel = Kernel.of(self.state)
+        if not self._is_captured:
+            self._under_way.append(PendingUpdate(self, values, kernel))
+        if kernel is None:
+            increment_version((self._tensor,))
+        else:
+            kernel.move_(self._tensor, self.growth_tracker, values["found_inf"])
+            if outliers:
+                self.growth_tracker.mul_(values["outlier"] == 0.0)
+        self._versions = self._versions_now()
+        for update in self._under_way:
+            update.look()
+        self._settle(most_left=LAG)
+
+    def _settle(self, most_left: int = 0) -> None:
+        """Let the state follow the updates that are under way, but for the newest ones."""
+        skipped_before = self.state.skipped_in_a_row
+        if len(self._under_way) <= most_left:
+            return
+        while len(self._under_way) > most_left:
+            update = self._under_way.popleft()
+            before, self.state, self._number = _followed(self.state, self._number, update)
+            update.keep(before, self.state)
+        self.is_quiet = skipped_before == self.state.skipped_in_a_row == 0
+        if self._number.scale != self.state.scale:
+            self._show()
+        elif self._under_way:  # the device counts on
+            self.state = changed(self.state, growth_tracker=self._number.growth_tracker)
+
+    def _show(self) -> None:
+        """Write the state to the device, as far as it differs. Sync: none."""
+        state, number = self.state, self._number
+        if number.scale != state.scale:
+            self._tensor.fill_(state.scale)
+            for update in self._under_way:
+                update.is_stale = True
+        else:  # backward of a loss from before must raise
+            increment_version((self._tensor,))
+        if self._growth_tracker is not None and number.growth_tracker != state.growth_tracker:
+            self._growth_tracker.fill_(state.growth_tracker)
+        self._number = Number(state.scale, state.growth_tracker)
+        self._versions = self._versions_now()
+
+    # --- setting ----------------------------------------------------------------------------------
+
+    def load(self, state: ScaleState) -> None:
+        """Load a state, in place on the device. Sync: one if updates are under way."""
+        rule, count = state.rule, state.growth_tracker
+        self.first = replace(
+            self.first, rule=rule, hysteresis_left=rule.hysteresis, growth_tracker=count
+        )
+        if self.is_created:
+            self._settle()
+        self._take(state)
+        self.forget_losses()
+
+    def set_rule(self, rule: Rule) -> None:
+        """Use another rule from now on. Sync: one if updates are under way."""
+        self.first = replace(self.first, rule=rule)
+        if self.is_created:
+            self._settle()
+            self._follow_writes()
+        self._take(replace(self.state, rule=rule))
+
+    def set(self, new_scale: object) -> None:
+        """Set the scale to a number or to a 1-element tensor.
+
+        Sync: none for a number, or a tensor on the CPU.
+        """
+        if isinstance(new_scale, Tensor):
+            scale = self._checked_tensor(new_scale)
+            if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+                increment_version((self._tensor,))  # for losses from before
+                self.forget_losses()
+                return
+        else:
+            scale = checked_scale("new_scale", new_scale)
+        if self.is_created and not self._under_way:
+            self._follow_tracker()
+        self._take(self.state.with_scale(scale))
+        self.forget_losses()
+
+    def _take(self, state: ScaleState) -> None:
+        """Take a state, and write it over whatever is on the device."""
+        self.state = state
+        if self.is_created:
+            self.state = _with_valid_tracker(state)
+            if self._is_written():
+                self._number = Number(math.nan, -1)
+            self._show()
+
+    def _checked_tensor(self, new_scale: Tensor) -> float:
         if new_scale.is_complex() or new_scale.dtype == torch.bool:
             raise TypeError(f"new_scale is {describe(new_scale)}: pass a real tensor")
         if new_scale.numel() != 1 or new_scale.requires_grad:
@@ -254,13 +423,50 @@ class LossScale:
                 f"requires_grad={new_scale.requires_grad}: pass a number or a tensor with one "
                 "element that requires no gradient (tensor.detach())"
             )
-        if self.live is None:
+        if not self.is_created:
             raise CallOrderError(
                 "update(new_scale=tensor) before scale(): the scale is not on any device yet. Pass "
                 "a number, or scale a loss first"
             )
-        self.can_amplify = True
-        self.live.copy_(new_scale)
+        return new_scale.reshape(()).float().item()
+
+
+def _followed(
+    state: ScaleState, number: Number, update: PendingUpdate
+) -> tuple[ScaleState, ScaleState, Number]:
+    """Return the states before and after an update on the device, and the number that it left."""
+    found = update.found()
+    if update.is_stale:
+        is_skipped = found.found_inf or found.outlier
+        after = changed(
+            state,
+            num_taken=state.num_taken + (not is_skipped),
+            num_skipped=state.num_skipped + is_skipped,
+            skipped_in_a_row=state.skipped_in_a_row + 1 if is_skipped else 0,
+        )
+        return state, after, number
+    if found.scale != number.scale:  # existing code has written it in place
+        state, number = state.with_scale(found.scale), number._replace(scale=found.scale)
+    after = next_state(
+        state,
+        found_inf=found.found_inf,
+        loss_is_finite=found.loss_is_finite,
+        outlier=found.outlier,
+    )
+    if update.kernel is None:
+        return state, after, number._replace(growth_tracker=after.growth_tracker)
+    number = update.kernel.moved(number, found.found_inf)
+    return state, after, number._replace(growth_tracker=0) if found.outlier else number
+
+
+def _with_valid_tracker(state: ScaleState) -> ScaleState:
+    """Clamp a count that exceeds a lowered interval, so that the next step grows the scale."""
+    last = state.rule.growth_interval - 1
+    return changed(state, growth_tracker=last) if state.growth_tracker > last else state
+
+
+def _flag(is_set: bool, device: torch.device) -> Tensor:
+    return torch.full((), float(is_set), dtype=torch.float32, device=device)
 
 
 # --- a checkpoint ---------------------------------------------------------------------------------

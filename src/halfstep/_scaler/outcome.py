@@ -23,7 +23,7 @@ from halfstep._scaler.norms import norms_of
 from halfstep._scaler.optimizers import Names
 from halfstep._scaler.scalars import Scalar, moved, round_to_float32
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
-from halfstep._scaler.transition import DeviceSnapshot, HostState
+from halfstep._scaler.updates import PendingUpdate
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
@@ -115,12 +115,11 @@ class Outcome:
         self._optimizer = weakref.ref(optimizer)
         self._names = names
         self.loss_scale = loss_scale = step.loss_scale
-        self._rule = loss_scale.host
         self._before = loss_scale.snapshot()
-        # A device snapshot contains it and is read later.
-        self._loss_is_finite = True
-        if isinstance(loss_scale.live, HostState) and step.found_inf:
-            self._loss_is_finite = loss_scale.live.loss_is_finite
+        # None if only the device knows whether the step was skipped.
+        self._loss_is_finite: bool | None = None
+        if not isinstance(step.found_inf, Tensor):
+            self._loss_is_finite = not step.found_inf or loss_scale.loss_is_finite()
         self.after: Snapshot | None = None  # the state after update()
         self._found_inf, self._outlier, self._norm = step.found_inf, step.outlier, step.norm
         self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
@@ -204,7 +203,7 @@ class Outcome:
         """
         if self.after is None:
             raise CallOrderError("outcome.scale_after before update(): call scaler.update() first")
-        return state_of(self.after, self._rule).scale
+        return state_of(self.after).scale
 
     @property
     def is_measured(self) -> bool:
@@ -274,10 +273,9 @@ class Outcome:
 
     def packed(self) -> Tensor:
         """Return float32 numbers for :meth:`unpack`; empty if all is on the host. Sync: none."""
-        before, found_inf = self._before, self._found_inf
-        if isinstance(before, ScaleState):
+        found_inf = self._found_inf
+        if not isinstance(found_inf, Tensor):
             return torch.empty(0, device="cpu")
-        assert isinstance(found_inf, Tensor)
         missing = torch.full_like(found_inf, math.nan)
         outlier, norm = self._outlier, self._norm
         row = [
@@ -285,25 +283,30 @@ class Outcome:
             outlier if isinstance(outlier, Tensor) else torch.zeros_like(missing),
             norm.to(missing) if isinstance(norm, Tensor) else missing,
         ]
-        states = [before, *([self.after] if isinstance(self.after, DeviceSnapshot) else [])]
-        return torch.cat([torch.stack(row), *(s.values.view(torch.float32) for s in states)])
+        return torch.stack(row)
 
     def unpack(self, packed: Tensor) -> tuple[HistoryEntry, float | None]:
         """Return the entry, and the scale after ``update`` (None before it)."""
-        if isinstance(self._before, ScaleState):
-            state, loss_is_finite = self._before, self._loss_is_finite
+        if len(packed):
+            found_inf, outlier, norm = packed.tolist()
+        else:
+            assert not isinstance(self._found_inf, Tensor)
             found_inf, outlier = self._found_inf, self._outlier
             norm = math.nan if self._norm is None else round_to_float32(float(self._norm))
-            after = None if self.after is None else state_of(self.after, self._rule).scale
-        else:
-            found_inf, outlier, norm = packed[:3].tolist()
-            end = 3 + len(self._before.values)
-            state, loss_is_finite = DeviceSnapshot(packed[3:]).read_with_loss(self._rule)
-            is_over = len(packed) > end
-            after = DeviceSnapshot(packed[end:]).read(self._rule).scale if is_over else None
+        state, loss_is_finite = self._state_of_step(bool(found_inf))
         why = reason(state, bool(found_inf), loss_is_finite, bool(outlier))
         number = state.num_taken + state.num_skipped + 1
-        return HistoryEntry(number, self.optimizer_name, why is None, why, state.scale, norm), after
+        entry = HistoryEntry(number, self.optimizer_name, why is None, why, state.scale, norm)
+        return entry, None if self.after is None else self.scale_after
+
+    def _state_of_step(self, found_inf: bool) -> tuple[ScaleState, bool]:
+        """Return the state during the step, and whether the loss was finite."""
+        if self._loss_is_finite is not None:
+            return state_of(self._before), self._loss_is_finite
+        if isinstance(self.after, PendingUpdate):
+            return self.after.states()[0], self.after.found().loss_is_finite
+        is_finite = self.has_ended or not found_inf or self.loss_scale.loss_is_finite()
+        return state_of(self._before), is_finite
 
     @cached_property
     @keep_out_of_graphs
@@ -334,11 +337,10 @@ class Outcome:
         state: dict[str, object] = {
             "optimizer_name": self.optimizer_name,
             "rank": self.rank,
-            "_rule": self._rule,
-            "_before": _on_cpu(self._before),
-            "after": None if self.after is None else _on_cpu(self.after),
-            "_loss_is_finite": self._loss_is_finite,
         }
+        before, loss_is_finite = self._state_of_step(self.skipped)
+        state |= {"_before": before, "_loss_is_finite": loss_is_finite}
+        state["after"] = None if self.after is None else state_of(self.after)
         for what in ("_found_inf", "_outlier", "_norm"):
             value = getattr(self, what)
             state[what] = None if value is None else float(value)
@@ -360,10 +362,6 @@ class Outcome:
         after = "" if self.after is None else f" -> {power(self.scale_after)}"
         norm = "" if self._norm is None else f"; norm {self.norm:.4g}"
         return f"Outcome({self.optimizer_name}: {verdict}; scale {power(self.scale)}{after}{norm})"
-
-
-def _on_cpu(snapshot: Snapshot) -> Snapshot:
-    return snapshot if isinstance(snapshot, ScaleState) else snapshot.on_cpu()
 
 
 @keep_out_of_graphs

@@ -36,7 +36,6 @@ from halfstep._scaler.agreement import (
     listed,
     ranks_of,
 )
-from halfstep._scaler.transition import HostCopy
 from halfstep.errors import HalfstepWarning, RanksError
 
 if TYPE_CHECKING:
@@ -318,7 +317,6 @@ class StateComparison:
         self._world: ref[ProcessGroup] | None = None
         self._number: int | None = None  # of the scaler in this world
         self._key: str | None = None  # of the comparison whose notes are checked next
-        self._copy: HostCopy | None = None  # of the state, until it is in the store
         self._is_over = False
 
     def count_update(self, scale: LossScale) -> None:
@@ -330,8 +328,6 @@ class StateComparison:
         if self._num_updates % CHECK_EVERY == 0:
             self._require_no_notes()
             self._begin(scale)
-        if self._copy is not None:
-            self._leave_state()
 
     def _begin(self, scale: LossScale) -> None:
         world = distributed.group.WORLD
@@ -339,19 +335,11 @@ class StateComparison:
         if self._world is None or self._world() is not world:
             self._world, self._number = ref(world), self._ask(_number_scaler)
         self._key = f"halfstep/states/{self._number}/{self._num_updates}"
-        if scale.live is not None:
-            self._copy = HostCopy()
-            self._copy.send(scale.live.counters())
-
-    def _leave_state(self) -> None:
-        """Put the state into the store once it has arrived on the host."""
-        row = None if self._copy is None else self._copy.latest()
-        if row is not None:
-            self._copy = None
-            self._ask(_leave, self._key, json.dumps(row.tolist()))
+        if scale.is_created:
+            self._ask(_leave, self._key, json.dumps(scale.counters()))
 
     def _require_no_notes(self) -> None:
-        key, self._key, self._copy = self._key, None, None
+        key, self._key = self._key, None
         states = key and self._ask(_different_states, key)
         if states:
             raise RanksError(

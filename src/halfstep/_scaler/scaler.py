@@ -176,12 +176,12 @@ class GradScaler(TorchAttributes):
 
         Sync: none.
         """
-        if self._engine.loss_scale.live is None:
+        if not self._engine.loss_scale.is_created:
             overrides.create_scale(self, outputs)
         scaled = self._engine.scale(outputs)
         if self._device is None:
-            live = self._engine.loss_scale.live
-            self._device = None if live is None else live.device.type
+            scale = self._engine.loss_scale
+            self._device = scale.device.type if scale.is_created else None
         if self._engine.iteration.num_losses == NUM_LOSSES_WITHOUT_UPDATE:
             warnings.warn(
                 f"{NUM_LOSSES_WITHOUT_UPDATE} losses have been scaled since the last update(). If "

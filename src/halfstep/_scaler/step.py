@@ -160,7 +160,7 @@ def gather(
         return step
     step = Step(optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks)
     # With a scale of 1, as that of a guard, clipping is never too early.
-    if optimizer is not None and loss_scale.host.scale != 1.0:
+    if optimizer is not None and loss_scale.state.scale != 1.0:
         memory = engine.journal.memories.get(id(optimizer))
         step.is_first = memory is None or memory.early_clipping.is_measuring
     return _unscaled_apart(engine, step, params) if iteration.checks or ranks.is_together else step
@@ -376,7 +376,7 @@ def _take_plain(
         unscale_(step)
     skip = step.decide()
     if isinstance(skip, Tensor) or step.ranks is not ALONE:
-        skip = step.skip = read_skip(step)
+        skip = read_skip(step)
     if skip != 0.0:
         if undo is not None:
             step.gradients.multiply_(undo)
@@ -431,8 +431,24 @@ def _skip_flag(step: Step, device: torch.device) -> Tensor:
 
 def read_skip(step: Step) -> float:
     """Return 1 if the step must be skipped, else 0. Sync: the one of a plain step."""
-    assert step.skip is not None
-    return step.read([step.skip])[0]
+    assert step.found_inf is not None
+    scale = step.loss_scale
+    values = {"found_inf": step.found_inf}
+    if step.outlier is not None:
+        values["outlier"] = step.outlier
+    if scale.has_loss:
+        values["bad_loss"] = scale.bad_loss
+    read = dict(zip(values, step.read(list(values.values())), strict=True))
+    if scale.has_loss:
+        scale.note_loss(read["bad_loss"] == 0.0)
+    found_inf = read["found_inf"]
+    skip = max(found_inf, read.get("outlier", 0.0))
+    step.found_inf, step.skip = found_inf, skip
+    if step.outlier is not None:
+        step.outlier = read["outlier"]
+    for check in step.all_checks():
+        check.note(found_inf != 0.0)
+    return skip
 
 
 # --- remember -------------------------------------------------------------------------------------

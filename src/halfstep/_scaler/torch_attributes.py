@@ -120,8 +120,8 @@ class OptimizerStates(dict[int, OptimizerState]):
 
 
 def _scale(scaler: Any) -> Tensor | None:
-    live = scaler._engine.loss_scale.live
-    return None if live is None else live.scale
+    scale = scaler._engine.loss_scale
+    return scale.tensor if scale.is_created else None
 
 
 def _set_scale(scaler: Any, value: Any) -> None:
@@ -133,8 +133,8 @@ def _set_scale(scaler: Any, value: Any) -> None:
 
 
 def _growth_tracker(scaler: Any) -> Tensor | None:
-    live = scaler._engine.loss_scale.live
-    return None if live is None else live.growth_tracker
+    scale = scaler._engine.loss_scale
+    return scale.growth_tracker if scale.is_created else None
 
 
 def _set_growth_tracker(scaler: Any, value: Any) -> None:
@@ -143,13 +143,13 @@ def _set_growth_tracker(scaler: Any, value: Any) -> None:
 
 def _set_init_scale(scaler: Any, value: Any) -> None:
     scale = scaler._engine.loss_scale
-    if scale.live is not None:
+    if scale.is_created:
         raise CallOrderError(
             f"GradScaler._init_scale = {value!r}: a loss has been scaled already. Call "
             "scaler.update(new_scale=...)"
         )
     scale.set(value)
-    scale.first = scale.first.with_scale(scale.host.scale)
+    scale.first = scale.first.with_scale(scale.state.scale)
 
 
 def _set_enabled(scaler: Any, value: Any) -> None:
@@ -169,9 +169,9 @@ def _set_states(scaler: Any, value: Any) -> None:
     if value:
         _refuse()
     engine = scaler._engine
-    if engine.loss_scale.live is not None:
+    if engine.loss_scale.is_created:
         engine.loss_scale.number()  # picks up what it wrote in place
-        engine.loss_scale.forget_bad_loss()
+        engine.loss_scale.forget_losses()
     engine.end_iteration()
 
 
@@ -196,7 +196,7 @@ class TorchAttributes:
     _growth_tracker = property(_growth_tracker, _set_growth_tracker)
     _init_scale = property(lambda scaler: scaler._engine.loss_scale.first.scale, _set_init_scale)
     _init_growth_tracker = property(
-        lambda scaler: scaler._engine.loss_scale.host.growth_tracker, _set_growth_tracker
+        lambda scaler: scaler._engine.loss_scale.first.growth_tracker, _set_growth_tracker
     )
     _growth_factor = _number_of_rule("growth_factor")
     _backoff_factor = _number_of_rule("backoff_factor")

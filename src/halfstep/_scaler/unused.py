@@ -146,7 +146,7 @@ class Unused:
                 found[key] = waiting
                 continue
             check = iteration.check_of(param)
-            if scale.live is None or (key, check) in used:
+            if not scale.is_created or (key, check) in used:
                 continue
             is_divided = key in in_blocks or check is not None
             if not is_divided and before is None:
