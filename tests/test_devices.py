@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep._autocast import sums
 from halfstep._pytorch import amp, devices, transfers
 from halfstep._pytorch.devices import Card, card_of
 from halfstep._scaler import scalars
@@ -235,17 +234,3 @@ def test_cards_of_amd(monkeypatch, architecture, formats) -> None:
     fake_card(monkeypatch, "AMD", gcnArchName=architecture, major=10, minor=3)
     assert torch.cuda.is_bf16_supported()  # which is why it is not asked
     assert card_of() == Card("AMD", architecture.split(":")[0], tuple(formats.split()))
-
-
-def test_convolutions_are_lowered_only_where_they_are_right(monkeypatch) -> None:
-    def is_rounded(name: str, dtype: torch.dtype) -> bool:
-        return sums.are_products_rounded(f"{name}.default", "cuda", dtype)
-
-    assert not is_rounded("conv2d", torch.float16)  # there is no such device here
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    fake_card(monkeypatch, "NVIDIA GeForce GTX 1660", major=7, minor=5)
-    assert is_rounded("conv2d", torch.float16)
-    assert not is_rounded("conv2d", torch.bfloat16)
-    assert not is_rounded("linear", torch.float16)
-    fake_card(monkeypatch, "Tesla T4", major=7, minor=5)
-    assert not is_rounded("conv2d", torch.float16)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from halfstep import Policy
 from halfstep._doctor import hardware
 from halfstep._doctor.hardware import (
     advise,
@@ -219,6 +220,13 @@ def test_bfloat16_without_matrix_units_is_a_finding(card: Card, cure: str) -> No
 def test_float16_on_cards_that_convolve_to_nan_is_a_finding() -> None:
     assert "fp16-convolutions" in ids("cuda", torch.float16, GTX_1660)
     assert "fp16-convolutions" not in ids("cuda", torch.float16, V100)
+    (finding,) = [
+        each
+        for each in hardware.findings("cuda", torch.float16, GTX_1660)
+        if each.id == "fp16-convolutions"
+    ]
+    policy = Policy.parse(finding.code.removeprefix("policy=").strip('"'))
+    assert policy.action("conv2d", "cuda", torch.float16) == "fp32"
     assert "bf16-emulated" not in ids("cuda", torch.bfloat16, MI200)
     assert "tf32-off" not in ids("cuda", torch.bfloat16, MI200)
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep import GradScaler
 from halfstep._pytorch import devices
 from halfstep._scaler.gradients import collect
+from halfstep._scaler.norms import p_norm
 from halfstep._scaler.optimizers import handles_scale
 
 CPU = torch.device("cpu")
@@ -91,6 +92,40 @@ def test_a_scaler_works_on_a_device_without_float64(monkeypatch, waiting_device,
                 scaler.step(optimizer)
             scaler.update()
     assert scaler.get_scale() == 65536.0
+
+
+def test_without_float64_gradients_that_cannot_be_clipped_are_an_overflow(monkeypatch) -> None:
+    lacking(monkeypatch, has_float64=False)
+    for fused in (False, True):
+        param = torch.nn.Parameter(torch.zeros(4))
+        optimizer, scaler = (
+            torch.optim.SGD([param], lr=1.0, fused=fused),
+            GradScaler(init_scale=4.0),
+        )
+        scaler.scale(param.sum()).backward()
+        param.grad.fill_(1e25)  # its square is inf in float32
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+        assert param.tolist() == [0.0] * 4
+        assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("p", [1.0, 3.0, 8.0])
+def test_without_float64_powers_do_not_overflow(monkeypatch, p) -> None:
+    lacking(monkeypatch, has_float64=False)
+    params = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2).bfloat16())]
+    for param, entry in zip(params, (1e10, 2e10), strict=True):
+        param.grad = torch.full_like(param, entry)
+    with NoFloat64():
+        found = p_norm(collect(params), p, CPU)
+    wanted = torch.cat([param.grad.double() for param in params]).norm(p)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
+    for bad, param in ((math.inf, params[0]), (math.nan, params[1])):
+        param.grad[0] = bad
+        assert not p_norm(collect(params), p, CPU).isfinite()
+    for param in params:
+        param.grad.zero_()
+    assert p_norm(collect(params), p, CPU) == 0.0
 
 
 def test_a_fused_optimizer_that_ignores_the_flag_is_not_left_to_skip(monkeypatch) -> None:

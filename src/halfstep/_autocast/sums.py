@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep._common.nested import map_leaves, tensors_in
 from halfstep._pytorch import dispatch
-from halfstep._pytorch.devices import facts, has_safe_fp16
+from halfstep._pytorch.devices import facts
 from halfstep._pytorch.dispatch import callable_of, overload, schema_of
 
 _aten = torch.ops.aten
@@ -66,16 +66,12 @@ def are_products_rounded(name: str, device: str, dtype: torch.dtype) -> bool:
     addbmm adds to its result, one matrix after the other. A CPU without instructions for ``dtype``
     has no kernel of oneDNN for convolutions, and PyTorch's own adds windows and the gradients of a
     batch in lower precision: 600 images give a weight a gradient that is 24 % wrong. In float32
-    most convolutions also take less time (benchmarks/sums_cost.py). Some cards of NVIDIA convolve
-    in float16 to NaN (:func:`~halfstep._pytorch.devices.has_safe_fp16`).
+    most convolutions also take less time (benchmarks/sums_cost.py).
     """
     op = name.partition(".")[0]
     is_convolution = op in ("convolution", "_convolution") or op.startswith("conv")
-    if is_convolution and device == "cpu":
-        return not dispatch.has_onednn(dtype)
-    if is_convolution and device == "cuda" and dtype is torch.float16:
-        return not has_safe_fp16()
-    return op == "addbmm"
+    is_rounded = is_convolution and device == "cpu" and not dispatch.has_onednn(dtype)
+    return is_rounded or op == "addbmm"
 
 
 def adds(name: str) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:

@@ -155,8 +155,8 @@ def _of_card(card: Card, dtype: torch.dtype | None) -> Iterator[Finding]:
         yield Finding(
             "fp16-convolutions",
             f"{card.name} ({card.kind}) has no tensor cores, and its fp16 convolutions give NaN",
-            "compute convolutions in fp32, as halfstep's autocast does there, or train in fp32",
-            "enabled=False",
+            "compute convolutions in fp32, or train in fp32 without autocast",
+            'policy="standard; conv1d:fp32; conv2d:fp32; conv3d:fp32"',
         )
 
 

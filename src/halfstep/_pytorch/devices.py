@@ -175,11 +175,6 @@ class Card:
     has_safe_fp16: bool = True
 
 
-def has_safe_fp16() -> bool:
-    """Return whether the current CUDA device, if there is one, convolves in float16 right."""
-    return not torch.cuda.is_available() or card_of().has_safe_fp16
-
-
 def card_of(device: torch.device | None = None) -> Card:
     """Return the card of a CUDA or ROCm device, by default of the current one."""
     properties = torch.cuda.get_device_properties(device)

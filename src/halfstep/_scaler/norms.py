@@ -126,14 +126,27 @@ def overflows_when_divided(gradients: Gradients, scale: Scalar) -> list[Tensor]:
 def p_norm(gradients: Gradients, p: float, device: torch.device) -> Tensor:
     """Return the p-norm of all gradients together, a tensor on ``device``. One read (1 G)."""
     found = []
-    wide = widest_float(device)  # entries ** p may be large
+    wide = widest_float(device)
     for values in gradients.by_kind.values():
         if p == math.inf:
             norms = largest_magnitudes(values)
-        else:
-            norms = torch.stack(list(norms_of_each(values, p, dtype=_sum_dtype(values))))
-        found.append(_carried(_vector_norm(norms, p), device).to(wide))
-    return _vector_norm(torch.stack(found), p)
+        elif has_float64(values[0].device):
+            norms = torch.stack(list(norms_of_each(values, p, dtype=torch.float64)))
+        else:  # entries ** p may overflow in float32
+            amax = largest_magnitudes(values).amax().clamp(min=_TINY)
+            norms = torch.stack(norms_of_each([each.float() / amax for each in values], p)) * amax
+        found.append(_carried(_norm_of_norms(norms, p), device).to(wide))
+    return _norm_of_norms(torch.stack(found), p)
+
+
+def _norm_of_norms(norms: Tensor, p: float) -> Tensor:
+    if norms.dtype is torch.float64 or p == math.inf:
+        return _vector_norm(norms, p)
+    amax = norms.amax().clamp(min=_TINY)
+    return _vector_norm(norms / amax, p) * amax
+
+
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def _carried(value: Tensor, device: torch.device) -> Tensor:
@@ -186,8 +199,9 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     A sum that overflows becomes the largest finite number.
 
     Takes one or more real, strided tensors on one device, of any shapes and dtypes, and returns
-    float64 ``[len(tensors)]`` (float32 on a device without it), inf or NaN if and only if that
-    tensor contains inf or NaN. The result has no gradient.
+    float64 ``[len(tensors)]``, inf or NaN if and only if that tensor contains inf or NaN. On a
+    device without float64 it is float32, and inf also for a norm above 1.8e19. The result has no
+    gradient.
     """
     sums: Tensor = torch.ops.halfstep.sums_of_squares.default(tensors)
     return sums
@@ -322,6 +336,8 @@ def _exact_sum(tensor: Tensor) -> float:
 def _sums_of_squares_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
     dtype = _sum_dtype(tensors)
     sums = torch.stack(norms_of_each(list(tensors), 2, dtype=dtype)).square_()
+    if dtype is torch.float32:
+        return sums  # an overflow of the sum is one of the gradients, which could not be clipped
     largest = torch.finfo(dtype).max
     dtypes = {tensor.dtype for tensor in tensors}
     if any(torch.finfo(each).max > math.sqrt(largest) for each in dtypes):

@@ -1,0 +1,67 @@
+"""The table of devices on a CUDA device: run by `make gpu`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from halfstep._pytorch import amp, devices, transfers
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape).mul(100).to(dtype) for shape in ((), (3,), (0,), (4, 5))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+def test_both_ways_to_check_and_multiply_are_right(dtype, bad) -> None:
+    wanted = gradients(dtype)
+    if bad is not None:
+        wanted[3][1, 2] = bad
+    ours, kernels = ([each.to(CUDA) for each in wanted] for _ in range(2))
+    factor, found = torch.tensor(1 / 3, device=CUDA), torch.zeros(3)
+    amp.check_and_unscale_(wanted, found[0], torch.tensor(1 / 3))
+    flag = torch.zeros((), device=CUDA)
+    amp.check_each_(ours, flag)
+    amp.multiply_each_(ours, factor)
+    assert flag.item() == found[0].item()
+    for one, other in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
+    if dtype in devices.facts("cuda").unscales:
+        amp.check_and_unscale_(kernels, flag.zero_(), factor)
+        assert flag.item() == found[0].item()
+        for one, other in zip(kernels, wanted, strict=True):
+            torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.xfail(
+    raises=NotImplementedError, strict=False, reason="pytorch#127176; if it passes, limit the entry"
+)
+def test_the_kernel_knows_bfloat16() -> None:
+    grads = [torch.ones(2, dtype=torch.bfloat16, device=CUDA)]
+    flag, factor = torch.zeros((), device=CUDA), torch.ones((), device=CUDA)
+    amp.check_and_unscale_(grads, flag, factor)
+    assert flag.item() == 0.0
+
+
+def test_other_answers_hold() -> None:
+    assert devices.has_float64(CUDA)
+    assert devices.can_move_scale(CUDA)
+    found = transfers.to_host(torch.tensor([1.0, 2.0], device=CUDA))
+    assert found.values.is_pinned()
+    assert found.wait().tolist() == [1.0, 2.0]
+    assert found.has_arrived()
+    assert devices.to_device(torch.tensor(3.0), CUDA).item() == 3.0
+
+
+def test_the_card_has_the_formats_that_are_fast() -> None:
+    card = devices.card_of()
+    assert card.name == torch.cuda.get_device_name()
+    assert ("tf32" in card.formats) == torch.cuda.is_tf32_supported()
