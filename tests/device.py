@@ -1,0 +1,37 @@
+"""The device of the tests: the CPU, or a simulated one with ``pytest --device sim:PROFILE``.
+
+Tensors are made there without being told (``torch.set_default_device``); a test that must name the
+device, as in ``autocast(DEVICE)``, names this one.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+
+DEVICE = "cpu"
+PROFILE = ""
+
+
+def choose(option: str) -> None:
+    """Take the device of ``--device``, before tests are imported."""
+    global DEVICE, PROFILE
+    DEVICE, _, PROFILE = option.partition(":")
+    if DEVICE == "cpu":
+        return
+    # Imported here: what is installed stays in the process.
+    from tests.simulated import device
+    from tests.simulated.profiles import PROFILES
+
+    device.install()
+    device.use(PROFILES[PROFILE])
+    torch.set_default_device(DEVICE)
+
+
+def is_lack_of_the_test(error: BaseException) -> bool:
+    """Return whether the device lacks what raised ``error``, and not halfstep asked for it."""
+    if not getattr(error, "is_lack", False):
+        return False
+    frames = traceback.walk_tb(error.__traceback__)
+    return not any("/halfstep/" in frame.f_code.co_filename for frame, _ in frames)

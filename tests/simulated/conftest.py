@@ -1,0 +1,21 @@
+"""What the tests of the simulated device share: they need it, and begin with all of it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.device import DEVICE, PROFILE
+from tests.simulated.profiles import PROFILES
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_there() -> Iterator[None]:
+    if DEVICE != "sim":
+        pytest.skip("needs --device sim:PROFILE, which changes the whole process")
+    from tests.simulated import device
+
+    device.use(PROFILES["all"])
+    device.ops.clear()
+    device.waits.clear()
+    yield
+    device.use(PROFILES[PROFILE])
