@@ -66,13 +66,16 @@ def install() -> None:
     """Make the device known to PyTorch, once in a process and for as long as it runs."""
     if _libraries:
         return
-    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), device_guard=_Guard())
     generate_methods_for_privateuse1_backend(
         for_tensor=False, for_module=False, for_packed_sequence=False, for_storage=True
     )
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _libraries.extend((every, aten))
     every.fallback(_run, "PrivateUse1")
+    every.fallback(_run, "SparsePrivateUse1")
+    for name, op in _OF_SPARSE.items():
+        aten.impl(name, functools.partial(_run_on_parts, op), "SparsePrivateUse1")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for name, kernel in _OWN_KERNELS.items():
         aten.impl(name, kernel, "PrivateUse1")
@@ -89,12 +92,19 @@ def install() -> None:
         if has(full, "CompositeExplicitAutograd") or has(
             full, "CompositeExplicitAutogradNonFunctional"
         ):
-            base, _, overload = name.partition(".")
-            op = getattr(getattr(_aten, base, None), overload or "default", None)
+            op = _overload(name)
             if op is not None:
                 aten.impl(name, functools.partial(_run, op), "PrivateUse1")
+            if op is not None and name not in _OF_SPARSE:
+                aten.impl(name, functools.partial(_run, op), "SparsePrivateUse1")
     UntypedStorage.__new__ = _new_storage  # type: ignore[method-assign,assignment]
     torch.Event = _Event  # type: ignore[misc]
+    torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+
+
+def _overload(name: str) -> torch._ops.OpOverload | None:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(_aten, base, None), overload or "default", None)
 
 
 def use(profile: Profile) -> None:
@@ -160,8 +170,40 @@ def _set(tensor: Tensor, storage: UntypedStorage, like: Tensor) -> Tensor:
 
 def _host_of(tensor: Tensor) -> Tensor:
     """Return a CPU tensor of the same memory as one of the device."""
+    if tensor.layout is torch.sparse_coo:
+        return _sparse(tensor, _host_of(tensor._indices()), _host_of(tensor._values()))
     host = torch.empty(0, dtype=tensor.dtype, device=_CPU)
     return _set(host, _host_storage(tensor.untyped_storage()), tensor)
+
+
+def _sparse(like: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """Return a sparse tensor of given parts, on their device."""
+    return _aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        like.sparse_dim(),
+        like.dense_dim(),
+        like.shape,
+        indices,
+        values,
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        is_coalesced=like.is_coalesced(),
+    )
+
+
+def _run_on_parts(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run PyTorch's own kernel, which for any device does all with a sparse tensor's parts."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
+    return op.redispatch(keys, *args, **kwargs)
+
+
+_OF_SPARSE = {
+    name: getattr(_aten, name).default
+    for name in (
+        *("_indices", "_values", "_nnz", "is_coalesced", "_coalesced_", "sparse_dim", "dense_dim"),
+        *("_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_with_dims"),
+    )
+} | {"copy_": _aten.copy_sparse_to_sparse_.default}
 
 
 def _is_mine(tensor: Tensor) -> bool:
@@ -215,8 +257,9 @@ class _Call:
             return x
         if _is_mine(x):
             host = _host_of(x)
-            storage = x.untyped_storage()
-            self.storages[_host_storage(storage)._cdata] = storage
+            if x.layout is torch.strided:
+                storage = x.untyped_storage()
+                self.storages[_host_storage(storage)._cdata] = storage
             self.pairs[id(host)] = x, host
             _refuse(_profile.dtypes, x.dtype)
             _refuse(_profile.kernels.get(self.facts.name), x.dtype)
@@ -248,6 +291,10 @@ class _Call:
     def follow(self) -> None:
         """Let the device's tensors follow what the host's kernel did to sizes and memory."""
         for mine, host in self.pairs.values():
+            if mine.layout is torch.sparse_coo:
+                whole = _wrap(host, mine.device, self.storages)
+                _run_on_parts(_aten.copy_sparse_to_sparse_.default, mine, whole)
+                continue
             memory, found = host.untyped_storage(), mine.untyped_storage()
             if memory._cdata != _host_storage(found)._cdata:  # set_()
                 found = self.storages.get(memory._cdata) or _storage_at(memory, mine.device)
@@ -277,6 +324,9 @@ def _wrap(
 ) -> Tensor:
     """Return the tensor of a device for one of the host."""
     _refuse(_profile.dtypes, host.dtype)
+    if host.layout is torch.sparse_coo:
+        parts = (_wrap(part, device, known) for part in (host._indices(), host._values()))
+        return _sparse(host, *parts)
     memory = host.untyped_storage()
     device = _indexed(NAME if device is None else device)
     storage = (known or {}).get(memory._cdata)
@@ -461,7 +511,7 @@ def _read(tensor: Tensor) -> bool | int | float | complex:
 
 
 class _Event(torch.Event):
-    """An event; one of the device has happened at the second look."""
+    """An event; one of the device has happened after as many looks as the profile says."""
 
     # PyTorch's class, which a device in Python makes do nothing, is replaced by this one.
 
@@ -491,13 +541,51 @@ class _Event(torch.Event):
             return super().query()
         self._check()
         self._looks += 1
-        if self._after is not None and self._looks > 1:
+        if self._after is not None and self._looks >= _profile.looks:
             _arrive(self._index, self._after)
         return self._after is None or _arrived[self._index] >= self._after
 
     def _check(self) -> None:
         if not _profile.events:
             raise _lacking(RuntimeError("Backend doesn't support events."))
+
+
+# ---- Errors of hooks in a backward pass
+
+
+_fetch_error = ctypes.pythonapi.PyErr_Fetch
+_type = torch._C._autograd.DeviceType.PrivateUse1
+_error = (ctypes.c_void_p * 3)()  # type, value, traceback
+_places_of_error = [ctypes.byref(_error, i * ctypes.sizeof(ctypes.c_void_p)) for i in range(3)]
+_errors: list[BaseException] = []
+
+
+class _Guard(torch._C._acc.DeviceGuard):
+    """What PyTorch asks for the device's type, also while an error ends a backward pass."""
+
+    def type_(self) -> Any:
+        # An error that a hook raised is still set here, and would end the process at the next call
+        # in Python. Take it away, with names that need no call; _run_backward raises it.
+        _fetch_error(*_places_of_error)
+        if _error[0] is not None:
+            kind, value, _ = (x and ctypes.cast(x, ctypes.py_object).value for x in _error)
+            _errors.append(value if isinstance(value, BaseException) else kind(value))
+            for address in filter(None, _error):
+                ctypes.pythonapi.Py_DecRef(ctypes.c_void_p(address))
+        return _type
+
+
+_original_run_backward = torch.autograd.graph._engine_run_backward
+
+
+@functools.wraps(_original_run_backward)
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    try:
+        return _original_run_backward(*args, **kwargs)
+    except SystemError:
+        if not _errors:
+            raise
+    raise _errors.pop()
 
 
 # ---- torch.sim

@@ -31,6 +31,8 @@ class Profile:
         pinned_memory: Whether host memory can be pinned for it.
         events: Whether ``torch.Event`` works.
         fused: Whether it has fused optimizers.
+        looks: How often an event is asked before it has happened: 1 for a device that is never
+            behind.
     """
 
     dtypes: Refusal | None = None
@@ -38,6 +40,7 @@ class Profile:
     pinned_memory: bool = True
     events: bool = True
     fused: bool = True
+    looks: int = 1
 
 
 FLOAT64 = frozenset({torch.float64, torch.complex128})
@@ -72,4 +75,5 @@ PROFILES = {
     # defaults of c10/core/impl/DeviceGuardImplInterface.h.
     "plain": Profile(pinned_memory=False, events=False, fused=False),
     "all": Profile(),
+    "slow": Profile(looks=3),
 }
