@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 import torch
-
 from tests import device
 from tests.simulated import cannot
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 
 from halfstep._autocast import Policy, Rule, autocast, preset, scopes
@@ -171,11 +172,11 @@ class ChangingARule:
     @staticmethod
     def pytorch() -> None:
         with pytest.raises(TypeError, match="policy"):
-            torch.autocast("cpu", policy="mine")
+            torch.autocast(DEVICE, policy="mine")
 
     @staticmethod
     def halfstep() -> None:
-        with autocast("cpu", policy=Policy([Rule("linear", "leave")])):
+        with autocast(DEVICE, policy=Policy([Rule("linear", "leave")])):
             assert F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype == FP32
 
 
@@ -228,22 +229,22 @@ class WhatCannotBe:
     @staticmethod
     def pytorch() -> None:
         with pytest.warns(UserWarning, match="Disabling autocast"):
-            torch.autocast("cpu", dtype=torch.int8)
+            torch.autocast(DEVICE, dtype=torch.int8)
 
     @staticmethod
     def halfstep() -> None:
         with pytest.raises(ValueError, match="lowers to"):
-            autocast("cpu", torch.int8)
+            autocast(DEVICE, torch.int8)
         with pytest.raises(ValueError, match=r"write dtype=torch\.float16"):
-            autocast("cpu", "torch.float16")  # type: ignore[arg-type]
+            autocast(DEVICE, "torch.float16")  # type: ignore[arg-type]
 
 
 def stays_on_after_entering_twice(context: Any) -> bool:
-    before = torch.is_autocast_enabled("cpu")
+    before = torch.is_autocast_enabled(DEVICE)
     with context, context:
         pass
-    stays_on = torch.is_autocast_enabled("cpu")
-    torch.set_autocast_enabled("cpu", before)
+    stays_on = torch.is_autocast_enabled(DEVICE)
+    torch.set_autocast_enabled(DEVICE, before)
     return stays_on
 
 
@@ -251,11 +252,11 @@ def stays_on_after_entering_twice(context: Any) -> bool:
 class OneInstanceTwice:
     @staticmethod
     def pytorch() -> None:
-        assert stays_on_after_entering_twice(torch.autocast("cpu"))
+        assert stays_on_after_entering_twice(torch.autocast(DEVICE))
 
     @staticmethod
     def halfstep() -> None:
-        assert not stays_on_after_entering_twice(autocast("cpu"))
+        assert not stays_on_after_entering_twice(autocast(DEVICE))
 
 
 @difference("C4")
@@ -267,9 +268,9 @@ class BceInBfloat16:
 
     @staticmethod
     def halfstep() -> None:
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             assert F.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2)).isfinite()
-        with autocast("cpu", FP16), pytest.raises(RuntimeError, match="with_logits"):
+        with autocast(DEVICE, FP16), pytest.raises(RuntimeError, match="with_logits"):
             F.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2))
 
 
@@ -339,12 +340,12 @@ def is_on_after_taking_turns(context: Any) -> bool:
     async def tasks() -> None:
         await asyncio.gather(task(BF16, 1), task(FP16, 2))
 
-    before = torch.is_autocast_enabled("cpu")
+    before = torch.is_autocast_enabled(DEVICE)
     try:
         asyncio.run(tasks())
-        return torch.is_autocast_enabled("cpu")
+        return torch.is_autocast_enabled(DEVICE)
     finally:
-        torch.set_autocast_enabled("cpu", before)
+        torch.set_autocast_enabled(DEVICE, before)
 
 
 @difference("C8")
@@ -357,7 +358,7 @@ class TasksThatTakeTurns:
     def halfstep() -> None:
         with pytest.raises(CallOrderError, match="asyncio tasks"):
             is_on_after_taking_turns(autocast)
-        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled(DEVICE)
 
 
 def compiled_gradient_error(context: Any) -> float:
@@ -365,7 +366,7 @@ def compiled_gradient_error(context: Any) -> float:
     weight = nn.Parameter(torch.linspace(0, 1, 12).reshape(4, 3))
 
     def full_precision(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             return (x @ weight).sin().sum()
 
     def gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -441,7 +442,7 @@ def loss_of_lower_logits(policy: str) -> Tensor:
     # PyTorch's list for the CPU has float32.
 
     logits = torch.linspace(-4, 4, 1000)[None].to(BF16)
-    with autocast("cpu", BF16, policy=policy):
+    with autocast(DEVICE, BF16, policy=policy):
         return F.cross_entropy(logits, torch.tensor([7])) - F.cross_entropy(
             logits.float(), torch.tensor([7])
         )

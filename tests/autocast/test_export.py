@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import nn
 
 import halfstep
@@ -47,7 +48,7 @@ model, x = Net(), torch.randn(4, 8)
 """
 
 UNDER_AUTOCAST = """
-with torch.autocast("cpu", torch.float16):
+with torch.autocast(DEVICE, torch.float16):
     result = model(x)
 torch.save(result, path)
 """
@@ -87,10 +88,10 @@ def test_the_code_does_what_the_policy_does(tmp_path: Path) -> None:
     policy = Policy.parse("torch; @squares:fp32")
     code = policy.export(model)
     assert "halfstep" not in code
-    with halfstep.autocast("cpu", torch.float16, policy=policy, module=model), torch.no_grad():
+    with halfstep.autocast(DEVICE, torch.float16, policy=policy, module=model), torch.no_grad():
         expected = model(x)
     assert expected.isfinite().all()
-    with torch.autocast("cpu", torch.float16), torch.no_grad():
+    with torch.autocast(DEVICE, torch.float16), torch.no_grad():
         assert not model(x).isfinite().all()
     assert torch.equal(run(tmp_path, MODEL, code, UNDER_AUTOCAST).detach(), expected)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.device import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._scaler.rules import Dynamic, LogMax, Rule, Static
@@ -20,7 +21,7 @@ from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.table import SLOT, Answers, Kind, next_sources
 from halfstep._scaler.transition import DeviceSnapshot, DeviceState, next_state
 
-CPU = torch.device("cpu")
+CPU = torch.device(DEVICE)
 
 dynamic = {
     "growth_factor": st.sampled_from([1.0, 2.0, 1.5, 1e30]) | st.floats(1.0, 1e6),
@@ -249,7 +250,7 @@ def test_a_scale_written_in_place_is_read_as_one_set_by_hand(
     state = ScaleState.first(2.0**16, Dynamic(), max_scale=2.0**16)
     for _ in range(num_overflows):
         state = next_state(state, found_inf=True)
-    on_device = DeviceState(state, torch.device("cpu"))
+    on_device = DeviceState(state, torch.device(DEVICE))
     on_device.scale.fill_(scale)
     assert on_device.read(state) == state.with_scale(scale)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.device import DEVICE
 
 from halfstep._scaler import gradients as collecting
 from halfstep._scaler import scalars
@@ -73,7 +74,7 @@ KINDS = [
 ]
 
 
-CPU = torch.device("cpu")
+CPU = torch.device(DEVICE)
 
 
 def collect(optimizer: torch.optim.Optimizer) -> collecting.Gradients:
@@ -222,10 +223,10 @@ def test_gradients_are_sorted_by_device_and_dtype() -> None:
     """The CUDA kernel takes tensors of one dtype; the CPU kernel would not mind."""
     collected = collect(optimizer_over(*make_grads("mixed_dtypes"))).by_kind
     assert {key: len(group) for key, group in collected.items()} == {
-        (torch.device("cpu"), torch.float32): 2,
-        (torch.device("cpu"), torch.float64): 1,
-        (torch.device("cpu"), torch.bfloat16): 1,
-        (torch.device("cpu"), torch.float16): 1,
+        (torch.device(DEVICE), torch.float32): 2,
+        (torch.device(DEVICE), torch.float64): 1,
+        (torch.device(DEVICE), torch.bfloat16): 1,
+        (torch.device(DEVICE), torch.float16): 1,
     }
     for (device, dtype), group in collected.items():
         assert all(grad.device == device and grad.dtype == dtype for grad in group)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 
 from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
@@ -321,7 +322,7 @@ def test_saving(how: str) -> None:
 def test_torch_loads_the_scale_of_losses_without_a_name() -> None:
     training = Training()
     training.iterate("a", 2.0**9)
-    theirs = torch.amp.GradScaler("cpu")
+    theirs = torch.amp.GradScaler(DEVICE)
     theirs.load_state_dict(training.scaler.state_dict())
     assert theirs.get_scale() == SCALE
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-
 from tests.device import DEVICE, PROFILE
 from tests.simulated.profiles import PROFILES
 

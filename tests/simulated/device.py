@@ -31,20 +31,19 @@ asserts of a GPU                       are errors of the CPU, at once: indices t
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from tests.simulated.profiles import PROFILES, Profile, Refusal
 from torch import Tensor, UntypedStorage
-from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
     generate_methods_for_privateuse1_backend,
 )
-
-from tests.simulated.profiles import PROFILES, Profile, Refusal
 
 NAME = "sim"
 NUM_DEVICES = 2
@@ -138,9 +137,7 @@ def _host_storage(storage: UntypedStorage) -> UntypedStorage:
 
 
 def _storage_at(host: UntypedStorage, device: torch.device) -> UntypedStorage:
-    storage = torch._C._construct_storage_from_data_pointer(
-        host.data_ptr(), device, host.nbytes()
-    )
+    storage = torch._C._construct_storage_from_data_pointer(host.data_ptr(), device, host.nbytes())
     storage._host = host  # lives as long as the storage: PyTorch keeps its Python object
     return storage
 
@@ -239,6 +236,17 @@ def _facts(op: torch._ops.OpOverload) -> _Facts:
     )
 
 
+@contextlib.contextmanager
+def _below() -> Iterator[None]:
+    """Run what is below dispatch: modes and autocast see the op, not how the device does it."""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._DisableAutocast(),
+    ):
+        yield
+
+
 class _Call:
     """The tensors of a call of an op, on the device and on the host."""
 
@@ -248,8 +256,10 @@ class _Call:
         self.pairs: dict[int, tuple[Tensor, Tensor]] = {}  # by id() of the host's
         self.storages: dict[int, UntypedStorage] = {}  # by _cdata of the host's
 
-    def down(self, written: bool, x: Any) -> Any:
+    def down(self, x: Any, written: bool) -> Any:
         """Return an argument as the host's kernel takes it."""
+        if isinstance(x, (list, tuple)):
+            return [self.down(y, written) for y in x]
         if isinstance(x, UntypedStorage) and x.device.type == NAME:
             self.storages[_host_storage(x)._cdata] = x
             return _host_storage(x)
@@ -280,6 +290,8 @@ class _Call:
 
     def up(self, x: Any) -> Any:
         """Return a result of the host's kernel as one of the device."""
+        if isinstance(x, (list, tuple)):
+            return tuple(map(self.up, x)) if isinstance(x, tuple) else [self.up(y) for y in x]
         if not isinstance(x, Tensor):
             return x
         if id(x) in self.pairs:
@@ -346,7 +358,7 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
                 f"Could not run 'aten::{facts.name}' with arguments from the '{NAME}' backend."
             )
         )
-    with torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
+    with _below():
         call = _Call(facts)
         device = kwargs.get("device")
         if device is not None:
@@ -355,14 +367,8 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
             _check_pinned_memory()
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = None
-        args = tuple(
-            tree_map(functools.partial(call.down, written), arg)
-            for arg, written in zip(args, facts.writes, strict=False)
-        )
-        kwargs = {
-            name: tree_map(functools.partial(call.down, name in facts.written), arg)
-            for name, arg in kwargs.items()
-        }
+        args = tuple(map(call.down, args, facts.writes))
+        kwargs = {name: call.down(x, name in facts.written) for name, x in kwargs.items()}
         if device is not None and torch.device(device).type != NAME:  # zeros_like(x, device="cpu")
             return op(*args, **kwargs)
         if device is not None:
@@ -376,7 +382,7 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
             result = op(*args, **kwargs)
         if facts.written:
             call.follow()
-        return tree_map(call.up, result)
+        return call.up(result)
 
 
 # ---- Transfers, which are there when somebody has waited for them
@@ -403,7 +409,7 @@ _arrived: collections.Counter[int] = collections.Counter()
 def _arrive(index: int, until: int | None = None) -> None:
     """Finish the transfers of a device, in order, the first ``until`` ones or all."""
     queue = _under_way[index]
-    with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
+    with torch.no_grad(), _below():
         while queue and (until is None or _arrived[index] < until):
             _arrived[index] += 1
             queue.popleft().arrive()
@@ -416,7 +422,7 @@ def _wait(device: torch.device | None, what: str) -> None:
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     ops["copy_"] += 1
-    with torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
+    with _below():
         for tensor in (target, source):
             if _is_mine(tensor):
                 _refuse(_profile.dtypes, tensor.dtype)
@@ -460,7 +466,7 @@ def _to_copy(
 
 def _host_like(tensor: Tensor, pin: bool, **options: Any) -> Tensor:
     """Return host memory for a tensor, in which a value stands that nobody should read."""
-    with torch._C.DisableTorchFunction():
+    with _below():
         result = torch.empty_like(_host_of(tensor), **options)
         storage = result.untyped_storage()
         storage.fill_(1 if result.dtype is torch.bool else 0xFF)
@@ -489,7 +495,7 @@ def _check_pinned_memory() -> None:
 
 
 def _is_pinned(tensor: Tensor, device: torch.device | None = None) -> bool:
-    with torch._C.DisableTorchFunction():
+    with _below():
         return getattr(tensor.untyped_storage(), "_is_pinned", False)
 
 
@@ -497,7 +503,7 @@ def _pin_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     if _is_mine(tensor):
         raise RuntimeError(f"cannot pin '{tensor.device}' only dense CPU tensors can be pinned")
     _check_pinned_memory()
-    with torch._C.DisableTorchFunction():
+    with _below():
         result = tensor.clone()
         result.untyped_storage()._is_pinned = True
         return result
@@ -506,7 +512,7 @@ def _pin_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 def _read(tensor: Tensor) -> bool | int | float | complex:
     ops["_local_scalar_dense"] += 1
     _wait(tensor.device, "item")
-    with torch._C.DisableTorchFunction():
+    with _below():
         return _host_of(tensor).item()
 
 
@@ -632,7 +638,7 @@ class _Module:
     def set_device(self, device: Any) -> None:
         _Module.current = device if isinstance(device, int) else _indexed(device).index
 
-    class device:  # noqa: N801
+    class device:
         """Make a device the current one for a while."""
 
         def __init__(self, device: Any) -> None:

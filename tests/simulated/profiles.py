@@ -52,7 +52,7 @@ PROFILES = {
             "_amp_foreach_non_finite_check_and_unscale_": Refusal(
                 frozenset({torch.bfloat16}),
                 NotImplementedError,
-                '"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for \'BFloat16\'',
+                "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'",
             )
         }
     ),
@@ -67,9 +67,7 @@ PROFILES = {
     ),
     # SYCL's error for a kernel that needs the aspect fp64; pytorch#147731.
     "xpu_arc": Profile(
-        dtypes=Refusal(
-            FLOAT64, RuntimeError, "Required aspect fp64 is not supported on the device"
-        )
+        dtypes=Refusal(FLOAT64, RuntimeError, "Required aspect fp64 is not supported on the device")
     ),
     # A backend that registers no allocator of pinned memory, and whose device guard keeps the
     # defaults of c10/core/impl/DeviceGuardImplInterface.h.
