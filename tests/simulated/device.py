@@ -460,7 +460,9 @@ def _to_copy(
     if to.type != NAME:  # pinned, as what .to("cpu", non_blocking=True) returns
         target = _host_like(tensor, pin=non_blocking, **options)
     else:
-        target = _aten.empty_like.default(tensor, device=to, **options)
+        with _below():
+            host = _host_of(tensor) if _is_mine(tensor) else tensor
+            target = _wrap(torch.empty_like(host, **options), to)
     return _copy(target, tensor, non_blocking)
 
 
