@@ -489,7 +489,7 @@ def slow(step):
     time.sleep(0.3)
     kill(step)
 with halfstep.record(sys.argv[1], every=5):
-    train(Net(), 20, scaler=halfstep.GradScaler(DEVICE), before_step=slow)
+    train(Net(), 20, scaler=halfstep.GradScaler("cpu"), before_step=slow)
 """
 
 

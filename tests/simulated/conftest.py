@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.device import DEVICE, PROFILE
+from tests import device as chosen  # DEVICE is not known yet
 from tests.simulated.profiles import PROFILES
 
 
 @pytest.fixture(autouse=True)
 def _everything_is_there() -> Iterator[None]:
-    if DEVICE != "sim":
+    if chosen.DEVICE != "sim":
         pytest.skip("needs --device sim:PROFILE, which changes the whole process")
     from tests.simulated import device
 
@@ -17,4 +17,4 @@ def _everything_is_there() -> Iterator[None]:
     device.ops.clear()
     device.waits.clear()
     yield
-    device.use(PROFILES[PROFILE])
+    device.use(PROFILES[chosen.PROFILE])
