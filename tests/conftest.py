@@ -122,10 +122,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Skip a test that itself needs what the device lacks, or the CPU: oneDNN's bfloat16 LSTM."""
+    before = device.num_ops()
     try:
-        return (yield)
+        result = yield
+        item.user_properties.append(("used the device", device.num_ops() != before))
+        return result
     except Exception as error:
         if device.is_lack_of_the_test(error):
             pytest.skip(f"this device lacks: {error}")
@@ -136,6 +139,13 @@ def pytest_runtest_call() -> Iterator[None]:
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             raise
         pytest.skip(f"this CPU has no kernel: {error}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if device.DEVICE != "cpu":
+        passed = [dict(report.user_properties) for report in terminalreporter.stats["passed"]]
+        used = sum(each.get("used the device", False) for each in passed)
+        terminalreporter.line(f"{used} of these passed on {device.DEVICE}:{device.PROFILE}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -29,6 +29,15 @@ def choose(option: str) -> None:
     torch.set_default_device(DEVICE)
 
 
+def num_ops() -> int:
+    """Return how many ops the simulated device counts."""
+    if DEVICE == "cpu":
+        return 0
+    from tests.simulated import device
+
+    return device.ops.total()
+
+
 def is_lack_of_the_test(error: BaseException) -> bool:
     """Return whether the device lacks what raised ``error``, and not halfstep asked for it."""
     if not getattr(error, "is_lack", False):

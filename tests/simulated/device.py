@@ -13,8 +13,8 @@ Known gaps, each because a device in Python cannot do otherwise in PyTorch 2.11 
 
 =====================================  ============================================================
 ``sim:1``                              has no backward pass: the engine has one thread for ``sim``
-``torch.Generator("sim")``             refused; a CPU generator is accepted in its place. What is
-                                       drawn without one comes from the device's own state
+generators                             those of the CPU are accepted. What is drawn without one
+                                       comes from the device's own state
 ``torch.empty(..., pin_memory=True)``  refused in all profiles. ``empty_like`` of a tensor of the
                                        device, ``Tensor.pin_memory`` and ``.to("cpu",
                                        non_blocking=True)`` do it: pinned is a mark on the memory
@@ -97,7 +97,7 @@ def install() -> None:
             if op is not None and name not in _OF_SPARSE:
                 aten.impl(name, functools.partial(_run, op), "SparsePrivateUse1")
     UntypedStorage.__new__ = _new_storage  # type: ignore[method-assign,assignment]
-    torch.Event = _Event  # type: ignore[misc]
+    torch.Event, torch.Generator = _Event, _Generator  # type: ignore[misc]
     torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
 
 
@@ -597,6 +597,25 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
 
 
 # ---- torch.sim
+
+
+class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+
+class _Generator(torch._C.Generator, metaclass=_AnyGenerator):
+    """A generator; one of the device is one of the CPU, which PyTorch lets it be nothing else."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        if torch.device(device).type != NAME:
+            return torch._C.Generator(device)
+        made = super().__new__(cls)
+        made.device = _indexed(device)
+        return made
+
+    device = None
+
 
 
 _random_states: dict[int, Tensor] = {}
