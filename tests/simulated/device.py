@@ -19,7 +19,9 @@ generators                             those of the CPU are accepted. What is dr
                                        device, ``Tensor.pin_memory`` and ``.to("cpu",
                                        non_blocking=True)`` do it: pinned is a mark on the memory
 ``UntypedStorage.resize_``             refused; ``Tensor.resize_`` works, and views see it
-sparse, quantized, nested tensors      refused: they have dispatch keys of their own
+sparse CSR, quantized, nested tensors  refused: they have dispatch keys of their own
+forward-mode derivatives, ``vmap``     of some ops fail: a storage of their tensors has no address
+fused cells of LSTM and GRU            fail in lower precision: PyTorch takes them, the CPU has none
 conjugated views                       are copies
 streams                                one for each device; ``torch.Stream`` does nothing
 0-dim CPU tensors                      accepted by every op, on CUDA by those of TensorIterator
@@ -97,6 +99,7 @@ def install() -> None:
             if op is not None and name not in _OF_SPARSE:
                 aten.impl(name, functools.partial(_run, op), "SparsePrivateUse1")
     UntypedStorage.__new__ = _new_storage  # type: ignore[method-assign,assignment]
+    UntypedStorage.resizable = _is_resizable  # type: ignore[method-assign]
     torch.Event, torch.Generator = _Event, _Generator  # type: ignore[misc]
     torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
 
@@ -148,6 +151,10 @@ def _new_storage(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Un
         return torch._C.StorageBase.__new__(cls, *args, device=device, **kwargs)
     host = torch._C.StorageBase.__new__(cls, *args, **kwargs)
     return _storage_at(host, _indexed(device))
+
+
+def _is_resizable(storage: UntypedStorage) -> bool:
+    return storage.device.type == NAME or torch._C.StorageBase.resizable(storage)
 
 
 def _indexed(device: Any) -> torch.device:
