@@ -6,17 +6,19 @@ whose error comes from there without passing through halfstep.
 
 from __future__ import annotations
 
-CANNOT: dict[str, str] = {}
-"""Reasons by the beginning of a test's name, below tests/."""
+EVERYWHERE: dict[str, tuple[str, ...]] = {}
+"""Tests by reason: a file below tests/, or one of its functions, or one of the function's cases."""
 
-NOT_WITH: dict[str, dict[str, str]] = {}
+WITH: dict[str, dict[str, tuple[str, ...]]] = {}
 """The same for single profiles."""
 
 
 def reason(test: str, profile: str) -> str | None:
     """Return why a test cannot run, None if it can."""
-    for lines in (CANNOT, NOT_WITH.get(profile, {})):
-        for beginning, why in lines.items():
-            if test.startswith(beginning):
+    file, _, _ = test.partition("::")
+    names = {file, test.partition("[")[0], test}
+    for reasons in (EVERYWHERE, WITH.get(profile, {})):
+        for why, tests in reasons.items():
+            if not names.isdisjoint(tests):
                 return why
     return None

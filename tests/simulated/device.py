@@ -624,7 +624,6 @@ class _Generator(torch._C.Generator, metaclass=_AnyGenerator):
     device = None
 
 
-
 _random_states: dict[int, Tensor] = {}
 
 
