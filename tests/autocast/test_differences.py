@@ -37,7 +37,7 @@ def difference(row: str) -> Callable[[Any], Any]:
 
 def after_a_change_inside(context: Any) -> float:
     weight, x = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         F.linear(x, weight)
         with torch.no_grad():
             weight.fill_(2)
@@ -57,9 +57,9 @@ class AWeightChangedInPlace:
 
 def one_weight_in_two_dtypes(context: Any) -> torch.dtype:
     weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         F.linear(x, weight)
-        with context("cpu", dtype=FP16):
+        with context(DEVICE, dtype=FP16):
             return F.linear(x, weight).dtype
 
 
@@ -77,7 +77,7 @@ class OneWeightInTwoDtypes:
 
 def batched(context: Any) -> set[torch.dtype]:
     x = torch.ones(2, 3, 4)
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         return {torch.vmap(layer)(x).dtype for layer in (nn.Linear(4, 2), nn.Conv1d(3, 2, 1))}
 
 
@@ -94,7 +94,7 @@ class InsideVmap:
 
 def written_by_index(context: Any) -> torch.dtype:
     x = torch.zeros(2, 2)
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         x[torch.tensor([0, 1])] = F.linear(torch.ones(2, 2), torch.ones(2, 2))
     return x.dtype
 
@@ -112,7 +112,7 @@ class WritingByIndex:
 
 
 def cat_mixed(context: Any) -> torch.dtype:
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         return torch.cat([torch.ones(1, dtype=FP16), torch.ones(1)]).dtype
 
 
@@ -130,7 +130,7 @@ class CatOfAMix:
 
 def float64_and_float32(context: Any) -> list[torch.dtype]:
     x, weight = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2)
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         return [F.linear(x, weight).dtype, (weight @ x).dtype]
 
 
@@ -147,7 +147,7 @@ class Float64AndFloat32:
 
 
 def overflows(context: Any) -> list[bool]:
-    with context("cpu", dtype=FP16):
+    with context(DEVICE, dtype=FP16):
         results = (
             torch.tensor(12.0, dtype=FP16).exp(),
             torch.tensor(300.0, dtype=FP16).pow(2),
@@ -186,9 +186,9 @@ def gradient(context: Any, *, compiled: bool) -> Tensor:
     weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(4, 8)
 
     def loss() -> Tensor:
-        with context("cpu", dtype=BF16):
+        with context(DEVICE, dtype=BF16):
             hidden = F.linear(x, weight)
-            with context("cpu", enabled=False):
+            with context(DEVICE, enabled=False):
                 hidden = F.linear(hidden.float(), weight)
             return F.linear(hidden, weight).float().square().sum()
 
@@ -275,7 +275,7 @@ class BceInBfloat16:
 
 
 def determinant(context: Any) -> torch.Tensor:
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         return torch.linalg.det(F.linear(torch.eye(2), torch.eye(2)))
 
 
@@ -292,7 +292,7 @@ class WithoutAKernelInLowerPrecision:
 
 
 def lstm(context: Any) -> torch.Tensor:
-    with context("cpu", dtype=FP16):
+    with context(DEVICE, dtype=FP16):
         return nn.LSTM(8, 6)(torch.ones(2, 8))[0]
 
 
@@ -311,7 +311,7 @@ class LstmInFloat16OnTheCpu:
 
 def bce_gradient(context: Any) -> float:
     p = torch.tensor([1e-5], dtype=FP16, requires_grad=True)
-    with context("cpu", dtype=FP16):
+    with context(DEVICE, dtype=FP16):
         F.binary_cross_entropy(p, torch.ones(1)).backward()
     assert p.grad is not None
     return p.grad.item()
@@ -333,7 +333,7 @@ class BceInFloat16OnTheCpu:
 
 def is_on_after_taking_turns(context: Any) -> bool:
     async def task(dtype: torch.dtype, num_turns: int) -> None:
-        with context("cpu", dtype=dtype):
+        with context(DEVICE, dtype=dtype):
             for _ in range(num_turns):
                 await asyncio.sleep(0)
 
@@ -370,7 +370,7 @@ def compiled_gradient_error(context: Any) -> float:
             return (x @ weight).sin().sum()
 
     def gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
-        with context("cpu", dtype=BF16):
+        with context(DEVICE, dtype=BF16):
             loss = run(torch.linspace(1, 2, 8).reshape(2, 4))
         return torch.autograd.grad(loss, weight)[0]
 
@@ -394,7 +394,7 @@ def contexts_after_an_error_in_compiled_code(context: Any) -> int:
     """The number of contexts that the thread is still in."""
 
     def function(x: Tensor, index: Tensor) -> Tensor:
-        with context("cpu", dtype=BF16):
+        with context(DEVICE, dtype=BF16):
             return x.index_select(0, index)
 
     compiled = torch.compile(function, backend="eager", fullgraph=True)
@@ -420,7 +420,7 @@ class AnErrorInCompiledCode:
 
 def weight_gradient_of_a_batch(context: Any) -> float:
     weight = torch.ones(1, 1, 3, 3, requires_grad=True)
-    with context("cpu", BF16):
+    with context(DEVICE, BF16):
         result = F.conv2d(torch.ones(600, 1, 8, 8), weight)
     result.backward(torch.ones_like(result))
     assert weight.grad is not None
@@ -461,7 +461,7 @@ class TheLossOfLowerLogits:
 
 def gradient_of_a_row(context: Any) -> Tensor:
     table = torch.ones(2, 1, dtype=BF16, requires_grad=True)
-    with context("cpu", BF16):
+    with context(DEVICE, BF16):
         rows = table[torch.zeros(4096, dtype=torch.long)]
     rows.backward(torch.ones_like(rows))
     assert table.grad is not None

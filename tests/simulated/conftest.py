@@ -1,4 +1,4 @@
-"""What the tests of the simulated device share: they need it, and begin with all of it."""
+"""What the tests of the simulated device share: they begin with a device that lacks nothing."""
 
 from collections.abc import Iterator
 
@@ -9,8 +9,6 @@ from tests.simulated.profiles import PROFILES
 
 @pytest.fixture(autouse=True)
 def _everything_is_there() -> Iterator[None]:
-    if chosen.DEVICE != "sim":
-        pytest.skip("needs --device sim:PROFILE, which changes the whole process")
     from tests.simulated import device
 
     device.use(PROFILES["all"])

@@ -20,9 +20,14 @@ generators                             those of the CPU are accepted. What is dr
                                        non_blocking=True)`` do it: pinned is a mark on the memory
 ``UntypedStorage.resize_``             refused; ``Tensor.resize_`` works, and views see it
 sparse CSR, quantized, nested tensors  refused: they have dispatch keys of their own
-forward-mode derivatives, ``vmap``     of some ops fail: a storage of their tensors has no address
+forward-mode derivatives, transforms   of some ops fail: a storage of their tensors has no address
 fused cells of LSTM and GRU            fail in lower precision: PyTorch takes them, the CPU has none
 conjugated views                       are copies
+inference mode                         makes ordinary tensors
+errors of hooks in a backward pass     are raised by ``torch.autograd`` in Python; without that, the
+                                       engine would end the process
+attention                              computes as on an unknown device: no fused kernels
+``torch.compile``, process groups      do not know the device
 streams                                one for each device; ``torch.Stream`` does nothing
 0-dim CPU tensors                      accepted by every op, on CUDA by those of TensorIterator
 asserts of a GPU                       are errors of the CPU, at once: indices that are too large
@@ -646,6 +651,7 @@ class _Module:
     """The module ``torch.sim``."""
 
     current = 0
+    _initialized = True  # torch.utils.checkpoint saves random states only then
 
     def is_initialized(self) -> bool:
         return True

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from tests.simulated import device
 from tests.simulated.profiles import PROFILES
 from torch import nn
 
+if DEVICE == "cpu":
+    pytest.skip("needs --device sim:PROFILE: one process, one device", allow_module_level=True)
 SIM = torch.device("sim", 0)
 OTHER = torch.device("sim", 1)
 
