@@ -8,7 +8,12 @@ JOBS   ?= 2
 # The PyTorch of `make test-torch`: the newest that is out. constraints.txt pins that of `make test`.
 TORCH  ?= 2.15.0
 
-.PHONY: help setup demo test quick test-torch pytest check fuzz pairs score quality package gpu test-ranks bench docs clean
+# The tests of `make test-simulated`, and those of them that depend on what a device lacks.
+SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights record trace diagnose tune)
+BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.py gradients.py loss_scale.py overrides.py) \
+	$(addprefix tests/scaler/test_scaler_,training.py clip.py floor.py guard.py saving.py skips.py)
+
+.PHONY: help setup demo test quick test-torch test-simulated pytest check fuzz pairs score quality package gpu test-ranks bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -59,6 +64,12 @@ package:  ## build dist/ and check it as PyPI would, in a .venv of its own
 	rm -rf dist
 	.venv-package/bin/python -m build
 	.venv-package/bin/twine check --strict dist/*
+
+test-simulated: $(READY)  ## the tests that take a device, on a simulated one, with what real ones lack
+	$(BIN)/pytest -q -n $(JOBS) -m "not gpu and not slow" --device sim:cuda $(SIMULATED) $(ARGS)
+	@set -e; for profile in mps xpu_arc plain slow; do \
+		$(BIN)/pytest -q -n $(JOBS) -m "not gpu and not slow" --device sim:$$profile $(BY_PROFILE) $(ARGS); \
+	done
 
 gpu: $(READY)  ## what needs a GPU: tests, counts, times beside torch.amp; writes docs/gpu.md
 	$(BIN)/python benchmarks/gpu.py $(ARGS)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 import torch
+from tests import device
+from tests.simulated import cannot
 
 if TYPE_CHECKING:
     from tests.ranks.pool import Pool
@@ -107,23 +109,43 @@ def _no_accelerator_is_left() -> Iterator[None]:
         state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "cpu, or sim:PROFILE: a simulated device of a profile of tests/simulated/profiles.py"
+    parser.addoption("--device", default="cpu", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # the workers of pytest-xdist share the cores
+    device.choose(config.getoption("--device"))
     hypothesis.settings.register_profile("untimed", deadline=None)
     hypothesis.settings.load_profile("untimed")
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
-    """Skip what needs oneDNN's LSTM in bfloat16, where the CPU has none (without AVX-512)."""
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Skip a test that itself needs what the device lacks, or the CPU: oneDNN's bfloat16 LSTM."""
+    before = device.num_ops()
     try:
-        return (yield)
-    except RuntimeError as error:
+        result = yield
+        item.user_properties.append(("used the device", device.num_ops() != before))
+        return result
+    except Exception as error:
+        if device.is_lack_of_the_test(error):
+            pytest.skip(f"this device lacks: {error}")
+        if not isinstance(error, RuntimeError):
+            raise
         if "LSTM forward propagation primitive" not in str(error):
             raise
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             raise
         pytest.skip(f"this CPU has no kernel: {error}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if device.DEVICE != "cpu":
+        passed = [dict(report.user_properties) for report in terminalreporter.stats["passed"]]
+        used = sum(each.get("used the device", False) for each in passed)
+        terminalreporter.line(f"{used} of these passed on {device.DEVICE}:{device.PROFILE}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -136,6 +158,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(SLOW):
             item.add_marker("slow")
+    if device.DEVICE != "cpu":
+        for item in items:
+            why = cannot.reason(item.nodeid.removeprefix("tests/"), device.PROFILE)
+            if why is not None:
+                item.add_marker(pytest.mark.skip(reason=why))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

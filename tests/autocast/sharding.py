@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -70,7 +71,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 def lower() -> autocast:
-    return autocast("cpu", torch.bfloat16)
+    return autocast(DEVICE, torch.bfloat16)
 
 
 def train(model: nn.Module, rank: int | None, context: Context = lower) -> dict[str, list[Any]]:

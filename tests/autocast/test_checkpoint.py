@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,7 +41,7 @@ def loss_of(run: Callable[[Tensor], Tensor], seed: int = 1) -> Tensor:
 def test_gradients_equal_those_without_checkpointing(
     model: nn.Sequential, reentrant: bool, policy: Policy | str | None, dtype: torch.dtype
 ) -> None:
-    with autocast("cpu", dtype, policy=policy):
+    with autocast(DEVICE, dtype, policy=policy):
         without = loss_of(model)
         loss = loss_of(lambda x: checkpoint(model, x, use_reentrant=reentrant))
     expected = gradients(model, without)
@@ -64,11 +65,11 @@ def softmax_dtypes(seen: list[torch.dtype]) -> Callable[[Tensor], Tensor]:
 def test_the_policy_is_that_of_the_forward_pass(reentrant: bool, where: str) -> None:
     seen: list[torch.dtype] = []
     x = torch.randn(4, requires_grad=True)
-    with autocast("cpu", BF16, policy=LOW_SOFTMAX):
+    with autocast(DEVICE, BF16, policy=LOW_SOFTMAX):
         low = checkpoint(softmax_dtypes(seen), x, use_reentrant=reentrant)
         if where == "inside":
             low.backward()
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         if where == "inside another policy":
             low.backward()
     if where == "after":
@@ -80,9 +81,9 @@ def test_the_policy_is_that_of_the_forward_pass(reentrant: bool, where: str) -> 
 def test_two_policies_in_one_graph(reentrant: bool) -> None:
     seen: list[torch.dtype] = []
     x = torch.randn(4, requires_grad=True)
-    with autocast("cpu", BF16, policy=LOW_SOFTMAX):
+    with autocast(DEVICE, BF16, policy=LOW_SOFTMAX):
         first = checkpoint(softmax_dtypes(seen), x, use_reentrant=reentrant)
-        with autocast("cpu", BF16, policy="standard"):
+        with autocast(DEVICE, BF16, policy="standard"):
             second = checkpoint(softmax_dtypes(seen), x, use_reentrant=reentrant)
         third = checkpoint(softmax_dtypes(seen), x, use_reentrant=reentrant)
     forward = seen.copy()
@@ -95,11 +96,11 @@ def test_two_policies_in_one_graph(reentrant: bool) -> None:
 def test_plain_autocast_recomputes_as_it_always_did(reentrant: bool) -> None:
     seen: list[torch.dtype] = []
     x = torch.randn(4, requires_grad=True)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         F.softmax(x, -1).sum()
-    with torch.autocast("cpu", BF16):
+    with torch.autocast(DEVICE, BF16):
         loss = checkpoint(softmax_dtypes(seen), x, use_reentrant=reentrant)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         loss.backward()
     assert seen == [BF16, BF16]  # PyTorch's list for the CPU leaves softmax alone
 
@@ -128,13 +129,13 @@ def test_a_backward_pass_in_another_thread(reentrant: bool, plain: bool) -> None
 
     def forward() -> None:
         context = (
-            torch.autocast("cpu", BF16) if plain else autocast("cpu", BF16, policy=LOW_SOFTMAX)
+            torch.autocast(DEVICE, BF16) if plain else autocast(DEVICE, BF16, policy=LOW_SOFTMAX)
         )
         with context:
             losses.append(checkpoint(softmax_dtypes(seen), x, use_reentrant=reentrant))
 
     in_a_thread(forward)
-    with autocast("cpu", BF16):  # a policy in the thread that goes backward is not theirs
+    with autocast(DEVICE, BF16):  # a policy in the thread that goes backward is not theirs
         F.linear(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True))
     losses[0].backward()
     assert seen == [BF16, BF16]
@@ -148,7 +149,7 @@ def test_checkpoints_in_checkpoints(model: nn.Sequential, outer: bool, inner: bo
         result: Tensor = checkpoint(model, F.softmax(x, -1), use_reentrant=inner)
         return F.softmax(result, -1)
 
-    with autocast("cpu", BF16, policy=LOW_SOFTMAX):
+    with autocast(DEVICE, BF16, policy=LOW_SOFTMAX):
         without = loss_of(lambda x: F.softmax(model(F.softmax(x, -1)), -1))
         loss = loss_of(lambda x: checkpoint(block, x, use_reentrant=outer))
     expected = gradients(model, without)
@@ -167,25 +168,25 @@ def test_a_compiled_function_in_a_checkpoint(reentrant: bool) -> None:
 
     compiled = torch.compile(run, backend="aot_eager")
     x = torch.randn(4, 8, requires_grad=True)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         expected = torch.autograd.grad(run(x).float().square().sum(), weight)[0]
         loss = checkpoint(compiled, x, use_reentrant=reentrant).float().square().sum()
     loss.backward()
     torch.testing.assert_close(weight.grad, expected, rtol=0.02, atol=0.01)
-    with torch.autocast("cpu", BF16):
+    with torch.autocast(DEVICE, BF16):
         assert compiled(x).dtype == run(x).dtype == BF16
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert compiled(x).dtype == run(x).dtype == torch.float32
 
 
 def test_a_policy_entered_in_the_backward_pass_is_the_one_that_counts() -> None:
     seen: list[torch.dtype] = []
     x = torch.randn(4, requires_grad=True)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y = F.softmax(x, -1)
 
     def hook(gradient: Tensor) -> None:
-        with autocast("cpu", BF16, policy=LOW_SOFTMAX):
+        with autocast(DEVICE, BF16, policy=LOW_SOFTMAX):
             seen.append(F.softmax(gradient, -1).dtype)
 
     y.register_hook(hook)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests import forked
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -31,7 +32,7 @@ from halfstep._pytorch import amp, compiler
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
-GLOBAL_CONTEXT = autocast("cpu", FP16)
+GLOBAL_CONTEXT = autocast(DEVICE, FP16)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -43,7 +44,7 @@ def fresh_compiler() -> Iterator[None]:
     yield
     assert scopes.current().outer is None
     assert scopes.nesting_depth() == 0
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)
     assert torch._functorch.config.backward_pass_autocast == "same_as_forward"
     assert torch.is_grad_enabled()
 
@@ -93,7 +94,7 @@ def test_inside_a_full_graph(
     x: Tensor, weight: Tensor, backend: str, policy: Policy | str | None
 ) -> None:
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        with autocast("cpu", BF16, policy=policy):
+        with autocast(DEVICE, BF16, policy=policy):
             hidden, low = body(x, weight)
         return hidden, low, F.linear(x, weight), F.softmax(hidden, -1)
 
@@ -103,25 +104,25 @@ def test_inside_a_full_graph(
 @backends
 def test_around_a_full_graph(x: Tensor, weight: Tensor, backend: str) -> None:
     compiled = torch.compile(body, backend=backend, fullgraph=True)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         hidden, probabilities = compiled(x, weight)
     assert (hidden.dtype, probabilities.dtype) == (BF16, FP32)
 
 
 @backends
 def test_a_decorated_function(x: Tensor, weight: Tensor, backend: str) -> None:
-    agree(autocast("cpu", BF16, policy=LOW_SOFTMAX)(body), x, weight, backend)
+    agree(autocast(DEVICE, BF16, policy=LOW_SOFTMAX)(body), x, weight, backend)
 
 
 @backends
 def test_nested_inside(x: Tensor, weight: Tensor, backend: str) -> None:
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        with autocast("cpu", FP16, policy=LOW_SOFTMAX):
-            with autocast("cpu", enabled=False):
+        with autocast(DEVICE, FP16, policy=LOW_SOFTMAX):
+            with autocast(DEVICE, enabled=False):
                 first = F.linear(x, weight)
-            with autocast("cpu", BF16):
+            with autocast(DEVICE, BF16):
                 second = F.softmax(F.linear(x, weight), -1)  # the policy outside, in bfloat16
-            with autocast("cpu", BF16, policy="standard"):
+            with autocast(DEVICE, BF16, policy="standard"):
                 third = F.softmax(F.linear(x, weight), -1)
             return first, second, third, F.softmax(F.linear(x, weight), -1)
 
@@ -131,7 +132,7 @@ def test_nested_inside(x: Tensor, weight: Tensor, backend: str) -> None:
 @backends
 def test_a_graph_break_inside_the_block(x: Tensor, weight: Tensor, backend: str) -> None:
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        with autocast("cpu", FP16):
+        with autocast(DEVICE, FP16):
             hidden, probabilities = body(x, weight)
             torch._dynamo.graph_break()
             return hidden, probabilities, F.softmax(hidden, -1), F.linear(x, weight)
@@ -156,14 +157,14 @@ def test_an_error_inside_leaves_nothing_behind(
     x: Tensor, weight: Tensor, backend: str, fullgraph: bool
 ) -> None:
     def function(x: Tensor, weight: Tensor) -> Tensor:
-        with autocast("cpu", BF16, policy=LOW_SOFTMAX):
+        with autocast(DEVICE, BF16, policy=LOW_SOFTMAX):
             return F.linear(x, weight[:, :3])
 
     with pytest.raises(Exception, match=r"size|shape|dim"):
         torch.compile(function, backend=backend, fullgraph=fullgraph)(x, weight)
-    with torch.autocast("cpu", BF16):
+    with torch.autocast(DEVICE, BF16):
         assert F.softmax(x.to(BF16), -1).dtype == BF16
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert F.softmax(x.to(BF16), -1).dtype == FP32
 
 
@@ -184,23 +185,23 @@ class Selecting(nn.Module):
 
 
 def in_a_context(x: Tensor) -> Tensor:
-    with autocast("cpu", FP16, policy=LOW_SOFTMAX):
+    with autocast(DEVICE, FP16, policy=LOW_SOFTMAX):
         return Selecting()(x @ x.t())
 
 
 def in_nested_contexts(x: Tensor) -> Tensor:
-    with autocast("cpu", BF16), torch.autocast("cpu", FP16), autocast("cpu", enabled=False):
+    with autocast(DEVICE, BF16), torch.autocast(DEVICE, FP16), autocast(DEVICE, enabled=False):
         return Selecting()(x)
 
 
 def by_an_interrupt(x: Tensor) -> Tensor:
-    with autocast("cpu", FP16):
+    with autocast(DEVICE, FP16):
         return interrupted(x @ x.t())
 
 
 def in_a_generator(x: Tensor) -> Tensor:
     def values() -> Iterator[Tensor]:
-        with autocast("cpu", FP16):
+        with autocast(DEVICE, FP16):
             yield x @ x.t()
             yield Selecting()(x)
 
@@ -208,7 +209,7 @@ def in_a_generator(x: Tensor) -> Tensor:
 
 
 def on_an_island(x: Tensor) -> Tensor:
-    with torch.autocast("cpu", FP16):
+    with torch.autocast(DEVICE, FP16):
         return ISLAND(x @ x.t())
 
 
@@ -219,7 +220,7 @@ ISLAND = MODEL[0]
 
 def switches_and_marks() -> tuple[object, ...]:
     guard, tag = compiler.compile_guard(), torch.compiler.config.cache_key_tag
-    return amp.autocast_switches("cpu"), scopes.nesting_depth(), scopes.current(), guard, tag
+    return amp.autocast_switches(DEVICE), scopes.nesting_depth(), scopes.current(), guard, tag
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_an_exception_in_a_graph_leaves_autocast_as_it_was(
     x: Tensor, function: Callable[[Tensor], Tensor], around: bool
 ) -> None:
     compiled = torch.compile(function, backend="eager", fullgraph=True)
-    with autocast("cpu", BF16, enabled=around):
+    with autocast(DEVICE, BF16, enabled=around):
         before = switches_and_marks()
         for _ in range(2):  # the second call finds the compiled code
             with pytest.raises((IndexError, KeyboardInterrupt)):
@@ -255,7 +256,7 @@ class FullPrecision(nn.Linear):
     """Computes in float32 inside of autocast, in plain PyTorch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             return F.linear(x.float(), self.weight, self.bias)
 
 
@@ -273,7 +274,7 @@ class Loss(nn.Module):
 
 @contextmanager
 def policy_in_plain_autocast(policy: str, model: nn.Module) -> Iterator[None]:
-    with use_policy(policy, module=model), torch.autocast("cpu", BF16):
+    with use_policy(policy, module=model), torch.autocast(DEVICE, BF16):
         yield
 
 
@@ -281,10 +282,10 @@ def policy_in_plain_autocast(policy: str, model: nn.Module) -> Iterator[None]:
 @pytest.mark.parametrize(
     "context",
     [
-        lambda _: autocast("cpu", BF16),
-        lambda model: autocast("cpu", BF16, policy="standard; @mix.2:fp32", module=model),
-        lambda model: autocast("cpu", FP16, policy="standard; matmul,mm@mix:fp32", module=model),
-        lambda _: autocast("cpu", BF16, policy="standard; linear[train]:fp32"),
+        lambda _: autocast(DEVICE, BF16),
+        lambda model: autocast(DEVICE, BF16, policy="standard; @mix.2:fp32", module=model),
+        lambda model: autocast(DEVICE, FP16, policy="standard; matmul,mm@mix:fp32", module=model),
+        lambda _: autocast(DEVICE, BF16, policy="standard; linear[train]:fp32"),
         lambda model: policy_in_plain_autocast("standard; @inner:fp32", model),
     ],
 )
@@ -311,7 +312,7 @@ def test_the_gradients_of_an_island_in_plain_autocast_are_those_of_eager_code(x:
     keep(model, "2")
 
     def gradients(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        with torch.autocast("cpu", BF16):
+        with torch.autocast(DEVICE, BF16):
             loss = run(x).square().sum()
         return torch.autograd.grad(loss, list(model.parameters()))
 
@@ -325,7 +326,7 @@ def test_the_policy_torch_has_the_gradients_of_torch_autocast(x: Tensor) -> None
     model = nn.Sequential(nn.Linear(8, 8), FullPrecision(8, 8))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     found = []
-    for context in (torch.autocast("cpu", BF16), autocast("cpu", BF16, policy="torch")):
+    for context in (torch.autocast(DEVICE, BF16), autocast(DEVICE, BF16, policy="torch")):
         with context:
             loss = compiled(x).sin().sum()
         found.append(torch.autograd.grad(loss, list(model.parameters())))
@@ -343,11 +344,11 @@ def test_code_compiled_under_one_policy_never_runs_under_another(
             return compiled(x, weight)[1].dtype
 
     for _ in range(2):
-        assert softmax_dtype(autocast("cpu", BF16)) == FP32
-        assert softmax_dtype(autocast("cpu", BF16, policy=LOW_SOFTMAX)) == BF16
-        assert softmax_dtype(torch.autocast("cpu", BF16)) == BF16
-        assert softmax_dtype(autocast("cpu", FP16)) == FP32
-        assert softmax_dtype(autocast("cpu", BF16, policy="torch")) == BF16
+        assert softmax_dtype(autocast(DEVICE, BF16)) == FP32
+        assert softmax_dtype(autocast(DEVICE, BF16, policy=LOW_SOFTMAX)) == BF16
+        assert softmax_dtype(torch.autocast(DEVICE, BF16)) == BF16
+        assert softmax_dtype(autocast(DEVICE, FP16)) == FP32
+        assert softmax_dtype(autocast(DEVICE, BF16, policy="torch")) == BF16
         assert compiled(x, weight)[0].dtype == FP32
 
 
@@ -358,7 +359,7 @@ def test_more_policies_than_the_guard_can_tell_apart(
     monkeypatch.setattr(scopes, "_marks", {})
     compiled = torch.compile(body, backend="aot_eager", fullgraph=True)
     contexts = [
-        autocast("cpu", BF16, policy=Policy([Rule("linear", "lower"), Rule("softmax", action)]))
+        autocast(DEVICE, BF16, policy=Policy([Rule("linear", "lower"), Rule("softmax", action)]))
         for action in ("lower", "fp32", "leave")
     ]
     expected = (BF16, FP32, BF16)
@@ -405,7 +406,7 @@ print(counters["inductor"]["fxgraph_cache_hit"])
 @backends
 def test_one_context_inside_itself(x: Tensor, weight: Tensor, backend: str) -> None:
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        context = autocast("cpu", BF16)
+        context = autocast(DEVICE, BF16)
         with context:
             with context:
                 first = F.linear(x, weight)
@@ -418,7 +419,7 @@ def test_one_context_inside_itself(x: Tensor, weight: Tensor, backend: str) -> N
 @backends
 def test_a_function_decorated_inside(x: Tensor, weight: Tensor, backend: str) -> None:
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return autocast("cpu", BF16)(body)(x, weight)
+        return autocast(DEVICE, BF16)(body)(x, weight)
 
     agree(function, x, weight, backend)
 
@@ -430,13 +431,13 @@ def test_a_custom_function(
 ) -> None:
     class Product(torch.autograd.Function):
         @staticmethod
-        @custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        @custom_fwd(device_type=DEVICE, cast_inputs=cast_inputs)
         def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
             ctx.save_for_backward(a, b)
             return a @ b
 
         @staticmethod
-        @custom_bwd(device_type="cpu")
+        @custom_bwd(device_type=DEVICE)
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
             a, b = ctx.saved_tensors
             # Large enough to be inf in float16: only under the policy's float32 it is not.
@@ -445,7 +446,7 @@ def test_a_custom_function(
             return (gradient @ b.t()).to(a.dtype), (a.t() @ gradient).to(b.dtype) * one
 
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        with autocast("cpu", FP16):
+        with autocast(DEVICE, FP16):
             return (Product.apply(x, weight),)
 
     agree(function, x, weight, backend)
@@ -455,7 +456,7 @@ def test_a_custom_function(
 def test_export_is_refused_rather_than_exported_without_autocast(x: Tensor, strict: bool) -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            with autocast("cpu", BF16):
+            with autocast(DEVICE, BF16):
                 return x @ x.t()
 
     with pytest.raises(Exception, match=r"torch\.export cannot keep a halfstep policy"):
@@ -464,7 +465,7 @@ def test_export_is_refused_rather_than_exported_without_autocast(x: Tensor, stri
 
 def test_programs_recorded_before_autocast_are_refused(x: Tensor) -> None:
     def inside(x: Tensor) -> Tensor:
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             return x @ x.t()
 
     with pytest.raises(RuntimeError, match=r"make_fx\(pre_dispatch=True\) cannot keep a halfstep"):
@@ -473,14 +474,14 @@ def test_programs_recorded_before_autocast_are_refused(x: Tensor) -> None:
         torch.compile(inside, backend="pre_dispatch_eager", fullgraph=True)(x)
     assert make_fx(inside)(x)(x).dtype == BF16  # recorded after the casts
     around = torch.compile(lambda x: x @ x.t(), backend="pre_dispatch_eager", fullgraph=True)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert around(x).dtype == BF16
 
 
 def test_what_runs_without_autocast_can_be_exported(x: Tensor) -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            with autocast("cpu", enabled=False):
+            with autocast(DEVICE, enabled=False):
                 return x @ x.t()
 
     program = torch.export.export(Model(), (x,), strict=False).module()
@@ -517,7 +518,7 @@ def test_a_module_with_checkpoints(x: Tensor) -> None:
             return F.softmax(self.linear(x), -1)
 
         def forward(self, x: Tensor) -> Tensor:
-            with autocast("cpu", BF16):
+            with autocast(DEVICE, BF16):
                 out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
                 return out
 
@@ -535,14 +536,14 @@ def test_a_module_with_checkpoints(x: Tensor) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_with_inductor(x: Tensor, weight: Tensor) -> None:
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        with autocast("cpu", BF16, policy=LOW_SOFTMAX):
+        with autocast(DEVICE, BF16, policy=LOW_SOFTMAX):
             return body(x, weight)
 
     agree(function, x, weight, "inductor")
     compiled = torch.compile(body, fullgraph=True)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert compiled(x, weight)[1].dtype == FP32
-    with autocast("cpu", BF16, policy="torch"):
+    with autocast(DEVICE, BF16, policy="torch"):
         assert compiled(x, weight)[1].dtype == BF16
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.autocast.versions import VERSION
+from tests.device import DEVICE
 from torch import Tensor, nn
 
 from halfstep._autocast import Policy, Rule, autocast, preset, scopes
@@ -34,21 +35,21 @@ def softmax() -> torch.dtype:
 
 def test_a_block_runs_in_lower_precision_and_the_rest_does_not() -> None:
     assert linear() == FP32
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert linear() == BF16
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.get_autocast_dtype("cpu") == BF16
+        assert torch.is_autocast_enabled(DEVICE)
+        assert torch.get_autocast_dtype(DEVICE) == BF16
     assert linear() == FP32
     assert softmax() == BF16
 
 
 def test_contexts_nest_and_restore() -> None:
-    with autocast("cpu", BF16):
-        with autocast("cpu", FP16, policy=KEEP_SOFTMAX_LOW):
+    with autocast(DEVICE, BF16):
+        with autocast(DEVICE, FP16, policy=KEEP_SOFTMAX_LOW):
             assert (linear(), softmax()) == (FP16, FP16)
-            with autocast("cpu", enabled=False):
+            with autocast(DEVICE, enabled=False):
                 assert (linear(), softmax()) == (FP32, BF16)
-                with autocast("cpu"):
+                with autocast(DEVICE):
                     assert softmax() == FP16  # dtype and policy of the context outside
             assert (linear(), softmax()) == (FP16, FP16)
         assert (linear(), softmax()) == (BF16, FP32)
@@ -59,26 +60,26 @@ def test_one_weight_in_two_dtypes() -> None:
     """Fact A14: PyTorch's cache hands the bfloat16 weight to the float16 product."""
     weight = nn.Parameter(torch.ones(2, 2))
     x = torch.ones(2, 2)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert F.linear(x, weight).dtype == BF16
-        with autocast("cpu", FP16):
+        with autocast(DEVICE, FP16):
             assert F.linear(x, weight).dtype == FP16
         assert F.linear(x, weight).dtype == BF16
 
 
 def test_everything_is_restored_after_an_exception() -> None:
-    before = amp.autocast_switches("cpu")
-    outer = autocast("cpu", FP16, cache_enabled=False)
-    with pytest.raises(KeyError), outer, autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW):
+    before = amp.autocast_switches(DEVICE)
+    outer = autocast(DEVICE, FP16, cache_enabled=False)
+    with pytest.raises(KeyError), outer, autocast(DEVICE, BF16, policy=KEEP_SOFTMAX_LOW):
         raise KeyError
-    assert amp.autocast_switches("cpu") == before
-    assert current_policy("cpu") is None
-    with torch.autocast("cpu", BF16):
+    assert amp.autocast_switches(DEVICE) == before
+    assert current_policy(DEVICE) is None
+    with torch.autocast(DEVICE, BF16):
         assert softmax() == BF16
 
 
 def test_an_instance_can_be_entered_again_while_it_is_active() -> None:
-    context = autocast("cpu", BF16)
+    context = autocast(DEVICE, BF16)
     with context:
         with context:
             assert linear() == BF16
@@ -87,16 +88,16 @@ def test_an_instance_can_be_entered_again_while_it_is_active() -> None:
 
 
 def test_a_plain_autocast_inside_keeps_the_policy() -> None:
-    with autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW):
-        with torch.autocast("cpu", dtype=FP16):
+    with autocast(DEVICE, BF16, policy=KEEP_SOFTMAX_LOW):
+        with torch.autocast(DEVICE, dtype=FP16):
             assert (linear(), softmax()) == (FP16, FP16)
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             assert linear() == FP32
         assert (linear(), softmax()) == (BF16, BF16)
 
 
 def test_as_a_decorator() -> None:
-    @autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW)
+    @autocast(DEVICE, BF16, policy=KEEP_SOFTMAX_LOW)
     def dtypes(offset: int, *, name: str) -> tuple[torch.dtype, torch.dtype, int, str]:
         """Say the dtypes."""
         return linear(), softmax(), offset, name
@@ -108,7 +109,7 @@ def test_as_a_decorator() -> None:
 
 def test_a_decorated_method_may_call_itself() -> None:
     class Model(nn.Module):
-        @autocast("cpu", BF16)
+        @autocast(DEVICE, BF16)
         def forward(self, depth: int) -> torch.dtype:
             return linear() if depth == 0 else self(depth - 1)
 
@@ -120,14 +121,14 @@ def test_state_is_per_thread() -> None:
     seen: dict[str, object] = {}
 
     def work() -> None:
-        seen["dtype"], seen["policy"] = linear(), current_policy("cpu")
-        with autocast("cpu", FP16):
+        seen["dtype"], seen["policy"] = linear(), current_policy(DEVICE)
+        with autocast(DEVICE, FP16):
             entered.set()
             main_checked.wait()
             seen["inside"] = linear()
 
     entered, main_checked = threading.Event(), threading.Event()
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         thread = threading.Thread(target=work)
         thread.start()
         entered.wait()
@@ -144,7 +145,7 @@ def test_replicas_in_threads_get_the_gradients_of_one_replica() -> None:
     x = torch.randn(4, 8)
 
     def loss(chunk: Tensor) -> Tensor:
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             out: Tensor = model(chunk)
             return out.float().sum()
 
@@ -171,28 +172,28 @@ def test_the_device_is_inferred() -> None:
 
 
 def test_the_dtype_defaults_to_pytorchs() -> None:
-    with autocast("cpu"):
-        assert linear() == torch.get_autocast_dtype("cpu") == BF16
+    with autocast(DEVICE):
+        assert linear() == torch.get_autocast_dtype(DEVICE) == BF16
 
 
 def test_float32_lowers_nothing() -> None:
-    with autocast("cpu", FP32):
+    with autocast(DEVICE, FP32):
         assert linear() == FP32
         assert F.linear(torch.ones(2, 2, dtype=BF16), torch.ones(2, 2, dtype=BF16)).dtype == FP32
 
 
 def test_the_cache_switch_reaches_pytorch_and_comes_back() -> None:
     assert torch.is_autocast_cache_enabled()
-    with autocast("cpu", cache_enabled=False):
+    with autocast(DEVICE, cache_enabled=False):
         assert not torch.is_autocast_cache_enabled()
-        with autocast("cpu"):
+        with autocast(DEVICE):
             assert not torch.is_autocast_cache_enabled()
     assert torch.is_autocast_cache_enabled()
 
 
 def test_the_cache_switch_of_outside_comes_back() -> None:
     torch.set_autocast_cache_enabled(False)
-    with autocast("cpu", cache_enabled=True):
+    with autocast(DEVICE, cache_enabled=True):
         assert torch.is_autocast_cache_enabled()
     assert not torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(True)
@@ -201,11 +202,11 @@ def test_the_cache_switch_of_outside_comes_back() -> None:
 def test_pytorchs_cache_ends_with_the_outermost_context() -> None:
     """PyTorch's kernels use it in a plain torch.autocast for another device, for one."""
     weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
-    with autocast("cuda", enabled=False), torch.autocast("cpu", BF16):
+    with autocast("cuda", enabled=False), torch.autocast(DEVICE, BF16):
         F.linear(x, weight)
     with torch.no_grad():
         weight.add_(1)
-    with torch.autocast("cpu", BF16):
+    with torch.autocast(DEVICE, BF16):
         assert F.linear(x, weight).tolist() == [[4, 4]]
 
 
@@ -218,32 +219,32 @@ def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("other_device")
 def test_each_device_has_its_own_policy() -> None:
-    with autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW), autocast("privateuseone", BF16):
-        assert current_policy("cpu") == KEEP_SOFTMAX_LOW
+    with autocast(DEVICE, BF16, policy=KEEP_SOFTMAX_LOW), autocast("privateuseone", BF16):
+        assert current_policy(DEVICE) == KEEP_SOFTMAX_LOW
         assert current_policy("privateuseone") == preset("standard")
         assert softmax() == BF16
 
 
 def test_a_disabled_context_registers_and_activates_nothing() -> None:
-    with autocast("cpu", enabled=False):
-        assert current_policy("cpu") is None
+    with autocast(DEVICE, enabled=False):
+        assert current_policy(DEVICE) is None
 
 
 def test_the_policy_in_force_can_be_asked_for() -> None:
-    assert current_policy("cpu") is None
-    with autocast("cpu"):
-        assert current_policy("cpu") == preset("standard")
+    assert current_policy(DEVICE) is None
+    with autocast(DEVICE):
+        assert current_policy(DEVICE) == preset("standard")
         assert current_policy("cuda") is None
-        with autocast("cpu", policy=KEEP_SOFTMAX_LOW):
-            assert current_policy("cpu") == KEEP_SOFTMAX_LOW
-        with autocast("cpu", policy="torch"):
-            assert current_policy("cpu") == preset("torch")
+        with autocast(DEVICE, policy=KEEP_SOFTMAX_LOW):
+            assert current_policy(DEVICE) == KEEP_SOFTMAX_LOW
+        with autocast(DEVICE, policy="torch"):
+            assert current_policy(DEVICE) == preset("torch")
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"device_type": torch.device("cpu")}, TypeError, r"device type.*pass device\.type"),
+        ({"device_type": torch.device(DEVICE)}, TypeError, r"device type.*pass device\.type"),
         ({"device_type": 0}, TypeError, r"takes a device type such as 'cuda' or 'cpu', got 0"),
         (
             {"device_type": "cup"},
@@ -288,7 +289,7 @@ def test_wrong_arguments_are_refused(
 def test_off_is_possible_for_devices_whose_kernels_are_out_of_reach(device: str) -> None:
     torch.set_autocast_enabled(device, True)
     try:
-        with autocast(device, enabled=False), autocast("cpu"):
+        with autocast(device, enabled=False), autocast(DEVICE):
             assert not torch.is_autocast_enabled(device)
             assert linear() == BF16
         assert torch.is_autocast_enabled(device)
@@ -328,22 +329,22 @@ def test_a_device_that_is_there(device: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_only_functions_can_be_decorated() -> None:
     with pytest.raises(TypeError, match=r"to run a block: with autocast"):
-        autocast("cpu")(torch.ones(1))  # type: ignore[arg-type]
+        autocast(DEVICE)(torch.ones(1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", [None, "torch", KEEP_SOFTMAX_LOW])
 def test_a_pickled_context_is_the_same_context(policy: Policy | str | None) -> None:
     for copied in (
-        pickle.loads(pickle.dumps(autocast("cpu", FP16, policy=policy))),
-        copy.deepcopy(autocast("cpu", FP16, policy=policy)),
+        pickle.loads(pickle.dumps(autocast(DEVICE, FP16, policy=policy))),
+        copy.deepcopy(autocast(DEVICE, FP16, policy=policy)),
     ):
         with copied:
             assert linear() == FP16
-            inside = current_policy("cpu")
-        with autocast("cpu", FP16, policy=policy):
-            assert inside == current_policy("cpu")
-        with autocast("cpu", policy="torch-cuda"), copied:  # one without a policy inherits
-            assert current_policy("cpu") == (inside if policy else preset("torch-cuda"))
+            inside = current_policy(DEVICE)
+        with autocast(DEVICE, FP16, policy=policy):
+            assert inside == current_policy(DEVICE)
+        with autocast(DEVICE, policy="torch-cuda"), copied:  # one without a policy inherits
+            assert current_policy(DEVICE) == (inside if policy else preset("torch-cuda"))
 
 
 def test_an_index_of_the_device_does_not_matter() -> None:
@@ -352,16 +353,16 @@ def test_an_index_of_the_device_does_not_matter() -> None:
 
 
 def test_any_dtype_will_do_where_autocast_is_off() -> None:
-    with autocast("cpu", torch.float64, enabled=False):
+    with autocast(DEVICE, torch.float64, enabled=False):
         assert linear() == FP32
-        with autocast("cpu"):
+        with autocast(DEVICE):
             assert linear() == BF16
 
 
 @pytest.mark.parametrize("autocast", [torch.autocast, autocast])
 def test_what_code_reads_of_a_context(autocast: Any) -> None:
-    with autocast("cpu", dtype=FP16, cache_enabled=False):
-        context = autocast("cpu", dtype=BF16, cache_enabled=True)
+    with autocast(DEVICE, dtype=FP16, cache_enabled=False):
+        context = autocast(DEVICE, dtype=BF16, cache_enabled=True)
         assert not hasattr(context, "prev")
         with context as entered:
             assert entered is context
@@ -369,12 +370,12 @@ def test_what_code_reads_of_a_context(autocast: Any) -> None:
             assert (context._enabled, context._cache_enabled) == (True, True)
             outside = context.prev, context.prev_fastdtype, context.prev_cache_enabled
             assert outside == (True, FP16, False)
-    assert autocast("cpu", enabled=False)._enabled is False
+    assert autocast(DEVICE, enabled=False)._enabled is False
 
 
 @pytest.mark.parametrize("name", ["fast_dtype", "device", "_enabled", "_cache_enabled", "prev"])
 def test_a_write_to_a_context_says_what_to_do(name: str) -> None:
-    context = autocast("cpu", BF16)
+    context = autocast(DEVICE, BF16)
     with pytest.raises(AttributeError, match=r"make another one, autocast\(device_type, dtype"):
         setattr(context, name, False)
     with context:
@@ -394,8 +395,8 @@ def assert_nothing_is_left() -> None:
 
 def test_the_mark_for_compiled_code_goes_with_the_last_context() -> None:
     torch.set_autocast_dtype("ipu", FP32)
-    with autocast("cpu", BF16):
-        with autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW):
+    with autocast(DEVICE, BF16):
+        with autocast(DEVICE, BF16, policy=KEEP_SOFTMAX_LOW):
             assert torch.is_autocast_enabled("ipu")
         assert torch.is_autocast_enabled("ipu")
     assert (torch.get_autocast_dtype("ipu"), torch.is_autocast_enabled("ipu")) == (FP32, False)
@@ -404,10 +405,10 @@ def test_the_mark_for_compiled_code_goes_with_the_last_context() -> None:
 
 
 def test_leaving_in_a_thread_that_did_not_enter_is_an_error() -> None:
-    context = autocast("cpu", BF16)
+    context = autocast(DEVICE, BF16)
     with pytest.raises(CallOrderError, match=r"left in a thread that did not enter it"):
         context.__exit__(None, None, None)
-    with autocast("cpu", FP16):
+    with autocast(DEVICE, FP16):
         with pytest.raises(CallOrderError, match=r"left in a thread that did not enter it"):
             context.__exit__(None, None, None)
         assert linear() == FP16
@@ -417,9 +418,9 @@ def test_leaving_in_a_thread_that_did_not_enter_is_an_error() -> None:
 @pytest.mark.parametrize(
     "inner",
     [
-        autocast("cpu", FP16),
-        autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW),
-        autocast("cpu", enabled=False),
+        autocast(DEVICE, FP16),
+        autocast(DEVICE, BF16, policy=KEEP_SOFTMAX_LOW),
+        autocast(DEVICE, enabled=False),
         "privateuseone",
     ],
     ids=repr,
@@ -429,8 +430,12 @@ def test_a_context_left_before_one_inside_it_is_an_error(inner: autocast | str) 
     if isinstance(inner, str):
         inner = autocast(inner, BF16)
     with inner:
-        alone = amp.autocast_switches("cpu"), current_policy("cpu"), current_policy("privateuseone")
-    outer = autocast("cpu", BF16)
+        alone = (
+            amp.autocast_switches(DEVICE),
+            current_policy(DEVICE),
+            current_policy("privateuseone"),
+        )
+    outer = autocast(DEVICE, BF16)
     outer.__enter__()
     inner.__enter__()
     with pytest.raises(CallOrderError) as caught:
@@ -438,7 +443,7 @@ def test_a_context_left_before_one_inside_it_is_an_error(inner: autocast | str) 
     assert str(caught.value).startswith(f"{outer!r} is left while {inner!r}, entered after it, is")
     assert "asyncio.to_thread" in str(caught.value)
     # The inner one goes on as if there had been no other.
-    now = amp.autocast_switches("cpu"), current_policy("cpu"), current_policy("privateuseone")
+    now = amp.autocast_switches(DEVICE), current_policy(DEVICE), current_policy("privateuseone")
     assert now == alone
     inner.__exit__(None, None, None)
     assert_nothing_is_left()
@@ -449,7 +454,7 @@ def test_contexts_that_do_the_same_may_take_turns() -> None:
 
     async def task(num_turns: int) -> set[torch.dtype]:
         seen = set()
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             for _ in range(num_turns):
                 seen.add(linear())
                 await asyncio.sleep(0)
@@ -463,20 +468,20 @@ def test_contexts_that_do_the_same_may_take_turns() -> None:
 
 
 def test_a_policy_is_not_taken_from_under_a_context_in_silence() -> None:
-    outer, inner = autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW), autocast("cpu", BF16)
+    outer, inner = autocast(DEVICE, BF16, policy=KEEP_SOFTMAX_LOW), autocast(DEVICE, BF16)
     outer.__enter__()
     inner.__enter__()
-    assert current_policy("cpu") == KEEP_SOFTMAX_LOW
+    assert current_policy(DEVICE) == KEEP_SOFTMAX_LOW
     with pytest.raises(CallOrderError, match="is left while"):
         outer.__exit__(None, None, None)
-    assert current_policy("cpu") == preset("standard")
+    assert current_policy(DEVICE) == preset("standard")
     inner.__exit__(None, None, None)
     assert_nothing_is_left()
 
 
 def test_tasks_that_take_turns_in_different_contexts_are_told() -> None:
     async def task(dtype: torch.dtype, num_turns: int) -> torch.dtype:
-        with autocast("cpu", dtype):
+        with autocast(DEVICE, dtype):
             for _ in range(num_turns):
                 await asyncio.sleep(0)
             return linear()
@@ -492,19 +497,19 @@ def test_tasks_that_take_turns_in_different_contexts_are_told() -> None:
 
 def test_a_generator_that_waits_inside_its_context_is_told_of() -> None:
     def generator() -> Iterator[torch.dtype]:
-        with autocast("cpu", FP16):
+        with autocast(DEVICE, FP16):
             yield linear()
 
     waiting = generator()
     told = pytest.raises(CallOrderError, match="generators that wait inside their contexts")
-    with told, autocast("cpu", BF16):
+    with told, autocast(DEVICE, BF16):
         next(waiting)
     waiting.close()
     assert_nothing_is_left()
 
 
 def test_an_error_that_is_on_its_way_is_not_hidden() -> None:
-    outer, inner = autocast("cpu", BF16), autocast("cpu", FP16)
+    outer, inner = autocast(DEVICE, BF16), autocast(DEVICE, FP16)
     outer.__enter__()
     inner.__enter__()
     assert outer.__exit__(KeyError, KeyError(), None) is None
@@ -518,7 +523,7 @@ def test_an_error_that_is_on_its_way_is_not_hidden() -> None:
 def test_attention() -> None:
     x = torch.randn(3, 5, 8)
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         out, weights = attention(x, x, x)
         assert (out.dtype, weights.dtype) == (BF16, FP32)  # softmax in float32, as on CUDA
         out, _ = attention(x, x, x, need_weights=False)
@@ -539,8 +544,8 @@ def test_recurrent_layers_do_what_they_do_under_torch_autocast(
         result.float().sum().backward()
         return [result, *(p.grad for p in layer.parameters() if p.grad is not None)]
 
-    result, *gradients = run(autocast("cpu", BF16, policy=policy))
-    expected, *rounded = run(torch.autocast("cpu", BF16))
+    result, *gradients = run(autocast(DEVICE, BF16, policy=policy))
+    expected, *rounded = run(torch.autocast(DEVICE, BF16))
     assert torch.equal(result, expected)
     assert result.dtype == expected.dtype
     for got, want in zip(gradients, rounded, strict=True):
@@ -549,14 +554,14 @@ def test_recurrent_layers_do_what_they_do_under_torch_autocast(
 
 
 def test_a_recurrent_cell_runs_in_lower_precision_as_on_cuda() -> None:
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert nn.LSTMCell(8, 4)(torch.randn(3, 8))[0].dtype == BF16
 
 
 def test_transformer_layer_in_evaluation() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     x = torch.randn(2, 3, 8)
-    with torch.no_grad(), autocast("cpu", BF16):
+    with torch.no_grad(), autocast(DEVICE, BF16):
         assert layer(x).isfinite().all()
 
 
@@ -564,7 +569,7 @@ def test_functional_gradients() -> None:
     weight, x = torch.randn(4, 4), torch.randn(2, 4)
 
     def loss(weight: Tensor) -> Tensor:
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             return F.softmax(F.linear(x, weight), -1).square().sum()
 
     leaf = weight.clone().requires_grad_()
@@ -574,18 +579,18 @@ def test_functional_gradients() -> None:
 
 def test_inference_mode() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
-    with torch.inference_mode(), autocast("cpu", BF16):
+    with torch.inference_mode(), autocast(DEVICE, BF16):
         assert model(torch.randn(2, 4)).dtype == FP32
     with torch.inference_mode():
         inference_weight = torch.randn(4, 4)
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             assert F.linear(torch.ones(2, 4), inference_weight).dtype == BF16
 
 
 def test_gradients_equal_those_of_casting_by_hand() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         hidden = F.linear(x, weight)
         loss = (F.softmax(hidden, -1) * F.linear(hidden, weight)).sum()
     got = torch.autograd.grad(loss, (weight, x))
@@ -621,17 +626,17 @@ def calls_of_ours(function: Callable[[], object]) -> list[str]:
 
 def test_a_context_takes_few_calls() -> None:
     def enter() -> None:
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             pass
 
     outermost = calls_of_ours(enter)
     assert len(outermost) <= (18 if VERSION >= "2.13" else 20), outermost
-    with autocast("cpu", BF16):  # torch.compile need not be told again
+    with autocast(DEVICE, BF16):  # torch.compile need not be told again
         assert len(calls_of_ours(enter)) <= len(outermost) - 5
 
 
 def test_an_op_with_a_small_weight_takes_few_calls() -> None:
     x, weight = torch.ones(1, 2), nn.Parameter(torch.ones(2, 2))
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         called = calls_of_ours(lambda: F.linear(x, weight))
     assert len(called) <= 6, called

@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import Tensor
 
 from halfstep._autocast import Rule, autocast, custom_bwd, custom_fwd, preset
@@ -20,14 +21,14 @@ def make(fwd: Any, bwd: Any, seen: list[object]) -> type[torch.autograd.Function
         @staticmethod
         @fwd
         def forward(ctx: Any, a: Tensor, b: Tensor, extra: object = None) -> Tensor:
-            seen.append(("forward", a.dtype, torch.is_autocast_enabled("cpu"), softmax_dtype()))
+            seen.append(("forward", a.dtype, torch.is_autocast_enabled(DEVICE), softmax_dtype()))
             ctx.save_for_backward(a, b)
             return a.mm(b)
 
         @staticmethod
         @bwd
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-            seen.append(("backward", torch.is_autocast_enabled("cpu"), softmax_dtype()))
+            seen.append(("backward", torch.is_autocast_enabled(DEVICE), softmax_dtype()))
             a, b = ctx.saved_tensors
             return grad.mm(b.t()).to(a.dtype), a.t().mm(grad).to(b.dtype), None
 
@@ -38,14 +39,14 @@ def make(fwd: Any, bwd: Any, seen: list[object]) -> type[torch.autograd.Function
 def test_backward_runs_under_the_autocast_and_policy_of_forward(call: bool) -> None:
     seen: list[object] = []
     function = (
-        make(custom_fwd(device_type="cpu"), custom_bwd(device_type="cpu"), seen)
+        make(custom_fwd(device_type=DEVICE), custom_bwd(device_type=DEVICE), seen)
         if call
         else make(custom_fwd, custom_bwd, seen)
     )
     a = torch.randn(4, 4, requires_grad=True)
-    with autocast("cpu", BF16, policy=LOW_SOFTMAX):
+    with autocast(DEVICE, BF16, policy=LOW_SOFTMAX):
         out = function.apply(a, a)
-    with autocast("cpu", FP16, policy="standard"):  # not what forward ran under
+    with autocast(DEVICE, FP16, policy="standard"):  # not what forward ran under
         out.float().sum().backward()
 
     assert out.dtype == BF16
@@ -56,11 +57,11 @@ def test_backward_runs_under_the_autocast_and_policy_of_forward(call: bool) -> N
 
 def test_under_plain_autocast_backward_runs_under_plain_autocast() -> None:
     seen: list[object] = []
-    function = make(custom_fwd(device_type="cpu"), custom_bwd(device_type="cpu"), seen)
+    function = make(custom_fwd(device_type=DEVICE), custom_bwd(device_type=DEVICE), seen)
     a = torch.randn(4, 4, requires_grad=True)
-    with torch.autocast("cpu", BF16):
+    with torch.autocast(DEVICE, BF16):
         out = function.apply(a, a)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         out.float().sum().backward()
 
     assert seen == [("forward", FP32, True, BF16), ("backward", True, BF16)]
@@ -69,10 +70,10 @@ def test_under_plain_autocast_backward_runs_under_plain_autocast() -> None:
 def test_inputs_are_cast_and_forward_runs_without_autocast() -> None:
     seen: list[object] = []
     function = make(
-        custom_fwd(device_type="cpu", cast_inputs=FP32), custom_bwd(device_type="cpu"), seen
+        custom_fwd(device_type=DEVICE, cast_inputs=FP32), custom_bwd(device_type=DEVICE), seen
     )
     a = torch.randn(4, 4, dtype=BF16, requires_grad=True)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         out = function.apply(a, a, {"list": [torch.ones(1)]})
         out.sum().backward()
 
@@ -83,7 +84,7 @@ def test_inputs_are_cast_and_forward_runs_without_autocast() -> None:
 def test_outside_autocast_nothing_is_cast() -> None:
     seen: list[object] = []
     function = make(
-        custom_fwd(device_type="cpu", cast_inputs=FP32), custom_bwd(device_type="cpu"), seen
+        custom_fwd(device_type=DEVICE, cast_inputs=FP32), custom_bwd(device_type=DEVICE), seen
     )
     a = torch.randn(4, 4, dtype=BF16, requires_grad=True)
     function.apply(a, a).sum().backward()
@@ -96,18 +97,18 @@ def test_casting_of_inputs_goes_into_containers_and_spares_the_rest() -> None:
 
     class Take(torch.autograd.Function):
         @staticmethod
-        @custom_fwd(device_type="cpu", cast_inputs=FP16)
+        @custom_fwd(device_type=DEVICE, cast_inputs=FP16)
         def forward(ctx: Any, x: Tensor, *rest: object) -> Tensor:
             got.extend(rest)
             return x
 
         @staticmethod
-        @custom_bwd(device_type="cpu")
+        @custom_bwd(device_type=DEVICE)
         def backward(ctx: Any, grad: Tensor) -> Any:
             return grad, None, None, None
 
     ints, double = torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         out = Take.apply(
             torch.ones(1, requires_grad=True), [ints, (double,)], {"k": torch.ones(1)}, "s"
         )
@@ -121,9 +122,9 @@ def test_casting_of_inputs_goes_into_containers_and_spares_the_rest() -> None:
 
 def test_torchs_decorator_on_backward_works_too() -> None:
     seen: list[object] = []
-    function = make(custom_fwd(device_type="cpu"), torch.amp.custom_bwd(device_type="cpu"), seen)
+    function = make(custom_fwd(device_type=DEVICE), torch.amp.custom_bwd(device_type=DEVICE), seen)
     a = torch.randn(4, 4, requires_grad=True)
-    with autocast("cpu", FP16):
+    with autocast(DEVICE, FP16):
         out = function.apply(a, a)
     assert out.grad_fn._dtype == FP16  # what torch.amp.custom_bwd goes by
     out.float().sum().backward()
@@ -132,9 +133,9 @@ def test_torchs_decorator_on_backward_works_too() -> None:
 
 
 def test_torchs_decorator_on_forward_alone_is_an_error_that_says_so() -> None:
-    function = make(torch.amp.custom_fwd(device_type="cpu"), custom_bwd(device_type="cpu"), [])
+    function = make(torch.amp.custom_fwd(device_type=DEVICE), custom_bwd(device_type=DEVICE), [])
     a = torch.randn(4, 4, requires_grad=True)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         out = function.apply(a, a)
     with pytest.raises(CallOrderError, match=r"halfstep\.custom_fwd"):
         out.float().sum().backward()

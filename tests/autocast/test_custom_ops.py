@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import Tensor
 
 from halfstep._autocast import autocast
@@ -47,7 +48,7 @@ def seen(a: Tensor, b: Tensor) -> torch.dtype:
     ],
 )
 def test_all_kinds_of_rules(rule: str, narrow: torch.dtype, mixed: torch.dtype) -> None:
-    with autocast("cpu", BF16, policy=f"standard; halfstep_test::{rule}"):
+    with autocast(DEVICE, BF16, policy=f"standard; halfstep_test::{rule}"):
         assert seen(NARROW, NARROW) is narrow
         assert seen(NARROW, WIDE) is mixed
     assert seen(NARROW, NARROW) is BF16
@@ -60,7 +61,7 @@ def test_a_rule_is_differentiated_and_compiled() -> None:
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     for function in (loss, compiled):
         a = torch.ones(2, requires_grad=True)
-        with autocast("cpu", BF16, policy="standard; halfstep_test::seen:lower"):
+        with autocast(DEVICE, BF16, policy="standard; halfstep_test::seen:lower"):
             function(a).backward()
         assert torch.equal(a.grad, torch.full((2,), 2.0))
 
@@ -69,18 +70,18 @@ def test_what_the_author_registered_holds_where_no_rule_does() -> None:
     def own() -> torch.dtype:
         return torch.ops.halfstep_test.own(WIDE).dtype
 
-    with autocast("cpu", BF16, policy="standard; halfstep_test::own:lower"):
+    with autocast(DEVICE, BF16, policy="standard; halfstep_test::own:lower"):
         assert own() is BF16
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert own() is torch.float16
-    with torch.autocast("cpu", BF16):
+    with torch.autocast(DEVICE, BF16):
         assert own() is torch.float16
     assert own() is torch.float32
 
 
 def test_a_misspelt_op_is_refused() -> None:
     with pytest.raises(ValueError, match="no op 'halfstep_test::sen'; did you mean 'halfstep_te"):
-        autocast("cpu", BF16, policy="standard; halfstep_test::sen:lower")
+        autocast(DEVICE, BF16, policy="standard; halfstep_test::sen:lower")
 
 
 def test_phases_are_those_of_the_moment() -> None:
@@ -90,7 +91,7 @@ def test_phases_are_those_of_the_moment() -> None:
         return torch.softmax(x, 0) * 1
 
     compiled = torch.compile(dtype, backend="eager", fullgraph=True)
-    with autocast("cpu", BF16, policy="standard; softmax[eval]:lower"):
+    with autocast(DEVICE, BF16, policy="standard; softmax[eval]:lower"):
         for function in (dtype, compiled):
             assert function(WIDE).dtype is torch.float32
             with torch.no_grad():

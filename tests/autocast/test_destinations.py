@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import Tensor
 
 from halfstep._autocast import Policy, Rule, autocast, preset
@@ -74,7 +75,7 @@ def test_the_destination_decides(op: str, lower: torch.dtype) -> None:
         wide = torch.float32 if op in ADDING and to in HALVES else to
         by_hand = x.to(wide, copy=True)
         expected = IN_PLACE[op](by_hand, source.to(wide)).to(to)
-        with autocast("cpu", lower):
+        with autocast(DEVICE, lower):
             result = IN_PLACE[op](x, source)
         assert result.dtype is to
         assert torch.equal(result, expected)
@@ -87,7 +88,7 @@ def test_not_in_place_the_widest_decides(op: str) -> None:
     for to, of in MIXES:
         x, source = tensors(to, of)
         wide = torch.promote_types(to, of)
-        with autocast("cpu", torch.bfloat16):
+        with autocast(DEVICE, torch.bfloat16):
             assert torch.equal(ANEW[op](x, source), ANEW[op](x.to(wide), source.to(wide)))
 
 
@@ -103,7 +104,7 @@ def test_what_is_written_is_differentiated_and_compiled() -> None:
     grads = []
     for function in (loss, compiled):
         x = torch.ones(3, 2, requires_grad=True)
-        with autocast("cpu", torch.bfloat16):
+        with autocast(DEVICE, torch.bfloat16):
             function(x).backward()
         grads.append((x.grad, *(p.grad for p in linear.parameters())))
         linear.zero_grad()
@@ -113,7 +114,7 @@ def test_what_is_written_is_differentiated_and_compiled() -> None:
 
 def test_integers_stay_integers() -> None:
     x = torch.zeros(3, dtype=torch.int64)
-    with autocast("cpu", torch.bfloat16):
+    with autocast(DEVICE, torch.bfloat16):
         x[ROWS] = torch.ones(2, dtype=torch.int64)
         x.index_add_(0, ROWS, torch.ones(2, dtype=torch.int64))
     assert x.tolist() == [2, 2, 0]
@@ -135,6 +136,6 @@ def test_no_other_rule_casts_what_is_written_to() -> None:
 def test_other_half_precisions_are_promoted_too() -> None:
     """PyTorch's own promotion refuses them."""
     halves = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.float16)
-    with autocast("cpu", torch.bfloat16):
+    with autocast(DEVICE, torch.bfloat16):
         assert torch.dot(*halves).dtype is torch.float16
         assert torch.dot(halves[0], torch.ones(2, dtype=torch.bfloat16)).dtype is torch.float32

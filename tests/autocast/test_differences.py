@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 
 from halfstep._autocast import Policy, Rule, autocast, preset, scopes
@@ -36,7 +37,7 @@ def difference(row: str) -> Callable[[Any], Any]:
 
 def after_a_change_inside(context: Any) -> float:
     weight, x = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         F.linear(x, weight)
         with torch.no_grad():
             weight.fill_(2)
@@ -56,9 +57,9 @@ class AWeightChangedInPlace:
 
 def one_weight_in_two_dtypes(context: Any) -> torch.dtype:
     weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         F.linear(x, weight)
-        with context("cpu", dtype=FP16):
+        with context(DEVICE, dtype=FP16):
             return F.linear(x, weight).dtype
 
 
@@ -76,7 +77,7 @@ class OneWeightInTwoDtypes:
 
 def batched(context: Any) -> set[torch.dtype]:
     x = torch.ones(2, 3, 4)
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         return {torch.vmap(layer)(x).dtype for layer in (nn.Linear(4, 2), nn.Conv1d(3, 2, 1))}
 
 
@@ -93,7 +94,7 @@ class InsideVmap:
 
 def written_by_index(context: Any) -> torch.dtype:
     x = torch.zeros(2, 2)
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         x[torch.tensor([0, 1])] = F.linear(torch.ones(2, 2), torch.ones(2, 2))
     return x.dtype
 
@@ -111,7 +112,7 @@ class WritingByIndex:
 
 
 def cat_mixed(context: Any) -> torch.dtype:
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         return torch.cat([torch.ones(1, dtype=FP16), torch.ones(1)]).dtype
 
 
@@ -129,7 +130,7 @@ class CatOfAMix:
 
 def float64_and_float32(context: Any) -> list[torch.dtype]:
     x, weight = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2)
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         return [F.linear(x, weight).dtype, (weight @ x).dtype]
 
 
@@ -146,7 +147,7 @@ class Float64AndFloat32:
 
 
 def overflows(context: Any) -> list[bool]:
-    with context("cpu", dtype=FP16):
+    with context(DEVICE, dtype=FP16):
         results = (
             torch.tensor(12.0, dtype=FP16).exp(),
             torch.tensor(300.0, dtype=FP16).pow(2),
@@ -171,11 +172,11 @@ class ChangingARule:
     @staticmethod
     def pytorch() -> None:
         with pytest.raises(TypeError, match="policy"):
-            torch.autocast("cpu", policy="mine")
+            torch.autocast(DEVICE, policy="mine")
 
     @staticmethod
     def halfstep() -> None:
-        with autocast("cpu", policy=Policy([Rule("linear", "leave")])):
+        with autocast(DEVICE, policy=Policy([Rule("linear", "leave")])):
             assert F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype == FP32
 
 
@@ -185,9 +186,9 @@ def gradient(context: Any, *, compiled: bool) -> Tensor:
     weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(4, 8)
 
     def loss() -> Tensor:
-        with context("cpu", dtype=BF16):
+        with context(DEVICE, dtype=BF16):
             hidden = F.linear(x, weight)
-            with context("cpu", enabled=False):
+            with context(DEVICE, enabled=False):
                 hidden = F.linear(hidden.float(), weight)
             return F.linear(hidden, weight).float().square().sum()
 
@@ -228,22 +229,22 @@ class WhatCannotBe:
     @staticmethod
     def pytorch() -> None:
         with pytest.warns(UserWarning, match="Disabling autocast"):
-            torch.autocast("cpu", dtype=torch.int8)
+            torch.autocast(DEVICE, dtype=torch.int8)
 
     @staticmethod
     def halfstep() -> None:
         with pytest.raises(ValueError, match="lowers to"):
-            autocast("cpu", torch.int8)
+            autocast(DEVICE, torch.int8)
         with pytest.raises(ValueError, match=r"write dtype=torch\.float16"):
-            autocast("cpu", "torch.float16")  # type: ignore[arg-type]
+            autocast(DEVICE, "torch.float16")  # type: ignore[arg-type]
 
 
 def stays_on_after_entering_twice(context: Any) -> bool:
-    before = torch.is_autocast_enabled("cpu")
+    before = torch.is_autocast_enabled(DEVICE)
     with context, context:
         pass
-    stays_on = torch.is_autocast_enabled("cpu")
-    torch.set_autocast_enabled("cpu", before)
+    stays_on = torch.is_autocast_enabled(DEVICE)
+    torch.set_autocast_enabled(DEVICE, before)
     return stays_on
 
 
@@ -251,11 +252,11 @@ def stays_on_after_entering_twice(context: Any) -> bool:
 class OneInstanceTwice:
     @staticmethod
     def pytorch() -> None:
-        assert stays_on_after_entering_twice(torch.autocast("cpu"))
+        assert stays_on_after_entering_twice(torch.autocast(DEVICE))
 
     @staticmethod
     def halfstep() -> None:
-        assert not stays_on_after_entering_twice(autocast("cpu"))
+        assert not stays_on_after_entering_twice(autocast(DEVICE))
 
 
 @difference("C4")
@@ -267,14 +268,14 @@ class BceInBfloat16:
 
     @staticmethod
     def halfstep() -> None:
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             assert F.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2)).isfinite()
-        with autocast("cpu", FP16), pytest.raises(RuntimeError, match="with_logits"):
+        with autocast(DEVICE, FP16), pytest.raises(RuntimeError, match="with_logits"):
             F.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2))
 
 
 def determinant(context: Any) -> torch.Tensor:
-    with context("cpu", dtype=BF16):
+    with context(DEVICE, dtype=BF16):
         return torch.linalg.det(F.linear(torch.eye(2), torch.eye(2)))
 
 
@@ -291,7 +292,7 @@ class WithoutAKernelInLowerPrecision:
 
 
 def lstm(context: Any) -> torch.Tensor:
-    with context("cpu", dtype=FP16):
+    with context(DEVICE, dtype=FP16):
         return nn.LSTM(8, 6)(torch.ones(2, 8))[0]
 
 
@@ -310,7 +311,7 @@ class LstmInFloat16OnTheCpu:
 
 def bce_gradient(context: Any) -> float:
     p = torch.tensor([1e-5], dtype=FP16, requires_grad=True)
-    with context("cpu", dtype=FP16):
+    with context(DEVICE, dtype=FP16):
         F.binary_cross_entropy(p, torch.ones(1)).backward()
     assert p.grad is not None
     return p.grad.item()
@@ -332,19 +333,19 @@ class BceInFloat16OnTheCpu:
 
 def is_on_after_taking_turns(context: Any) -> bool:
     async def task(dtype: torch.dtype, num_turns: int) -> None:
-        with context("cpu", dtype=dtype):
+        with context(DEVICE, dtype=dtype):
             for _ in range(num_turns):
                 await asyncio.sleep(0)
 
     async def tasks() -> None:
         await asyncio.gather(task(BF16, 1), task(FP16, 2))
 
-    before = torch.is_autocast_enabled("cpu")
+    before = torch.is_autocast_enabled(DEVICE)
     try:
         asyncio.run(tasks())
-        return torch.is_autocast_enabled("cpu")
+        return torch.is_autocast_enabled(DEVICE)
     finally:
-        torch.set_autocast_enabled("cpu", before)
+        torch.set_autocast_enabled(DEVICE, before)
 
 
 @difference("C8")
@@ -357,7 +358,7 @@ class TasksThatTakeTurns:
     def halfstep() -> None:
         with pytest.raises(CallOrderError, match="asyncio tasks"):
             is_on_after_taking_turns(autocast)
-        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled(DEVICE)
 
 
 def compiled_gradient_error(context: Any) -> float:
@@ -365,11 +366,11 @@ def compiled_gradient_error(context: Any) -> float:
     weight = nn.Parameter(torch.linspace(0, 1, 12).reshape(4, 3))
 
     def full_precision(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             return (x @ weight).sin().sum()
 
     def gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
-        with context("cpu", dtype=BF16):
+        with context(DEVICE, dtype=BF16):
             loss = run(torch.linspace(1, 2, 8).reshape(2, 4))
         return torch.autograd.grad(loss, weight)[0]
 
@@ -393,7 +394,7 @@ def contexts_after_an_error_in_compiled_code(context: Any) -> int:
     """The number of contexts that the thread is still in."""
 
     def function(x: Tensor, index: Tensor) -> Tensor:
-        with context("cpu", dtype=BF16):
+        with context(DEVICE, dtype=BF16):
             return x.index_select(0, index)
 
     compiled = torch.compile(function, backend="eager", fullgraph=True)
@@ -419,7 +420,7 @@ class AnErrorInCompiledCode:
 
 def weight_gradient_of_a_batch(context: Any) -> float:
     weight = torch.ones(1, 1, 3, 3, requires_grad=True)
-    with context("cpu", BF16):
+    with context(DEVICE, BF16):
         result = F.conv2d(torch.ones(600, 1, 8, 8), weight)
     result.backward(torch.ones_like(result))
     assert weight.grad is not None
@@ -441,7 +442,7 @@ def loss_of_lower_logits(policy: str) -> Tensor:
     # PyTorch's list for the CPU has float32.
 
     logits = torch.linspace(-4, 4, 1000)[None].to(BF16)
-    with autocast("cpu", BF16, policy=policy):
+    with autocast(DEVICE, BF16, policy=policy):
         return F.cross_entropy(logits, torch.tensor([7])) - F.cross_entropy(
             logits.float(), torch.tensor([7])
         )
@@ -460,7 +461,7 @@ class TheLossOfLowerLogits:
 
 def gradient_of_a_row(context: Any) -> Tensor:
     table = torch.ones(2, 1, dtype=BF16, requires_grad=True)
-    with context("cpu", BF16):
+    with context(DEVICE, BF16):
         rows = table[torch.zeros(4096, dtype=torch.long)]
     rows.backward(torch.ones_like(rows))
     assert table.grad is not None

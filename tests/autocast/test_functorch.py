@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests import forked
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.func import (
     functional_call,
@@ -51,7 +52,7 @@ def assert_close(result: Tensor, expected: Tensor, lower: torch.dtype) -> None:
 
 
 def island(x: Tensor) -> Tensor:
-    with autocast("cpu", enabled=False):
+    with autocast(DEVICE, enabled=False):
         return LINEAR(x)
 
 
@@ -94,7 +95,7 @@ CASES: dict[str, tuple[str, Function, torch.dtype | None]] = {
 def test_vmap_is_a_loop(case: str, lower: torch.dtype) -> None:
     """Fact A15."""
     policy, function, dtype = CASES[case]
-    with autocast("cpu", lower, policy=policy):
+    with autocast(DEVICE, lower, policy=policy):
         result, expected = vmap(function)(SAMPLES), loop(function, SAMPLES)
     assert result.dtype is (dtype or lower)
     assert_close(result, expected, dtype or lower)
@@ -104,7 +105,7 @@ def test_vmap_is_a_loop(case: str, lower: torch.dtype) -> None:
 def test_vmap_in_vmap_is_a_loop_of_loops(case: str) -> None:
     _, function, _ = CASES[case]
     batches = torch.stack([SAMPLES, SAMPLES.flip(0)])
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         result = vmap(vmap(function))(batches)
         expected = loop(lambda samples: loop(function, samples), batches)
     assert_close(result, expected, result.dtype)
@@ -112,7 +113,7 @@ def test_vmap_in_vmap_is_a_loop_of_loops(case: str) -> None:
 
 def test_refuse_raises() -> None:
     with (
-        autocast("cpu", BF16, policy='standard; sin:refuse "no sine today"'),
+        autocast(DEVICE, BF16, policy='standard; sin:refuse "no sine today"'),
         pytest.raises(RuntimeError, match="no sine today"),
     ):
         vmap(torch.sin)(SAMPLES)
@@ -120,7 +121,7 @@ def test_refuse_raises() -> None:
 
 def test_with_our_kernels_alone() -> None:
     with only_our_kernels():
-        context = autocast("cpu", BF16)
+        context = autocast(DEVICE, BF16)
     with context:
         assert_close(vmap(LINEAR)(SAMPLES), loop(LINEAR, SAMPLES), BF16)
 
@@ -133,14 +134,14 @@ INPUTS, TARGETS = torch.randn(6, 4), torch.randint(3, (6,))
 
 
 def loss(parameters: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y = functional_call(MODEL, parameters, (x[None],))
         return F.cross_entropy(y, target[None])
 
 
 def gradients_of(sample: int) -> dict[str, Tensor]:
     """Return the gradients of one sample, without torch.func."""
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y = MODEL(INPUTS[sample, None])
         of_sample = F.cross_entropy(y, TARGETS[sample, None])
     return dict(
@@ -158,7 +159,7 @@ def assert_gradients(result: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 def test_gradients_of_each_sample(around: bool) -> None:
     each = [gradients_of(sample) for sample in range(6)]
     expected = {name: torch.stack([g[name] for g in each]) for name in PARAMETERS}
-    with autocast("cpu", BF16, enabled=around):
+    with autocast(DEVICE, BF16, enabled=around):
         result = vmap(grad(loss), (None, 0, 0))(PARAMETERS, INPUTS, TARGETS)
     assert_gradients(result, expected)
 
@@ -182,7 +183,7 @@ def test_the_gradient_alone() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch.func.jvp imports it
 def test_directional_derivatives() -> None:
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y, tangent = jvp(LINEAR, (SAMPLES[0],), (SAMPLES[1],))
         rows, columns = jacrev(LINEAR)(SAMPLES[0, 0]), jacfwd(LINEAR)(SAMPLES[0, 0])
     assert y.dtype is BF16
@@ -198,7 +199,7 @@ def test_what_is_float32_is_so_for_every_transform() -> None:
     def distances(x: Tensor) -> Tensor:
         return torch.cdist(x, x.flip(0)).sum()
 
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         (expected,) = torch.autograd.grad(distances(x.requires_grad_()), x)
         assert_close(grad(distances)(x), expected, FP32)
         assert_close(vmap(distances)(x[None])[0], distances(x), FP32)
@@ -218,7 +219,7 @@ def test_an_ensemble(inputs: int | None) -> None:
     def call(parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(MODEL, (parameters, buffers), (x,))
 
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         result = vmap(call, (0, 0, inputs))(parameters, buffers, INPUTS)
         each = (model(INPUTS if inputs is None else INPUTS[i]) for i, model in enumerate(models))
         expected = torch.stack(list(each))
@@ -260,16 +261,16 @@ def test_an_ensemble_with_norms(
         return call(parameters, buffers).float().pow(3).sum()
 
     def inside(parameters: Any, buffers: Any) -> Tensor:
-        with autocast("cpu", lower, policy=policy):
+        with autocast(DEVICE, lower, policy=policy):
             return total(parameters, buffers)
 
-    with autocast("cpu", lower, policy=policy):
+    with autocast(DEVICE, lower, policy=policy):
         result = vmap(call)(parameters, tree_map(torch.clone, buffers))
         around = vmap(grad(total))(parameters, tree_map(torch.clone, buffers))
         jacobian = jacrev(total)(*tree_map(lambda each: each[0].clone(), (parameters, buffers)))
     inner = vmap(grad(inside))(parameters, buffers)
     for number, model in enumerate(models):
-        with autocast("cpu", lower, policy=policy):
+        with autocast(DEVICE, lower, policy=policy):
             expected = model(SAMPLES)
             expected.float().pow(3).sum().backward()
         assert_close(result[number], expected, lower)
@@ -288,7 +289,7 @@ def test_a_part_in_another_dtype_is_written_into_a_copy(policy: str) -> None:
     def write(x: Tensor) -> Tensor:
         return x.bfloat16().select_scatter(x[0], 0, 1).slice_scatter(x[:1], 0, 0, 1)
 
-    with autocast("cpu", BF16, policy=policy):
+    with autocast(DEVICE, BF16, policy=policy):
         assert_close(vmap(write)(SAMPLES), loop(write, SAMPLES), BF16)
 
 
@@ -301,7 +302,7 @@ def test_no_cast_outlives_its_transform(before: Callable[[Function], Function]) 
     def square(weight: Tensor) -> Tensor:
         return F.linear(SAMPLES[0], weight).float().square().sum()
 
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         expected = grad(square)(LINEAR.weight)
         before(lambda x: F.linear(x, LINEAR.weight).sum())(SAMPLES[0, 0])
         assert torch.equal(grad(square)(LINEAR.weight), expected)
@@ -313,7 +314,7 @@ def test_no_cast_outlives_its_transform(before: Callable[[Function], Function]) 
 def test_compiled() -> None:
     compiled = torch.compile(vmap(LINEAR), backend="aot_eager", fullgraph=True)
     plain = vmap(LINEAR)(SAMPLES)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert torch.equal(compiled(SAMPLES), vmap(LINEAR)(SAMPLES))
         assert compiled(SAMPLES).dtype is BF16
     assert torch.equal(compiled(SAMPLES), plain)
@@ -358,7 +359,7 @@ def test_outside_nothing_changes() -> None:
 @pytest.mark.parametrize("inside", [True, False])
 def test_numbers_where_ops_take_tensors(inside: bool) -> None:
     """PyTorch gives them to kernels in a form that none can pass on."""
-    context = autocast("cpu", BF16, policy="standard; mul,add,div,sub:fp32")
+    context = autocast(DEVICE, BF16, policy="standard; mul,add,div,sub:fp32")
     x = torch.rand(3)
 
     def run(a: Tensor) -> Tensor:
@@ -372,5 +373,5 @@ def test_numbers_where_ops_take_tensors(inside: bool) -> None:
 
 def test_a_rule_for_an_op_that_takes_numbers_holds_under_vmap() -> None:
     x = torch.rand(3, dtype=BF16)
-    with autocast("cpu", BF16, policy="standard; mul:fp32"):
+    with autocast(DEVICE, BF16, policy="standard; mul:fp32"):
         assert torch.vmap(lambda a: a * a)(x).dtype == FP32

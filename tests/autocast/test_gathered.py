@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.autocast.sharding import Alive
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,7 +65,7 @@ def gradients(name: str, frozen: bool, shared: bool) -> list[Tensor | None]:
     shape, product = PRODUCTS[name]
     weight, flat = weight_of(*shape, shared=shared, frozen=frozen)
     x = X.clone().requires_grad_()
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y = product(x, weight)
     y.float().square().sum().backward()
     assert y.dtype is BF16
@@ -93,7 +94,7 @@ def test_results_and_gradients_are_those_of_any_weight(name: str, frozen: bool, 
 @pytest.mark.parametrize("shared", [True, False])
 def test_no_cast_of_a_gathered_weight_outlives_its_op(shared: bool, frozen: bool) -> None:
     weight, flat = weight_of(64, 32, shared=shared, frozen=frozen)
-    with Alive() as alive, autocast("cpu", BF16):
+    with Alive() as alive, autocast(DEVICE, BF16):
         y = F.linear(X.clone().requires_grad_(), weight)
         assert alive.bytes(BF16, 64 * 32) == (0 if shared else 64 * 32 * 2)
     y.sum().backward()
@@ -104,7 +105,7 @@ def test_what_is_freed_and_gathered_again_is_cast_again() -> None:
     weight, flat = weight_of(16, 32)
     other, _ = weight_of(16, 32, shared=False)
     x, x_of_other = X.clone().requires_grad_(), X.clone().requires_grad_()
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y, y_of_other = F.linear(x, weight), F.linear(x_of_other, other)
     free(flat)
     gather(flat)
@@ -118,7 +119,7 @@ def test_what_is_freed_and_gathered_again_is_cast_again() -> None:
 
 def test_what_is_freed_and_not_gathered_again_is_told() -> None:
     weight, flat = weight_of(16, 32)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y = F.linear(X.clone().requires_grad_(), weight)
     free(flat)
 
@@ -128,7 +129,7 @@ def test_what_is_freed_and_not_gathered_again_is_told() -> None:
 
 def test_a_weight_written_to_before_the_backward_pass_is_told() -> None:
     weight, flat = weight_of(16, 32)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y = F.linear(X.clone().requires_grad_(), weight)
     with torch.no_grad():
         weight.mul_(2)
@@ -141,7 +142,7 @@ def test_a_weight_written_to_before_the_backward_pass_is_told() -> None:
 def test_an_input_written_to_before_the_backward_pass_is_told() -> None:
     weight, flat = weight_of(16, 32)
     x = X.to(BF16)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y = F.linear(x, weight)
     x.mul_(2)
 
@@ -154,7 +155,7 @@ def test_gradients_of_gradients() -> None:
     def penalty(shared: bool) -> Tensor | None:
         weight, flat = weight_of(16, 32, shared=shared)
         x = X.clone().requires_grad_()
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             y = torch.tanh(F.linear(x, weight)).sum()
         (grad,) = torch.autograd.grad(y, x, create_graph=True)
         grad.square().sum().backward()
@@ -172,12 +173,12 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     weight, flat = weight_of(64, 32)
     x = X.clone().requires_grad_()
     with Alive() as alive:
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             y = checkpoint(F.linear, x, weight, use_reentrant=reentrant)
         assert alive.bytes(BF16, 64 * 32) == 0
         y.sum().backward()
     reference, _ = weight_of(64, 32, shared=False)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         F.linear(X, reference).sum().backward()
 
     assert weight.grad is not None
@@ -195,7 +196,7 @@ def test_hooks_of_the_user_for_what_is_saved_stay_alone() -> None:
         return tensor.detach()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, autocast("cpu", BF16):
+    with hooks, autocast(DEVICE, BF16):
         y = F.linear(X.clone().requires_grad_(), weight)
     y.sum().backward()
 
@@ -207,7 +208,7 @@ def test_hooks_of_the_user_for_what_is_saved_stay_alone() -> None:
 def test_an_error_of_the_op_is_the_only_one(ours: bool) -> None:
     weight, flat = weight_of(16, 32)
     with kernels.only_our_kernels() if ours else nullcontext():
-        context = autocast("cpu", BF16)
+        context = autocast(DEVICE, BF16)
     with context, pytest.raises(RuntimeError) as raised:
         F.linear(X[:, :8], weight)
     assert raised.value.__context__ is None
@@ -229,7 +230,7 @@ def test_weights_that_cannot_be_gathered_are_left_alone(number: int) -> None:
     x = torch.ones(4, 4, requires_grad=True)
 
     assert not casts.is_gathered(weight)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         # A product with a sparse matrix has no kernel in lower precision.
         assert torch.mm(weight, x).dtype is (torch.float32 if weight.is_sparse else BF16)
 
@@ -237,7 +238,7 @@ def test_weights_that_cannot_be_gathered_are_left_alone(number: int) -> None:
 def test_without_ranks_casts_are_saved_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "has_process_group", lambda: False)
     weight, flat = weight_of(16, 32)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y = F.linear(X.clone().requires_grad_(), weight)
     free(flat)
     y.sum().backward()  # needs the weight no more

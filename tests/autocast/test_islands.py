@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -54,7 +55,7 @@ def dtypes(model: nn.Module, run: Callable[..., Any] | None = None) -> dict[str,
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     ]
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         (run or model)(torch.ones(2, 4))
     for hook in hooks:
         hook.remove()
@@ -83,9 +84,9 @@ def test_as_long_as_a_block_and_for_good() -> None:
 
 def test_an_exception_ends_the_block() -> None:
     model = make()
-    with pytest.raises(RuntimeError, match="shapes"), keep(model, "head"), autocast("cpu", BF16):
+    with pytest.raises(RuntimeError, match="shapes"), keep(model, "head"), autocast(DEVICE, BF16):
         model.head(torch.ones(2, 3))
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)
     assert in_fp32(model) == []
 
 
@@ -93,7 +94,7 @@ def test_the_values_are_those_of_float32() -> None:
     model = make()
     expected = model.head(torch.ones(2, 4, dtype=BF16).float())
     keep(model, "head")
-    for context in (autocast("cpu", BF16), autocast("cpu", enabled=False)):
+    for context in (autocast(DEVICE, BF16), autocast(DEVICE, enabled=False)):
         with context:
             assert torch.equal(model.head(torch.ones(2, 4, dtype=BF16)), expected)
 
@@ -123,7 +124,7 @@ def test_the_last_one_holds_and_order_of_removal_does_not_matter() -> None:
 def test_islands_in_islands() -> None:
     model = make()
     keep(model, "blocks.*")
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert model.blocks[0].fc(torch.ones(2, 4)).dtype is FP32  # matched by itself, too
     assert in_fp32(model) == [*("blocks.0.fc", "blocks.0.norm.0", "blocks.1.fc", "blocks.1.norm.0")]
 
@@ -132,7 +133,7 @@ def test_islands_in_islands() -> None:
 def test_outputs_are_cast_back_if_asked(cast_back: bool) -> None:
     model = make()
     keep(model, "blocks.0", cast_back=cast_back)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert model.blocks[0](torch.ones(2, 4, dtype=BF16)).dtype is (BF16 if cast_back else FP32)
         assert model.blocks[0](torch.ones(2, 4)).dtype is FP32
 
@@ -172,14 +173,14 @@ def test_compiled(backend: str) -> None:
     grads = []
     for run in (model, compiled):
         x = torch.ones(2, 4, requires_grad=True)
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             run(x).float().sum().backward()
         grads.append([x.grad, *(p.grad.clone() for p in model.parameters())])
         model.zero_grad()
     assert all(map(torch.equal, *grads))
-    with keep(compiled, "head"), autocast("cpu", BF16):
+    with keep(compiled, "head"), autocast(DEVICE, BF16):
         assert compiled(torch.ones(2, 4)).dtype is FP32
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert compiled(torch.ones(2, 4)).dtype is BF16
 
 
@@ -190,7 +191,7 @@ def test_checkpointed(use_reentrant: bool) -> None:
     grads = []
     for run in (model, lambda x: checkpoint(model, x, use_reentrant=use_reentrant)):
         x = torch.ones(2, 4, requires_grad=True)
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             loss = run(x).float().sum()
         loss.backward()
         grads.append([x.grad, *(p.grad.clone() for p in model.parameters())])
@@ -205,14 +206,14 @@ def test_copies_and_replicas_run_their_own_weights() -> None:
     other.head.weight.data.zero_()
     other.head.bias.data.fill_(3.0)
     assert in_fp32(other) == ["head"]
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert other(torch.ones(1, 4)).tolist() == [[3.0, 3.0]]
     replica = model.head._replicate_for_data_parallel()
     replica.weight, replica.bias = torch.zeros(2, 4), torch.full((2,), 5.0)
     results = []
 
     def run() -> None:
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             results.append(replica(torch.ones(1, 4, dtype=BF16)))
 
     thread = threading.Thread(target=run)
@@ -274,7 +275,7 @@ def test_a_script_is_told() -> None:
 
 def test_names_without_what_wrappers_add() -> None:
     model = torch.compile(make(), backend="eager")
-    with keep(model, "head"), autocast("cpu", BF16):
+    with keep(model, "head"), autocast(DEVICE, BF16):
         assert model(torch.ones(2, 4)).dtype is FP32
 
 
@@ -456,7 +457,7 @@ def test_an_island_with_parameters_in_lower_precision(
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if way == "compiled" else model
 
     inputs = [x.clone().requires_grad_(x.is_floating_point()) for _ in "ab"]
-    with autocast("cpu", lower, policy=policy, module=model if policy else None):
+    with autocast(DEVICE, lower, policy=policy, module=model if policy else None):
         result = run(inputs[0])
     expected = reference(inputs[1].float() if x.is_floating_point() else x)
     for each in (result, expected):
@@ -486,7 +487,7 @@ def test_a_head_tied_to_an_embedding() -> None:
             return logits
 
     model = Tied().to(BF16)
-    with autocast("cpu", BF16, policy="standard; @lm_head:fp32", module=model):
+    with autocast(DEVICE, BF16, policy="standard; @lm_head:fp32", module=model):
         logits = model(torch.tensor([1, 2]))
         hidden = model.embedding(torch.tensor([1, 2]))
     weight = model.embedding.weight
@@ -502,7 +503,7 @@ def test_replicas_in_lower_precision() -> None:
     keep(model, "0")
     replica = model[0]._replicate_for_data_parallel()
     replica.weight, replica.bias = (each.detach() for each in model.parameters())
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert torch.equal(replica(torch.ones(1, 4)), model(torch.ones(1, 4)))
 
 
@@ -517,7 +518,7 @@ def test_the_dtype_of_an_island_need_not_be_that_of_its_parameters() -> None:
 def test_a_parameter_of_an_island_is_cast_once() -> None:
     model = nn.Sequential(Custom()).to(BF16)
     keep(model, "0")
-    with halfstep.trace(model) as t, autocast("cpu", BF16), torch.no_grad():
+    with halfstep.trace(model) as t, autocast(DEVICE, BF16), torch.no_grad():
         model(torch.ones(1, 4))
     casts = [row for row in t.ops if row.op == "_to_copy" and row.inputs[0].shape == (4, 4)]
     assert len(casts) == 1
@@ -537,7 +538,7 @@ def test_islands_without_floating_inputs() -> None:
     model = nn.Sequential(Encoder())
     for kept in (True, False):
         policy = None if kept else "standard; @0:fp32"
-        with autocast("cpu", BF16, policy=policy, module=None if kept else model):
+        with autocast(DEVICE, BF16, policy=policy, module=None if kept else model):
             island = keep(model, "0") if kept else None
             assert model(torch.tensor([1])).dtype is FP32
             assert model[0]().dtype is FP32

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests import forked
 from tests.autocast.versions import has_op
+from tests.device import DEVICE
 from torch import Tensor
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
@@ -153,10 +154,10 @@ CPU_CALLS = {op: call for op, call in CPU_CALLS.items() if has_op(op.partition("
 
 @pytest.mark.parametrize("op", CPU_CALLS)
 def test_ours_does_what_pytorch_does_on_the_cpu(op: str) -> None:
-    with torch.autocast("cpu", BF16):
+    with torch.autocast(DEVICE, BF16):
         expected = CPU_CALLS[op]()
     with only_our_kernels():
-        context = autocast("cpu", BF16, policy="torch")
+        context = autocast(DEVICE, BF16, policy="torch")
     with context:
         result = CPU_CALLS[op]()
 
@@ -170,12 +171,12 @@ def test_ours_does_what_pytorch_does_on_the_cpu(op: str) -> None:
 @pytest.mark.parametrize("op", [op for op in CPU_CALLS if not op.startswith("linalg_matrix_rank")])
 def test_standard_runs_every_op_of_the_cpu_list(op: str) -> None:
     for half in (FP16, BF16):
-        with autocast("cpu", half):
+        with autocast(DEVICE, half):
             assert CPU_CALLS[op]().isfinite().all()
 
 
 def test_every_op_of_the_cpu_list_is_called_somewhere() -> None:
-    lists = AutocastCPUTestLists(torch.device("cpu"))
+    lists = AutocastCPUTestLists(torch.device(DEVICE))
     groups = ("torch_16", "nn_16", "torch_fp32", "nn_fp32", "torch_need_autocast_promote")
     listed = {entry[0] for group in groups for entry in getattr(lists, group)}
     called = {op.removesuffix(".default") for op in CPU_CALLS} | listed
@@ -205,7 +206,7 @@ def test_every_op_of_the_cpu_list_is_called_somewhere() -> None:
 )
 def test_float16_on_the_cpu_does_not_overflow(call: Call, expected: float) -> None:
     """Fact A19."""
-    with autocast("cpu", FP16):
+    with autocast(DEVICE, FP16):
         assert call().item() == pytest.approx(expected, rel=1e-3)
 
 
@@ -217,7 +218,7 @@ def test_cat_and_stack_take_any_mix(
 ) -> None:
     """Fact A17."""
     tensors = [torch.ones(2, dtype=first), torch.full((2,), 2.0, dtype=second)]
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         joined = join(tensors)
 
     assert joined.dtype == torch.promote_types(first, second)
@@ -239,7 +240,7 @@ def test_promote_takes_the_widest(
     first: torch.dtype, second: torch.dtype, expected: torch.dtype
 ) -> None:
     a, b = rand(4, dtype=first), rand(4, dtype=second)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         result = torch.atan2(a, b)
 
     assert result.dtype == expected
@@ -254,9 +255,9 @@ def test_integers_complex_and_float64_stay(ours: bool) -> None:
     policy = preset("standard") | Rule("sin", "fp32")
     if ours:
         with only_our_kernels():
-            context = autocast("cpu", BF16, policy=policy)
+            context = autocast(DEVICE, BF16, policy=policy)
     else:
-        context = autocast("cpu", BF16, policy=policy)
+        context = autocast(DEVICE, BF16, policy=policy)
     with context:
         assert torch.mm(rand(2, 2, dtype=FP64), rand(2, 2, dtype=FP64)).dtype == FP64
         assert (
@@ -272,7 +273,7 @@ def test_integers_complex_and_float64_stay(ours: bool) -> None:
 
 
 def test_a_dtype_that_the_caller_asks_for_is_respected() -> None:
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert torch.sum(rand(3), dtype=BF16).dtype == BF16
         assert torch.softmax(rand(3), 0, dtype=FP64).dtype == FP64
         assert torch.norm(rand(3), 2, dim=0, dtype=BF16).dtype == BF16
@@ -280,7 +281,7 @@ def test_a_dtype_that_the_caller_asks_for_is_respected() -> None:
 
 
 def test_ops_that_write_to_their_arguments_are_left_alone() -> None:
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         x = rand(3)
         assert x.exp_().dtype == BF16
         out = torch.empty(3, dtype=BF16)
@@ -294,7 +295,7 @@ def test_each_action_on_an_op_that_pytorch_never_casts() -> None:
     x, y = rand(3), rand(3, dtype=FP32)
 
     def run(call: Call, *rules: Rule) -> Tensor:
-        with autocast("cpu", BF16, policy=Policy(rules)):
+        with autocast(DEVICE, BF16, policy=Policy(rules)):
             return call()
 
     assert run(lambda: torch.sin(y), Rule("sin", "lower")).dtype == BF16
@@ -307,23 +308,23 @@ def test_each_action_on_an_op_that_pytorch_never_casts() -> None:
 
 
 def test_a_rule_for_float32_alone() -> None:
-    with autocast("cpu", FP32, policy=Policy([Rule("sin", "fp32", dtype=FP32)])):
+    with autocast(DEVICE, FP32, policy=Policy([Rule("sin", "fp32", dtype=FP32)])):
         assert torch.sin(rand(3)).dtype == FP32
-    with autocast("cpu", BF16, policy=Policy([Rule("sin", "fp32", dtype=FP32)])):
+    with autocast(DEVICE, BF16, policy=Policy([Rule("sin", "fp32", dtype=FP32)])):
         assert torch.sin(rand(3)).dtype == BF16
 
 
 @pytest.mark.parametrize("action", ["fp32", "promote"])
 def test_tensors_given_by_keyword_are_cast_too(action: Any) -> None:
     weight = rand(8, dtype=BF16 if action == "fp32" else FP32)
-    with autocast("cpu", BF16, policy=Policy([Rule("histogram", action)])):
+    with autocast(DEVICE, BF16, policy=Policy([Rule("histogram", action)])):
         counts = torch.histogram(rand(8), 4, weight=weight).hist
     assert counts.dtype == FP32
 
 
 def test_norms_without_a_dtype_argument() -> None:
     x = torch.full((4, 4), 200.0, dtype=FP16)
-    with autocast("cpu", FP16):
+    with autocast(DEVICE, FP16):
         assert torch.ops.aten.norm.Scalar(x).item() == 800.0
         assert torch.ops.aten.norm.ScalarOpt_dim(x, 2, [0]).tolist() == [400.0] * 4
         assert torch.ops.aten.norm.ScalarOpt_dim(x, 2, [0]).dtype == FP32
@@ -349,10 +350,10 @@ def test_a_rule_can_be_taken_back() -> None:
     """Fact A20: rms_norm in float32, with no way out."""
     lean = Policy([*preset("standard").rules, Rule("rms_norm", "leave"), Rule("softmax", "lower")])
     x = rand(2, 8)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert F.rms_norm(x, (8,)).dtype == FP32
         assert F.softmax(x, -1).dtype == FP32
-    with autocast("cpu", BF16, policy=lean):
+    with autocast(DEVICE, BF16, policy=lean):
         assert F.rms_norm(x, (8,)).dtype == BF16
         assert F.softmax(x, -1).dtype == BF16
 
@@ -369,7 +370,7 @@ def test_a_rule_can_be_taken_back() -> None:
 )
 def test_a_rule_that_cannot_be_carried_out_is_refused(rule: Rule, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        autocast("cpu", BF16, policy=Policy([rule]))
+        autocast(DEVICE, BF16, policy=Policy([rule]))
 
 
 # --- PyTorch's own autocast beside ours -----------------------------------------------------------
@@ -380,7 +381,7 @@ def plain_results() -> list[Tensor]:
     torch.manual_seed(1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    with torch.autocast("cpu", BF16):
+    with torch.autocast(DEVICE, BF16):
         y = model(rand(2, 8, dtype=FP32))
         loss = F.mse_loss(torch.cat([y, y]).exp(), torch.zeros(4, 8)) + y.sum().to(FP32)
     loss.backward()
@@ -436,7 +437,7 @@ def test_plain_autocast_is_unchanged_after_ours() -> None:
 def test_plain_autocast_is_unchanged_in_a_thread_while_ours_is_active() -> None:
     expected = plain_results()
     results: list[list[Tensor]] = []
-    with autocast("cpu", FP16):
+    with autocast(DEVICE, FP16):
         thread = threading.Thread(target=lambda: results.append(plain_results()))
         thread.start()
         thread.join()
@@ -461,9 +462,9 @@ def test_nothing_is_registered_before_the_first_context() -> None:
 
 def test_numbers_are_left_alone_after_another_policy_had_a_rule() -> None:
     """``x * 2`` calls ``mul(Tensor, Tensor)``: a kernel is given the number itself."""
-    with autocast("cpu", BF16, policy="standard; add,mul:lower"):
+    with autocast(DEVICE, BF16, policy="standard; add,mul:lower"):
         assert (torch.ones(2) * 2).dtype is BF16
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert (2 * torch.ones(2)).dtype is FP32
         assert (torch.ones(2) + 2.5).tolist() == [3.5, 3.5]
         assert (torch.ones((), dtype=BF16) * 2.5).dtype is BF16

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -59,7 +60,7 @@ def run(
 ) -> list[torch.dtype]:
     """Return the dtypes of the four softmaxes."""
     model = model or Model()
-    with autocast("cpu", dtype, policy=f"standard; {rules}", module=model, **options):
+    with autocast(DEVICE, dtype, policy=f"standard; {rules}", module=model, **options):
         model(torch.ones(1, 4))
     return softmaxes(model)
 
@@ -99,11 +100,11 @@ def test_it_holds_in_submodules_and_not_after_them() -> None:
 
     model = nn.Sequential(Outer())
     x = torch.ones(1, 4, dtype=BF16)
-    with autocast("cpu", BF16, policy="standard; softmax@0.body:lower", module=model):
+    with autocast(DEVICE, BF16, policy="standard; softmax@0.body:lower", module=model):
         before, after = model(x)
     assert model[0].body.seen["softmax"] == BF16
     assert {before.dtype, after.dtype, model[0].last.seen["softmax"]} == {FP32}
-    with autocast("cpu", BF16, policy="standard; softmax@0:lower", module=model):
+    with autocast(DEVICE, BF16, policy="standard; softmax@0:lower", module=model):
         before, after = model(x)
     assert model[0].last.seen["softmax"] == before.dtype == after.dtype == BF16
 
@@ -113,7 +114,7 @@ def test_a_rule_for_a_module_inside_one_that_has_rules() -> None:
     model.head.deep = Layer()
     model.head.register_forward_hook(lambda module, args, out: module.deep(out))
     text = "standard; softmax,exp@head:lower; softmax@head.deep:fp32"
-    with autocast("cpu", BF16, policy=text, module=model):
+    with autocast(DEVICE, BF16, policy=text, module=model):
         model(torch.ones(1, 4))
     assert model.head.seen["softmax"] == BF16
     assert model.head.deep.seen["softmax"] == FP32
@@ -130,9 +131,9 @@ def test_a_whole_module_is_an_island() -> None:
 def test_the_same_as_keep() -> None:
     torch.manual_seed(0)
     model, x = Model(), torch.randn(2, 4)
-    with autocast("cpu", BF16, policy="standard; @head:fp32", module=model):
+    with autocast(DEVICE, BF16, policy="standard; @head:fp32", module=model):
         by_rule = model(x)
-    with keep(model, "head"), autocast("cpu", BF16):
+    with keep(model, "head"), autocast(DEVICE, BF16):
         kept = model(x)
     assert torch.equal(by_rule, kept)
 
@@ -153,7 +154,9 @@ def test_an_island_for_one_dtype(dtype: torch.dtype) -> None:
 def test_gradients_flow_through() -> None:
     torch.manual_seed(0)
     model = Model()
-    with autocast("cpu", BF16, policy="standard; @head:fp32; softmax@blocks.1:lower", module=model):
+    with autocast(
+        DEVICE, BF16, policy="standard; @head:fp32; softmax@blocks.1:lower", module=model
+    ):
         loss = model(torch.randn(2, 4)).square().sum()
     loss.backward()
     assert all(p.grad is not None and p.grad.dtype == FP32 for p in model.parameters())
@@ -168,10 +171,10 @@ def test_outside_of_the_policy_modules_run_as_ever() -> None:
     run("softmax@head:lower; @blocks.0:fp32", model)
     assert torch.equal(model(x), expected)
     assert softmaxes(model) == [FP32] * 4
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         model(x)
     assert model.blocks[0].seen["linear"] == BF16
-    with torch.autocast("cpu", BF16):
+    with torch.autocast(DEVICE, BF16):
         model(x)
     assert model.head.seen["softmax"] == BF16  # PyTorch's CPU list has no softmax
 
@@ -183,23 +186,23 @@ def test_autocast_that_the_model_switches_off_stays_off() -> None:
             self.inner = Layer()
 
         def forward(self, x: Tensor) -> Tensor:
-            with autocast("cpu", enabled=False):
+            with autocast(DEVICE, enabled=False):
                 out: Tensor = self.inner(x)
             return out
 
     model = Off()
-    with autocast("cpu", BF16, policy="standard; softmax@inner:lower", module=model):
+    with autocast(DEVICE, BF16, policy="standard; softmax@inner:lower", module=model):
         model(torch.ones(1, 4))
     assert model.inner.seen["linear"] == FP32
 
 
 def test_a_context_inside_keeps_the_rules_and_another_policy_replaces_them() -> None:
     model = Model()
-    with autocast("cpu", BF16, policy="standard; softmax@head:lower", module=model):
-        with autocast("cpu", FP16):
+    with autocast(DEVICE, BF16, policy="standard; softmax@head:lower", module=model):
+        with autocast(DEVICE, FP16):
             model(torch.ones(1, 4))
         assert softmaxes(model) == [FP32, FP32, FP32, FP16]
-        with autocast("cpu", BF16, policy="standard"):
+        with autocast(DEVICE, BF16, policy="standard"):
             model(torch.ones(1, 4))
         assert softmaxes(model) == [FP32] * 4
 
@@ -207,11 +210,13 @@ def test_a_context_inside_keeps_the_rules_and_another_policy_replaces_them() -> 
 def test_an_exception_in_a_module_leaves_everything_as_it_was() -> None:
     model = Model()
     model.head.register_forward_pre_hook(lambda *_: 1 / 0)
-    with autocast("cpu", BF16, policy="standard; @head:fp32; softmax@blocks.*:lower", module=model):
+    with autocast(
+        DEVICE, BF16, policy="standard; @head:fp32; softmax@blocks.*:lower", module=model
+    ):
         with pytest.raises(ZeroDivisionError):
             model(torch.ones(1, 4))
         assert F.softmax(torch.ones(2, dtype=BF16), -1).dtype == FP32
-        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled(DEVICE)
 
 
 # --- copies, threads, compile ---------------------------------------------------------------------
@@ -229,7 +234,7 @@ def test_copies_know_their_names(copied: Callable[[Model], Model]) -> None:
     model = Model()
     run(MIXED, model)
     other = copied(model)
-    with autocast("cpu", BF16, policy=f"standard; {MIXED}", module=model):  # not other
+    with autocast(DEVICE, BF16, policy=f"standard; {MIXED}", module=model):  # not other
         other(torch.ones(1, 4))
     assert softmaxes(other) == EXPECTED
     assert repr(other) == repr(model) == repr(Model())
@@ -242,7 +247,7 @@ def test_a_model_that_has_islands_can_be_saved() -> None:
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         loaded(torch.ones(1, 4))
     assert loaded.head.seen["linear"] == FP32
     assert loaded.state_dict().keys() == Model().state_dict().keys()
@@ -275,7 +280,7 @@ def test_threads_have_policies_of_their_own() -> None:
 def test_checkpointing(reentrant: bool) -> None:
     model = Model()
     x = torch.ones(1, 4, requires_grad=True)
-    with autocast("cpu", BF16, policy=f"standard; {MIXED}", module=model):
+    with autocast(DEVICE, BF16, policy=f"standard; {MIXED}", module=model):
         out = checkpoint(model, x, use_reentrant=reentrant)
     for layer in model.layers():
         layer.seen = {}
@@ -292,7 +297,7 @@ def test_compiled(inside: bool) -> None:
     policies = ["standard; softmax@1:lower; @2:fp32", "standard; @0:fp32", "standard"]
     compiled = torch.compile(model, backend="aot_eager", fullgraph=inside)
     for text in [*policies, *policies]:
-        with autocast("cpu", BF16, policy=text, module=model):
+        with autocast(DEVICE, BF16, policy=text, module=model):
             expected, got = model(x), compiled(x)
         assert got.dtype == expected.dtype
         assert torch.equal(got, expected)
@@ -309,7 +314,7 @@ def test_wrapped_in_ddp_and_fsdp2(tmp_path: Any) -> None:
     try:
         model = Model()
         ddp = DistributedDataParallel(model)
-        with autocast("cpu", BF16, policy=f"standard; {MIXED}", module=ddp):
+        with autocast(DEVICE, BF16, policy=f"standard; {MIXED}", module=ddp):
             ddp(torch.ones(1, 4)).sum().backward()
         assert softmaxes(model) == EXPECTED
 
@@ -347,7 +352,7 @@ def test_a_trace_names_the_rule() -> None:
 )
 def test_what_is_wrong(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        autocast("cpu", BF16, policy="standard; softmax@haed:lower", **options)
+        autocast(DEVICE, BF16, policy="standard; softmax@haed:lower", **options)
 
 
 def test_an_island_whose_parameters_are_in_another_dtype() -> None:
@@ -363,13 +368,13 @@ def test_lazy_modules_are_refused_until_they_are_what_they_become() -> None:
         with pytest.raises(ValueError, match="LazyLinear becomes another module with its first"):
             ask()
     model(torch.ones(1, 4))
-    with keep(model, "0"), autocast("cpu", BF16):
+    with keep(model, "0"), autocast(DEVICE, BF16):
         assert model(torch.ones(1, 4)).dtype == FP32
 
 
 def test_a_model_without_need_is_fine() -> None:
-    with autocast("cpu", BF16, policy="standard", module=Model()):
-        assert torch.is_autocast_enabled("cpu")
+    with autocast(DEVICE, BF16, policy="standard", module=Model()):
+        assert torch.is_autocast_enabled(DEVICE)
 
 
 def test_what_a_policy_decides_in_a_module() -> None:

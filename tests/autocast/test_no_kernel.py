@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor
 from torch.ao import quantization
 
@@ -40,7 +41,7 @@ def test_a_product_with_a_sparse_matrix(name: str, layout: torch.layout, has: to
         return (result, *(leaf.grad.to_dense() for leaf in leaves if leaf.grad is not None))
 
     def lowered(s: Tensor, x: Tensor) -> Tensor:
-        with autocast("cpu", torch.bfloat16 if has is torch.float32 else has):
+        with autocast(DEVICE, torch.bfloat16 if has is torch.float32 else has):
             return PRODUCTS[name](s, x)
 
     found = gradients(lowered, matrix, x)
@@ -66,7 +67,7 @@ def test_quantization_aware_training(make: Callable[[], torch.nn.Module]) -> Non
     x = torch.randn(8, 4).bfloat16()
     ours, plain = make(), make()
     given = x.clone().requires_grad_()
-    with autocast("cpu", torch.bfloat16):
+    with autocast(DEVICE, torch.bfloat16):
         result = ours(given)
     assert torch.allclose(result.float(), plain(x.float()), rtol=4e-3)
     for name, buffer in plain.named_buffers():
@@ -77,6 +78,6 @@ def test_quantization_aware_training(make: Callable[[], torch.nn.Module]) -> Non
 
 def test_eigenvectors_by_iteration() -> None:
     matrix = torch.diag(torch.arange(1.0, 31.0))
-    with autocast("cpu", torch.bfloat16):
+    with autocast(DEVICE, torch.bfloat16):
         values, _ = torch.lobpcg(matrix.bfloat16(), k=2)
     assert torch.allclose(values, torch.tensor([30.0, 29.0]), rtol=1e-2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.autocast.versions import has_op
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves
@@ -212,7 +213,7 @@ def compare(got: list[Tensor], expected: list[Tensor], lower: torch.dtype) -> No
 def test_in_float32(op: str, lower: torch.dtype, given: torch.dtype) -> None:
     x, call = IN_FLOAT32[op]
     x = x.to(given)
-    with autocast("cpu", lower):
+    with autocast(DEVICE, lower):
         got = results(call, x)
     assert {each.dtype for each in got} <= {FP32, torch.complex64}
     compare(got, results(call, x.float()), FP32)
@@ -223,7 +224,7 @@ def test_in_float32(op: str, lower: torch.dtype, given: torch.dtype) -> None:
 def test_beside_a_float32_tensor(op: str, lower: torch.dtype, given: torch.dtype) -> None:
     x, call = WITH_FLOAT32[op]
     x = x.to(given)
-    with autocast("cpu", lower):
+    with autocast(DEVICE, lower):
         got = results(call, x)
     assert {each.dtype for each in got} == {FP32}
     compare(got, results(call, x.float()), FP32)
@@ -234,7 +235,7 @@ def test_beside_a_float32_tensor(op: str, lower: torch.dtype, given: torch.dtype
 def test_as_it_is(op: str, lower: torch.dtype, given: torch.dtype) -> None:
     x, call = AS_IT_IS[op]
     x = x.to(given)
-    with autocast("cpu", lower):
+    with autocast(DEVICE, lower):
         got = results(call, x)
     assert {each.dtype for each in got} == {given}
     compare(got, results(call, x.float()), given)
@@ -248,7 +249,7 @@ def test_networks(name: str, inference: bool, lower: torch.dtype, given: torch.d
     x, network = NETWORKS[name]
     args = (x.to(given),) * (3 if name == "MultiheadAttention" else 1)
     with torch.inference_mode(inference):
-        with autocast("cpu", lower):
+        with autocast(DEVICE, lower):
             got = results(network, *args)
         expected = results(network, *(arg.float() for arg in args))
     assert {each.dtype for each in got} <= {FP32, lower, given}
@@ -275,7 +276,7 @@ WITHOUT_A_DERIVATIVE = {
 def test_gradients_have_the_dtype_of_the_input(op: str, given: torch.dtype) -> None:
     x, call = (IN_FLOAT32 | WITH_FLOAT32)[op]
     x = x.to(given).requires_grad_()
-    with autocast("cpu", given):
+    with autocast(DEVICE, given):
         total = sum(each.abs().sum() for each in results(call, x))
     (gradient,) = torch.autograd.grad(total, x)
     assert gradient.dtype is given
@@ -293,18 +294,18 @@ def test_gradients_have_the_dtype_of_the_input(op: str, given: torch.dtype) -> N
     ],
 )
 def test_float16_does_not_overflow(call: Callable[[], Tensor], expected: float) -> None:
-    with autocast("cpu", FP16):
+    with autocast(DEVICE, FP16):
         assert call().item() == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("op", ["exp2", "i0", "special.i1", "var"])
 def test_bfloat16_keeps_what_has_room_there(op: str) -> None:
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert of(op)(VECTOR.to(BF16)).dtype is BF16
 
 
 def test_isclose_and_allclose_take_a_mix() -> None:
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert torch.isclose(torch.ones(2, dtype=BF16), torch.ones(2)).all()
         assert torch.allclose(torch.ones(2, dtype=BF16), torch.ones(2))
 
@@ -333,7 +334,7 @@ OF_COMPLEX: dict[str, Call] = {
 @pytest.mark.parametrize("op", OF_COMPLEX)
 def test_complex_inputs_are_not_touched(op: str, lower: torch.dtype) -> None:
     expected = OF_COMPLEX[op](COMPLEX)
-    with autocast("cpu", lower):
+    with autocast(DEVICE, lower):
         result = OF_COMPLEX[op](COMPLEX)
     assert result.dtype is expected.dtype
     assert torch.equal(result, expected)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
 from halfstep._autocast import autocast
@@ -95,7 +96,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 def cases() -> Iterator[Any]:
     torch.manual_seed(0)
-    cuda, cpu = AutocastTestLists(torch.device("cpu")), AutocastCPUTestLists(torch.device("cpu"))
+    cuda, cpu = AutocastTestLists(torch.device(DEVICE)), AutocastCPUTestLists(torch.device(DEVICE))
     for half in HALVES:
         for policy, lists, groups in (
             ("torch", cpu, CPU_GROUPS),
@@ -113,7 +114,7 @@ def test_an_op_is_what_it_is_on_arguments_cast_by_hand(
     policy: str, half: torch.dtype, entry: Entry, ours: bool
 ) -> None:
     with only_our_kernels() if ours else nullcontext():
-        context = autocast("cpu", half, policy=policy)
+        context = autocast(DEVICE, half, policy=policy)
     with context:
         results = entry(entry.args)
 
@@ -136,9 +137,9 @@ def test_an_op_is_what_it_is_on_arguments_cast_by_hand(
 @pytest.mark.parametrize("policy", ["standard", "torch-cuda"])
 def test_banned_ops_say_what_to_use(policy: str, ours: bool) -> None:
     with only_our_kernels() if ours else nullcontext():
-        context = autocast("cpu", torch.float16, policy=policy)
-    for op, args, module in AutocastTestLists(torch.device("cpu")).banned:
+        context = autocast(DEVICE, torch.float16, policy=policy)
+    for op, args, module in AutocastTestLists(torch.device(DEVICE)).banned:
         with context, pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
             getattr(module, op)(*args)
-        with autocast("cpu", torch.float16, policy="torch"):
+        with autocast(DEVICE, torch.float16, policy="torch"):
             getattr(module, op)(*args)  # PyTorch's list for the CPU allows it

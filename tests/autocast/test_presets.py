@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.autocast.versions import CAME_WITH, LEFT_WITH, has_op
+from tests.device import DEVICE
 
 from halfstep._autocast import autocast, preset
 from halfstep._autocast.policy import meant_by
@@ -120,21 +121,21 @@ def test_bf16_lean_differs_in_bfloat16_only() -> None:
     assert {each.after for each in difference.differences} == {"leave"}
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Softmax(-1))
     for name, dtype in (("standard", torch.float32), ("bf16-lean", torch.bfloat16)):
-        with autocast("cpu", torch.bfloat16, policy=name):
+        with autocast(DEVICE, torch.bfloat16, policy=name):
             assert model(torch.ones(2, 4)).dtype is dtype
-        with autocast("cpu", torch.float16, policy=name):
+        with autocast(DEVICE, torch.float16, policy=name):
             assert model(torch.ones(2, 4)).dtype is torch.float32
 
 
 def test_fp32_lowers_nothing() -> None:
-    with autocast("cpu", torch.bfloat16, policy="fp32"):
+    with autocast(DEVICE, torch.bfloat16, policy="fp32"):
         assert torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype is torch.float32
         assert torch.softmax(torch.ones(2, dtype=torch.bfloat16), 0).dtype is torch.bfloat16
 
 
 def test_apex_o1_casts_by_its_lists() -> None:
     lower = torch.ones(2, 2, dtype=torch.float16)
-    with autocast("cpu", torch.float16, policy="apex-o1"):
+    with autocast(DEVICE, torch.float16, policy="apex-o1"):
         assert torch.mm(torch.ones(2, 2), lower).dtype is torch.float16
         assert torch.nn.functional.gelu(lower).dtype is torch.float32
         assert torch.exp(lower).dtype is torch.float32

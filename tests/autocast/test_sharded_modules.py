@@ -14,6 +14,7 @@ from tests.autocast.sharding import (
     lower,
     model,
 )
+from tests.device import DEVICE
 from tests.ranks.pool import Pool
 from torch import nn
 
@@ -30,7 +31,7 @@ RULES = "standard; @head:fp32; linear@blocks.1.up:fp32; gelu@blocks.0:fp32"
 
 def with_rules(rank: int, way: str) -> Any:
     sharded = SHARDED[way](model())
-    return dtypes_of_outputs(sharded, lambda: autocast("cpu", BF16, policy=RULES, module=sharded))
+    return dtypes_of_outputs(sharded, lambda: autocast(DEVICE, BF16, policy=RULES, module=sharded))
 
 
 def with_islands(rank: int, way: str, when: str) -> Any:
@@ -55,7 +56,7 @@ def without_prefixes(dtypes: dict[str, str]) -> dict[str, str]:
 def test_rules_for_modules_hold(way: str, pool: Pool) -> None:
     plain = model()
     expected, out = dtypes_of_outputs(
-        plain, lambda: autocast("cpu", BF16, policy=RULES, module=plain)
+        plain, lambda: autocast(DEVICE, BF16, policy=RULES, module=plain)
     )
     assert [expected[name] for name in ("blocks.0.up", "blocks.1.up", "head")] == [
         "torch.bfloat16",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 
 from halfstep._autocast import autocast
@@ -59,7 +60,7 @@ def peak(x: Tensor) -> Tensor:
 def test_a_gradient_of_many_terms(name: str, dtype: torch.dtype) -> None:
     shape, call = BACKWARD[name]
     h = torch.ones(shape, dtype=dtype, requires_grad=True)
-    with autocast("cpu", dtype):
+    with autocast(DEVICE, dtype):
         result = call(h)
     assert result.dtype is dtype
     result.backward(torch.ones_like(result))
@@ -87,7 +88,7 @@ FORWARD: dict[str, Call] = {
 @pytest.mark.parametrize("name", FORWARD)
 def test_a_result_of_many_terms(name: str, dtype: torch.dtype) -> None:
     x, source = torch.zeros(3, 8, dtype=dtype), torch.ones(N, 8, dtype=dtype)
-    with autocast("cpu", dtype):
+    with autocast(DEVICE, dtype):
         result = FORWARD[name](x, source)
     assert result.dtype is dtype
     assert result.max().item() == pytest.approx(N, rel=1e-2)
@@ -108,7 +109,7 @@ IN_PLACE: dict[str, Call] = {
 def test_into_a_destination_in_lower_precision(name: str, dtype: torch.dtype) -> None:
     leaf = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
     source = torch.ones(N, 8, requires_grad=True)
-    with autocast("cpu", dtype):
+    with autocast(DEVICE, dtype):
         x = leaf * 1
         view = x.view(-1)
         result = IN_PLACE[name](x, source)
@@ -122,7 +123,7 @@ def test_into_a_destination_in_lower_precision(name: str, dtype: torch.dtype) ->
 
 def test_what_replaces_entries_is_not_cast() -> None:
     x = torch.zeros(3, 8, dtype=torch.bfloat16)
-    with autocast("cpu", torch.bfloat16):
+    with autocast(DEVICE, torch.bfloat16):
         assert x.index_put((ONE_ROW[:1],), torch.full((1, 8), 3.0)).dtype is torch.float32
         assert x.index_put((ONE_ROW[:1],), x[:1] + 3).max() == 3
 
@@ -132,7 +133,7 @@ def test_the_forward_pass_saves_sizes_and_indices() -> None:
     saved: list[Tensor] = []
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-        autocast("cpu", torch.bfloat16),
+        autocast(DEVICE, torch.bfloat16),
     ):
         F.avg_pool2d(h, 3)
         F.pad(h, (1, 1, 1, 1), mode="replicate")
@@ -147,7 +148,7 @@ def test_a_graph_with_a_hub_has_the_gradient_of_float32() -> None:
 
     def gradient(is_lower: bool) -> Tensor:
         w = weight.clone().requires_grad_()
-        with autocast("cpu", torch.bfloat16, enabled=is_lower):
+        with autocast(DEVICE, torch.bfloat16, enabled=is_lower):
             hidden = nodes @ w
             messages = hidden[edges[0]] * hidden[edges[1]]
             out = torch.zeros_like(hidden).index_add(0, edges[1], messages)
@@ -165,7 +166,7 @@ def test_transforms_give_what_autograd_gives(name: str) -> None:
     h = torch.rand(2, *shape).bfloat16()
 
     def loss(x: Tensor) -> Tensor:
-        with autocast("cpu", torch.bfloat16):
+        with autocast(DEVICE, torch.bfloat16):
             return call(x).float().square().sum()
 
     loops = torch.stack([torch.func.grad(loss)(each) for each in h])
@@ -182,7 +183,7 @@ def test_transforms_give_what_autograd_gives(name: str) -> None:
 
 def test_a_sparse_gradient_stays_sparse() -> None:
     table = torch.ones(3, 8, dtype=torch.bfloat16, requires_grad=True)
-    with autocast("cpu", torch.bfloat16):
+    with autocast(DEVICE, torch.bfloat16):
         F.embedding(ONE_ROW, table, sparse=True).sum().backward()
     assert table.grad is not None
     assert table.grad.is_sparse
@@ -191,7 +192,7 @@ def test_a_sparse_gradient_stays_sparse() -> None:
 @pytest.mark.parametrize("policy", ["torch", "standard; index:leave"])
 def test_other_policies_add_as_pytorch_does(policy: str) -> None:
     h = torch.ones(3, 8, dtype=torch.bfloat16, requires_grad=True)
-    with autocast("cpu", torch.bfloat16, policy=policy):
+    with autocast(DEVICE, torch.bfloat16, policy=policy):
         h[ONE_ROW].backward(torch.ones(N, 8, dtype=torch.bfloat16))
     assert h.grad is not None
     if h.grad.max() != 256:
@@ -221,7 +222,7 @@ def test_cross_entropy_is_that_of_float32_logits(
         options = {k: v for k, v in options.items() if k != "ignore_index"}
     logits = (torch.randn(64, CLASSES) * 4).to(dtype).requires_grad_()
     exact = logits.detach().float().requires_grad_()
-    with autocast("cpu", dtype):
+    with autocast(DEVICE, dtype):
         loss = F.cross_entropy(logits, TARGETS[target], **options)
     reference = F.cross_entropy(exact, TARGETS[target], **options)
     assert torch.equal(loss, reference)
@@ -237,7 +238,7 @@ def test_a_convolution_adds_a_batch_and_a_window_in_float32(dtype: torch.dtype) 
     # Where oneDNN has no kernel, PyTorch's own rounds the sum after each image.
     images = torch.ones(600, 2, 8, 8)
     weight = torch.ones(2, 2, 3, 3, requires_grad=True)
-    with autocast("cpu", dtype):
+    with autocast(DEVICE, dtype):
         result = F.conv2d(images, weight)
         large = F.conv_transpose2d(torch.ones(1, 1, 40, 40), torch.ones(1, 1, 31, 31))
     result.backward(torch.ones_like(result))
@@ -253,14 +254,14 @@ def test_a_convolution_adds_a_batch_and_a_window_in_float32(dtype: torch.dtype) 
 def test_a_traced_model_can_be_saved(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.AvgPool2d(2))
     x = torch.rand(1, 1, 8, 8)
-    with autocast("cpu", torch.bfloat16, cache_enabled=False):
+    with autocast(DEVICE, torch.bfloat16, cache_enabled=False):
         expected = net(x)
         torch.jit.trace(net, x).save(tmp_path / "net.pt")
     assert torch.equal(torch.jit.load(tmp_path / "net.pt")(x), expected)
 
 
 def test_a_node_has_the_attributes_of_a_node() -> None:
-    with autocast("cpu", torch.bfloat16):
+    with autocast(DEVICE, torch.bfloat16):
         result = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)[ONE_ROW]
     assert result.grad_fn is not None
     assert "Float32Backward" in result.grad_fn.name()
@@ -270,7 +271,7 @@ def test_sparse_gradients_of_bags_and_nested_indices() -> None:
     bags = nn.EmbeddingBag(10, 4, mode="sum", sparse=True).bfloat16()
     table = torch.ones(10, 4, dtype=torch.bfloat16, requires_grad=True)
     nested = torch.nested.nested_tensor([ONE_ROW[:3], ONE_ROW[:2]], layout=torch.jagged)
-    with autocast("cpu", torch.bfloat16):
+    with autocast(DEVICE, torch.bfloat16):
         bags(torch.tensor([[1, 2]])).sum().backward()
         F.embedding(nested, table).values().sum().backward()
     assert bags.weight.grad is not None
@@ -281,7 +282,7 @@ def test_sparse_gradients_of_bags_and_nested_indices() -> None:
 
 def test_channels_last_stays() -> None:
     x = torch.rand(2, 8, 16, 16).bfloat16().to(memory_format=torch.channels_last).requires_grad_()
-    with autocast("cpu", torch.bfloat16):
+    with autocast(DEVICE, torch.bfloat16):
         F.max_pool2d(x, 3, 2).sum().backward()
     assert x.grad is not None
     assert x.grad.is_contiguous(memory_format=torch.channels_last)
@@ -289,5 +290,5 @@ def test_channels_last_stays() -> None:
 
 def test_promotion_of_sparse_tensors_is_as_in_pytorch() -> None:
     sparse = torch.eye(4).bfloat16().to_sparse()
-    with autocast("cpu", torch.bfloat16, policy="standard; add:promote"):
+    with autocast(DEVICE, torch.bfloat16, policy="standard; add:promote"):
         assert torch.equal((sparse + sparse).to_dense(), 2 * torch.eye(4).bfloat16())

@@ -27,6 +27,7 @@ from tests.autocast.sharding import (
     train,
     whole,
 )
+from tests.device import DEVICE
 from tests.ranks.pool import Pool
 from torch import Tensor, nn
 
@@ -230,7 +231,7 @@ RULES = "standard; @head:fp32; linear@blocks.1.up:fp32; gelu@blocks.0:fp32"
 
 def with_rules(rank: int, way: str) -> dict[str, str]:
     spread = WAYS[way](model())
-    return dtypes_of_outputs(spread, lambda: autocast("cpu", BF16, policy=RULES, module=spread))[0]
+    return dtypes_of_outputs(spread, lambda: autocast(DEVICE, BF16, policy=RULES, module=spread))[0]
 
 
 def with_islands(rank: int, way: str) -> dict[str, str]:
@@ -243,7 +244,7 @@ def with_islands(rank: int, way: str) -> dict[str, str]:
 def test_rules_for_modules_and_islands_hold(way: str, pool: Pool) -> None:
     ruled, kept = model(), model()
     keep(kept, "*.norm", "blocks.1", "head")
-    rules, _ = dtypes_of_outputs(ruled, lambda: autocast("cpu", BF16, policy=RULES, module=ruled))
+    rules, _ = dtypes_of_outputs(ruled, lambda: autocast(DEVICE, BF16, policy=RULES, module=ruled))
     islands, _ = dtypes_of_outputs(kept, lower)
 
     assert rules["blocks.1.up"] == islands["blocks.1.up"] == "torch.float32"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from tests.integrations.quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,7 @@ SOFTMAX_LOW = "standard; softmax:lower"
 
 
 def theirs(dtype: torch.dtype = BF16) -> torch.autocast:
-    return torch.autocast("cpu", dtype)
+    return torch.autocast(DEVICE, dtype)
 
 
 def softmax(x: Tensor | None = None) -> Tensor:
@@ -30,7 +31,7 @@ def softmax(x: Tensor | None = None) -> Tensor:
 def test_nothing_is_switched_on() -> None:
     x = torch.ones(2, 3)
     with use_policy(SOFTMAX_LOW):
-        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled(DEVICE)
         assert softmax(x).dtype is torch.float32
         assert (x @ x.t()).dtype is torch.float32
         with theirs():
@@ -38,19 +39,19 @@ def test_nothing_is_switched_on() -> None:
         assert softmax(x).dtype is torch.float32
 
 
-@pytest.mark.parametrize("context", [theirs, lambda: halfstep.autocast("cpu", BF16)])
+@pytest.mark.parametrize("context", [theirs, lambda: halfstep.autocast(DEVICE, BF16)])
 def test_contexts_inside_follow(context: Callable[[], Any]) -> None:
     with use_policy(SOFTMAX_LOW):
         with context():
             assert softmax().dtype is BF16
-        with context(), torch.autocast("cpu", enabled=False):
+        with context(), torch.autocast(DEVICE, enabled=False):
             assert softmax().dtype is torch.float32
     with context():
         assert softmax().dtype is torch.float32
 
 
 def test_a_policy_of_its_own_goes_before() -> None:
-    with use_policy(SOFTMAX_LOW), halfstep.autocast("cpu", BF16, policy="standard"):
+    with use_policy(SOFTMAX_LOW), halfstep.autocast(DEVICE, BF16, policy="standard"):
         assert softmax().dtype is torch.float32
         with use_policy(SOFTMAX_LOW):
             assert softmax().dtype is BF16
@@ -124,7 +125,7 @@ def under_theirs() -> torch.dtype:
 
 
 def under_ours() -> torch.dtype:
-    with halfstep.autocast("cpu", BF16):
+    with halfstep.autocast(DEVICE, BF16):
         return softmax().dtype
 
 
@@ -221,7 +222,7 @@ def test_compiled_code_is_told_apart_in_a_thread_that_enters_the_policy_too() ->
 # --- casts of weights -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("context", [theirs, lambda: halfstep.autocast("cpu", BF16)])
+@pytest.mark.parametrize("context", [theirs, lambda: halfstep.autocast(DEVICE, BF16)])
 def test_no_cast_of_a_weight_outlives_a_context_inside(context: Callable[[], Any]) -> None:
     linear = nn.Linear(4, 4, bias=False)
     x = torch.ones(1, 4)
@@ -250,12 +251,12 @@ def test_a_decorator() -> None:
 
 def test_it_is_left_in_order() -> None:
     outer, inner = use_policy("standard"), theirs()
-    block = halfstep.autocast("cpu", BF16)
+    block = halfstep.autocast(DEVICE, BF16)
     outer.__enter__()
     block.__enter__()
     with pytest.raises(halfstep.CallOrderError, match="before a context that was entered in it"):
         outer.__exit__(None, None, None)
-    assert torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_enabled(DEVICE)
     block.__exit__(None, None, None)
     assert scopes.current().policies is scopes.ambient is scopes.NO_POLICIES
     with inner:
@@ -276,12 +277,12 @@ def test_blocks_that_take_turns_leave_nothing_behind() -> None:
 
 
 def test_an_autocast_that_is_left_before_a_block_in_it_is_off() -> None:
-    context, block = halfstep.autocast("cpu", BF16), use_policy(SOFTMAX_LOW)
+    context, block = halfstep.autocast(DEVICE, BF16), use_policy(SOFTMAX_LOW)
     context.__enter__()
     block.__enter__()
     with pytest.raises(halfstep.CallOrderError, match="entered after it, is not"):
         context.__exit__(None, None, None)
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)
     assert under_theirs() is BF16
     block.__exit__(None, None, None)
     assert scopes.current().policies is scopes.ambient is scopes.NO_POLICIES

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -71,7 +72,7 @@ def apply(weight: Tensor) -> Tensor:
 
 
 def product(weight: Tensor, dtype: torch.dtype = BF16) -> Tensor:
-    with autocast("cpu", dtype):
+    with autocast(DEVICE, dtype):
         return apply(weight)
 
 
@@ -104,9 +105,9 @@ def kept(weight: nn.Parameter, *, grad: bool = True, dtype: torch.dtype = BF16) 
 def test_no_cast_outlives_the_outermost_context(casts: list[torch.dtype]) -> None:
     weight = weight_of()
     for _ in range(3):
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             for _ in range(3):
-                with autocast("cpu", BF16):
+                with autocast(DEVICE, BF16):
                     apply(weight)
             made = len(casts)
         casts.clear()
@@ -119,7 +120,7 @@ def test_no_cast_outlives_the_outermost_context(casts: list[torch.dtype]) -> Non
 def test_in_a_context_a_cast_is_kept_from_the_second_use_on(casts: list[torch.dtype]) -> None:
     weight = weight_of()
     counts = []
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         for _ in range(4):
             apply(weight)
             counts.append(len(casts))
@@ -128,7 +129,7 @@ def test_in_a_context_a_cast_is_kept_from_the_second_use_on(casts: list[torch.dt
 
 def test_the_end_of_a_context_frees_its_casts() -> None:
     weight = weight_of()
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         for _ in range(3):
             apply(weight)
         alive = weakref.ref(in_context(weight).kept.cast)
@@ -141,7 +142,7 @@ def test_a_context_in_a_compiled_graph_is_one() -> None:
 
     @functools.partial(torch.compile, backend="eager", fullgraph=True)
     def twice() -> Tensor:
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             return apply(weight) + apply(weight) + apply(weight)
 
     for value in (1.0, 2.0, 3.0):
@@ -152,7 +153,7 @@ def test_a_context_in_a_compiled_graph_is_one() -> None:
 def test_training_with_one_forward_pass_per_context_keeps_nothing() -> None:
     weight = weight_of()
     for _ in range(4):
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             apply(weight)
             assert in_context(weight).kept is None
 
@@ -160,7 +161,7 @@ def test_training_with_one_forward_pass_per_context_keeps_nothing() -> None:
 @pytest.mark.parametrize("weight", [weight_of(frozen=True), nn.Parameter(torch.ones(2, 2).half())])
 def test_what_torch_autocast_casts_anew_is_cast_anew(weight: nn.Parameter) -> None:
     """So nothing is stale in a context that is not stale under torch.autocast."""
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         for value in (1.0, 2.0, 3.0):
             for _ in range(3):
                 weight.data.fill_(value)
@@ -169,7 +170,7 @@ def test_what_torch_autocast_casts_anew_is_cast_anew(weight: nn.Parameter) -> No
 
 def test_clearing_pytorchs_cache_clears_ours() -> None:
     weight = weight_of()
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         for value in (1.0, 2.0):
             weight.data.fill_(value)
             torch.clear_autocast_cache()
@@ -180,7 +181,7 @@ def test_clearing_pytorchs_cache_clears_ours() -> None:
 def test_a_parameter_that_is_computed_is_cast_anew() -> None:
     weight = weight_of(frozen=True)
     weight.copy_(torch.ones(2, 2, requires_grad=True))
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         for value in (1.0, 2.0):
             weight.data.fill_(value)
             for _ in range(3):
@@ -189,7 +190,7 @@ def test_a_parameter_that_is_computed_is_cast_anew() -> None:
 
 def test_contexts_of_two_threads_end_by_themselves(casts: list[torch.dtype]) -> None:
     weight = weight_of()
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         for _ in range(3):
             apply(weight)
         weight.data.fill_(3)  # unseen here, as under torch.autocast
@@ -304,7 +305,7 @@ def test_a_cast_made_in_inference_mode_serves_training() -> None:
 def test_nothing_is_kept_or_served_when_the_cache_is_switched_off() -> None:
     weight = kept(weight_of())
     before = info()
-    with autocast("cpu", BF16, cache_enabled=False):
+    with autocast(DEVICE, BF16, cache_enabled=False):
         apply(weight)
 
     assert info() == before
@@ -322,7 +323,7 @@ def test_no_rule_goes_past_the_cache(rule: str) -> None:
         "matmul": lambda: torch.ones(1, 2) @ weight,
     }
     for _ in range(3):
-        with autocast("cpu", BF16, policy="torch"):
+        with autocast(DEVICE, BF16, policy="torch"):
             calls[op]()
     assert info().hits == 2
 
@@ -414,11 +415,11 @@ def test_make_fx_takes_held_weights_as_arguments_only() -> None:
     model, x = nn.Linear(4, 4), torch.ones(1, 4)
 
     def run(x: Tensor) -> Tensor:
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             return model(x)
 
     def functional(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             return F.linear(x, weight, bias)
 
     with hold_casts(model) as held:
@@ -471,14 +472,14 @@ def test_a_held_model_is_compiled_trained_and_moved_as_any_other() -> None:
             optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
             compiled = torch.compile(each, backend="aot_eager", fullgraph=True)
             for run in (each, compiled, each, compiled):
-                with autocast("cpu", BF16):
+                with autocast(DEVICE, BF16):
                     loss = run(x).float().square().sum()
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
             each.double().float()
             assert isinstance(each[0].weight, nn.Parameter)
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             assert torch.equal(model(x), plain(x))
         assert held.info().stale > 0
 
@@ -553,7 +554,7 @@ def test_subclasses_of_tensors_go_through_held_models() -> None:
             return super().__torch_function__(function, *args, **kwargs)
 
     layer, x = nn.Linear(2, 2), torch.ones(1, 2).as_subclass(Named)
-    with hold_casts(layer), autocast("cpu", BF16):
+    with hold_casts(layer), autocast(DEVICE, BF16):
         for _ in range(2):
             assert type(layer(x)) is Named
     assert "linear" in Named.seen
@@ -577,7 +578,7 @@ def test_a_compiled_step_of_held_weights(kind: type[torch.optim.Optimizer]) -> N
 def test_a_change_inside_the_context_is_seen() -> None:
     """Fact A13."""
     weight = weight_of()
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         for value in (1.0, 2.0, 3.0):
             with torch.no_grad():
                 weight.fill_(value)
@@ -663,12 +664,12 @@ def test_another_parameter_in_the_place_of_one() -> None:
     layer = nn.Linear(2, 2, bias=False)
     kept(layer.weight)
     layer.weight = weight_of(3.0)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert layer(torch.ones(1, 2)).tolist() == [[6, 6]]
 
 
 def test_a_new_weight_at_the_address_of_an_old_one() -> None:
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         for value in range(50):
             weight = weight_of(float(value))
             for _ in range(3):
@@ -678,7 +679,7 @@ def test_a_new_weight_at_the_address_of_an_old_one() -> None:
 
 def test_pruning_and_parametrization() -> None:
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, bias=False))
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         before = layer(torch.ones(1, 2))
         with torch.no_grad():
             layer.parametrizations.weight.original0.mul_(2)
@@ -687,7 +688,7 @@ def test_pruning_and_parametrization() -> None:
 
 def test_nobody_can_write_to_a_kept_cast() -> None:
     weight = kept(weight_of(), grad=False)
-    with torch.no_grad(), autocast("cpu", BF16, policy="standard; t,reshape,dropout:lower"):
+    with torch.no_grad(), autocast(DEVICE, BF16, policy="standard; t,reshape,dropout:lower"):
         for change in (
             lambda: torch.einsum("ij->ji", weight),
             lambda: torch.einsum("ii->i", weight),
@@ -708,9 +709,9 @@ def test_other_layouts_run_as_under_torch_autocast() -> None:
         with warnings.catch_warnings(action="ignore"):
             hold(weight)
         for _ in range(3):
-            with autocast("cpu", BF16, policy="torch"):
+            with autocast(DEVICE, BF16, policy="torch"):
                 ours = torch.mm(weight, x) if weight.dim() else torch.mm(x.t(), x) * weight
-            with torch.autocast("cpu", BF16):
+            with torch.autocast(DEVICE, BF16):
                 theirs = torch.mm(weight, x) if weight.dim() else torch.mm(x.t(), x) * weight
             assert torch.equal(ours, theirs)
 
@@ -721,7 +722,7 @@ def test_other_layouts_run_as_under_torch_autocast() -> None:
 def test_a_context_leaves_nothing_on_a_weight() -> None:
     """Libraries make parameters anew from the attributes of another one."""
     weight = weight_of()
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         for _ in range(3):
             apply(weight)
         assert vars(weight) == {}
@@ -736,7 +737,7 @@ def test_a_held_parameter_is_made_anew_from_its_attributes() -> None:
 
 def test_a_weight_lives_as_long_as_its_context_at_most() -> None:
     weight = weight_of()
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         apply(weight)
         alive = weakref.ref(weight)
         del weight
@@ -761,7 +762,7 @@ def test_no_growth_over_a_thousand_iterations_without_gradient(held: bool) -> No
         HOLDS.append(hold_casts(model))
     with torch.no_grad():
         for i in range(1000):
-            with autocast("cpu", BF16):
+            with autocast(DEVICE, BF16):
                 model(torch.ones(1, 4))
                 if i > 0:
                     entries = [in_context(param) for param in model.parameters()]
@@ -818,7 +819,7 @@ def gradients(steps: int, way: str) -> list[Tensor]:
         HOLDS.append(hold_casts(model))
     for _ in range(steps):
         model.zero_grad()
-        with autocast("cpu", BF16, cache_enabled=way != "without a cache"):
+        with autocast(DEVICE, BF16, cache_enabled=way != "without a cache"):
             loss = model(model(x)).float().pow(2).sum() * 2**-12
         loss.backward()
     return [param.grad for param in model.parameters() if param.grad is not None]
@@ -838,7 +839,7 @@ def test_gradients_are_those_without_a_cache(way: str, casts: list[torch.dtype])
 
 def test_second_derivatives() -> None:
     weight, x = kept(weight_of()), torch.full((1, 2), 2.0, dtype=BF16, requires_grad=True)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y = F.linear(x, weight).float().pow(2).sum()
     (gradient,) = torch.autograd.grad(y, weight, create_graph=True)
     gradient.sum().backward()
@@ -852,7 +853,7 @@ def test_second_derivatives() -> None:
 
 def test_a_weight_may_change_between_forward_and_backward() -> None:
     weight, x = kept(weight_of()), torch.ones(1, 2, requires_grad=True)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y = F.linear(x, weight).sum()
     with torch.no_grad():
         weight.fill_(7)
@@ -869,7 +870,7 @@ def test_whether_a_cast_is_kept_changes_no_gradient() -> None:
     runs = []
     for _ in range(4):
         layer.zero_grad()
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             loss = layer(x)[0].float().sum()
         loss.backward()
         runs.append([param.grad for param in layer.parameters()])
@@ -881,7 +882,7 @@ def test_whether_a_cast_is_kept_changes_no_gradient() -> None:
 def test_tied_weights_add_up_in_float32() -> None:
     """Fact A21's cause: a shared cast adds the gradients of its uses in bfloat16."""
     weight = kept(weight_of())
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         y = F.linear(torch.full((1, 2), 256.0), weight) + F.linear(torch.ones(1, 2), weight)
     y.sum().backward()
 
@@ -916,7 +917,7 @@ def test_checkpointing_and_saved_tensor_hooks() -> None:
         return checkpoint(F.linear, x, weight, use_reentrant=False)
 
     x = torch.ones(1, 2, requires_grad=True)
-    with torch.autograd.graph.save_on_cpu(), autocast("cpu", BF16):
+    with torch.autograd.graph.save_on_cpu(), autocast(DEVICE, BF16):
         block(x).sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [[1, 1], [1, 1]]
@@ -928,7 +929,7 @@ def test_checkpointing_and_saved_tensor_hooks() -> None:
 def test_inside_functorch_nothing_is_kept_or_served() -> None:
     weight = kept(weight_of())
     before = info()
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         torch.vmap(lambda x: F.linear(x, weight))(torch.ones(3, 2))
         gradient = torch.func.grad(lambda w: F.linear(torch.ones(1, 2), w).sum())(weight)
 
@@ -940,7 +941,7 @@ def test_while_tracing_nothing_is_kept_or_served() -> None:
     layer = nn.Linear(2, 2, bias=False)
     kept(layer.weight)
     before = info()
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         with pytest.warns((DeprecationWarning, FutureWarning), match="trace"):
             traced = torch.jit.trace(layer, torch.ones(1, 2), check_trace=False)
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -948,7 +949,7 @@ def test_while_tracing_nothing_is_kept_or_served() -> None:
     assert info()[3:5] == before[3:5]  # hits and misses; tracing may hand out the memory
     with torch.no_grad():
         layer.weight.fill_(3)
-    with autocast("cpu", BF16):
+    with autocast(DEVICE, BF16):
         assert traced(torch.ones(1, 2)).tolist() == [[6, 6]]
         assert compiled(torch.ones(1, 2)).tolist() == [[6, 6]]
 
@@ -974,7 +975,7 @@ def test_selective_checkpointing() -> None:
 
     def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
         model.zero_grad()
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             y = run(x)
         y.float().square().mean().backward()
         return [param.grad for param in model.parameters()]
@@ -1000,14 +1001,14 @@ def test_many_threads() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     x = torch.randn(2, 8)
     HOLDS.append(hold_casts(model[:2]))
-    with torch.no_grad(), autocast("cpu", BF16, cache_enabled=False):
+    with torch.no_grad(), autocast(DEVICE, BF16, cache_enabled=False):
         expected = model(x)
     wrong = []
 
     def run() -> None:
         with torch.no_grad():
             for _ in range(50):
-                with autocast("cpu", BF16):
+                with autocast(DEVICE, BF16):
                     if not torch.equal(model(x), expected):
                         wrong.append(1)
                 if threading.current_thread().name.endswith("0"):
@@ -1036,7 +1037,7 @@ def test_gathered_weights_of_fsdp2_are_not_held(tmp_path: Any) -> None:
             HOLDS.append(hold_casts(model))
         with torch.no_grad():
             for _ in range(3):
-                with autocast("cpu", BF16):
+                with autocast(DEVICE, BF16):
                     assert model(torch.ones(1, 4)).dtype == BF16
     finally:
         dist.destroy_process_group()

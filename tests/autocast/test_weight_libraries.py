@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -42,7 +43,7 @@ def moved(model: nn.Module) -> None:
 
 
 def result(model: nn.Module) -> Tensor:
-    with torch.no_grad(), autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), autocast(DEVICE, torch.bfloat16):
         out: Tensor = model(X)
     return out
 
@@ -185,7 +186,7 @@ def test_no_cast_is_stale_under_the_averages_of_lightning(held: bool, tmp_path: 
             self.losses: list[float] = []
 
         def loss(self) -> Tensor:
-            with autocast("cpu", torch.bfloat16, cache_enabled=self.cache_enabled):
+            with autocast(DEVICE, torch.bfloat16, cache_enabled=self.cache_enabled):
                 return F.mse_loss(self.network(X).float(), X)
 
         def training_step(self, batch: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 
 from halfstep._autocast import autocast, hold_casts, weight_cache
@@ -269,7 +270,7 @@ def test_no_cast_is_stale(name: str, mode: str, frozen: bool) -> None:
     for inside, held in itertools.product([False, True], repeat=2):
         layer = layer_of_ones(frozen)
         with hold_casts(layer) if held else nullcontext() as hold, MODES[mode]():
-            stale = is_stale(layer, write, lambda: autocast("cpu", BF16), inside)
+            stale = is_stale(layer, write, lambda: autocast(DEVICE, BF16), inside)
             assert hold is None or hold.info().hits >= 2  # the cast was of use
         assert type(layer.weight) is nn.Parameter
         if stale:
@@ -277,7 +278,7 @@ def test_no_cast_is_stale(name: str, mode: str, frozen: bool) -> None:
             assert name in UNSEEN
             layer = layer_of_ones(frozen)
             with MODES[mode]():
-                assert is_stale(layer, write, lambda: torch.autocast("cpu", BF16), inside)
+                assert is_stale(layer, write, lambda: torch.autocast(DEVICE, BF16), inside)
 
 
 def in_place_of(weight: Tensor) -> None:
@@ -313,18 +314,18 @@ def test_no_cast_is_stale_after_a_write_through_an_alias(
         if taken == "before the first use":
             memory = take(layer)
         for _ in range(2):
-            with autocast("cpu", BF16):
+            with autocast(DEVICE, BF16):
                 layer(X)
         if taken == "after a use":
             memory = take(layer)
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             assert layer(X).tolist() == [[2, 2]]
         write(memory)
         if not lives_on:
             del memory
             gc.collect()
         for _ in range(3):
-            with autocast("cpu", BF16):
+            with autocast(DEVICE, BF16):
                 assert layer(X).tolist() == [[6, 6]]
 
 
@@ -335,7 +336,7 @@ def test_a_tensor_that_is_an_array_is_never_kept() -> None:
     with hold_casts(layer):
         for value in (1, 2, 3):
             array[:] = value
-            with autocast("cpu", BF16):
+            with autocast(DEVICE, BF16):
                 assert layer(X).tolist() == [[2 * value, 2 * value]]
 
 
@@ -344,10 +345,10 @@ def test_clear_is_for_what_cannot_be_seen() -> None:
     pointer = layer.weight.data_ptr()
     with hold_casts(layer) as held:
         for _ in range(2):
-            with autocast("cpu", BF16):
+            with autocast(DEVICE, BF16):
                 layer(X)
         new = NEW.clone()
         ctypes.memmove(pointer, new.data_ptr(), new.nbytes)
         held.clear()
-        with autocast("cpu", BF16):
+        with autocast(DEVICE, BF16):
             assert layer(X).tolist() == [[6, 6]]

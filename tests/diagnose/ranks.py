@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +36,7 @@ def train(rank: int) -> dict[str, Any]:
 
     def step(x: Tensor) -> None:
         optimizer.zero_grad()
-        with halfstep.autocast("cpu", torch.float16):
+        with halfstep.autocast(DEVICE, torch.float16):
             loss = F.cross_entropy(model(x), torch.tensor([0, 1, 0, 1]))
         scaler.scale(loss).backward()
         scaler.step(optimizer)

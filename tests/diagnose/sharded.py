@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.device import DEVICE
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -63,7 +64,7 @@ class Loop:
         self.model, self.net = spread(kind)
         self.is_bad_here = rank == 1 or kind == "tp"
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.scaler = halfstep.GradScaler("cpu", init_scale=2.0**15) if is_scaling else None
+        self.scaler = halfstep.GradScaler(DEVICE, init_scale=2.0**15) if is_scaling else None
         torch.manual_seed(rank if kind != "tp" else 5)
         self.x, self.y = torch.randn(4, 8), torch.arange(4)
 
@@ -71,7 +72,7 @@ class Loop:
         is_bad = bool(bad) and self.is_bad_here
         self.optimizer.zero_grad()
         self.net.factor = 1e6 if is_bad and bad == "forward" else 1.0
-        with halfstep.autocast("cpu", torch.float16):
+        with halfstep.autocast(DEVICE, torch.float16):
             out = self.model(self.x)
         loss = F.cross_entropy(out, self.y)
         if is_bad and bad == "backward":
@@ -122,13 +123,13 @@ def with_agreement(rank: int) -> tuple[str, float]:
     """Check that the scaler asks other ranks in training, but not in a replay."""
     net = Net()
     world = distributed.group.WORLD
-    scaler = halfstep.GradScaler("cpu", init_scale=256.0, process_group=world)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=256.0, process_group=world)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net.factor = 1e6 if rank == 1 else 1.0
 
     def step() -> None:
         optimizer.zero_grad()
-        with halfstep.autocast("cpu", torch.float16):
+        with halfstep.autocast(DEVICE, torch.float16):
             loss = F.cross_entropy(net(torch.ones(4, 8)), torch.arange(4))
         scaler.scale(loss).backward()
         scaler.step(optimizer)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 
 import halfstep
@@ -32,7 +33,7 @@ class Net(nn.Module):
 
 def step_of(model: nn.Module, x: Tensor, autocast: type = halfstep.autocast) -> Callable[[], None]:
     def step() -> None:
-        with autocast("cpu", torch.float16):
+        with autocast(DEVICE, torch.float16):
             loss = model(x).float().square().mean()
         loss.backward()
 
@@ -97,7 +98,7 @@ def test_what_does_no_harm_is_not_told(name: str) -> None:
     layer, x = nn.Linear(16, 16), torch.randn(8, 16)
 
     def step() -> None:
-        with halfstep.autocast("cpu", torch.float16):
+        with halfstep.autocast(DEVICE, torch.float16):
             hidden = layer(x)
             assert hidden.dtype is torch.float16
             loss = HARMLESS[name](hidden).float().sum()

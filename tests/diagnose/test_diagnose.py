@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,7 +48,7 @@ def step_of(model: nn.Module, dtype: torch.dtype = torch.float16, scale: float =
     x, scaler = torch.randn(4, 8).requires_grad_(), halfstep.GradScaler(init_scale=scale)
 
     def step() -> None:
-        with halfstep.autocast("cpu", dtype):
+        with halfstep.autocast(DEVICE, dtype):
             loss = model(x).float().square().mean()
         scaler.scale(loss).backward()
 
@@ -110,7 +111,7 @@ def test_accumulation_names_the_batch_that_is_bad() -> None:
 
     def step() -> None:
         for index, batch in enumerate(batches):
-            with halfstep.autocast("cpu", torch.float16):
+            with halfstep.autocast(DEVICE, torch.float16):
                 loss = model(batch).float().mean() / len(batches)
             scaler.scale(loss).backward()
             assert index < 2
@@ -137,7 +138,7 @@ def test_gradients_left_of_a_bad_step_hide_no_cure() -> None:
     model, x = Tower(1e6), torch.randn(4, 8)
 
     def step() -> Tensor:
-        with halfstep.autocast("cpu", torch.float16):
+        with halfstep.autocast(DEVICE, torch.float16):
             loss = model(x).float().square().mean()
         loss.backward()
         return loss
@@ -161,12 +162,12 @@ def test_gradients_left_of_a_bad_step_hide_no_cure() -> None:
 
 def test_plain_torch_autocast_and_its_scaler() -> None:
     model, x = Tower(), torch.randn(4, 8)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**30)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(DEVICE, torch.float16):
             loss = model(x).float().square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -202,7 +203,7 @@ def test_infinities_on_purpose_are_no_fault() -> None:
     mask = torch.full((8, 8), -math.inf).triu(1)
 
     def step() -> None:
-        with halfstep.autocast("cpu", torch.float16):
+        with halfstep.autocast(DEVICE, torch.float16):
             scores = model(x)
             one = torch.softmax(scores + mask, -1)
             two = torch.softmax(scores.masked_fill(mask.isinf(), -math.inf), -1)
@@ -332,7 +333,7 @@ def test_underflow_of_gradients_at_other_scales() -> None:
     scaler = halfstep.GradScaler(init_scale=16.0)
 
     def step() -> None:
-        with halfstep.autocast("cpu", torch.float16):
+        with halfstep.autocast(DEVICE, torch.float16):
             out = model(x)
         scaler.scale((out.float() * 2.0**-30).sum()).backward()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel
@@ -31,7 +32,7 @@ def mlp() -> nn.Sequential:
 
 
 def in_float16() -> halfstep.autocast:
-    return halfstep.autocast("cpu", torch.float16)
+    return halfstep.autocast(DEVICE, torch.float16)
 
 
 def watched(

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -86,7 +87,7 @@ def by_hand(run: Run) -> None:
 @loop()
 def by_hand_scaled(run: Run) -> None:
     for x, y in run.batches:
-        with halfstep.autocast("cpu", torch.bfloat16):
+        with halfstep.autocast(DEVICE, torch.bfloat16):
             out = run.model(x)
             ratio = torch.log(y)  # bad
             loss = (out - ratio).square().mean()
@@ -489,7 +490,7 @@ def read_after_a_step_with_a_checkpoint(run: Run) -> None:
 @loop()
 def left_out_before_autocast(run: Run) -> None:
     for x, y in run.batches:
-        with halfstep.autocast("cpu", torch.float16):
+        with halfstep.autocast(DEVICE, torch.float16):
             out = run.model(x)
         large = (out.float() * 1e4) @ torch.full((3, 3), 1e4)
         loss = (large * 1e-8 - torch.log(y)).square().mean()  # bad
@@ -657,7 +658,7 @@ def test_a_skip_of_dynamic_scaling_has_left_a_gradient_in_the_batch() -> None:
     scaler = halfstep.GradScaler(init_scale=2.0**24, on_skips=lambda report: None)
     with Watch(tell=lambda found, step: told.append(found)):
         for x, _ in run.batches:
-            with halfstep.autocast("cpu", torch.float16):
+            with halfstep.autocast(DEVICE, torch.float16):
                 out = run.model(x.requires_grad_())
             scaler.scale(out.float().square().sum()).backward()
             scaler.step(run.optimizer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from tests.scaler.containers import Parts
 from torch import nn
 from torch.nn import functional as F
@@ -58,7 +59,7 @@ class Training:
     def step(self) -> torch.Tensor:
         self.optimizer.zero_grad()
         noise = torch.randn(self.x.shape, generator=self.generator) * 0.01
-        with halfstep.autocast("cpu", torch.float16):
+        with halfstep.autocast(DEVICE, torch.float16):
             loss = F.cross_entropy(self.model(self.x + noise), torch.arange(4))
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
@@ -270,7 +271,7 @@ def test_modules_keep_their_class_when_the_step_first_enters_rules_for_them() ->
     x = torch.ones(2, 4)
 
     def step() -> None:
-        with halfstep.autocast("cpu", torch.bfloat16, policy="standard; @0:fp32", module=model):
+        with halfstep.autocast(DEVICE, torch.bfloat16, policy="standard; @0:fp32", module=model):
             model(x).mean().backward()
 
     halfstep.diagnose(step, model=model)

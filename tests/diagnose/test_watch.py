@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -57,7 +58,7 @@ class Loop:
         self.optimizer.zero_grad()
         for index in range(num_batches):
             self.model.is_large = large and index == num_batches - 1
-            with halfstep.autocast("cpu", torch.float16):
+            with halfstep.autocast(DEVICE, torch.float16):
                 loss = self.loss(self.model(self.x), self.y) / num_batches
             self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
@@ -143,7 +144,7 @@ def test_a_loss_that_outgrows_the_scale_is_cured_by_a_smaller_one(
         warnings.simplefilter("ignore")
         for target in (1.0, 1000.0):
             optimizer.zero_grad()
-            with halfstep.autocast("cpu", torch.float16):
+            with halfstep.autocast(DEVICE, torch.float16):
                 loss = F.mse_loss(model(torch.ones(5, 4)), torch.full((5, 1), target))
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -240,7 +241,7 @@ def scaled_steps(loss: Callable[[Tensor, int], Tensor], num: int, **options: Any
         warnings.simplefilter("ignore")
         for i in range(num):
             optimizer.zero_grad()
-            with halfstep.autocast("cpu", torch.float16):
+            with halfstep.autocast(DEVICE, torch.float16):
                 loss_i = loss(model(torch.ones(2, 4)), i)
             scaler.scale(loss_i).backward()
             scaler.step(optimizer)
@@ -278,7 +279,7 @@ def test_without_a_scaler_a_step_is_diagnosed_before_it_is_taken() -> None:
     with Watch(tell=lambda *_: None) as watch:
         for batch in (torch.ones(2, 4), x):
             optimizer.zero_grad()
-            with halfstep.autocast("cpu", torch.bfloat16):
+            with halfstep.autocast(DEVICE, torch.bfloat16):
                 loss = F.mse_loss(model(batch), torch.zeros(2, 1))
             loss.backward()
             optimizer.step()

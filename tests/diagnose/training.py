@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
+from tests.device import DEVICE
 from tests.diagnose import gpt, losses, models
 from torch import Tensor, nn
 
@@ -105,10 +106,10 @@ def make(setting: Setting, arm: Callable[[Training], object] = lambda training: 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     enabled = setting.scale is not None
     if setting.plain:
-        scaler = torch.amp.GradScaler("cpu", init_scale=setting.scale or 1.0, enabled=enabled)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=setting.scale or 1.0, enabled=enabled)
     else:
         scaler = halfstep.GradScaler(
-            "cpu", init_scale=setting.scale or 1.0, enabled=enabled, on_skips=lambda report: None
+            DEVICE, init_scale=setting.scale or 1.0, enabled=enabled, on_skips=lambda report: None
         )
     for module in model.modules():
         if isinstance(module, gpt.Attention):
@@ -131,9 +132,9 @@ def _autocast(setting: Setting, model: nn.Module) -> AbstractContextManager[obje
     is_on = setting.dtype is not torch.float32
     dtype = setting.dtype if is_on else torch.bfloat16
     if setting.plain and setting.policy is None:
-        return torch.autocast("cpu", dtype, enabled=is_on)
+        return torch.autocast(DEVICE, dtype, enabled=is_on)
     module = setting.policy and model
-    return halfstep.autocast("cpu", dtype, enabled=is_on, policy=setting.policy, module=module)
+    return halfstep.autocast(DEVICE, dtype, enabled=is_on, policy=setting.policy, module=module)
 
 
 def _batch(setting: Setting) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import Tensor, nn
 
 from halfstep import master_weights
@@ -14,7 +15,7 @@ from halfstep._master_weights.chunks import chunks_of
 BF16 = torch.bfloat16
 
 
-def params_of(*sizes: int, device: str = "cpu") -> list[nn.Parameter]:
+def params_of(*sizes: int, device: str = DEVICE) -> list[nn.Parameter]:
     torch.manual_seed(0)
     return [nn.Parameter(torch.randn(size, dtype=BF16, device=device)) for size in sizes]
 
@@ -68,7 +69,7 @@ def test_a_small_model_is_one_chunk(many: Any) -> None:
     assert sizes == [2000]
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cpu", [3, 1]), ("meta", [8, 2])])
+@pytest.mark.parametrize(("device", "expected"), [(DEVICE, [3, 1]), ("meta", [8, 2])])
 def test_a_chunk_fits_the_cache_of_a_cpu_and_is_a_tenth_elsewhere(
     device: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.device import DEVICE
 from tests.scaler.containers import KINDS, Bare
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -80,7 +81,7 @@ def test_master_weights_lose_next_to_none(store: Any) -> None:
 def test_a_skipped_step_loses_nothing(fused: bool) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    scaler = halfstep.GradScaler("cpu")
+    scaler = halfstep.GradScaler(DEVICE)
     with lost_updates(optimizer) as lost:
         scaler.scale(model(torch.full((1, 4), math.inf)).sum()).backward()
         scaler.step(optimizer)

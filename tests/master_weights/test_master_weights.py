@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -463,7 +464,7 @@ def test_float16_parameters_with_a_scaler(fused: bool, max_norm: float | None) -
 
     optimizer = master_weights(make(list(ours.parameters())), "float32")
     by_hand = ByHand(list(theirs.parameters()), make)
-    scaler = halfstep.GradScaler("cpu", init_scale=2.0**12)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=2.0**12)
     taken = []
     for seed in range(6):
         factor = 1e4 if seed == 2 else 1.0
@@ -497,7 +498,7 @@ def test_float16_parameters_with_a_scaler(fused: bool, max_norm: float | None) -
 def test_a_scaler_with_a_closure_and_with_retries() -> None:
     model = linear(FP16)
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1), "float32")
-    scaler = halfstep.GradScaler("cpu", init_scale=2.0**30)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=2.0**30)
     attempt = 0
     for attempt in scaler.retry(optimizer, times=30):  # noqa: B007
         optimizer.zero_grad()
@@ -517,7 +518,7 @@ def test_a_scaler_with_a_closure_and_with_retries() -> None:
 def test_a_skipped_fused_step_changes_nothing() -> None:
     model = linear()
     optimizer = master_weights(torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
-    scaler = halfstep.GradScaler("cpu")
+    scaler = halfstep.GradScaler(DEVICE)
     for is_bad in (False, True):
         before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
         optimizer.zero_grad()
@@ -534,7 +535,7 @@ def test_a_skipped_fused_step_changes_nothing() -> None:
 def test_a_scaler_leaves_unscaled_gradients_of_a_fused_optimizer() -> None:
     model = linear()
     optimizer = master_weights(torch.optim.AdamW(model.parameters(), fused=True))
-    scaler = halfstep.GradScaler("cpu", init_scale=1024.0)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=1024.0)
     loss_of(model, 0).backward()
     expected = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     optimizer.zero_grad()
@@ -555,7 +556,7 @@ def test_compiled_models_and_contexts() -> None:
     model = linear(FP16)
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=1.0), "float32")
     x = torch.randn(2, 16)
-    with halfstep.autocast("cpu", BF16):
+    with halfstep.autocast(DEVICE, BF16):
         first = model(x)
         first.float().sum().backward()
         optimizer.step()
@@ -606,9 +607,9 @@ def test_a_step_inside_of_autocast() -> None:
     ours, theirs = [nn.Parameter(torch.ones(8, 8, dtype=BF16)) for _ in range(2)]
     optimizer, by_hand = master_weights(Squares([ours])), ByHand([theirs], Squares)
     for _ in range(4):
-        with torch.autocast("cpu", BF16):
+        with torch.autocast(DEVICE, BF16):
             optimizer.step()
-        with torch.autocast("cpu", BF16):
+        with torch.autocast(DEVICE, BF16):
             by_hand.step()
         assert_same([ours], [theirs])
 

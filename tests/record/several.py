@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from tests.device import DEVICE
 from torch import Tensor, distributed, nn
 
 import halfstep
@@ -32,7 +33,7 @@ def fsdp(rank: int, *, dies: bool) -> None:
     for module in (model[0], model[1], model):
         fully_shard(module, mesh=distributed.init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=8.0)
     for step in range(1, NUM_STEPS + 1):
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(2, 4)).mean()).backward()
@@ -47,7 +48,7 @@ def pipeline(rank: int, *, dies: bool) -> None:
     torch.manual_seed(rank)
     stage = nn.Sequential(nn.Linear(4, 4)) if rank == 0 else nn.Sequential(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
-    scaler = halfstep.GradScaler("cpu", init_scale=8.0, process_group=distributed.group.WORLD)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=8.0, process_group=distributed.group.WORLD)
     for step in range(1, NUM_STEPS + 1):
         optimizer.zero_grad()
         if rank == 0:

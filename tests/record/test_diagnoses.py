@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from msgspec import structs
+from tests.device import DEVICE
 from tests.record.events import step, write
 from tests.report import records
 
@@ -130,7 +131,7 @@ def test_replays_are_not_recorded(tmp_path, scaled):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = halfstep.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+        scaler = halfstep.GradScaler(DEVICE, init_scale=8.0, enabled=scaled)
         batch = torch.ones(3, 4)
 
         def forward_backward():

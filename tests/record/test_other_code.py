@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests import forked
+from tests.device import DEVICE
 from tests.record.training import Net, train
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -76,7 +77,7 @@ def test_fake_tensors_have_nothing_to_measure(tmp_path: Path) -> None:
 
 
 def test_float64_as_the_default_dtype(tmp_path: Path) -> None:
-    scaler = halfstep.GradScaler("cpu", init_scale=2.0**10)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=2.0**10)
     torch.set_default_dtype(torch.float64)
     try:
         with halfstep.record(tmp_path, every=1):
@@ -149,7 +150,7 @@ def test_a_mode_of_the_user_does_not_see_the_record(
     (optimizer,) = sgd(model)
 
     def count() -> int:
-        scaler = halfstep.GradScaler("cpu", init_scale=8.0, enabled=has_scaler)
+        scaler = halfstep.GradScaler(DEVICE, init_scale=8.0, enabled=has_scaler)
         with mode() as counting:
             for _ in range(2):
                 scaler.scale(model(torch.ones(1, 2)).sum()).backward()
@@ -301,7 +302,7 @@ def test_a_step_that_cannot_be_recorded_is_a_note(tmp_path: Path) -> None:
 
 
 def test_setting_the_scale_is_no_step(tmp_path: Path) -> None:
-    scaler = halfstep.GradScaler("cpu")
+    scaler = halfstep.GradScaler(DEVICE)
     with halfstep.record(tmp_path) as record:
         train(Net(), 2, scaler=scaler)
         scaler.update(new_scale=4.0)
@@ -354,7 +355,7 @@ class Owner(nn.Module):
     [(("gamma", "fc.weight"), "fc"), (("gamma", "embed.weight", "fc.weight"), "head")],
 )
 def test_where_it_began(bad: tuple[str, ...], began_in: str, tmp_path: Path) -> None:
-    model, scaler = Owner(), halfstep.GradScaler("cpu")
+    model, scaler = Owner(), halfstep.GradScaler(DEVICE)
     (optimizer,) = sgd(model)
     with halfstep.record(tmp_path):
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()

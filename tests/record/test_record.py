@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests import forked
+from tests.device import DEVICE
 from tests.record.training import Net, train
 from tests.scaler.containers import Facade, Parts
 from torch import nn
@@ -28,7 +29,7 @@ def tensors(run: Run, number: int = 0) -> dict[tuple[str, str], object]:
 
 def make(scale: float = 2.0**10, **kwargs: object) -> tuple[Net, halfstep.GradScaler]:
     torch.manual_seed(0)
-    return Net(), halfstep.GradScaler("cpu", init_scale=scale, **kwargs)  # type: ignore[arg-type]
+    return Net(), halfstep.GradScaler(DEVICE, init_scale=scale, **kwargs)  # type: ignore[arg-type]
 
 
 # --- nothing changes ------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ def test_training_is_the_same_bit_for_bit(make_model, is_scaled, tmp_path: Path)
     def run(is_recorded: bool) -> tuple[list[float], list[torch.Tensor], torch.Tensor]:
         torch.manual_seed(0)
         model = make_model()
-        scaler = halfstep.GradScaler("cpu", init_scale=2.0**24) if is_scaled else None
+        scaler = halfstep.GradScaler(DEVICE, init_scale=2.0**24) if is_scaled else None
         dtype = torch.float16 if is_scaled else torch.bfloat16
         if is_recorded:
             with halfstep.record(tmp_path, every=1):
@@ -277,10 +278,10 @@ def test_a_bad_loss_began_nowhere_in_the_model(tmp_path: Path) -> None:
 def test_a_sampled_step_is_what_is_in_the_tensors(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.randn(5, 3)
-    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with halfstep.record(tmp_path, every=1):
-        with halfstep.autocast("cpu", torch.float16):
+        with halfstep.autocast(DEVICE, torch.float16):
             out = model(x)
         scaler.scale(out.float().sum()).backward()
         gradient = model[0].weight.grad.clone()
@@ -304,7 +305,7 @@ def test_names_order_policy_and_size_of_the_model(tmp_path: Path) -> None:
     with halfstep.record(tmp_path):
         train(model, 1, scaler=scaler)
     run = read_run(tmp_path)
-    assert run.header.device == "cpu"
+    assert run.header.device == DEVICE
     assert "thread" in run.header.machine
     (event,) = run.models
     assert event.name == "Net"
@@ -312,7 +313,7 @@ def test_names_order_policy_and_size_of_the_model(tmp_path: Path) -> None:
     assert event.modules[:3] == ("first", "block.0", "block.1")
     assert event.modules[-2:] == ("head", "")
     (policy,) = run.policies
-    assert (policy.device, policy.dtype, policy.text) == ("cpu", "float16", "standard")
+    assert (policy.device, policy.dtype, policy.text) == (DEVICE, "float16", "standard")
     kinds = {kind for kind, _ in tensors(run)}
     assert kinds == {"parameter", "parameter_gradient", "output", "output_gradient"}
 
@@ -501,7 +502,7 @@ def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path) -> None:
     assert [sample.step for sample in run.samples] == [1, 2, 4, 5]
     assert not run.has_ended
     with halfstep.record(tmp_path):
-        train(Net(), 2, scaler=halfstep.GradScaler("cpu"))
+        train(Net(), 2, scaler=halfstep.GradScaler(DEVICE))
     assert [step.step for step in read_run(tmp_path).steps] == [*range(1, 10)]
 
 
@@ -548,7 +549,7 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
 
 def test_a_scaler_of_pytorch_is_not_recorded_in_silence(tmp_path: Path) -> None:
     """Its losses are scaled when backward() gets them, and steps it skips are no steps."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**40)
     step = torch.amp.GradScaler.step
     with halfstep.record(tmp_path), pytest.warns(HalfstepWarning) as warned:
         train(Net(), scaler=scaler)  # type: ignore[arg-type]
@@ -560,7 +561,7 @@ def test_a_scaler_of_pytorch_is_not_recorded_in_silence(tmp_path: Path) -> None:
 
 def test_a_disabled_scaler_of_pytorch_is_no_matter(tmp_path: Path) -> None:
     with halfstep.record(tmp_path):
-        train(Net(), scaler=torch.amp.GradScaler("cpu", enabled=False))  # type: ignore[arg-type]
+        train(Net(), scaler=torch.amp.GradScaler(DEVICE, enabled=False))  # type: ignore[arg-type]
     run = read_run(tmp_path)
     assert len(run.steps) == 6
     assert not run.notes
@@ -638,7 +639,7 @@ def test_without_samples_the_end_is_seen(tmp_path: Path) -> None:
 
 def test_restored_buffers_and_an_inf_from_the_beginning_are_not_named(tmp_path: Path) -> None:
     model = WithBuffers()
-    scaler = halfstep.GradScaler("cpu", init_scale=2.0**10, module=model)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=2.0**10, module=model)
     with halfstep.record(tmp_path, every=1):
         train_with_a_broken_batch(model, 3, scaler)
     assert scaler.counts().skipped == 1
@@ -672,7 +673,7 @@ def test_buffers_that_are_filled_in_the_first_forward_pass_are_not_named(
 ) -> None:
     model = WithTables()
     model.head.bias.data.fill_(2.0**10 * overflows)
-    scaler = halfstep.GradScaler("cpu", init_scale=2.0**118 if overflows else 2.0**10)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=2.0**118 if overflows else 2.0**10)
     with halfstep.record(tmp_path, model if is_given else None, every=every):
         train_with_a_broken_batch(model, 0, scaler)
     assert (scaler.counts().skipped > 0) == overflows
@@ -680,14 +681,14 @@ def test_buffers_that_are_filled_in_the_first_forward_pass_are_not_named(
 
 
 def test_nan_comes_back_to_a_buffer_that_began_with_it(tmp_path: Path) -> None:
-    model, scaler = WithTables(), halfstep.GradScaler("cpu", init_scale=2.0**10)
+    model, scaler = WithTables(), halfstep.GradScaler(DEVICE, init_scale=2.0**10)
     with halfstep.record(tmp_path, every=1), pytest.warns(HalfstepWarning, match="after step 3"):
         train_with_a_broken_batch(model, 3, scaler, num=3)
     assert buffers_in(tmp_path) == [(3, ("seen", "last", *RUINED))]
 
 
 def test_statistics_that_are_nan_in_a_checkpoint_are_named(tmp_path: Path) -> None:
-    model, scaler = WithBuffers(), halfstep.GradScaler("cpu", init_scale=2.0**10)
+    model, scaler = WithBuffers(), halfstep.GradScaler(DEVICE, init_scale=2.0**10)
     model.norm.running_mean.fill_(math.nan)
     with pytest.warns(HalfstepWarning), halfstep.record(tmp_path, every=1):
         train_with_a_broken_batch(model, 0, scaler)
@@ -709,7 +710,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"record\(model=str\): pass a torch.nn.Module"):
         halfstep.record(tmp_path, model="net")
     with pytest.raises(TypeError, match=r"torch.amp.grad_scaler.GradScaler.*halfstep.GradScaler"):
-        halfstep.record(tmp_path, scaler=torch.amp.GradScaler("cpu"))
+        halfstep.record(tmp_path, scaler=torch.amp.GradScaler(DEVICE))
     with pytest.raises(ValueError, match=r"every=-1"):
         halfstep.record(tmp_path, every=-1)
     assert not [*tmp_path.iterdir()]
@@ -736,19 +737,19 @@ def test_plain_autocast_of_pytorch_is_a_policy(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with halfstep.record(tmp_path):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             loss = model(torch.randn(8, 6)).float().square().mean()
         loss.backward()
         optimizer.step()
     (policy,) = read_run(tmp_path).policies
-    assert (policy.device, policy.dtype, policy.text) == ("cpu", "bfloat16", "torch")
+    assert (policy.device, policy.dtype, policy.text) == (DEVICE, "bfloat16", "torch")
 
 
 def test_the_policy_is_that_of_most_calls(tmp_path: Path) -> None:
     class Mixed(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = super().forward(x)
-            with halfstep.autocast("cpu", torch.bfloat16):
+            with halfstep.autocast(DEVICE, torch.bfloat16):
                 return self.norm(x @ self.head.weight)
 
     with halfstep.record(tmp_path):
@@ -804,7 +805,7 @@ def test_each_optimizer_has_the_losses_since_the_step_before(how: str, tmp_path:
     """As in a GAN: two losses for one optimizer, one for the other, of the same class."""
     first, second = nn.Linear(4, 1), nn.Linear(4, 1)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.0) for each in (first, second)]
-    scaler = halfstep.GradScaler("cpu", enabled=how != "plain")
+    scaler = halfstep.GradScaler(DEVICE, enabled=how != "plain")
     seen = []
     with halfstep.record(tmp_path):
         for step in range(3):
@@ -829,7 +830,7 @@ def test_each_optimizer_has_the_losses_since_the_step_before(how: str, tmp_path:
 def test_two_optimizers_of_one_backward_pass_have_its_loss(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
-    scaler = halfstep.GradScaler("cpu")
+    scaler = halfstep.GradScaler(DEVICE)
     with halfstep.record(tmp_path):
         for _ in range(2):
             scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.device import DEVICE
 from tests.scaler.containers import Parts
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
@@ -54,7 +55,7 @@ def sampled_weights(folder):
 def test_against_a_loop(tmp_path, has_scaler, fused):
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
-    scaler = halfstep.GradScaler("cpu", init_scale=8.0, enabled=has_scaler)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=8.0, enabled=has_scaler)
     expected = {}
     with halfstep.record(tmp_path, model=model, every=3):
         for number in range(1, 8):
@@ -100,7 +101,7 @@ def test_what_a_container_steps_counts_by_what_it_holds(tmp_path):
     model = small()
     parts = [torch.optim.AdamW(each.parameters(), lr=1e-6) for each in (model[0], model[2])]
     container = Parts([halfstep.master_weights(each) for each in parts])
-    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=8.0)
     with halfstep.record(tmp_path, model=model, every=1):
         for _ in range(3):
             container.zero_grad()
@@ -116,7 +117,7 @@ def test_what_a_container_steps_counts_by_what_it_holds(tmp_path):
 def test_a_skipped_step_has_no_updates(tmp_path, fused):
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
-    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=8.0)
     with halfstep.record(tmp_path, model=model, every=1):
         for scale in (1.0, math.inf, 1.0):
             optimizer.zero_grad()
@@ -147,7 +148,7 @@ def test_each_optimizer_has_its_own_share(tmp_path):
     model = small()
     some = torch.optim.SGD(model[0].parameters(), lr=1e-6)
     others = torch.optim.SGD(model[2].parameters(), lr=1.0)
-    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=8.0)
     with halfstep.record(tmp_path, model=model, every=2):
         for _ in range(4):
             scaler.scale(loss_of(model)).backward()
@@ -184,7 +185,7 @@ def test_a_closure_counts_by_its_own_gradients(tmp_path, has_scaler):
     torch.manual_seed(0)
     model = nn.Embedding(30, 4)  # each step has gradients in rows of its own
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = halfstep.GradScaler("cpu", init_scale=8.0, enabled=has_scaler)
+    scaler = halfstep.GradScaler(DEVICE, init_scale=8.0, enabled=has_scaler)
     with halfstep.record(tmp_path, model=model, every=1):
         for step in range(3):
             rows = torch.arange(10 * step, 10 * step + 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from tests.device import DEVICE
 from torch import nn
 
 import halfstep
@@ -44,7 +45,7 @@ def train(
         total = 0.0
         for _ in range(micro_batches):
             x = torch.randn(8, 6)
-            with halfstep.autocast("cpu", dtype):
+            with halfstep.autocast(DEVICE, dtype):
                 loss = model(x).float().square().mean() / micro_batches
             (loss if scaler is None else scaler.scale(loss)).backward()
             total += loss.item()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -222,7 +223,7 @@ def test_a_skip_by_overflow_keeps_the_statistics_as_in_pytorch() -> None:
     model, theirs = net(Masked), net(Masked)
     scaler = GradScaler(init_scale=2.0**127, module=model)
     train(model, scaler, sgd(model), without(batches()))
-    torchs = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    torchs = torch.amp.GradScaler(DEVICE, init_scale=2.0**127)
     train(theirs, torchs, sgd(theirs), without(batches()))
     assert scaler.counts().skipped
     assert_same(model, theirs)
@@ -417,7 +418,7 @@ def test_a_guard_in_bfloat16_restores_too(fused: bool) -> None:
         guard(optimizer, on_skips=lambda report: None, module=model)
         for batch in data:
             optimizer.zero_grad()
-            with autocast("cpu", torch.bfloat16):
+            with autocast(DEVICE, torch.bfloat16):
                 loss = model(batch).square().mean()
             loss.backward()
             optimizer.step()

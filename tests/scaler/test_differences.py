@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from tests.scaler.containers import OfFirst
 
 from halfstep._scaler import GradScaler
@@ -25,7 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "scaler_details.md"
 
 
 def torch_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", **kwargs)
+    return torch.amp.GradScaler(DEVICE, **kwargs)
 
 
 def make(value: float = 0.0, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:

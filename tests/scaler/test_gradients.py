@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.device import DEVICE
 
 from halfstep._scaler import gradients as collecting
 from halfstep._scaler import scalars
@@ -73,7 +74,7 @@ KINDS = [
 ]
 
 
-CPU = torch.device("cpu")
+CPU = torch.device(DEVICE)
 
 
 def collect(optimizer: torch.optim.Optimizer) -> collecting.Gradients:
@@ -127,7 +128,7 @@ def test_measure_against_the_loop_and_changes_nothing(kind: str, bad: float | No
     total = norms.total(CPU)
     assert math.isfinite(total) == (bad is None)
     if bad is None:
-        assert total == pytest.approx(4.0 * math.hypot(*unscaled), rel=1e-6)
+        assert float(total) == pytest.approx(4.0 * math.hypot(*unscaled), rel=1e-6)
     for param, want in zip(params_of(optimizer), before, strict=True):
         got = param.grad.to_dense() if param.grad.is_sparse else param.grad
         assert torch.equal(got.resolve_conj().nan_to_num(), want.nan_to_num())
@@ -137,7 +138,7 @@ def test_norms_at_some_positions() -> None:
     norms = norms_of(collect(optimizer_over(*[torch.full((2,), float(k)) for k in range(4)])), None)
     part = norms.at([3, 1])
     assert part.unscaled() == pytest.approx([3.0 * math.sqrt(2), math.sqrt(2)])
-    assert part.total(CPU) == pytest.approx(math.sqrt(20))
+    assert float(part.total(CPU)) == pytest.approx(math.sqrt(20))
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
@@ -221,11 +222,12 @@ def test_a_scale_below_one_needs_the_second_look() -> None:
 def test_gradients_are_sorted_by_device_and_dtype() -> None:
     """The CUDA kernel takes tensors of one dtype; the CPU kernel would not mind."""
     collected = collect(optimizer_over(*make_grads("mixed_dtypes"))).by_kind
+    here = torch.empty(0).device
     assert {key: len(group) for key, group in collected.items()} == {
-        (torch.device("cpu"), torch.float32): 2,
-        (torch.device("cpu"), torch.float64): 1,
-        (torch.device("cpu"), torch.bfloat16): 1,
-        (torch.device("cpu"), torch.float16): 1,
+        (here, torch.float32): 2,
+        (here, torch.float64): 1,
+        (here, torch.bfloat16): 1,
+        (here, torch.float16): 1,
     }
     for (device, dtype), group in collected.items():
         assert all(grad.device == device and grad.dtype == dtype for grad in group)
@@ -236,8 +238,9 @@ def test_float16_is_refused_with_names() -> None:
     with pytest.raises(ValueError, match="SGD has float16 gradients") as error:
         collecting.refuse_float16(found, "SGD", list("abcde"))
     text = str(error.value)
-    assert "a (float16[2, 3] on cpu), b (float16[2, 3] on cpu)" in text
-    assert "c (float16[2, 3] on cpu) and 2 more" in text
+    where = torch.empty(0).device
+    assert f"a (float16[2, 3] on {where}), b (float16[2, 3] on {where})" in text
+    assert f"c (float16[2, 3] on {where}) and 2 more" in text
     assert "Cause: these parameters are stored in float16 (model.half()" in text
     assert "Cure: keep the parameters in float32 (model.float())" in text
 

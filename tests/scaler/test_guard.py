@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from tests.integrations.quiet import quiet_trainer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -392,7 +393,7 @@ def test_a_scaler_beside_it_is_refused(theirs: bool, fused: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     guard(optimizer)
     kind = torch.amp.GradScaler if theirs else halfstep.GradScaler
-    scaler: Any = kind("cpu", init_scale=1.0)
+    scaler: Any = kind(DEVICE, init_scale=1.0)
     scaler.scale(model(torch.ones(1, 4)).sum()).backward()
     if theirs and not fused:  # which tells an optimizer nothing: both look, and both are right
         scaler.step(optimizer)
@@ -461,7 +462,7 @@ def test_records_and_reports(tmp_path: Path) -> None:
     guard(optimizer, max_norm=1.0, on_skips=silent)
     with halfstep.record(tmp_path, model, every=5), halfstep.use_policy("standard"):
         for seed in range(20):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 backward(model, seed, is_bad=seed == 12)
             optimizer.step()
     run = read_run(tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import nn
 
 from halfstep import GradScaler
@@ -33,7 +34,7 @@ class Registered(torch.optim.SGD):
 def test_a_property_that_raises_holds_nothing(fused: bool) -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = Raises([weight], lr=1.0, fused=fused)
-    scaler = GradScaler("cpu")
+    scaler = GradScaler(DEVICE)
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -43,7 +44,7 @@ def test_a_property_that_raises_holds_nothing(fused: bool) -> None:
 def test_a_registry_of_a_class_is_no_container() -> None:
     good, bad = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     first, second = Registered([good], lr=1.0), Registered([bad], lr=1.0)
-    scaler = GradScaler("cpu")
+    scaler = GradScaler(DEVICE)
     scaler.scale(good.sum() + bad.sum()).backward()
     assert bad.grad is not None
     bad.grad.fill_(math.inf)
@@ -116,7 +117,7 @@ UNUSUAL = {
 @pytest.mark.parametrize("value", [1.0, math.inf])
 def test_an_unusual_optimizer(make: Any, value: float) -> None:
     found = []
-    for scaler in (torch.amp.GradScaler("cpu", init_scale=8.0), GradScaler(init_scale=8.0)):
+    for scaler in (torch.amp.GradScaler(DEVICE, init_scale=8.0), GradScaler(init_scale=8.0)):
         param = nn.Parameter(torch.ones(2))
         optimizer = make(param)
         scaler.scale(param.sum() * value).backward()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from halfstep import GradScaler
@@ -200,7 +201,7 @@ def train(
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
-    scaler = make(base, "cpu", init_scale=2.0**12, growth_interval=3)
+    scaler = make(base, DEVICE, init_scale=2.0**12, growth_interval=3)
     for index in range(NUM_STEPS):
         optimizer.zero_grad()
         loss = model(torch.randn(5, 4, dtype=dtype)).square().mean()
@@ -369,7 +370,7 @@ def test_reading_the_state_calls_what_is_overridden(base: Any) -> None:
         def _get_growth_tracker(self) -> int:
             return 5
 
-    scaler = Own("cpu")
+    scaler = Own(DEVICE)
     assert scaler.get_scale() == 3.0
     state = scaler.state_dict()
     assert (state["scale"], state["_growth_tracker"]) == (3.0, 5)
@@ -389,7 +390,7 @@ def test_every_method_that_torch_amp_calls_is_called(base: Any, options: Any) ->
 
     own: Any = type("Own", (base,), {name: noting(name) for name in AS_MADE})
     train(lambda base, *args, **kwargs: own(*args, **kwargs), base, **options)
-    own("cpu").state_dict()
+    own(DEVICE).state_dict()
     left_out = ["_check_inf_per_device"] if not options else ["unscale_", "_maybe_opt_step"]
     assert called == {*AS_MADE} - {*left_out}
 
@@ -404,7 +405,7 @@ def plain(base: Any, **kwargs: Any) -> Any:
         def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, _: Any) -> Any:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
 
-    return Own("cpu", **kwargs)
+    return Own(DEVICE, **kwargs)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
@@ -539,7 +540,7 @@ def updates_by_the_kernel(base: Any, **kwargs: Any) -> Any:
             torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 100)
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
-    return Own("cpu", **kwargs)
+    return Own(DEVICE, **kwargs)
 
 
 def test_a_scale_below_the_floor_is_saved() -> None:
@@ -557,7 +558,7 @@ def test_a_scale_below_the_floor_is_saved() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
-@pytest.mark.parametrize("make", [plain, checks, lambda base, **kwargs: base("cpu", **kwargs)])
+@pytest.mark.parametrize("make", [plain, checks, lambda base, **kwargs: base(DEVICE, **kwargs)])
 def test_a_gradient_that_overflows_when_divided_by_a_written_scale(make: Any, options: Any) -> None:
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=1.0, **options)
@@ -589,7 +590,7 @@ def test_a_get_scale_with_a_floor_is_saved() -> None:
         def get_scale(self) -> float:
             return max(super().get_scale(), 8.0)
 
-    scaler = Own("cpu", init_scale=4.0)
+    scaler = Own(DEVICE, init_scale=4.0)
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=1.0)
     for value in (1.0, math.nan, 1.0):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.device import DEVICE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -285,8 +286,8 @@ def test_few_small_gradients_take_one_kernel(dtype: torch.dtype) -> None:
     [
         torch.no_grad,
         torch.inference_mode,
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: halfstep.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast(DEVICE, torch.bfloat16),
+        lambda: halfstep.autocast(DEVICE, torch.bfloat16),
     ],
 )
 def test_what_surrounds_the_call_changes_nothing(

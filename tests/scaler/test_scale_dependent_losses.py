@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -20,7 +21,7 @@ NUM_STEPS = 200
 
 
 def fp16() -> torch.autocast:
-    return torch.autocast("cpu", torch.float16)
+    return torch.autocast(DEVICE, torch.float16)
 
 
 def network() -> nn.Module:
@@ -184,7 +185,7 @@ def quiet(**kwargs: Any) -> GradScaler:
 
 @programs
 def test_it_trains_as_under_torch(make: Callable[[Any], Program]) -> None:
-    theirs = make(torch.amp.GradScaler("cpu", growth_interval=80))
+    theirs = make(torch.amp.GradScaler(DEVICE, growth_interval=80))
     mine = make(quiet(growth_interval=80))
     losses = mine.train()
     expected = theirs.train()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch._dynamo.utils import counters
 
 from halfstep._scaler import GradScaler, step
@@ -29,7 +30,7 @@ pytestmark = [
     # Wherever a graph ends, dynamo asks the loss for its gradient.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning"),
 ]
-CPU = torch.device("cpu")
+CPU = torch.device(DEVICE)
 SCALE = 1024.0
 DYNAMIC = Dynamic(growth_interval=2)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.device import DEVICE
 from tests.scaler.saved import opened
 
 from halfstep._scaler import GradScaler
@@ -38,7 +39,7 @@ def by_tensor(scale: float) -> GradScaler:
 
 def by_loading(scale: float) -> GradScaler:
     scaler = GradScaler()
-    scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=scale).state_dict())
+    scaler.load_state_dict(torch.amp.GradScaler(DEVICE, init_scale=scale).state_dict())
     return scaler
 
 

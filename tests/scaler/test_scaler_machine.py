@@ -27,6 +27,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from tests.device import DEVICE
 from tests.scaler.saved import opened
 from torch.nn.utils import clip_grad_norm_
 
@@ -103,8 +104,8 @@ class SideBySide(RuleBasedStateMachine):
     )
     def start(self, scale: float, growth: float, backoff: float, interval: int) -> None:
         numbers = (scale, growth, backoff, interval)
-        self.ours = Side(GradScaler("cpu", *numbers, on_skips=str))
-        self.theirs = Side(torch.amp.GradScaler("cpu", *numbers))
+        self.ours = Side(GradScaler(DEVICE, *numbers, on_skips=str))
+        self.theirs = Side(torch.amp.GradScaler(DEVICE, *numbers))
         self.first = self.model = ScaleState.first(scale, Dynamic(growth, backoff, interval))
         # fresh, scaled, unscaled, taken, skipped
         self.stage = ["fresh"] * len(OPTIMIZERS)
@@ -280,7 +281,7 @@ class SideBySide(RuleBasedStateMachine):
         if into_new:
             self.ours.scaler = GradScaler(on_skips=str)
             self.first = ScaleState.first(65536.0, self.model.rule)
-            self.theirs.scaler = torch.amp.GradScaler("cpu")
+            self.theirs.scaler = torch.amp.GradScaler(DEVICE)
         for side, state in zip(self.sides, saved[::-1] if crosswise else saved, strict=True):
             side.scaler.load_state_dict(state)
         if crosswise:  # theirs knows of no limits and of no run: the limits are our own

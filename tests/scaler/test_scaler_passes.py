@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -111,7 +112,7 @@ def setup(make_scaler: Callable[..., Any], *, fused: bool, **kwargs: Any) -> Set
         torch.nn.Parameter(torch.randn(shape).to(dtype)) for dtype in DTYPES for shape in SHAPES
     ]
     optimizer = torch.optim.SGD(params, lr=1e-3, fused=fused)
-    made = Setup(make_scaler("cpu", init_scale=SCALE, **kwargs), optimizer, params)
+    made = Setup(make_scaler(DEVICE, init_scale=SCALE, **kwargs), optimizer, params)
     for _ in range(WARM_UP):
         made.backward()
         made.scaler.step(optimizer)
@@ -193,7 +194,7 @@ def test_gradients_that_are_slow_to_measure_are_checked_in_place(
     entries: list[torch.Tensor],
 ) -> None:
     params = [torch.nn.Parameter(each.clone()) for each in entries]
-    made = Setup(GradScaler("cpu", SCALE), torch.optim.SGD(params, lr=1e-3, fused=True), params)
+    made = Setup(GradScaler(DEVICE, SCALE), torch.optim.SGD(params, lr=1e-3, fused=True), params)
     for _ in range(WARM_UP):
         with made.counted() as ops:
             no_clip(made)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._scaler import GradScaler, scalars
@@ -141,7 +142,7 @@ def test_below_one_a_fused_optimizer_skips(
 
 
 def test_an_overflow_on_each_of_two_devices_counts_as_one() -> None:
-    found = scalars.combine([torch.ones(()), torch.zeros(()), torch.ones(())], torch.device("cpu"))
+    found = scalars.combine([torch.ones(()), torch.zeros(()), torch.ones(())], torch.device(DEVICE))
     assert found == 1.0
 
 
@@ -154,7 +155,7 @@ def test_keyword(param: torch.nn.Parameter, unscale: bool, value: float) -> None
     assert scaler.step(optimizer) == "stepped"
     scale, found = optimizer.seen
     assert scale == 8.0
-    assert list(found) == [torch.device("cpu")]
+    assert list(found) == [torch.empty(0).device]
     step = 0.0 if math.isinf(value) else -1.0 if unscale else -8.0
     assert torch.equal(param, torch.full((2,), step))
     scaler.update()
@@ -204,7 +205,7 @@ def test_step_goes_through_the_instance(param: torch.nn.Parameter) -> None:
 
 
 def test_accelerate_creates_the_scale_early() -> None:
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler._lazy_init_scale_growth_tracker(scaler._device)
     assert scaler._get_scale_async() == 8.0
     without_device = GradScaler()
@@ -218,7 +219,7 @@ def test_the_scale_is_created_by_the_first_loss(param: torch.nn.Parameter) -> No
     assert scaler._get_scale_async() is None
     assert scaler.get_scale() == 65536.0
     scaler.scale([{"loss": param.sum()}])
-    assert scaler._device == "cpu"
+    assert scaler._device == DEVICE
     assert scaler._get_scale_async().dtype == torch.float32
 
 

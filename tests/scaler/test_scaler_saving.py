@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.device import DEVICE
 from tests.scaler.saved import closed, opened
 
 from halfstep._scaler import GradScaler
@@ -59,7 +60,7 @@ def test_state_dict(initialized: bool) -> None:
 def test_torch_loads_ours(initialized: bool, source_initialized: bool) -> None:
     source = make(source_initialized)
     iterate(source)
-    target = torch.amp.GradScaler("cpu")
+    target = torch.amp.GradScaler(DEVICE)
     if initialized:
         target.scale(torch.ones(()))
     target.load_state_dict(source.state_dict())
@@ -74,7 +75,7 @@ def test_torch_loads_ours(initialized: bool, source_initialized: bool) -> None:
 @pytest.mark.parametrize("initialized", [False, True])
 @pytest.mark.parametrize("source_initialized", [False, True])
 def test_we_load_torchs(initialized: bool, source_initialized: bool) -> None:
-    source = torch.amp.GradScaler("cpu", 2.0**8, 3.0, 0.25, 7)
+    source = torch.amp.GradScaler(DEVICE, 2.0**8, 3.0, 0.25, 7)
     if source_initialized:
         iterate(source)
     assert set(source.state_dict()) == TORCH_KEYS
@@ -176,7 +177,7 @@ def test_a_damaged_part_of_ours_changes_nothing() -> None:
 def test_a_scale_written_in_place_in_a_run_can_be_saved(kinds: str, written: float) -> None:
     """In a trial, in a remembered run, in a probe: it ends the run."""
     scale = LossScale(ScaleState.first(65536.0, Dynamic()))
-    scale.create(torch.device("cpu"))
+    scale.create(torch.device(DEVICE))
     for kind in kinds:
         scale.see_loss(torch.tensor(math.inf if kind == "L" else 1.0))
         scale.update(kind != ".", [])

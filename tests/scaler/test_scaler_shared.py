@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.guard import guard
@@ -130,7 +131,7 @@ def test_torch_unscales_both_twice() -> None:
     """What A5 and A6 are measured against; a fixed PyTorch is a notice, no failure."""
     param = torch.nn.Parameter(torch.zeros(2))
     inner = torch.optim.SGD([param], lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=SCALE)
     scaler.scale(param.sum()).backward()
     scaler.unscale_(Wrapper(inner))
     scaler.step(inner)

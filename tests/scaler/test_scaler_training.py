@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch.nn.utils import clip_grad_norm_
 
 from halfstep._autocast import autocast
@@ -311,7 +312,7 @@ def test_autocast_float16_on_the_cpu() -> None:
     losses = []
     batch = make_batches()[0]
     for _ in range(20):
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(DEVICE, torch.float16):
             loss = loss_of(model, batch)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -326,7 +327,7 @@ def test_a10_gradients_that_are_all_zero_without_a_scaler() -> None:
     shares = []
     for scaler in (GradScaler(enabled=False), GradScaler()):
         model = make_model()
-        with autocast("cpu", torch.float16):
+        with autocast(DEVICE, torch.float16):
             outputs = model(torch.ones(3, 4))
         scaler.scale(outputs.float().sum() * 2.0**-26).backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch.utils.checkpoint import checkpoint
 
 from halfstep._scaler import GradScaler, unused
@@ -27,7 +28,7 @@ def make(value: float = 0.0, **kwargs: Any) -> tuple[torch.nn.Parameter, torch.o
 
 def growing(**kwargs: Any) -> GradScaler:
     """The scale doubles at each update."""
-    return GradScaler("cpu", init_scale=1024.0, growth_interval=1, **kwargs)
+    return GradScaler(DEVICE, init_scale=1024.0, growth_interval=1, **kwargs)
 
 
 def backward(scaler: GradScaler, *params: torch.Tensor) -> None:
@@ -479,7 +480,7 @@ RIGHT: list[Loop] = [
 
 @pytest.mark.parametrize("loop", RIGHT)
 def test_what_torch_amp_does_right_stays_equal(loop: Loop) -> None:
-    theirs = loop(torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
+    theirs = loop(torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=1))
     for mine, expected in zip(loop(growing()), theirs, strict=True):
         assert torch.equal(mine, expected)
 

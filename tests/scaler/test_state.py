@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.device import DEVICE
 
 from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scalars import (
@@ -245,7 +246,7 @@ def test_the_dict_has_the_keys_of_torch_and_one_more() -> None:
 
 @pytest.mark.parametrize(("scale", "min_scale"), [(65536.0, 1.0), (0.25, 0.25)])
 def test_a_state_of_torch_loads(scale: float, min_scale: float) -> None:
-    theirs = torch.amp.GradScaler("cpu", scale, 3.0, 0.25, 7)
+    theirs = torch.amp.GradScaler(DEVICE, scale, 3.0, 0.25, 7)
     theirs.scale(torch.ones(()))
     theirs._growth_tracker.fill_(5)
     state = ScaleState.from_dict(theirs.state_dict())
@@ -257,7 +258,7 @@ def test_a_state_of_torch_loads(scale: float, min_scale: float) -> None:
 
 def test_torch_loads_a_state_of_ours() -> None:
     for rule in (Static(), Dynamic(3.0, 0.25, 7)):
-        theirs = torch.amp.GradScaler("cpu")
+        theirs = torch.amp.GradScaler(DEVICE)
         theirs.load_state_dict(ScaleState.first(8.0, rule).to_dict())
         assert theirs.get_scale() == 8.0
         assert theirs.get_growth_factor() == rule.growth_factor

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch.amp.grad_scaler import OptState
 
 import halfstep
 from halfstep._scaler import GradScaler, Static
 from halfstep.errors import CallOrderError
 
-ATTRIBUTES = {name for name in vars(torch.amp.GradScaler("cpu")) if name.startswith("_")}
+ATTRIBUTES = {name for name in vars(torch.amp.GradScaler(DEVICE)) if name.startswith("_")}
 
 
 def backward(scaler: Any, value: float = 1.0) -> tuple[torch.nn.Parameter, torch.optim.SGD]:
@@ -21,7 +22,7 @@ def backward(scaler: Any, value: float = 1.0) -> tuple[torch.nn.Parameter, torch
 
 
 def torch_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", **kwargs)
+    return torch.amp.GradScaler(DEVICE, **kwargs)
 
 
 both = pytest.mark.parametrize("make", [GradScaler, torch_scaler])
@@ -36,7 +37,7 @@ def plain(value: Any) -> Any:
 
 def test_all_attributes_are_there_and_say_the_same() -> None:
     kwargs: dict[str, Any] = {"init_scale": 8.0, "growth_interval": 3, "backoff_factor": 0.25}
-    ours, theirs = GradScaler("cpu", **kwargs), torch_scaler(**kwargs)
+    ours, theirs = GradScaler(DEVICE, **kwargs), torch_scaler(**kwargs)
     for scaler in (ours, theirs):
         for _ in range(2):
             _, optimizer = backward(scaler)
@@ -48,7 +49,7 @@ def test_all_attributes_are_there_and_say_the_same() -> None:
 
 
 def test_they_are_live() -> None:
-    scaler: Any = GradScaler("cpu")
+    scaler: Any = GradScaler(DEVICE)
     assert scaler._scale is scaler._growth_tracker is None
     assert scaler._enabled
     scaler.set_growth_factor(3.0)
@@ -77,7 +78,7 @@ def test_the_state_of_an_optimizer(make: Any) -> None:
     state = scaler._per_optimizer_states[id(optimizer)]
     assert state["stage"] is OptState.UNSCALED
     found = state["found_inf_per_device"]
-    assert {device: flag.item() for device, flag in found.items()} == {torch.device("cpu"): 1.0}
+    assert {device: flag.item() for device, flag in found.items()} == {torch.empty(0).device: 1.0}
     assert list(scaler._per_optimizer_states) == [id(optimizer)]
     assert scaler._per_optimizer_states.get(0) is None
     scaler.step(optimizer)
@@ -120,7 +121,7 @@ def test_what_cannot_be_written_to_a_state() -> None:
         lambda: states[id(optimizer)].__setitem__("stage", "ready"),
         lambda: states[0].__setitem__("stage", OptState.STEPPED),
         lambda: states[id(optimizer)].__setitem__("found_inf_per_device", 1.0),
-        lambda: states[id(optimizer)].__setitem__("found_inf", {torch.device("cpu"): 1.0}),
+        lambda: states[id(optimizer)].__setitem__("found_inf", {torch.empty(0).device: 1.0}),
         lambda: setattr(scaler, "_per_optimizer_states", {1: {}}),
     ]
     for write in writes:
@@ -305,7 +306,7 @@ def test_an_optimizer_that_does_not_use_the_scaler() -> None:
 
 
 def test_what_autocast_is_available_for() -> None:
-    assert halfstep.is_autocast_available("cpu")
+    assert halfstep.is_autocast_available(DEVICE)
 
 
 def test_a_norm_limit_that_an_optimizer_could_not_follow() -> None:

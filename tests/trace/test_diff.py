@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.device import DEVICE
 from torch import nn
 
 import halfstep
@@ -17,7 +18,7 @@ def traced(model: nn.Module, policy: str | None) -> halfstep.trace:
     model.zero_grad()
     with halfstep.trace(model) as t:
         enabled = policy is not None
-        with halfstep.autocast("cpu", torch.bfloat16, enabled=enabled, policy=policy):
+        with halfstep.autocast(DEVICE, torch.bfloat16, enabled=enabled, policy=policy):
             loss = model(torch.ones(3, 8)).float().sum()
         loss.backward()
     return t

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,7 +34,7 @@ def model() -> nn.Sequential:
 
 
 def bf16(policy: str = "standard") -> halfstep.autocast:
-    return halfstep.autocast("cpu", BF16, policy=policy)
+    return halfstep.autocast(DEVICE, BF16, policy=policy)
 
 
 def traced(model: nn.Module, x: Tensor, policy: str = "standard") -> halfstep.trace:
@@ -234,7 +235,7 @@ def with_norm(x: Tensor) -> Tensor:
     return F.cross_entropy(out, torch.zeros(4, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("make", [bf16, lambda: torch.autocast("cpu", BF16)])
+@pytest.mark.parametrize("make", [bf16, lambda: torch.autocast(DEVICE, BF16)])
 def test_inference_mode_has_the_rows_of_no_grad(
     model: nn.Sequential, make: Callable[[], Any]
 ) -> None:
@@ -260,7 +261,7 @@ def test_composites_in_what_a_kernel_of_autocast_has_cast(model: nn.Sequential) 
         mask = torch.zeros(1, 2, 4, 4).requires_grad_()
         return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
-    for make in (bf16, lambda: torch.autocast("cpu", BF16), lambda: bf16("fp32; linear:fp32")):
+    for make in (bf16, lambda: torch.autocast(DEVICE, BF16), lambda: bf16("fp32; linear:fp32")):
         with torch.inference_mode(), make():
             plain = attention(), F.linear(q, q[0, 0])
         with halfstep.trace(model), torch.inference_mode(), make():
@@ -279,7 +280,7 @@ def test_without_autocast(model: nn.Sequential) -> None:
 
 
 def test_under_the_autocast_of_pytorch(model: nn.Sequential) -> None:
-    with halfstep.trace(model) as t, torch.autocast("cpu", BF16):
+    with halfstep.trace(model) as t, torch.autocast(DEVICE, BF16):
         model(torch.ones(3, 8))
         torch.ones(2).to(BF16)
         torch.ones(2).relu()
@@ -438,7 +439,7 @@ def results(
     x = make_input()
 
     def run() -> Tensor:
-        with halfstep.autocast("cpu", dtype):
+        with halfstep.autocast(DEVICE, dtype):
             out: Tensor = model(x)
             loss = out.float().square().mean()
         loss.backward()
@@ -663,7 +664,7 @@ def test_observers_are_told_of_ruled_ops_only() -> None:
             torch.relu(x @ x)
     with bf16():
         x @ x
-    assert told == [("matmul.default", "matmul:lower", "cpu")]
+    assert told == [("matmul.default", "matmul:lower", DEVICE)]
 
 
 @pytest.mark.parametrize("model", [None, "model", torch.ones(2)])

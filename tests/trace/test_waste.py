@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -54,7 +55,7 @@ def traced(
 ) -> halfstep.trace:
     model.zero_grad()
     with halfstep.trace(model) as t:
-        with halfstep.autocast("cpu", BF16, policy=policy, module=model, **options):
+        with halfstep.autocast(DEVICE, BF16, policy=policy, module=model, **options):
             loss = model(x).sum()
         if backward:
             loss.backward()
@@ -242,7 +243,7 @@ def test_dimensions_of_convolutions() -> None:
 
 
 def test_dimensions_of_attention() -> None:
-    with halfstep.trace(nn.Linear(8, 8)) as t, halfstep.autocast("cpu", BF16):
+    with halfstep.trace(nn.Linear(8, 8)) as t, halfstep.autocast(DEVICE, BF16):
         q = torch.ones(1, 2, 13, 12, dtype=BF16)
         F.scaled_dot_product_attention(q, q, q)  # 13 tokens are up to the data
         torch.ones(13, 13) @ torch.ones(13, 13)
@@ -251,7 +252,7 @@ def test_dimensions_of_attention() -> None:
 
 def test_ten_findings_of_a_kind_are_printed() -> None:
     model = nn.ModuleList(nn.Linear(8, 9 + size) for size in range(14))
-    with halfstep.trace(model) as t, halfstep.autocast("cpu", BF16):
+    with halfstep.trace(model) as t, halfstep.autocast(DEVICE, BF16):
         x = torch.ones(8, 8, dtype=BF16)
         for layer in model:
             layer(x)
@@ -293,7 +294,7 @@ def test_what_is_recomputed_is_not_waste(reentrant: bool) -> None:
     linear = nn.Linear(8, 8)
     x = torch.ones(8, 8, requires_grad=True)
     with halfstep.trace(linear) as t:
-        with halfstep.autocast("cpu", BF16):
+        with halfstep.autocast(DEVICE, BF16):
             loss = checkpoint(linear, x, use_reentrant=reentrant).sum()
         loss.backward()
     casts = [cast.source for row in t.ops for cast in row.casts if row.phase != "backward"]
@@ -383,7 +384,7 @@ def test_factories_and_losses_are_not_lowered() -> None:
     rnn = nn.LSTM(16, 16, batch_first=True)
     model = Model(lambda m, x: rnn(x)[0].sum() + F.mse_loss(m.a(torch.randn(16)), m.mask))
     with halfstep.trace(model) as t:
-        with halfstep.autocast("cpu", BF16):
+        with halfstep.autocast(DEVICE, BF16):
             loss = model(torch.ones(2, 4, 16))
         loss.backward()
     assert {f.op for f in t.casts()} <= {"mkldnn_rnn_layer"}
@@ -478,7 +479,7 @@ def test_weights_in_several_contexts_of_pytorch() -> None:
     model, x = Again(1), torch.ones(8, 256, dtype=BF16)
     with halfstep.trace(model) as t:
         for _ in range(3):
-            with torch.autocast("cpu", BF16):
+            with torch.autocast(DEVICE, BF16):
                 model(x)
     (found,) = t.casts()
     assert found.cure.startswith("halfstep.autocast")

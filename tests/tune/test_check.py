@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from tests.device import DEVICE
 from tests.tune.models import (
     HEALTHY,
     Attends,
@@ -119,7 +120,7 @@ def test_errors_are_those_of_two_runs_by_hand() -> None:
     found = {}
     for enabled in (True, False):
         model.zero_grad()
-        with halfstep.autocast("cpu", torch.bfloat16, enabled=enabled):
+        with halfstep.autocast(DEVICE, torch.bfloat16, enabled=enabled):
             hidden = model[1](model[0](batch))
             hidden.retain_grad()
             loss = model[2](hidden).mean()
@@ -282,7 +283,7 @@ def test_nothing_changes_by_an_error() -> None:
     with pytest.raises(KeyError, match="mine"):
         self_check(model, batch, fails)
     assert all(map(torch.equal, before, states(model)))
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)
 
 
 def test_what_the_step_itself_changes_is_put_back() -> None:

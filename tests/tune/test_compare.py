@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from tests.tune.models import VOCAB, gpt2, llama
 from torch import Tensor, nn
 
@@ -45,7 +46,7 @@ def padded(ids: Tensor, lengths: list[int], *, left: bool) -> dict[str, Tensor]:
 
 def under(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
     def version(**batch: Tensor) -> Any:
-        with torch.inference_mode(), halfstep.autocast("cpu", dtype):
+        with torch.inference_mode(), halfstep.autocast(DEVICE, dtype):
             return model(**batch)
 
     return version

@@ -11,6 +11,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 import torch.nn.functional as F
+from tests.device import DEVICE
 from tests.tune.models import VOCAB, Overflows, cnn, gpt, gpt2, with_inner
 from tests.tune.test_progress import Terminal
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ class DropsCast(nn.Linear):
     """Float32 to the end; compiled, a cast is left out on the way."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             y = super().forward(x.float())
             return y.half().float() if torch.compiler.is_compiling() else y
 
@@ -104,7 +105,7 @@ class FullPrecision(nn.Linear):
     """Computes in float32 inside of autocast, in plain PyTorch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             return x.float() @ self.weight.float().T + self.bias
 
 

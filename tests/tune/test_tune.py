@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device import DEVICE
 from tests.tune.models import (
     HEALTHY,
     Attends,
@@ -256,7 +257,7 @@ def test_casts_are_those_of_a_trace(found) -> None:
 
     def casts(policy: str) -> int:
         with halfstep.trace(model) as t:
-            with halfstep.autocast("cpu", torch.float16, policy=policy, module=model):
+            with halfstep.autocast(DEVICE, torch.float16, policy=policy, module=model):
                 loss = model(batch).float().square().mean()
             (loss * 2.0**10).backward()
         return sum(len(row["casts"]) for row in t.rows())

@@ -163,7 +163,10 @@ def _is_its_own(weight: Tensor) -> bool:
     if not storages.is_used_once(weight):
         return False
     storage = weight.untyped_storage()
-    return storage.resizable() and not storage.is_shared()  # array memory cannot be resized
+    if not storage.resizable():  # an array's
+        return False
+    # PyTorch calls all memory of a GPU shared (torch/csrc/StorageSharing.cpp, isShared).
+    return storage.device.type != "cpu" or not storage.is_shared()
 
 
 # --- the casts of a context -----------------------------------------------------------------------

@@ -1,13 +1,14 @@
 """What PyTorch has for each type of device, and what a GPU's card computes: facts with sources.
 
-A path that avoids a missing kernel is chosen by this table, never by trying. Files are PyTorch's,
+A path that avoids a missing kernel is chosen by this table, not by trying. Only a device that
+PyTorch does not know is asked, once, for pinned memory and events. Files are PyTorch's,
 read in the sources of the version given. Nothing here was run on a GPU.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -93,7 +94,17 @@ FACTS = {
 
 def facts(device_type: str) -> Facts:
     """Return what PyTorch has for a type of device."""
-    return FACTS.get(device_type, UNKNOWN)
+    return FACTS.get(device_type) or _facts_of_unknown(device_type)
+
+
+@cache
+def _facts_of_unknown(device_type: str) -> Facts:
+    try:
+        torch.empty_like(torch.empty(1, device="cpu"), pin_memory=True)
+        torch.Event(device_type).record()
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        return UNKNOWN
+    return replace(UNKNOWN, has_arrivals=True)
 
 
 def has_float64(device: torch.device) -> bool:

@@ -43,14 +43,10 @@ from halfstep._scaler.scalars import (
 )
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.transition import changed, next_state
-from halfstep._scaler.updates import Kernel, Number, PendingUpdate
+from halfstep._scaler.updates import LAG, Kernel, Number, PendingUpdate
 from halfstep.errors import CallOrderError
 
 CPU = torch.device("cpu")
-
-LAG = 2
-"""Number of updates after which the flags of an update are read, if nothing reads them before. On
-the way from the device they pass two whole iterations: the host hardly ever waits for them."""
 
 Snapshot: TypeAlias = ScaleState | PendingUpdate
 """The state at one point in time, or the last update before it."""
@@ -155,6 +151,7 @@ class LossScale:
             loss = loss.float()
         return loss * scale
 
+    @torch.no_grad()
     def see_loss(self, loss: Tensor) -> None:
         """Record whether all entries of a loss are finite, until the next update. Sync: none."""
         zero = zero_if_finite(loss)

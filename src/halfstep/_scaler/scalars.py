@@ -244,7 +244,6 @@ def describe(tensor: Tensor) -> str:
 
 def zero_if_finite(loss: Tensor) -> Tensor | None:
     """Return 0 if all local entries of a loss are finite, else NaN; None for integers."""
-    loss = loss.detach()
     if hasattr(loss, "to_local"):  # a DTensor, without importing torch.distributed
         loss = loss.to_local()
     if loss.is_complex():

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from textwrap import dedent, indent
 
+from tests.device import DEVICE
 from tests.diagnose.injections import Verdict
 
 MARK = "# bad"
@@ -72,14 +73,15 @@ class Program:
         """The expression that makes the autocast region; empty without one."""
         if self.region or self.dtype is None:
             return self.region
-        return f'{"torch" if self.is_torch else "halfstep"}.autocast("cpu", torch.{self.dtype})'
+        package = "torch" if self.is_torch else "halfstep"
+        return f'{package}.autocast("{DEVICE}", torch.{self.dtype})'
 
     @property
     def scaler(self) -> str:
         """The expression that makes the scaler."""
         if self.scale is None:
-            return 'halfstep.GradScaler("cpu", enabled=False)'
-        return f'halfstep.GradScaler("cpu", init_scale={self.scale:g})'
+            return f'halfstep.GradScaler("{DEVICE}", enabled=False)'
+        return f'halfstep.GradScaler("{DEVICE}", init_scale={self.scale:g})'
 
     @property
     def head(self) -> str:

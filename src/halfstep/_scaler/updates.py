@@ -1,0 +1,149 @@
+"""Updates of a scale: what an iteration has found, and how a device moves the scale by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep._pytorch.amp import update_scale_
+from halfstep._pytorch.transfers import Transfer, to_host
+from halfstep._scaler.scalars import round_to_float32
+from halfstep._scaler.scale_state import ScaleState
+
+if TYPE_CHECKING:
+    from halfstep._scaler.loss_scale import LossScale
+
+LAG = 2
+"""Number of updates after which the flags of an update are read, if nothing reads them before. On
+the way from the device they pass two whole iterations: the host hardly ever waits for them."""
+
+MOST_UNKNOWN = LAG + 1
+"""Number of updates that may be unknown to the host when the next one is launched."""
+
+
+class Found(NamedTuple):
+    """What an iteration has found, on the host.
+
+    Attributes:
+        scale: The number that the losses were multiplied by.
+        found_inf: Whether a gradient was inf or NaN.
+        loss_is_finite: Whether all losses were finite.
+        outlier: Whether the norm of the gradients was implausibly large.
+    """
+
+    scale: float
+    found_inf: bool
+    loss_is_finite: bool = True
+    outlier: bool = False
+
+
+class Number(NamedTuple):
+    """The scale and the growth tracker on a device, as the host knows them."""
+
+    scale: float
+    growth_tracker: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The move of a scale on a device: PyTorch's kernel, and a floor.
+
+    It is torch.amp's rule. What it does not know, the host corrects once the flags have arrived:
+    hysteresis, probes, trials, ``max_scale``.
+    """
+
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float
+    has_floor: bool
+
+    @classmethod
+    def of(cls, state: ScaleState) -> Kernel | None:
+        """Return the move that fits a state best; None if its rule never moves the scale."""
+        rule = state.rule
+        if rule.growth_factor == rule.backoff_factor == 1.0:
+            return None
+        may_grow = round_to_float32(state.scale * rule.growth_factor) <= state.max_scale
+        is_forgiven = state.hysteresis_left > 1 and not state.is_trial
+        backoff_factor = 1.0 if is_forgiven else rule.backoff_factor
+        # A state may be some updates old, in each of which the scale may have backed off.
+        lowest = state.scale * rule.backoff_factor**MOST_UNKNOWN
+        return cls(
+            rule.growth_factor if may_grow else 1.0,
+            backoff_factor,
+            rule.growth_interval,
+            state.min_scale,
+            has_floor=lowest < state.min_scale,
+        )
+
+    def move_(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:
+        """Move the scale. One op, or two near the floor. Sync: none."""
+        update_scale_(
+            scale,
+            growth_tracker,
+            found_inf,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+        )
+        if self.has_floor:
+            scale.clamp_(min=self.min_scale)
+
+    def moved(self, number: Number, found_inf: bool) -> Number:
+        """Return what :meth:`move_` leaves."""
+        scale, count = number.scale, number.growth_tracker + 1
+        if found_inf:
+            scale, count = round_to_float32(scale * self.backoff_factor), 0
+        elif count == self.growth_interval:
+            grown = round_to_float32(scale * self.growth_factor)
+            scale, count = grown if grown < torch.inf else scale, 0
+        return Number(max(scale, self.min_scale) if self.has_floor else scale, count)
+
+
+class PendingUpdate:
+    """An update whose flags are on their way to the host.
+
+    Attributes:
+        kernel: How the device has moved the scale, None if it has not.
+        is_stale: Whether the host has set the scale since: then the iteration only counts.
+    """
+
+    def __init__(self, scale: LossScale, values: dict[str, Tensor], kernel: Kernel | None) -> None:
+        self.kernel = kernel
+        self.is_stale = False
+        self._scale = scale
+        self._names = list(values)
+        self._transfer: Transfer | None = to_host(torch.stack(list(values.values())))
+        self._found: Found
+        self._states: tuple[ScaleState, ScaleState] | None = None
+
+    def look(self) -> None:
+        """Take what the iteration has found, if it has arrived. Sync: none."""
+        if self._transfer is not None and self._transfer.has_arrived():
+            self.found()
+
+    def found(self) -> Found:
+        """Return what the iteration has found. Sync: one, unless it has arrived."""
+        if self._transfer is not None:
+            values = dict(zip(self._names, self._transfer.wait().tolist(), strict=True))
+            self._transfer = None
+            self._found = Found(
+                values["scale"],
+                values["found_inf"] != 0.0,
+                values.get("bad_loss", 0.0) == 0.0,
+                values.get("outlier", 0.0) != 0.0,
+            )
+        return self._found
+
+    def keep(self, before: ScaleState, after: ScaleState) -> None:
+        """Keep the states before and after it, and let the scale go."""
+        self._states = before, after
+        del self._scale
+
+    def states(self) -> tuple[ScaleState, ScaleState]:
+        """Return the states before and after the update. Sync: as :meth:`found`."""
+        return self._scale.states_of(self) if self._states is None else self._states

@@ -1,0 +1,63 @@
+"""The device of the tests: the CPU, or a simulated one with ``pytest --device sim:PROFILE``.
+
+Tensors are made there without being told (``torch.set_default_device``); a test that must name the
+device, as in ``autocast(DEVICE)``, names this one.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import replace
+
+import torch
+
+from halfstep._pytorch import devices
+
+DEVICE = "cpu"
+PROFILE = ""
+
+_HAS_ALL = devices.Facts(
+    unscales=devices.FACTS["cpu"].unscales, has_arrivals=True, reads_at_once=True
+)
+FACTS_OF = {
+    "all": _HAS_ALL,
+    "slow": _HAS_ALL,
+    "cuda": devices.FACTS["cuda"],
+    "mps": devices.FACTS["mps"],
+    "xpu_arc": replace(_HAS_ALL, has_float64=False, moves_scale=False),
+}
+"""What halfstep is told about the device; "plain" is a device that it does not know."""
+
+
+def choose(option: str) -> None:
+    """Take the device of ``--device``, before tests are imported."""
+    global DEVICE, PROFILE
+    DEVICE, _, PROFILE = option.partition(":")
+    if DEVICE == "cpu":
+        return
+    # Imported here: what is installed stays in the process.
+    from tests.simulated import device
+    from tests.simulated.profiles import PROFILES
+
+    device.install()
+    device.use(PROFILES[PROFILE])
+    if PROFILE in FACTS_OF:
+        devices.FACTS[DEVICE] = FACTS_OF[PROFILE]
+    torch.set_default_device(DEVICE)
+
+
+def num_ops() -> int:
+    """Return how many ops the simulated device counts."""
+    if DEVICE == "cpu":
+        return 0
+    from tests.simulated import device
+
+    return device.ops.total()
+
+
+def is_lack_of_the_test(error: BaseException) -> bool:
+    """Return whether the device lacks what raised ``error``, and not halfstep asked for it."""
+    if not getattr(error, "is_lack", False):
+        return False
+    frames = traceback.walk_tb(error.__traceback__)
+    return not any("/halfstep/" in frame.f_code.co_filename for frame, _ in frames)
