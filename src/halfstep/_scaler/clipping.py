@@ -17,7 +17,7 @@ from halfstep._scaler.iteration import Stage, Step
 from halfstep._scaler.norms import Norms, clip_coefficient, p_norm
 from halfstep._scaler.optimizers import Names, is_optimizer, name, require_optimizer
 from halfstep._scaler.scalars import Scalar, checked_number
-from halfstep._scaler.step import gather, keep, limit, measure, multiply_, refuse_half, unscale_
+from halfstep._scaler.step import gather, keep, measure, multiply_, refuse_half, unscale_
 from halfstep.errors import CallOrderError
 
 Per = Literal["all", "layer", "parameter"]
@@ -102,15 +102,15 @@ def clip_(step: Step, max_norm: float, norm_type: float, per: Per, names: Names)
         return torch.zeros_like(step.loss_scale.tensor)
     norms: Norms | None = None
     norm: Scalar
-    if norm_type == 2.0:
-        measured = measure(step)
-        assert measured is not None
-        norms, norm = measured
+    measured = measure(step) if norm_type == 2.0 else None
+    if measured is not None:
+        norms, norm = measured.norms, measured.norms.unscale(measured.total)
     else:
         unscale_(step)
         norm = scalars.scalar(step.ranks.p_norm(step.gradients, norm_type, step.loss_scale.device))
     if per == "all":
-        limit(step, norm, max_norm)
+        found_inf = None if measured is None else measured.found_inf
+        step.coefficient = clip_coefficient(norm, max_norm, found_inf)
         multiply_(step)
     else:
         _clip_groups_(step, norms, max_norm, norm_type, groups)

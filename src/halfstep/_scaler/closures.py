@@ -324,7 +324,7 @@ class _Evaluations:
             measure_and_limit(step, self._max_norm, norm_limit)
         step.decide()
         self.last = step
-        if read_skip(step):
+        if read_skip(step)[0]:
             raise UnusableEvaluationError
         multiply_(step)
 

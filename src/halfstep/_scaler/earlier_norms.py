@@ -150,6 +150,7 @@ class EarlyClipping:
         self._num_steps = 0
         self._rows: list[Tensor] = []  # of each step: norm, largest magnitude, scale
         self._arriving = HostCopy()
+        self._is_sent = False
 
     def see(
         self, optimizer: torch.optim.Optimizer, measured: tuple[Tensor, Tensor, Tensor] | None
@@ -167,8 +168,10 @@ class EarlyClipping:
         if not self._rows:
             self.is_over = True
             return
-        if not self.is_measuring or self._rows[0].device.type == "cpu":
+        is_here = self._rows[0].device.type == "cpu"
+        if is_here or not (self.is_measuring or self._is_sent):
             self._arriving.send(torch.stack(self._rows))
+            self._is_sent = True
         arrived = self._arriving.latest()
         if arrived is None:
             return

@@ -112,7 +112,7 @@ class Step:
         num_losses: Number of losses that had been scaled when the call ended.
         own_check: The check of the gradients that were still scaled, once it exists.
         norms: Norms of the gradients before any clipping, if measured.
-        norm: Total norm of the gradients, unscaled and before clipping, if measured.
+        total: Their total norm as measured, multiplied by what ``norms`` says.
         coefficient: The clip coefficient, None without clipping.
         outlier: 1 if the norm is implausibly large, else 0; None without a norm limit.
         found_inf: 1 if a check found inf or NaN, else 0; None until decided.
@@ -131,7 +131,7 @@ class Step:
     num_losses: int = 0
     own_check: GradientCheck | None = None
     norms: Norms | None = None
-    norm: Scalar | None = None
+    total: Scalar | None = None
     coefficient: Scalar | None = None
     outlier: Scalar | None = None
     found_inf: Scalar | None = None
@@ -142,6 +142,13 @@ class Step:
         """Whether this rank, or possibly another one, has gradients."""
         # torch.compile of 2.11 cannot trace bool() of a list.
         return len(self.gradients.grads) > 0 or self.ranks.is_together
+
+    @property
+    def norm(self) -> Scalar | None:
+        """Total norm of the gradients, unscaled and before clipping, None if not measured."""
+        if self.total is None or self.norms is None:
+            return self.total
+        return self.norms.unscale(self.total)
 
     def parameters(self) -> list[Tensor]:
         # There is no optimizer if a subclass with its own unscale_() has only told its id.
@@ -215,9 +222,11 @@ class Step:
             for agreement in agreements:
                 agreement.require(agreement.vector().tolist())
             return [float(value) for value in values]
-        tensors = [scalars.as_tensor(value, self.loss_scale.device) for value in values]
+        device = self.loss_scale.device
         if not agreements:
+            tensors = [v if isinstance(v, Tensor) else scalars.as_tensor(v, device) for v in values]
             return torch.stack(tensors).tolist() if len(tensors) > 1 else [tensors[0].item()]
+        tensors = [scalars.as_tensor(value, device) for value in values]
         vectors = [agreement.vector() for agreement in agreements]
         bits = torch.cat([*vectors, torch.stack(tensors).view(torch.int32)]).tolist()
         for agreement in agreements:

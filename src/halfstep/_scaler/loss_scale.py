@@ -157,17 +157,17 @@ class LossScale:
         zero = zero_if_finite(loss)
         if zero is None:
             return
-        zero = moved(zero, self.device)
+        zero = moved(zero.float(), self.device)
         self._loss_is_finite = None
-        if self.has_loss:
-            self.bad_loss.add_(zero)
+        if torch.compiler.is_compiling():  # a graph cannot leave a tensor of its own behind
+            self.bad_loss.copy_(self.bad_loss + zero if self.has_loss else zero)
         else:
-            self.bad_loss.copy_(zero)
-            self.has_loss = True
+            self.bad_loss = self.bad_loss + zero if self.has_loss else zero
+        self.has_loss = True
 
     def mark_loss_bad(self) -> None:
         """Record that a loss was not finite. Sync: none."""
-        self.bad_loss.fill_(torch.nan)
+        self.bad_loss = torch.full_like(self._tensor, torch.nan)
         self.has_loss, self._loss_is_finite = True, False
 
     def loss_is_finite(self) -> bool:
@@ -212,7 +212,7 @@ class LossScale:
     def forget_later_losses(self) -> None:
         """Drop the flag of losses that came after the ranks agreed: only this rank knows them."""
         if self._settled_loss is not None:
-            self.bad_loss.copy_(self._settled_loss)
+            self.bad_loss = self._settled_loss
             self.has_loss, self._loss_is_finite = True, None
 
     # --- reading ----------------------------------------------------------------------------------

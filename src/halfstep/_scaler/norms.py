@@ -45,6 +45,10 @@ class Norms:
         squares = self.sum_of_squares(device)
         return math.sqrt(squares.item()) if device.type in READABLE else squares.sqrt()
 
+    def unscale(self, norm: Scalar) -> Scalar:
+        """Return a norm of these gradients as it is without the scale."""
+        return norm if self.scale is None else norm / self.scale
+
     def sum_of_squares(self, device: torch.device, shares: Sequence[float] = ()) -> Tensor:
         """Return the sum of all squares, not unscaled, on ``device``, weighted by ``shares``."""
         sums = []
@@ -153,16 +157,18 @@ def _carried(value: Tensor, device: torch.device) -> Tensor:
     return moved(value if has_float64(device) else value.float(), device)
 
 
-def clip_coefficient(norm: Scalar, max_norm: float) -> Scalar:
+def clip_coefficient(norm: Scalar, max_norm: float, found_inf: Tensor | None = None) -> Scalar:
     """Return the factor that reduces gradients of this norm to at most ``max_norm``.
 
     It is 1 for a norm that is inf or NaN: inf times 0 would be NaN and would hide the cause.
+    ``found_inf``: 1 if it is, else 0, on the device of the norm, if that is known there.
     """
     if not isinstance(norm, Tensor):
         # PyTorch divides a number by a tensor in this way: by multiplying with the reciprocal.
         return min(1.0 / (norm + CLIP_EPSILON) * max_norm, 1.0) if math.isfinite(norm) else 1.0
     coefficient = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
-    return torch.where((norm * 0.0).eq(0.0), coefficient, 1.0)
+    # fmax ignores a coefficient that is NaN, and 1 is the largest.
+    return torch.fmax(coefficient, is_nonfinite(norm) if found_inf is None else found_inf)
 
 
 # --- reductions -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ def gather(
         require_known(iteration, call, gradients)
     if earlier is not None and not is_scaled:
         step = Step(optimizer, loss_scale, gradients, None, earlier.checks, ranks)
-        step.norms, step.norm = earlier.norms, earlier.norm
+        step.norms, step.total = earlier.norms, earlier.total
         if iteration.num_losses > earlier.num_losses:
             _require_no_new(iteration, step, params, f"{call}({name(owner)})")
         return step
@@ -267,8 +267,22 @@ def check(step: Step) -> None:
         measure(step)
 
 
-def measure(step: Step) -> tuple[Norms, Scalar] | None:
-    """Return the norms as measured and the unscaled total norm; check scaled gradients too.
+class Measured(NamedTuple):
+    """What one read of gradients says.
+
+    Attributes:
+        norms: The norm of each gradient.
+        total: Their total norm over all ranks, multiplied by what ``norms`` says.
+        found_inf: 1 if it is inf or NaN, else 0, on the device of the scale.
+    """
+
+    norms: Norms
+    total: Scalar
+    found_inf: Tensor
+
+
+def measure(step: Step) -> Measured | None:
+    """Measure the norms; check scaled gradients too.
 
     None if there are no gradients. 1 G. Sync: none.
     """
@@ -289,16 +303,15 @@ def measure(step: Step) -> tuple[Norms, Scalar] | None:
             _add_check_of_scaled(step, [here], norms)
         norm = finish()
         found = scalars.flag_nonfinite(norm, device)
-    if step.multiplier is not None:
-        norm = norm / step.multiplier
-    else:
+    if step.multiplier is None:
         # The user may have changed the gradients since they were unscaled, and this check is free.
         step.own_check = GradientCheck(step.loss_scale, NONE, {device: found})
-    if step.norm is None:
-        step.norms, step.norm = norms, norm
+    if step.total is None:
+        step.norms, step.total = norms, norm
     if step.is_first and step.own_check is not None and step.multiplier is not None:
-        step.own_check.first = norm, largest(step.gradients, step.multiplier, device)
-    return norms, norm
+        amax = largest(step.gradients, step.multiplier, device)
+        step.own_check.first = norms.unscale(norm), amax
+    return Measured(norms, norm, found)
 
 
 def _add_check_of_scaled(step: Step, found: list[Tensor], norms: Norms | None = None) -> None:
@@ -331,15 +344,16 @@ def measure_and_limit(step: Step, max_norm: float | None, norm_limit: NormLimit 
     """Measure norms; compute the clip coefficient and the outlier flag. 1 G. Sync: none."""
     measured = measure(step)
     if measured is not None:
-        limit(step, measured[1], max_norm, norm_limit)
+        limit(step, measured, max_norm, norm_limit)
 
 
 def limit(
-    step: Step, norm: Scalar, max_norm: float | None, norm_limit: NormLimit | None = None
+    step: Step, measured: Measured, max_norm: float | None, norm_limit: NormLimit | None = None
 ) -> None:
     """Compute the clip coefficient and whether the norm is an outlier. Sync: none."""
     if max_norm is not None:
-        step.coefficient = clip_coefficient(norm, max_norm)
+        norm = measured.norms.unscale(measured.total)
+        step.coefficient = clip_coefficient(norm, max_norm, measured.found_inf)
     if norm_limit is not None:
         assert step.norm is not None
         exceeded = norm_limit.is_exceeded(scalars.as_float32(step.norm, step.loss_scale.device))
@@ -360,13 +374,11 @@ def _take_plain(
     max_norm: float | None,
     norm_limit: NormLimit | None,
 ) -> Any:
-    undo = None
-    if (
-        (step.is_first and step.multiplier is not None)
-        or max_norm is not None
-        or norm_limit is not None
-    ):
-        measure_and_limit(step, max_norm, norm_limit)
+    undo = measured = None
+    if _is_measured(step, max_norm, norm_limit):
+        measured = measure(step)
+        if measured is not None:
+            limit(step, measured, None, norm_limit)
     elif step.multiplier is not None and step.loss_scale.can_amplify:
         # Dividing by a scale below 1 may overflow, and a skipped step must leave the gradients
         # unchanged.
@@ -374,17 +386,26 @@ def _take_plain(
     else:
         undo = step.multiplier
         unscale_(step)
-    skip = step.decide()
+    skip, norm = step.decide(), None
+    if measured is not None and max_norm is not None:
+        norm = measured.norms.unscale(measured.total)
     if isinstance(skip, Tensor) or step.ranks is not ALONE:
-        skip = read_skip(step)
+        skip, norm = read_skip(step, norm)
     if skip != 0.0:
         if undo is not None:
             step.gradients.multiply_(undo)
             step.multiplier = undo
         return None
     if undo is None:
+        if norm is not None and max_norm is not None:
+            step.coefficient = clip_coefficient(norm, max_norm)
         multiply_(step)
     return make_step()
+
+
+def _is_measured(step: Step, max_norm: float | None, norm_limit: NormLimit | None) -> bool:
+    is_searched = step.is_first and step.multiplier is not None
+    return is_searched or max_norm is not None or norm_limit is not None
 
 
 def _take_fused(
@@ -394,11 +415,7 @@ def _take_fused(
     norm_limit: NormLimit | None,
 ) -> Any:
     is_on_host = step.loss_scale.device.type in scalars.READABLE
-    if (
-        (step.is_first and step.multiplier is not None)
-        or max_norm is not None
-        or norm_limit is not None
-    ):
+    if _is_measured(step, max_norm, norm_limit):
         measure_and_limit(step, max_norm, norm_limit)
     else:
         check(step)
@@ -429,26 +446,29 @@ def _skip_flag(step: Step, device: torch.device) -> Tensor:
     return scalars.as_tensor(step.skip, device)
 
 
-def read_skip(step: Step) -> float:
-    """Return 1 if the step must be skipped, else 0. Sync: the one of a plain step."""
+def read_skip(step: Step, norm: Scalar | None = None) -> tuple[float, float | None]:
+    """Return 1 if the step must be skipped, else 0, and ``norm`` as a number.
+
+    What else the host needs for the step is read at the same time. Sync: the one of a plain step.
+    """
     assert step.found_inf is not None
     scale = step.loss_scale
-    values = {"found_inf": step.found_inf}
-    if step.outlier is not None:
-        values["outlier"] = step.outlier
-    if scale.has_loss:
-        values["bad_loss"] = scale.bad_loss
-    read = dict(zip(values, step.read(list(values.values())), strict=True))
+    values = {"found_inf": step.found_inf, "outlier": step.outlier, "norm": norm}
+    values["bad_loss"] = scale.bad_loss if scale.has_loss else None
+    values["multiplier"] = None if norm is None else step.multiplier
+    given = {key: value for key, value in values.items() if value is not None}
+    read: dict[str, float | None] = dict.fromkeys(values)
+    read |= zip(given, step.read(list(given.values())), strict=True)
+    found_inf, outlier = read["found_inf"] or 0.0, read["outlier"]
+    step.found_inf, step.outlier = found_inf, outlier
+    step.skip = skip = max(found_inf, outlier or 0.0)
     if scale.has_loss:
         scale.note_loss(read["bad_loss"] == 0.0)
-    found_inf = read["found_inf"]
-    skip = max(found_inf, read.get("outlier", 0.0))
-    step.found_inf, step.skip = found_inf, skip
-    if step.outlier is not None:
-        step.outlier = read["outlier"]
+    if norm is not None:
+        step.multiplier = read["multiplier"]
     for check in step.all_checks():
         check.note(found_inf != 0.0)
-    return skip
+    return skip, read["norm"]
 
 
 # --- remember -------------------------------------------------------------------------------------
