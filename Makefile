@@ -10,7 +10,7 @@ TORCH  ?= 2.15.0
 
 # The tests of `make test-simulated`, and those of them that depend on what a device lacks.
 SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights record trace diagnose tune)
-BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.py gradients.py device_state.py overrides.py) \
+BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.py gradients.py overrides.py) \
 	$(addprefix tests/scaler/test_scaler_,training.py clip.py floor.py guard.py losses_by_name.py saving.py skips.py)
 
 .PHONY: help setup demo test quick test-torch test-simulated pytest check fuzz pairs score quality package test-gpu test-ranks bench docs clean
