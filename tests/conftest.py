@@ -143,7 +143,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if device.DEVICE != "cpu":
-        passed = [dict(report.user_properties) for report in terminalreporter.stats["passed"]]
+        passed = [
+            dict(report.user_properties) for report in terminalreporter.stats.get("passed", ())
+        ]
         used = sum(each.get("used the device", False) for each in passed)
         terminalreporter.line(f"{used} of these passed on {device.DEVICE}:{device.PROFILE}")
 

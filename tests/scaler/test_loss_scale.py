@@ -133,7 +133,7 @@ def test_the_device_moves_the_scale_as_the_host_would(
     rule: Dynamic | Static, flags: list[bool]
 ) -> None:
     """In the usual course, no lag is seen in the scale, nor in what is read."""
-    state = ScaleState.first(2.0**20, rule)
+    state = ScaleState.first(2.0**100, rule)
     with waiting_device():
         scale = made(state)
         in_a_row = 0

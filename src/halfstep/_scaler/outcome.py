@@ -121,7 +121,10 @@ class Outcome:
         if not isinstance(step.found_inf, Tensor):
             self._loss_is_finite = not step.found_inf or loss_scale.loss_is_finite()
         self.after: Snapshot | None = None  # the state after update()
-        self._found_inf, self._outlier, self._norm = step.found_inf, step.outlier, step.norm
+        self._found_inf, self._outlier = step.found_inf, step.outlier
+        # The total norm as measured, and what it is multiplied by.
+        self._total = step.total
+        self._total_scale = None if step.norms is None else step.norms.scale
         self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
         # The following is kept only while this is the last outcome of the optimizer.
         gradients = step.gradients
@@ -208,7 +211,7 @@ class Outcome:
     @property
     def is_measured(self) -> bool:
         """Whether the norm was measured during the step. Sync: none."""
-        return self._norm is not None
+        return self._total is not None
 
     @cached_property
     def norm(self) -> float:
@@ -276,23 +279,24 @@ class Outcome:
         found_inf = self._found_inf
         if not isinstance(found_inf, Tensor):
             return torch.empty(0, device="cpu")
-        missing = torch.full_like(found_inf, math.nan)
-        outlier, norm = self._outlier, self._norm
-        row = [
-            found_inf,
-            outlier if isinstance(outlier, Tensor) else torch.zeros_like(missing),
-            norm.to(missing) if isinstance(norm, Tensor) else missing,
-        ]
+        row = [found_inf]
+        defaults = (self._outlier, 0.0), (self._total, math.nan), (self._total_scale, 1.0)
+        for value, default in defaults:
+            if not isinstance(value, Tensor):
+                value = torch.full_like(found_inf, default if value is None else value)
+            row.append(value)
         return torch.stack(row)
 
     def unpack(self, packed: Tensor) -> tuple[HistoryEntry, float | None]:
         """Return the entry, and the scale after ``update`` (None before it)."""
         if len(packed):
-            found_inf, outlier, norm = packed.tolist()
+            found_inf, outlier, total, scale = packed.tolist()
         else:
             assert not isinstance(self._found_inf, Tensor)
             found_inf, outlier = self._found_inf, self._outlier
-            norm = math.nan if self._norm is None else round_to_float32(float(self._norm))
+            total = math.nan if self._total is None else float(self._total)
+            scale = 1.0 if self._total_scale is None else float(self._total_scale)
+        norm = round_to_float32(total / scale)
         state, loss_is_finite = self._state_of_step(bool(found_inf))
         why = reason(state, bool(found_inf), loss_is_finite, bool(outlier))
         number = state.num_taken + state.num_skipped + 1
@@ -341,7 +345,7 @@ class Outcome:
         before, loss_is_finite = self._state_of_step(self.skipped)
         state |= {"_before": before, "_loss_is_finite": loss_is_finite}
         state["after"] = None if self.after is None else state_of(self.after)
-        for what in ("_found_inf", "_outlier", "_norm"):
+        for what in ("_found_inf", "_outlier", "_total", "_total_scale"):
             value = getattr(self, what)
             state[what] = None if value is None else float(value)
         for what in ("norm", "norms", "culprits"):
@@ -360,7 +364,7 @@ class Outcome:
         if self.rank is not None:
             verdict += f", rank {self.rank}"
         after = "" if self.after is None else f" -> {power(self.scale_after)}"
-        norm = "" if self._norm is None else f"; norm {self.norm:.4g}"
+        norm = "" if self._total is None else f"; norm {self.norm:.4g}"
         return f"Outcome({self.optimizer_name}: {verdict}; scale {power(self.scale)}{after}{norm})"
 
 

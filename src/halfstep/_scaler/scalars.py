@@ -178,7 +178,9 @@ def combine(found: Iterable[Tensor], device: torch.device) -> Scalar:
 
 def is_nonfinite(value: Tensor) -> Tensor:
     """Return 1.0 if a scalar is inf or NaN, else 0.0, in float32."""
-    return (value * 0.0).ne(0.0).float()  # torch.isfinite takes four kernels
+    # torch.isfinite takes four kernels.
+    flag = torch.empty((), dtype=torch.float32, device=value.device)
+    return torch.ne(value * 0.0, 0.0, out=flag)
 
 
 def flag_nonfinite(value: Scalar, device: torch.device) -> Tensor:
