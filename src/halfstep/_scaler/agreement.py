@@ -119,13 +119,13 @@ class Together:
     def start_norm(
         self, norms: Norms, gradients: Gradients, device: torch.device
     ) -> Callable[[], Scalar]:
-        """Start the total norm over all ranks; return a function that returns it, still scaled.
+        """Start the sum of squares over all ranks; return a function that returns it.
 
         Sync: none; on the CPU the returned function waits for the other ranks.
         """
         squares = norms.sum_of_squares(device, self._layout.shares(gradients))
         wait = self._sum(squares.reshape(1), self.group)
-        return lambda: scalar(wait()[0].sqrt())
+        return lambda: scalar(wait()[0])
 
     def p_norm(self, gradients: Gradients, p: float, device: torch.device) -> Tensor:
         """Return the p-norm of the gradients of all ranks, still scaled. Sync as above."""

@@ -104,7 +104,7 @@ def clip_(step: Step, max_norm: float, norm_type: float, per: Per, names: Names)
     norm: Scalar
     measured = measure(step) if norm_type == 2.0 else None
     if measured is not None:
-        norms, norm = measured.norms, measured.norms.unscale(measured.total)
+        norms, norm = measured.norms, measured.norm
     else:
         unscale_(step)
         norm = scalars.scalar(step.ranks.p_norm(step.gradients, norm_type, step.loss_scale.device))

@@ -110,7 +110,7 @@ class Engine:
         if ready.is_first and ready.multiplier is not None:
             step.measure(ready)
             step.multiply_(ready)
-            ready.norms = ready.total = None
+            ready.norms = ready.squares = None
         else:
             step.unscale_(ready)
         step.keep(self.iteration, ready, Stage.UNSCALED)

@@ -112,7 +112,7 @@ class Step:
         num_losses: Number of losses that had been scaled when the call ended.
         own_check: The check of the gradients that were still scaled, once it exists.
         norms: Norms of the gradients before any clipping, if measured.
-        total: Their total norm as measured, multiplied by what ``norms`` says.
+        squares: The sum of all their squares, as measured.
         coefficient: The clip coefficient, None without clipping.
         outlier: 1 if the norm is implausibly large, else 0; None without a norm limit.
         found_inf: 1 if a check found inf or NaN, else 0; None until decided.
@@ -131,7 +131,7 @@ class Step:
     num_losses: int = 0
     own_check: GradientCheck | None = None
     norms: Norms | None = None
-    total: Scalar | None = None
+    squares: Scalar | None = None
     coefficient: Scalar | None = None
     outlier: Scalar | None = None
     found_inf: Scalar | None = None
@@ -146,9 +146,9 @@ class Step:
     @property
     def norm(self) -> Scalar | None:
         """Total norm of the gradients, unscaled and before clipping, None if not measured."""
-        if self.total is None or self.norms is None:
-            return self.total
-        return self.norms.unscale(self.total)
+        if self.squares is None or self.norms is None:
+            return None
+        return self.norms.unscaled_root(self.squares)
 
     def parameters(self) -> list[Tensor]:
         # There is no optimizer if a subclass with its own unscale_() has only told its id.

@@ -24,7 +24,15 @@ from torch import Tensor
 from halfstep._pytorch.amp import norms_of_each
 from halfstep._pytorch.devices import has_float64, widest_float
 from halfstep._scaler.gradients import Gradients
-from halfstep._scaler.scalars import READABLE, Scalar, as_tensor, is_nonfinite, moved, reciprocal
+from halfstep._scaler.scalars import (
+    Scalar,
+    as_tensor,
+    is_nonfinite,
+    moved,
+    reciprocal,
+    root,
+    scalar,
+)
 
 CLIP_EPSILON = 1e-6
 """The epsilon that PyTorch adds to the norm before it divides by it."""
@@ -42,12 +50,11 @@ class Norms:
 
     def total(self, device: torch.device) -> Scalar:
         """Return the total norm of all gradients, not unscaled, for ``device``."""
-        squares = self.sum_of_squares(device)
-        return math.sqrt(squares.item()) if device.type in READABLE else squares.sqrt()
+        return root(scalar(self.sum_of_squares(device)))
 
-    def unscale(self, norm: Scalar) -> Scalar:
-        """Return a norm of these gradients as it is without the scale."""
-        return norm if self.scale is None else norm / self.scale
+    def unscaled_root(self, squares: Scalar) -> Scalar:
+        """Return the norm from a sum of squares of these gradients, without the scale."""
+        return root(squares) if self.scale is None else root(squares) / self.scale
 
     def sum_of_squares(self, device: torch.device, shares: Sequence[float] = ()) -> Tensor:
         """Return the sum of all squares, not unscaled, on ``device``, weighted by ``shares``."""

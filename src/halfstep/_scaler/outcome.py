@@ -122,9 +122,9 @@ class Outcome:
             self._loss_is_finite = not step.found_inf or loss_scale.loss_is_finite()
         self.after: Snapshot | None = None  # the state after update()
         self._found_inf, self._outlier = step.found_inf, step.outlier
-        # The total norm as measured, and what it is multiplied by.
-        self._total = step.total
-        self._total_scale = None if step.norms is None else step.norms.scale
+        # The sum of squares as measured, and what the gradients were multiplied by.
+        self._squares = step.squares
+        self._measured_scale = None if step.norms is None else step.norms.scale
         self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
         # The following is kept only while this is the last outcome of the optimizer.
         gradients = step.gradients
@@ -211,7 +211,7 @@ class Outcome:
     @property
     def is_measured(self) -> bool:
         """Whether the norm was measured during the step. Sync: none."""
-        return self._total is not None
+        return self._squares is not None
 
     @cached_property
     def norm(self) -> float:
@@ -280,7 +280,7 @@ class Outcome:
         if not isinstance(found_inf, Tensor):
             return torch.empty(0, device="cpu")
         row = [found_inf]
-        defaults = (self._outlier, 0.0), (self._total, math.nan), (self._total_scale, 1.0)
+        defaults = (self._outlier, 0.0), (self._squares, math.nan), (self._measured_scale, 1.0)
         for value, default in defaults:
             if not isinstance(value, Tensor):
                 value = torch.full_like(found_inf, default if value is None else value)
@@ -290,13 +290,13 @@ class Outcome:
     def unpack(self, packed: Tensor) -> tuple[HistoryEntry, float | None]:
         """Return the entry, and the scale after ``update`` (None before it)."""
         if len(packed):
-            found_inf, outlier, total, scale = packed.tolist()
+            found_inf, outlier, squares, scale = packed.tolist()
         else:
             assert not isinstance(self._found_inf, Tensor)
             found_inf, outlier = self._found_inf, self._outlier
-            total = math.nan if self._total is None else float(self._total)
-            scale = 1.0 if self._total_scale is None else float(self._total_scale)
-        norm = round_to_float32(total / scale)
+            squares = math.nan if self._squares is None else float(self._squares)
+            scale = 1.0 if self._measured_scale is None else float(self._measured_scale)
+        norm = round_to_float32(math.sqrt(squares) / scale)
         state, loss_is_finite = self._state_of_step(bool(found_inf))
         why = reason(state, bool(found_inf), loss_is_finite, bool(outlier))
         number = state.num_taken + state.num_skipped + 1
@@ -345,7 +345,7 @@ class Outcome:
         before, loss_is_finite = self._state_of_step(self.skipped)
         state |= {"_before": before, "_loss_is_finite": loss_is_finite}
         state["after"] = None if self.after is None else state_of(self.after)
-        for what in ("_found_inf", "_outlier", "_total", "_total_scale"):
+        for what in ("_found_inf", "_outlier", "_squares", "_measured_scale"):
             value = getattr(self, what)
             state[what] = None if value is None else float(value)
         for what in ("norm", "norms", "culprits"):
@@ -364,7 +364,7 @@ class Outcome:
         if self.rank is not None:
             verdict += f", rank {self.rank}"
         after = "" if self.after is None else f" -> {power(self.scale_after)}"
-        norm = "" if self._total is None else f"; norm {self.norm:.4g}"
+        norm = "" if self._squares is None else f"; norm {self.norm:.4g}"
         return f"Outcome({self.optimizer_name}: {verdict}; scale {power(self.scale)}{after}{norm})"
 
 

@@ -126,7 +126,7 @@ def step(
     done = Step(
         optimizer, checked.loss_scale, collect(parameters(optimizer)), checks=checked.checks
     )
-    done.norms, done.total = checked.norms, checked.total  # of clip_grad_norm_()
+    done.norms, done.squares = checked.norms, checked.squares  # of clip_grad_norm_()
     if is_fused and ready:
         done.multiplier = done.loss_scale.number()
     _limit_norm(engine, optimizer, done)

@@ -212,6 +212,11 @@ def reciprocal(scale: Scalar) -> Scalar:
     return reciprocal_of(scale)
 
 
+def root(value: Scalar) -> Scalar:
+    """Return the square root of a number."""
+    return value.sqrt() if isinstance(value, Tensor) else math.sqrt(value)
+
+
 def to_single(value: Scalar) -> Scalar:
     """Return a number rounded to float32."""
     return value.float() if isinstance(value, Tensor) else c_float(value).value

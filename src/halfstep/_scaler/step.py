@@ -154,7 +154,7 @@ def gather(
         require_known(iteration, call, gradients)
     if earlier is not None and not is_scaled:
         step = Step(optimizer, loss_scale, gradients, None, earlier.checks, ranks)
-        step.norms, step.total = earlier.norms, earlier.total
+        step.norms, step.squares = earlier.norms, earlier.squares
         if iteration.num_losses > earlier.num_losses:
             _require_no_new(iteration, step, params, f"{call}({name(owner)})")
         return step
@@ -272,13 +272,18 @@ class Measured(NamedTuple):
 
     Attributes:
         norms: The norm of each gradient.
-        total: Their total norm over all ranks, multiplied by what ``norms`` says.
+        squares: The sum of all squares, over all ranks.
         found_inf: 1 if it is inf or NaN, else 0, on the device of the scale.
     """
 
     norms: Norms
-    total: Scalar
+    squares: Scalar
     found_inf: Tensor
+
+    @property
+    def norm(self) -> Scalar:
+        """The total norm, unscaled."""
+        return self.norms.unscaled_root(self.squares)
 
 
 def measure(step: Step) -> Measured | None:
@@ -291,8 +296,8 @@ def measure(step: Step) -> Measured | None:
     device = step.loss_scale.device
     norms = norms_of(step.gradients, step.multiplier)
     if not step.ranks.is_together:
-        norm = norms.total(device)
-        found = scalars.flag_nonfinite(norm, device)
+        squares = scalars.scalar(norms.sum_of_squares(device))
+        found = scalars.flag_nonfinite(squares, device)
         if step.multiplier is not None:
             _add_check_of_scaled(step, [found])
     else:
@@ -301,17 +306,18 @@ def measure(step: Step) -> Measured | None:
             # The flags of the other ranks are reduced at the same time as their norms.
             here = scalars.flag_nonfinite(norms.total(device), device)
             _add_check_of_scaled(step, [here], norms)
-        norm = finish()
-        found = scalars.flag_nonfinite(norm, device)
+        squares = finish()
+        found = scalars.flag_nonfinite(squares, device)
     if step.multiplier is None:
         # The user may have changed the gradients since they were unscaled, and this check is free.
         step.own_check = GradientCheck(step.loss_scale, NONE, {device: found})
-    if step.total is None:
-        step.norms, step.total = norms, norm
+    measured = Measured(norms, squares, found)
+    if step.squares is None:
+        step.norms, step.squares = norms, squares
     if step.is_first and step.own_check is not None and step.multiplier is not None:
         amax = largest(step.gradients, step.multiplier, device)
-        step.own_check.first = norms.unscale(norm), amax
-    return Measured(norms, norm, found)
+        step.own_check.first = measured.norm, amax
+    return measured
 
 
 def _add_check_of_scaled(step: Step, found: list[Tensor], norms: Norms | None = None) -> None:
@@ -352,8 +358,7 @@ def limit(
 ) -> None:
     """Compute the clip coefficient and whether the norm is an outlier. Sync: none."""
     if max_norm is not None:
-        norm = measured.norms.unscale(measured.total)
-        step.coefficient = clip_coefficient(norm, max_norm, measured.found_inf)
+        step.coefficient = clip_coefficient(measured.norm, max_norm, measured.found_inf)
     if norm_limit is not None:
         assert step.norm is not None
         exceeded = norm_limit.is_exceeded(scalars.as_float32(step.norm, step.loss_scale.device))
@@ -388,7 +393,7 @@ def _take_plain(
         unscale_(step)
     skip, norm = step.decide(), None
     if measured is not None and max_norm is not None:
-        norm = measured.norms.unscale(measured.total)
+        norm = measured.norm
     if isinstance(skip, Tensor) or step.ranks is not ALONE:
         skip, norm = read_skip(step, norm)
     if skip != 0.0:
