@@ -361,43 +361,6 @@ def test_without_a_store_nothing_is_compared_and_that_is_said_once(pool: Pool) -
     assert pool.run(often, without_a_store) == [[(f"{message} has failed", __file__)]] * 2
 
 
-# --- the host does not wait -----------------------------------------------------------------------
-
-
-class Late(ranks.HostCopy):
-    """A copy from a device that is ``delay`` updates behind the host."""
-
-    delay = 0
-
-    def send(self, tensor: Tensor) -> None:
-        super().send(tensor.clone())
-        self.asked = 0
-
-    def latest(self, *, wait: bool = False) -> Tensor | None:
-        assert not wait
-        self.asked += 1
-        return super().latest() if self.asked > self.delay else None
-
-
-def behind(rank: int, spoils: bool) -> Any:
-    Late.delay = rank  # the ranks need not be equally late
-    original, ranks.HostCopy = ranks.HostCopy, Late  # type: ignore[misc]
-    try:
-        loop = Loop(rank)
-        loop.step(0, math.inf if spoils and rank == 1 else None)
-        for number in range(1, 4 * EVERY):
-            if cases.raised(lambda: loop.step(number))[0]:  # noqa: B023
-                return number
-    finally:
-        ranks.HostCopy = original  # type: ignore[misc]
-    return None
-
-
-def test_states_that_come_late_to_the_host_are_compared_in_the_same_update(pool: Pool) -> None:
-    assert pool.run(often, behind, True) == [2 * EVERY - 1] * 2
-    assert pool.run(often, behind, False) == [None] * 2
-
-
 def keys_left(rank: int) -> Any:
     loop = Loop(rank)
     loop.steps(8 * EVERY)

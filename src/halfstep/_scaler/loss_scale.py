@@ -176,6 +176,12 @@ class LossScale:
             self._loss_is_finite = not self.has_loss or self.bad_loss.item() == 0.0
         return self._loss_is_finite
 
+    def note_number(self, scale: float) -> None:
+        """Note what a step has read in ``tensor``, which existing code may have written."""
+        if not self._under_way and scale != self._number.scale:
+            self.state = self.state.with_scale(scale)
+            self._number = self._number._replace(scale=scale)
+
     def note_loss(self, is_finite: bool) -> None:
         """Note what a step has read in ``bad_loss``."""
         self._loss_is_finite = is_finite
@@ -232,10 +238,13 @@ class LossScale:
         """Return the whole state. Sync: one on an accelerator."""
         if not self.is_created:
             return self.state
-        if self._under_way:
-            return self._under_way[-1].states()[1]
-        self._follow_writes()
-        return self.state
+        if not self._under_way:
+            self.note_number(self._tensor.item())
+            self._follow_writes()
+            return self.state
+        _, state, number = self._after(self._under_way[-1])
+        scale = self._tensor.item()
+        return state if scale == number.scale else state.with_scale(scale)
 
     def snapshot(self) -> Snapshot:
         """Return the current state, to be read later. Sync: none."""
@@ -243,12 +252,17 @@ class LossScale:
 
     def states_of(self, update: PendingUpdate) -> tuple[ScaleState, ScaleState]:
         """Return the states before and after an update that is under way. Sync: one."""
-        state, number = self.state, self._number
+        return self._after(update)[:2]
+
+    def _after(self, update: PendingUpdate) -> tuple[ScaleState, ScaleState, Number]:
+        """Return what :func:`_followed` does for an update that is under way. Sync: one."""
+        before = state = self.state
+        number = self._number
         for each in self._under_way:
             before, state, number = _followed(state, number, each)
             if each is update:
-                return before, state
-        raise AssertionError("the update is over")
+                break
+        return before, state, number
 
     def counters(self) -> list[int]:
         """Return scale (its bits), growth tracker, steps taken and skipped. Sync: none."""
@@ -273,11 +287,9 @@ class LossScale:
         """Take over what was written into the tensors in place. Sync: two if there may be any."""
         if not self._is_written():
             return
-        scale = self._tensor.item()
-        if scale != self._number.scale:
-            self.state = self.state.with_scale(scale)
+        self.note_number(self._tensor.item())
         self._follow_tracker()
-        self._number = Number(scale, self.state.growth_tracker)
+        self._number = self._number._replace(growth_tracker=self.state.growth_tracker)
         self._versions = self._versions_now()
 
     def _follow_tracker(self) -> None:

@@ -459,21 +459,23 @@ def read_skip(step: Step, norm: Scalar | None = None) -> tuple[float, float | No
     assert step.found_inf is not None
     scale = step.loss_scale
     values = {"found_inf": step.found_inf, "outlier": step.outlier, "norm": norm}
-    values["bad_loss"] = scale.bad_loss if scale.has_loss else None
+    if scale.device.type not in scalars.READABLE:
+        values |= {"scale": scale.tensor, "bad_loss": scale.bad_loss if scale.has_loss else None}
     values["multiplier"] = None if norm is None else step.multiplier
     given = {key: value for key, value in values.items() if value is not None}
-    read: dict[str, float | None] = dict.fromkeys(values)
-    read |= zip(given, step.read(list(given.values())), strict=True)
-    found_inf, outlier = read["found_inf"] or 0.0, read["outlier"]
+    read = dict(zip(given, step.read(list(given.values())), strict=True))
+    found_inf, outlier = read["found_inf"], read.get("outlier")
     step.found_inf, step.outlier = found_inf, outlier
     step.skip = skip = max(found_inf, outlier or 0.0)
-    if scale.has_loss:
+    if "scale" in read:
+        scale.note_number(read["scale"])
+    if "bad_loss" in read:
         scale.note_loss(read["bad_loss"] == 0.0)
     if norm is not None:
-        step.multiplier = read["multiplier"]
+        step.multiplier = read.get("multiplier")
     for check in step.all_checks():
         check.note(found_inf != 0.0)
-    return skip, read["norm"]
+    return skip, read.get("norm")
 
 
 # --- remember -------------------------------------------------------------------------------------
