@@ -221,16 +221,17 @@ def test_known_and_unknown_flags_in_turn() -> None:
             assert scale.tensor.item() == state.scale
 
 
-def test_setting_the_scale_outruns_what_is_under_way() -> None:
+@pytest.mark.parametrize("new", [8.0, 64.0])
+def test_setting_the_scale_outruns_what_is_under_way(new: float) -> None:
     with waiting_device():
-        scale = made(ScaleState.first(64.0, Dynamic(growth_interval=1)))
+        scale = made(ScaleState.first(64.0, Dynamic()))
         launch(scale, True)
-        scale.set(8.0)
-        assert scale.tensor.item() == 8.0
+        scale.set(new)
+        assert scale.tensor.item() == new
         for _ in range(LAG + 1):
-            scale.update([torch.tensor(1.0)], [])
+            launch(scale, True)
         state = scale.read()
-    assert (state.scale, state.num_skipped) == (1.0, 2 + LAG)
+    assert (state.scale, state.num_skipped) == (new / 2 ** (LAG + 1), 2 + LAG)
 
 
 def test_loading_drops_what_is_under_way() -> None:

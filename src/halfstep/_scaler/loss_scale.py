@@ -419,8 +419,8 @@ class LossScale:
         self.state = state
         if self.is_created:
             self.state = _with_valid_tracker(state)
-            if self._is_written():
-                self._number = Number(math.nan, -1)
+            if self._under_way or self._is_written():
+                self._number = Number(math.nan, -1)  # not known
             self._show()
 
     def _checked_tensor(self, new_scale: Tensor) -> float:
