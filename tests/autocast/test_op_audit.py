@@ -15,4 +15,6 @@ def test_what_is_further_off_is_known(dtype: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_audit_finds_what_adds_in_lower_precision() -> None:
     verdicts = audit_all(works({}, {"h[index]", "nn.functional.fold"}), list(DTYPES), "torch")
-    assert [verdict.worst > 50 for verdict in verdicts if verdict.dtype == "bf16"] == [True, True]
+    worst = [verdict.worst.of_steps for verdict in verdicts if verdict.dtype == "bf16"]
+    assert len(worst) == 2
+    assert min(worst) > 50

@@ -51,9 +51,10 @@ _BACKWARD |= {name: getattr(_aten, f"{name}_backward") for name in _WINDOWS}
 
 # What PyTorch's own kernels add in float32: on a CPU measured, on CUDA assumed.
 _RIGHT = {
-    "cpu": {"gather", "index_add", "index_select", "scatter_add", "scatter_reduce"},
+    "cpu": {"gather", "scatter_add", "scatter_reduce"},
     "cuda": {"embedding"},
 }
+_RIGHT_OF_ROWS = {"cpu": {"index_add", "index_select"}}  # along dimension 0 of several
 
 _ADD_INTO = (
     "addbmm", "index_add", "index_put", "index_reduce", "put", "scatter", "scatter_add",
@@ -80,11 +81,16 @@ def are_products_rounded(name: str, device: str, dtype: torch.dtype) -> bool:
     return is_rounded or op == "addbmm"
 
 
-def adds(name: str) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:
-    """Return whether a call of an overload, in place or not, may add several terms to an entry."""
+def adds(name: str, device: str) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:
+    """Return whether a call of an overload, in place or not, may add several terms to an entry.
+
+    Not if PyTorch's kernel adds those of this call in float32.
+    """
     op, _, of_op = name.partition(".")
     if op.rstrip("_") == "scatter":
         return lambda args, kwargs: "reduce" in of_op
+    if op.rstrip("_") in _RIGHT_OF_ROWS.get(device, ()):
+        return lambda args, kwargs: not (len(args) > 1 and args[1] == 0 and args[0].dim() > 1)
     names = [argument.name for argument in schema_of(overload(name)).arguments]
     flag = next((flag for flag in ("accumulate", "sparse") if flag in names), None)
     if flag is None:
