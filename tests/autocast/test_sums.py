@@ -163,7 +163,8 @@ def test_fractional_pooling_places_its_windows_as_in_float32(dtype: torch.dtype)
     places = torch.tensor([[[0.5] * 3]])
     for dims, pool in ((2, F.fractional_max_pool2d), (3, F.fractional_max_pool3d)):
         x = torch.rand(1, 1, *[4] * (dims - 1), 1500).to(dtype).requires_grad_()
-        given = {"output_size": (*[2] * (dims - 1), 700), "_random_samples": places[..., :dims]}
+        where = places[..., :dims].to(dtype)
+        given = {"output_size": (*[2] * (dims - 1), 700), "_random_samples": where}
         with autocast("cpu", dtype):
             result = pool(x, 2, **given)
         assert result.dtype is dtype
