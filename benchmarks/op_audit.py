@@ -51,7 +51,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 REPEATS = 300
 MOST_SAMPLES = 3
-MOST_ENTRIES = 1 << 18
+MOST_ENTRIES, MOST_RESULTS = 1 << 18, 1 << 22
 SECONDS_AN_OP = 1.0
 MOST_SECONDS = 120
 FORK = multiprocessing.get_context("fork")
@@ -610,12 +610,14 @@ class Prepared:
 
 
 def prepared(case: Case, dtype: torch.dtype) -> Prepared | None:
-    """Run a case in float32; None if it cannot run or has nothing to compare."""
+    """Run a case in float32; None if it cannot run, or has nothing or too much to compare."""
     leaves, spec = tree_flatten((case.args, case.kwargs))
     leaves = [rounded(leaf, dtype) for leaf in leaves]
     cotangents: list[Tensor] = []
     try:
         exact = run(case, leaves, spec, cotangents, None, dtype)
+        if sum(each.numel() for each in exact.results) > MOST_RESULTS:
+            return None
         this = Prepared(case, dtype, leaves, spec, cotangents, exact)
         torch.use_deterministic_algorithms(True, warn_only=True)  # fills empty tensors with NaN
         again = this.again()
