@@ -37,6 +37,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -50,21 +51,21 @@ from halfstep._common.machine import device_name
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 REPEATS = 300
-MOST_SAMPLES = 3
+MOST_SAMPLES = 5
 MOST_ENTRIES, MOST_RESULTS = 1 << 18, 1 << 22
-SECONDS_AN_OP = 1.0
+SECONDS_AN_OP = 2.0
 MOST_SECONDS = 120
 FORK = multiprocessing.get_context("fork")
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 RIGHT, FEW_ROUNDINGS = 1.05, 2.0
 
+_VIEWS = "views that overlap: autograd adds their gradients in the dtype of the tensor"
 KNOWN = {
-    "Tensor.unfold": "a view: its overlapping windows are added in the backward pass by PyTorch; "
-    "`F.unfold` adds in float32",
-    "nn.functional.scaled_dot_product_attention": "attention weights are rounded between two "
-    "products, by design of its kernels; of like keys the gradient is a difference of like terms",
+    "Tensor.unfold": f"{_VIEWS}; `F.unfold` adds in float32",
+    "tensor_split": _VIEWS,
+    "nn.functional.binary_cross_entropy": "by design: its gradient leaves the range of float16",
 }
-"""Why an op is further off than a few roundings explain, where that is known and left."""
+"""Why an op is further off than roundings explain, where that is known and left."""
 
 
 # --- cases ----------------------------------------------------------------------------------------
@@ -473,8 +474,6 @@ def run(
     cotangents: list[Tensor],
     policy: str | None,
     dtype: torch.dtype,
-    *,
-    seed: int = 0,
     mode: Any = None,
 ) -> Run:
     """Call an op and its backward pass, without autocast if there is no policy.
@@ -483,7 +482,7 @@ def run(
     """
     ours = [leaf.detach().clone().requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(ours, spec)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     autocasts = autocast("cpu", dtype, policy=policy or "standard", enabled=policy is not None)
     with mode or nullcontext(), autocasts:
         result = case.call(*args, **kwargs)
@@ -571,9 +570,15 @@ class Prepared:
     cotangents: list[Tensor]
     exact: Run
 
-    def again(self, **how: Any) -> Run:
+    def again(self, mode: Any = None) -> Run:
         """Run the case again, without autocast."""
-        return run(self.case, self.leaves, self.spec, self.cotangents, None, self.dtype, **how)
+        return run(self.case, self.leaves, self.spec, self.cotangents, None, self.dtype, mode)
+
+    def with_other_random_numbers(self) -> Run:
+        """Run the case again, from another seed."""
+        torch.manual_seed(1)
+        with patch("torch.manual_seed"):  # functions of the database seed by themselves
+            return self.again()
 
     def moved_at_random(self, seed: int) -> Run:
         """Move each entry of the inputs by up to half a unit."""
@@ -654,13 +659,13 @@ def audit(case: Case, dtype: torch.dtype, policy: str) -> Finding | None:
     units, where = worst(others)
     if units <= RIGHT:
         return Finding(0.0, units, where)
-    if not are_equal(this.exact, this.again(seed=1)):
+    if not are_equal(this.exact, this.with_other_random_numbers()):
         return None  # it draws other random numbers in lower precision
     others += [this.moved_together(signs) for signs in range(4)]
     units, where = worst(others)
     if units <= RIGHT:
         return Finding(0.0, units, where)
-    others += [this.again(mode=Rounded(dtype, seed)) for seed in range(4)]
+    others += [this.again(Rounded(dtype, seed)) for seed in range(4)]
     return Finding(worst(others)[0], units, where)
 
 
@@ -785,7 +790,8 @@ def page(verdicts: list[Verdict], policy: str, *, is_own: bool) -> str:
         "forward and backward,",
         "beside float32 on the same rounded inputs,",
         "with inputs that make it add many like terms. One unit is what one rounding of the inputs",
-        "and one of the result explain.",
+        "and one of the result explain. Rounding between steps is measured: float32, with the result",
+        "of each kernel rounded. It explains no sum that is rounded inside of a kernel or by autograd.",
         "",
         "| ops, in two dtypes | |",
         "|---|---:|",
@@ -807,6 +813,9 @@ def page(verdicts: list[Verdict], policy: str, *, is_own: bool) -> str:
     lines += [
         "",
         "## Rounded between steps",
+        "",
+        "Errors of many units are differences of like terms, such as a gradient that is zero, or",
+        "come from values between the steps that leave the range of float16.",
         "",
         "| op | dtype | units | where |",
         "|---|---|---:|---|",
