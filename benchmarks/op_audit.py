@@ -381,7 +381,7 @@ def reductions() -> Iterator[Case]:
         "sum": lambda x: x.sum(0),
         "var": lambda x: x.var(0),
         "std": lambda x: x.std(0),
-        "nansum": lambda x: x.view(4, 2, -1, 2).nansum((0, 2)),
+        "nansum": lambda x: x.view(4096, 4, 2).nansum((0, 2)),
         "cumsum": lambda x: x.cumsum(0),
         "logsumexp": lambda x: x.logsumexp(0),
         "logcumsumexp": lambda x: x.logcumsumexp(0),

