@@ -510,7 +510,8 @@ def run(
 
 
 def dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+    """Return a dense tensor; terms of a sparse one with equal indices are added in float32."""
+    return tensor if tensor.layout is torch.strided else tensor.float().to_dense()
 
 
 def is_float(value: Any) -> bool:
