@@ -397,6 +397,19 @@ def reductions() -> Iterator[Case]:
 # --- comparing ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, order=True)
+class Finding:
+    """The largest error of a call.
+
+    ``of_steps`` is the error where roundings between the steps of a formula count as explained; 0
+    if the op is right.
+    """
+
+    of_steps: float = 0.0
+    units: float = 0.0
+    where: str = ""
+
+
 @dataclass
 class Verdict:
     """What came of one op in one lower precision; errors in units of the module's docstring."""
@@ -404,7 +417,7 @@ class Verdict:
     op: str
     dtype: str
     num_compared: int = 0
-    worst: Finding = field(default_factory=lambda: Finding())
+    worst: Finding = Finding()
     raised: str = ""
     is_enlarged: bool = True
 
@@ -422,19 +435,6 @@ class Verdict:
     def is_explained(self) -> bool:
         """Whether roundings, or a known cause, explain all errors."""
         return self.is_right or self.is_rounded_between or self.op in KNOWN
-
-
-@dataclass(frozen=True, order=True)
-class Finding:
-    """The largest error of a call.
-
-    ``of_steps`` is the error where roundings between the steps of a formula count as explained; 0
-    if the op is right.
-    """
-
-    of_steps: float = 0.0
-    units: float = 0.0
-    where: str = ""
 
 
 class Rounded(TorchDispatchMode):
