@@ -651,10 +651,18 @@ def audit(case: Case, dtype: torch.dtype, policy: str) -> Finding | None:
         "lower precision": this.under(policy, is_lower=True),
         "float32": this.under(policy, is_lower=False),
     }
+    try:
+        return judged(this, found)
+    except REFUSALS:
+        return None  # of inputs that are moved, results have other shapes
+
+
+def judged(this: Prepared, found: dict[str, Run]) -> Finding | None:
+    """Return the largest error of runs in lower precision; None if they are random."""
 
     def worst(others: list[Run]) -> tuple[float, str]:
         return max(
-            (units, f"{what} of inputs in {kind}; {case.about}")
+            (units, f"{what} of inputs in {kind}; {this.case.about}")
             for kind, run in found.items()
             for units, what in this.errors(run, others)
         )
@@ -669,7 +677,7 @@ def audit(case: Case, dtype: torch.dtype, policy: str) -> Finding | None:
     units, where = worst(others)
     if units <= RIGHT:
         return Finding(0.0, units, where)
-    others += [this.again(Rounded(dtype, seed)) for seed in range(4)]
+    others += [this.again(Rounded(this.dtype, seed)) for seed in range(4)]
     return Finding(worst(others)[0], units, where)
 
 
