@@ -15,7 +15,7 @@ rounded to lower precision. What that explains is rounded between its steps. A s
 is one step, so that this never explains one in lower precision; and it leaves alone what autograd
 adds.
 
-    python benchmarks/op_audit.py                      # all ops, both dtypes: a quarter of an hour
+    python benchmarks/op_audit.py                      # all ops, both dtypes: six minutes
     python benchmarks/op_audit.py --markdown docs/op_audit.md        # and the page
     python benchmarks/op_audit.py --ops index nn.functional.pad --dtypes bf16
     python benchmarks/op_audit.py --policy torch --own # PyTorch's own lists, calls of our own
