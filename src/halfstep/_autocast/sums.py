@@ -74,11 +74,16 @@ def are_products_rounded(name: str, device: str, dtype: torch.dtype) -> bool:
     return is_rounded or op == "addbmm"
 
 
-def adds(name: str) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:
-    """Return whether a call of an overload, in place or not, may add several terms to an entry."""
+def adds(name: str, device: str) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:
+    """Return whether a call of an overload, in place or not, may add several terms to an entry.
+
+    Not if PyTorch's kernel adds those of this call in float32.
+    """
     op, _, of_op = name.partition(".")
     if op.rstrip("_") == "scatter":
         return lambda args, kwargs: "reduce" in of_op
+    if op.rstrip("_") in facts(device).adds_rows_in_float32:
+        return lambda args, kwargs: not (len(args) > 1 and args[1] == 0 and args[0].dim() > 1)
     names = [argument.name for argument in schema_of(overload(name)).arguments]
     flag = next((flag for flag in ("accumulate", "sparse") if flag in names), None)
     if flag is None:
