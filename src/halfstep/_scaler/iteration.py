@@ -84,11 +84,12 @@ class GradientCheck:
             found_inf, versions = self.read
             if versions == [flag._version for flag in self.found_here.values()]:
                 return found_inf
-        flags = self.flags()
-        is_here = self.scale.device.type in scalars.READABLE
-        if is_here or all(device.type in scalars.READABLE for device in flags):
-            return any(flag.item() != 0.0 for flag in flags.values())
-        return None
+        is_here, found_inf = self.scale.device.type in scalars.READABLE, False
+        for device, flag in self.flags().items():
+            if not is_here and device.type not in scalars.READABLE:
+                return None
+            found_inf |= flag.item() != 0.0
+        return found_inf
 
 
 class Stage(Enum):

@@ -97,7 +97,8 @@ class LossScale:
             count = self._number.growth_tracker
             with torch.inference_mode(False):
                 self._growth_tracker = torch.full((), count, dtype=torch.int32, device=self.device)
-            self._versions.append(self._growth_tracker._version)
+            if self._versions:
+                self._versions.append(self._growth_tracker._version)
         return self._growth_tracker
 
     @property
@@ -280,22 +281,26 @@ class LossScale:
         return is_here or self._is_captured or self._versions != self._versions_now()
 
     def _versions_now(self) -> list[int]:
+        if self.device.type in READABLE:  # values are compared there
+            return []
         tensors = [self._tensor, self._growth_tracker]
         return [each._version for each in tensors if each is not None]
 
     def _follow_writes(self) -> None:
         """Take over what was written into the tensors in place. Sync: two if there may be any."""
-        if not self._is_written():
-            return
-        self.note_number(self._tensor.item())
-        self._follow_tracker()
-        self._number = self._number._replace(growth_tracker=self.state.growth_tracker)
-        self._versions = self._versions_now()
+        if self._growth_tracker is None and self.device.type in READABLE:
+            self.note_number(self._tensor.item())
+        elif self._is_written():
+            self.note_number(self._tensor.item())
+            self._follow_tracker()
+            self._versions = self._versions_now()
 
     def _follow_tracker(self) -> None:
         if self._growth_tracker is not None and self._is_written():
             count = int(self._growth_tracker.item())
-            self.state = changed(self.state, growth_tracker=count)
+            if count != self._number.growth_tracker:
+                self.state = changed(self.state, growth_tracker=count)
+                self._number = self._number._replace(growth_tracker=count)
 
     # --- moving -----------------------------------------------------------------------------------
 
@@ -305,8 +310,11 @@ class LossScale:
         ``found_inf``: whether a gradient was inf or NaN, if the host knows; else the flags.
         """
         self.forget_later_losses()
-        if isinstance(found_inf, bool) and not any(isinstance(each, Tensor) for each in outliers):
-            self._move(found_inf, any(outliers))
+        is_known = isinstance(found_inf, bool)
+        if outliers:
+            is_known &= not any(isinstance(each, Tensor) for each in outliers)
+        if is_known:
+            self._move(bool(found_inf), any(outliers))
         else:
             flags = found_inf if isinstance(found_inf, list) else [_flag(found_inf, self.device)]
             self._launch(flags, outliers)
@@ -314,7 +322,8 @@ class LossScale:
 
     def _move(self, found_inf: bool, outlier: bool) -> None:
         """Move on the host, which knows the flags."""
-        self._settle()
+        if self._under_way:
+            self._settle()
         self._follow_writes()
         before = self.state
         loss_is_finite = not found_inf or self.loss_is_finite()
