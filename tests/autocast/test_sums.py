@@ -300,6 +300,23 @@ def test_a_convolution_adds_a_batch_and_a_window_in_float32(dtype: torch.dtype) 
     assert large.max().item() == pytest.approx(31 * 31, rel=4e-3)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("output_padding", [1, (0, 1)])
+def test_a_convolution_that_onednn_leaves_to_pytorch(
+    dtype: torch.dtype, output_padding: int | tuple[int, int]
+) -> None:
+    """An output padding that reaches the stride, where only dilation allows it."""
+    weight = torch.ones(1, 1, 2, 2, requires_grad=True)
+    with autocast(DEVICE, dtype):
+        result = F.conv_transpose2d(
+            torch.ones(600, 1, 4, 4), weight, output_padding=output_padding, dilation=2
+        )
+    result.backward(torch.ones_like(result))
+    assert result.dtype is dtype
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[[[9600.0, 9600.0], [9600.0, 9600.0]]]]
+
+
 # --- where a Python function is out of place ------------------------------------------------------
 
 

@@ -190,8 +190,12 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Round the inputs and the result to lower precision; compute in float32 between."""
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
     in_float64, in_float32 = _promote(name, device), _cast_to(name, device, torch.float32)
+    has_onednn = dispatch.has_onednn(dtype)
+    in_lower = _cast_to(name, device, dtype, use_cache=_is_product(name))
 
     def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+        if has_onednn and not sums.is_left_to_pytorch(name, args, kwargs):
+            return in_lower(keys, *args, **kwargs)
         with dispatch.exclude_keys(autocast):
             try:
                 low = [cast(cast_weights(arg, device, dtype), device, dtype) for arg in args]
