@@ -1,10 +1,10 @@
 """The scale of the losses: its state, its number on a device, and its form in a checkpoint.
 
-Whoever knows the flags moves the scale. A plain step reads its flag before it steps, and so does
-everything on the CPU: the state moves on the host, and the number on the device is written if it
-changes. A fused step does not read: the device moves the number by PyTorch's kernel and a floor,
-and the state follows ``LAG`` updates later, when the flags have arrived. That is a fixed number, so
-that a run is reproducible and all ranks agree.
+The side that knows the flags moves the scale. On the CPU, and in a plain step, which reads its flag
+before the optimizer steps, that is the host: the state moves there, and the number on the device is
+written if it changes. In a fused step it is the device: PyTorch's kernel and a floor move the
+number, and the state follows ``LAG`` updates later, when the flags have arrived. The delay is
+fixed, so that runs are reproducible and all ranks agree.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from halfstep._scaler.loss_scale import LossScale
 
 LAG = 2
-"""Number of updates after which the flags of an update are read, if nothing reads them before. On
-the way from the device they pass two whole iterations: the host hardly ever waits for them."""
+"""Number of updates after which the flags of an update are read. They have two whole iterations to
+arrive, so the host hardly ever waits for them."""
 
 MOST_UNKNOWN = LAG + 1
 """Number of updates that may be unknown to the host when the next one is launched."""
