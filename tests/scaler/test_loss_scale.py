@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep._scaler import scalars
+from halfstep._scaler import loss_scale, scalars
 from halfstep._scaler.loss_scale import LossScale, state_of
 from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scalars import LARGEST_SCALE, SMALLEST_SCALE
@@ -122,6 +122,17 @@ def test_the_host_knows_what_the_kernel_does(state: ScaleState, flags: list[bool
         kernel.move_(scale, tracker, torch.tensor(float(found_inf)))
         number = kernel.moved(number, found_inf)
         assert (scale.item(), tracker.item()) == number
+
+
+def test_in_a_cuda_graph_the_scale_keeps_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replay does what was captured, and the host does not follow."""
+    monkeypatch.setattr(loss_scale, "is_capturing", lambda _: True)
+    with waiting_device():
+        scale = made(ScaleState.first(2.0**16, Dynamic(hysteresis=2)))
+        for _ in range(30):
+            launch(scale, True)
+        assert scale.value() == scale.read().scale == 1.0
+        assert scale.read().num_skipped == 0
 
 
 @settings(max_examples=60)

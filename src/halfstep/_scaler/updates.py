@@ -62,13 +62,16 @@ class Kernel:
     has_floor: bool
 
     @classmethod
-    def of(cls, state: ScaleState) -> Kernel | None:
-        """Return the move that fits a state best; None if its rule never moves the scale."""
+    def of(cls, state: ScaleState, *, is_captured: bool = False) -> Kernel | None:
+        """Return the move that fits a state best; None if its rule never moves the scale.
+
+        ``is_captured``: whether the move is part of a CUDA graph, and has to fit all states.
+        """
         rule = state.rule
         if rule.growth_factor == rule.backoff_factor == 1.0:
             return None
         may_grow = round_to_float32(state.scale * rule.growth_factor) <= state.max_scale
-        is_forgiven = state.hysteresis_left > 1 and not state.is_trial
+        is_forgiven = state.hysteresis_left > 1 and not (state.is_trial or is_captured)
         backoff_factor = 1.0 if is_forgiven else rule.backoff_factor
         # A state may be some updates old, in each of which the scale may have backed off.
         lowest = state.scale * rule.backoff_factor**MOST_UNKNOWN
@@ -77,7 +80,7 @@ class Kernel:
             backoff_factor,
             rule.growth_interval,
             state.min_scale,
-            has_floor=lowest < state.min_scale,
+            has_floor=is_captured or lowest < state.min_scale,
         )
 
     def move_(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:
