@@ -14,7 +14,7 @@ SCRIPTS = Path(__file__).with_name("scripts")
 def test_a_gpt_trainer(dtype, halfstep_run, python):
     arguments = (SCRIPTS / "gpt_trainer.py", SCRIPTS / "small_settings.py", f"--dtype={dtype}")
     alone = python(*arguments)
-    done = halfstep_run("--policy", "torch", *arguments)
+    done = halfstep_run(*arguments)  # to the bit, without a word
     assert done.code == 0, done.err
     assert done.out == alone.out.replace("torch.amp.grad_scaler", "halfstep._run.stand_ins")
     assert "halfstep._run.stand_ins" in done.out
@@ -24,7 +24,7 @@ def test_a_gpt_trainer(dtype, halfstep_run, python):
 def test_the_policy_of_the_command_line_holds(halfstep_run):
     """Where PyTorch has no rule on the CPU, ours runs the softmax of the attention in fp32."""
     arguments = (SCRIPTS / "gpt_trainer.py", "--num_steps=1")
-    as_torch = halfstep_run("-q", "--policy", "torch", *arguments)
+    as_torch = halfstep_run("-q", *arguments)
     fp32 = halfstep_run("-q", "--policy", "fp32", *arguments)
     assert "torch.bfloat16" in as_torch.out
     assert "torch.float32" in fp32.out

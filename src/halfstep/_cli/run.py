@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         metavar="POLICY",
         help="which op runs in which dtype: a TOML file, a preset, or the text of a policy "
-        "(default: standard)",
+        "(default: torch, which is PyTorch's own; with --amp: standard)",
     )
     parser.add_argument(
         "-o",
@@ -172,7 +172,8 @@ def _policy(arguments: argparse.Namespace) -> Policy:
     from halfstep import preset
 
     if arguments.policy is None:
-        return preset("standard")
+        # The script's own autocast computes as without halfstep, to the bit.
+        return preset("torch" if arguments.amp is None else "standard")
     policy = read_policy(arguments.policy)
     if policy.module_rules and arguments.amp is None:
         rules = "; ".join(map(str, policy.module_rules))
