@@ -6,6 +6,7 @@ device, as in ``autocast(DEVICE)``, names this one.
 
 from __future__ import annotations
 
+import re
 import traceback
 from dataclasses import replace
 
@@ -27,6 +28,8 @@ FACTS_OF = {
     "xpu_arc": replace(_HAS_ALL, has_float64=False, moves_scale=False),
 }
 """What halfstep is told about the device; "plain" is a device that it does not know."""
+
+_ASKING = re.compile(r"/halfstep/(?!_pytorch/listeners)|/torch/optim/")
 
 
 def choose(option: str) -> None:
@@ -58,10 +61,11 @@ def num_ops() -> int:
 def is_lack_of_the_test(error: BaseException) -> bool:
     """Return whether the device lacks what raised ``error``, and not halfstep asked for it.
 
-    What an optimizer asks for, when halfstep lets it step, is asked for by who made it fused.
+    What an optimizer asks for, when halfstep lets it step, is asked for by who made it fused; and
+    a listener only hands a call of the test on.
     """
     if not getattr(error, "is_lack", False):
         return False
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    asking = [file for file in files if "/halfstep/" in file or "/torch/optim/" in file]
+    asking = [file for file in files if _ASKING.search(file)]
     return not asking or "/torch/optim/" in asking[-1]

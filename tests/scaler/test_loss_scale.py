@@ -115,7 +115,8 @@ def test_with_known_flags_the_state_moves_at_once(
 @settings(max_examples=60)
 @given(first_states(), st.lists(st.booleans(), min_size=10, max_size=40))
 def test_the_host_knows_what_the_kernel_does(state: ScaleState, flags: list[bool]) -> None:
-    kernel, tracker = Kernel.of(state), torch.zeros((), dtype=torch.int32)
+    tracker = torch.zeros((), dtype=torch.int32)
+    kernel = Kernel.of(state, tracker.device)
     if kernel is None:
         return
     scale, number = torch.tensor(state.scale), Number(state.scale, 0)

@@ -332,7 +332,7 @@ class LossScale:
         if outliers:
             values["outlier"] = any_of([as_tensor(x, self.device) for x in outliers], self.device)
         self._is_captured |= is_capturing(self.device)
-        kernel = Kernel.of(self.state)
+        kernel = Kernel.of(self.state, self.device)
         if not self._is_captured:
             self._under_way.append(PendingUpdate(self, values, kernel))
         if kernel is None:
