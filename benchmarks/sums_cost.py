@@ -25,6 +25,7 @@ EDGES = torch.randint(4096, (32768,))
 TOKENS, TARGETS = torch.randint(8192, (4096,)), torch.randint(8192, (1024,))
 WEIGHTS = {n: torch.randn(n, n, 3, 3).requires_grad_() for n in (16, 32, 64)}
 ZEROS = torch.zeros(4096, 64)
+BILINEAR = torch.randn(64, 64, 64).requires_grad_()
 
 # The op that the rule "leave" names, a call, and the shape of its input.
 CASES: dict[str, tuple[str, Callable[[Tensor], Tensor], tuple[int, ...]]] = {
@@ -32,6 +33,23 @@ CASES: dict[str, tuple[str, Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "index_select": ("index_select", lambda h: h.index_select(0, EDGES), (4096, 64)),
     "embedding": ("embedding", lambda h: F.embedding(TOKENS, h), (8192, 128)),
     "index_add": ("index_add", lambda h: ZEROS.to(h.dtype).index_add(0, EDGES, h), (32768, 64)),
+    "index_select, 1": (
+        "index_select",
+        lambda h: h.index_select(1, EDGES[:4096]),
+        (8, 4096, 64),
+    ),
+    "index_add, 1": (
+        "index_add",
+        lambda h: torch.zeros_like(h).index_add(1, EDGES[:4096], h),
+        (8, 4096, 64),
+    ),
+    "bilinear": ("bilinear", lambda h: F.bilinear(h, h, BILINEAR.to(h.dtype)), (256, 64)),
+    "logcumsumexp": ("logcumsumexp", lambda h: h.logcumsumexp(-1), (512, 512)),
+    "fractional, 2d": (
+        "fractional_max_pool2d",
+        lambda h: F.fractional_max_pool2d(h, 2, output_size=33),
+        (16, 64, 56, 56),
+    ),
     "pad, replicate": (
         "replication_pad2d",
         lambda h: F.pad(h, (1, 1, 1, 1), mode="replicate"),

@@ -149,17 +149,21 @@ def test_other_devices_have_events_and_pinned_memory(monkeypatch) -> None:
         def synchronize(self) -> None:
             asked.append("waited")
 
-    def pinned(tensor: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
-        return torch.empty(tensor.shape, device=device)
+    class Pinned:
+        def copy_(self, tensor: object, non_blocking: bool) -> None:
+            asked.append("copied" if non_blocking else "waited")
+
+    def pinned(tensor: object, *, device: str, pin_memory: bool) -> Pinned:
+        assert (device, pin_memory) == ("cpu", True)
+        return Pinned()
 
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch, "empty_like", pinned)
-    found = transfers.to_host(torch.tensor([1.0, 2.0]))
-    assert asked == ["cpu", "recorded"]
+    found = transfers.to_host(SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
+    assert asked == ["copied", "cuda", "recorded"]
     assert not found.has_arrived()
-    assert found.wait().tolist() == [1.0, 2.0]
-    assert found.has_arrived()
+    assert isinstance(found.wait(), Pinned)
+    assert asked[-1] == "waited"
 
 
 @pytest.mark.parametrize("reads_at_once", [True, False])

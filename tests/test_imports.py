@@ -76,7 +76,6 @@ READING = {"_cli", "_common", "_diagnose", "_numerics", "_record", "_report", "_
         (["report"], {"jinja2"}),
         (["report", "--md"], set()),
         (["check"], set()),
-        (["watch", "--once"], {"_watch", "rich"}),
     ],
 )
 def test_a_record_is_read_without_pytorch(words: list[str], more: set[str], tmp_path: Path) -> None:

@@ -81,3 +81,31 @@ def test_eigenvectors_by_iteration() -> None:
     with autocast(DEVICE, torch.bfloat16):
         values, _ = torch.lobpcg(matrix.bfloat16(), k=2)
     assert torch.allclose(values, torch.tensor([30.0, 29.0]), rtol=1e-2)
+
+
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "special.i1": torch.special.i1,
+    "special.i1e": torch.special.i1e,
+    "_safe_softmax": lambda x: torch.ops.aten._safe_softmax(x, -1),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", CALLS)
+def test_forward_and_backward(name: str, dtype: torch.dtype) -> None:
+    # Kernels that a CPU has in some dtypes only, or in the forward pass only.
+    given = torch.linspace(-2, 2, 12).view(3, 4).to(dtype)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        x = x.requires_grad_()
+        result = CALLS[name](x)
+        return result, torch.autograd.grad(result.square().sum(), x)[0]
+
+    with autocast("cpu", dtype):
+        found = run(given.clone())
+    expected = run(given.float())
+    is_random = name == "rrelu" and found[0].dtype is dtype  # bfloat16 draws other slopes
+    for ours, exact in zip(found, expected, strict=True):
+        assert torch.allclose(ours.float(), exact, rtol=8e-3, atol=1e-6) or is_random

@@ -114,8 +114,8 @@ print(policy.fingerprint)
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no policy preset 'apex'; did you mean 'apex-o1'\?"):
-        preset("apex")
+    with pytest.raises(ValueError, match=r"no policy preset 'standart'; did you mean 'standard'\?"):
+        preset("standart")
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -131,14 +131,3 @@ def test_fp32_lowers_nothing() -> None:
     with autocast(DEVICE, torch.bfloat16, policy="fp32"):
         assert torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype is torch.float32
         assert torch.softmax(torch.ones(2, dtype=torch.bfloat16), 0).dtype is torch.bfloat16
-
-
-def test_apex_o1_casts_by_its_lists() -> None:
-    lower = torch.ones(2, 2, dtype=torch.float16)
-    with autocast(DEVICE, torch.float16, policy="apex-o1"):
-        assert torch.mm(torch.ones(2, 2), lower).dtype is torch.float16
-        assert torch.nn.functional.gelu(lower).dtype is torch.float32
-        assert torch.exp(lower).dtype is torch.float32
-        assert torch.dot(lower[0], torch.ones(2)).dtype is torch.float32
-        with pytest.raises(RuntimeError, match="BCEWithLogitsLoss"):
-            torch.nn.functional.binary_cross_entropy(lower / 2, lower)

@@ -37,7 +37,7 @@ def test_help(arguments, words, capsys):
 
 @pytest.mark.parametrize(
     "command",
-    ["", "run", "watch", "report", "check", "doctor", "tune", "policy", "policy show", "demo"],
+    ["", "run", "report", "check", "doctor", "tune", "policy", "policy show", "demo"],
 )
 def test_a_help_fits_a_terminal_of_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

@@ -115,8 +115,6 @@ HOSTILE = "\x1b]0;x\x07\u202egood\u2066\n\x9b2J"
         ["report", "--json"],
         ["report", "--against"],
         ["check"],
-        ["watch"],
-        ["watch", "--once"],
     ],
 )
 def test_nothing_of_a_name_is_obeyed_by_a_terminal(tmp_path, capsys, command):

@@ -14,7 +14,7 @@ from tests.report import records
 import halfstep
 from halfstep._diagnose.diagnose import diagnose
 from halfstep._diagnose.diagnosis import Diagnosis, Flush, Line
-from halfstep._record.read import Follower, read_run
+from halfstep._record.read import read_run
 from halfstep._record.run import Diagnosed
 from halfstep.errors import CallOrderError
 
@@ -85,15 +85,6 @@ def test_what_is_no_diagnosis_is_skipped_and_said(tmp_path, event):
     assert run.diagnoses == ()
     (note,) = run.notes
     assert note.text.startswith("line 2 of rank0.jsonl is damaged and was left out (")
-
-
-def test_who_follows_is_given_each_once(tmp_path):
-    follower = Follower(tmp_path)
-    write(tmp_path, [records.header(), records.diagnosis(1)])
-    assert [each.step for each in follower.read().new.diagnoses] == [1]
-    write(tmp_path, [records.diagnosis(2)], rank=0)
-    assert [each.step for each in follower.read().new.diagnoses] == [2]
-    assert follower.read().new.diagnoses == ()
 
 
 def test_a_record_takes_diagnoses_and_notes_while_it_is_open(tmp_path):

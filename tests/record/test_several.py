@@ -9,12 +9,10 @@ import pytest
 from tests.ranks.pool import Pool, RankFailedError
 from tests.record import several
 
-from halfstep._record.read import Follower, read_run
+from halfstep._record.read import read_run
 from halfstep._report.limits import Limits, violations
 from halfstep._report.summarize import summarize
 from halfstep._report.text import sentences
-from halfstep._watch.state import live_run
-from halfstep._watch.text import new_lines
 
 
 def said(folder: Path) -> str:
@@ -30,7 +28,6 @@ def test_inf_in_a_shard_of_rank_1(pool: Pool, tmp_path: Path) -> None:
     (origin,) = summarize(run).origins
     assert (origin.module, origin.ranks, origin.steps) == ("0", (1,), (several.BAD,))
     assert "step 12); it began in `0` on rank 1 (`0.weight`)." in said(tmp_path)
-    assert live_run(None, Follower(tmp_path).read()).began_in == {several.BAD: "0 on rank 1"}
     (line,) = violations(summarize(run), Limits(skipped=0.0))
     assert "step 12, which began in 0 on rank 1" in line
     # Each rank has measured what it holds, and together that is the model, each part once.
@@ -74,25 +71,6 @@ def test_a_rank_that_was_killed_is_named(pool: Pool, tmp_path: Path) -> None:
     assert "The record has no end on rank 1" in said(tmp_path)
     found = violations(summarize(read_run(tmp_path)), Limits())
     assert any("the record has no end on rank 1" in line for line in found)
-
-
-def test_a_step_is_shown_when_all_ranks_have_it(pool: Pool, tmp_path: Path) -> None:
-    """As the file of the last stage, with the loss, grows a little later."""
-    pool.run(several.run, str(tmp_path), "pipeline")
-    later = tmp_path / "rank1.jsonl"
-    whole = later.read_text()
-    first_step = next(n for n, line in enumerate(whole.splitlines()) if '"event":"step"' in line)
-    head = "".join(whole.splitlines(keepends=True)[: first_step + 1])
-    later.write_text(head)
-    follower = Follower(tmp_path)
-    update = follower.read()
-    assert [step.loss for step in update.new.steps] == [1.0]
-    with later.open("a") as file:
-        file.write(whole.removeprefix(head))
-    state = live_run(live_run(None, update), update := follower.read())
-    assert [step.step for step in update.new.steps] == [*range(2, several.NUM_STEPS + 1)]
-    (skip,) = (line for line in new_lines(state, update, 1) if line.startswith("skip 12 "))
-    assert skip.endswith("parameters 2  rank 1")
 
 
 def test_a_norm_that_lies_on_several_ranks_is_left_alone(pool: Pool, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.device import DEVICE
 
-from halfstep._scaler import scalars
+from halfstep._scaler import loss_scale, scalars
 from halfstep._scaler.loss_scale import LossScale, state_of
 from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scalars import LARGEST_SCALE, SMALLEST_SCALE
@@ -126,6 +126,17 @@ def test_the_host_knows_what_the_kernel_does(state: ScaleState, flags: list[bool
         assert (scale.item(), tracker.item()) == number
 
 
+def test_in_a_cuda_graph_the_scale_keeps_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replay does what was captured, and the host does not follow."""
+    monkeypatch.setattr(loss_scale, "is_capturing", lambda _: True)
+    with waiting_device():
+        scale = made(ScaleState.first(2.0**16, Dynamic(hysteresis=2)))
+        for _ in range(30):
+            launch(scale, True)
+        assert scale.value() == scale.read().scale == 1.0
+        assert scale.read().num_skipped == 0
+
+
 @settings(max_examples=60)
 @given(
     st.sampled_from([Dynamic(growth_interval=3, probe_after=None), Dynamic(1.5, 0.3, 2), Static()]),
@@ -223,16 +234,17 @@ def test_known_and_unknown_flags_in_turn() -> None:
             assert scale.tensor.item() == state.scale
 
 
-def test_setting_the_scale_outruns_what_is_under_way() -> None:
+@pytest.mark.parametrize("new", [8.0, 64.0])
+def test_setting_the_scale_outruns_what_is_under_way(new: float) -> None:
     with waiting_device():
-        scale = made(ScaleState.first(64.0, Dynamic(growth_interval=1)))
+        scale = made(ScaleState.first(64.0, Dynamic()))
         launch(scale, True)
-        scale.set(8.0)
-        assert scale.tensor.item() == 8.0
+        scale.set(new)
+        assert scale.tensor.item() == new
         for _ in range(LAG + 1):
-            scale.update([torch.tensor(1.0)], [])
+            launch(scale, True)
         state = scale.read()
-    assert (state.scale, state.num_skipped) == (1.0, 2 + LAG)
+    assert (state.scale, state.num_skipped) == (new / 2 ** (LAG + 1), 2 + LAG)
 
 
 def test_loading_drops_what_is_under_way() -> None:

@@ -190,8 +190,12 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Round the inputs and the result to lower precision; compute in float32 between."""
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
     in_float64, in_float32 = _promote(name, device), _cast_to(name, device, torch.float32)
+    has_onednn = dispatch.has_onednn(dtype)
+    in_lower = _cast_to(name, device, dtype, use_cache=_is_product(name))
 
     def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+        if has_onednn and not sums.is_left_to_pytorch(name, args, kwargs):
+            return in_lower(keys, *args, **kwargs)
         with dispatch.exclude_keys(autocast):
             try:
                 low = [cast(cast_weights(arg, device, dtype), device, dtype) for arg in args]
@@ -212,7 +216,7 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
 @cache
 def _add_in_fp32(name: str, device: str) -> Kernel:
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
-    promote, adds = _promote(name, device), sums.adds(name)
+    promote, adds = _promote(name, device), sums.adds(name, device)
     with_backward: Any = sums.with_backward_in_float32(name)
     is_rounded = sums.is_rounded(name, device)
 
@@ -231,7 +235,8 @@ def _add_in_fp32(name: str, device: str) -> Kernel:
         call: Any = op
         # DTensors go on to PyTorch: their backward pass belongs to their placements. The JIT could
         # not save a function of Python.
-        if is_rounded and x.dtype in HALVES and x.requires_grad and torch.is_grad_enabled():
+        needs = is_rounded and x.dtype in HALVES and x.requires_grad and torch.is_grad_enabled()
+        if needs and adds((x, *args), kwargs):
             if modes.has_transforms():
                 return add_in_forward(keys, x, *args, **kwargs)
             if not (distributed.is_dtensor(x) or modes.is_jit_tracing()):
@@ -252,7 +257,7 @@ def _rounded(result: Any, dtype: torch.dtype) -> Any:
 def _cast_to_destination(name: str, device: str) -> Kernel:
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
     adding = sums.out_of_place(name) if sums.is_rounded(name, device) else None
-    adds = sums.adds(name)
+    adds = sums.adds(name, device)
 
     def cast_to_destination(_: Keys, destination: Any, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):

@@ -293,7 +293,7 @@ def preset(name: str) -> Policy:
 
     Args:
         name: ``"standard"``, ``"torch"``, ``"torch-2.11"`` to ``"torch-2.15"``, ``"torch-cuda"``,
-            ``"bf16-lean"``, ``"apex-o1"`` or ``"fp32"``.
+            ``"bf16-lean"`` or ``"fp32"``.
 
     Raises:
         ValueError: there is no preset of that name.

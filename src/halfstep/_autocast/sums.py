@@ -66,19 +66,42 @@ def are_products_rounded(name: str, device: str, dtype: torch.dtype) -> bool:
     addbmm adds to its result, one matrix after the other. A CPU without instructions for ``dtype``
     has no kernel of oneDNN for convolutions, and PyTorch's own adds windows and the gradients of a
     batch in lower precision: 600 images give a weight a gradient that is 24 % wrong. In float32
-    most convolutions also take less time (benchmarks/sums_cost.py).
+    most convolutions also take less time (benchmarks/sums_cost.py). With such instructions the
+    calls of :func:`is_left_to_pytorch` go to that kernel.
     """
     op = name.partition(".")[0]
     is_convolution = op in ("convolution", "_convolution") or op.startswith("conv")
     is_rounded = is_convolution and device == "cpu" and not dispatch.has_onednn(dtype)
-    return is_rounded or op == "addbmm"
+    return is_rounded or op == "addbmm" or (device == "cpu" and op.startswith("conv_transpose"))
 
 
-def adds(name: str) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:
-    """Return whether a call of an overload, in place or not, may add several terms to an entry."""
+def is_left_to_pytorch(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether oneDNN leaves a call to PyTorch's own kernels, though it knows the dtype.
+
+    Of convolutions, a transposed one whose output padding reaches the stride (``use_mkldnn`` in
+    aten/src/ATen/native/Convolution.cpp, 2.13).
+    """
+    if not name.startswith("conv_transpose"):
+        return True
+    stride, padding = (
+        args[place] if len(args) > place else kwargs.get(key, default)
+        for place, key, default in ((3, "stride", 1), (5, "output_padding", 0))
+    )
+    strides, paddings = ([x] if isinstance(x, int) else list(x) for x in (stride, padding))
+    pairs = zip(strides * len(paddings), paddings * len(strides), strict=False)
+    return any(at_end >= step for step, at_end in pairs)
+
+
+def adds(name: str, device: str) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:
+    """Return whether a call of an overload, in place or not, may add several terms to an entry.
+
+    Not if PyTorch's kernel adds those of this call in float32.
+    """
     op, _, of_op = name.partition(".")
     if op.rstrip("_") == "scatter":
         return lambda args, kwargs: "reduce" in of_op
+    if op.rstrip("_") in facts(device).adds_rows_in_float32:
+        return lambda args, kwargs: not (len(args) > 1 and args[1] == 0 and args[0].dim() > 1)
     names = [argument.name for argument in schema_of(overload(name)).arguments]
     flag = next((flag for flag in ("accumulate", "sparse") if flag in names), None)
     if flag is None:

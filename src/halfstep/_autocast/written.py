@@ -28,7 +28,6 @@ The presets:
 * ``torch-2.11`` to ``torch-2.15``: the lists of that version, whichever is running.
 * ``torch-cuda``: PyTorch's list for CUDA, on every device.
 * ``bf16-lean``: standard, but norms, softmax and losses stay in bfloat16.
-* ``apex-o1``: the lists of NVIDIA Apex, opt level O1.
 * ``fp32``: no rules, so nothing is lowered.
 """
 
@@ -69,7 +68,7 @@ _MEANINGS = {
 }
 
 _VERSIONS = {f"torch-2.{minor}": (2, minor) for minor in range(11, 16)}
-PRESETS = ("standard", "torch", "torch-cuda", "bf16-lean", "apex-o1", "fp32", *_VERSIONS)
+PRESETS = ("standard", "torch", "torch-cuda", "bf16-lean", "fp32", *_VERSIONS)
 
 _FIRST = {"rms_norm": (2, 12), "linalg_matrix_sqrth": (2, 14)}
 """First and last versions in which PyTorch's autocast casts an op."""

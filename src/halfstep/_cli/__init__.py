@@ -25,7 +25,7 @@ from halfstep._cli.exits import (
 from halfstep._common.text import did_you_mean, printable
 from halfstep.errors import DemoError, RecordError
 
-_WITHOUT_PYTORCH = ("watch", "report", "check")
+_WITHOUT_PYTORCH = ("report", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +89,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _build_parser() -> _Parser:
-    from halfstep._cli import check, demo, doctor, policy, report, run, tune, watch
+    from halfstep._cli import check, demo, doctor, policy, report, run, tune
 
     parser = _Parser(
         prog="halfstep",
@@ -97,7 +97,7 @@ def _build_parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"halfstep {__version__}")
     subcommands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for command in (run, watch, report, check, doctor, tune, policy, demo):
+    for command in (run, report, check, doctor, tune, policy, demo):
         own = subcommands.add_parser(
             command.__name__.rpartition(".")[2],
             help=command.HELP,

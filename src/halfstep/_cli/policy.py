@@ -20,7 +20,7 @@ HELP = "show, compare and check policies: which op runs in which dtype"
 DESCRIPTION = "Shows, compares and checks policies: which op runs in which dtype."
 EPILOG = """\
 POLICY is a TOML file, a preset (standard, torch, torch-2.11 to torch-2.15,
-torch-cuda, bf16-lean, apex-o1, fp32), or the text of a policy, which is a
+torch-cuda, bf16-lean, fp32), or the text of a policy, which is a
 preset and rules: "standard; softmax[bf16]:lower".
 
 examples:

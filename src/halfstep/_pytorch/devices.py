@@ -34,6 +34,7 @@ class Facts:
         reads_at_once: Whether a non-blocking copy from unpinned memory of the host has read it when
             the call returns, so that the memory may be freed.
         adds_in_float32: The ops whose kernels add up 16-bit terms in float32.
+        adds_rows_in_float32: Those that do along dimension 0 of several only.
     """
 
     unscales: frozenset[torch.dtype] = _PLAIN
@@ -43,6 +44,7 @@ class Facts:
     has_arrivals: bool = False
     reads_at_once: bool = False
     adds_in_float32: frozenset[str] = frozenset()
+    adds_rows_in_float32: frozenset[str] = frozenset()
 
 
 UNKNOWN = Facts()
@@ -53,9 +55,8 @@ FACTS = {
         has_arrivals=True,
         reads_at_once=True,
         # Measured, benchmarks/op_audit.py.
-        adds_in_float32=frozenset(
-            {"gather", "index_add", "index_select", "scatter_add", "scatter_reduce"}
-        ),
+        adds_in_float32=frozenset({"gather", "scatter_add", "scatter_reduce"}),
+        adds_rows_in_float32=frozenset({"index_add", "index_select"}),
     ),
     # ROCm too: its kernels are made from these.
     "cuda": Facts(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from os import fstat
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
@@ -121,12 +120,6 @@ class RankRecord:
         elif event is not None:
             self._take(self._numbered_on(event))
 
-    def forget(self) -> None:
-        """Drop the data that grows with each step."""
-        self.steps, self.culprits, self.diagnoses, self.notes = [], [], [], []
-        self.buffers = []
-        self._cut, self._damaged = [], []
-
     @property
     def left_out(self) -> list[Note]:
         """One note on all lines that are cut, and one on all that are damaged."""
@@ -238,57 +231,19 @@ def _line_head(line: bytes) -> _LineHead | None:
         return None
 
 
-class RankFile:
-    """The file of a rank, with the current read position.
+def read_rank(path: Path, number: int) -> RankRecord:
+    """Read the file of a rank.
 
-    Args:
-        path: The file.
-        number: The rank.
-        is_growing: Whether the file is still being written. If so, an incomplete last line is left
-            for the next :meth:`read`, and only the last two samples are kept.
+    Raises:
+        RecordError: The file cannot be read, or is not a record.
     """
-
-    def __init__(self, path: Path, number: int, *, is_growing: bool = False) -> None:
-        self.rank = RankRecord(path, number)
-        self.written = 0.0
-        self._path = path
-        self._is_growing = is_growing
-        self._inode: int | None = None
-        self._offset = 0
-        self._num_lines = 0
-
-    def was_replaced(self) -> bool:
-        """Return whether a new run replaced the file."""
-        try:
-            status = self._path.stat()
-        except FileNotFoundError:
-            return True
-        return status.st_ino != self._inode or status.st_size < self._offset
-
-    def read(self) -> None:
-        """Read the events of all new lines.
-
-        Raises:
-            RecordError: The file cannot be read, or is not a record.
-        """
-        try:
-            with self._path.open("rb") as file:
-                status = fstat(file.fileno())
-                self._inode, self.written = status.st_ino, status.st_mtime
-                file.seek(self._offset)
-                for line in file:
-                    if self._is_growing and not line.endswith(b"\n"):
-                        break
-                    self._take(line)
-        except OSError as error:
-            raise RecordError(f"{self._path}: cannot be read: {error.strerror}") from None
-        if self._num_lines or not self._is_growing:
-            self.rank.require_begun()
-
-    def _take(self, line: bytes) -> None:
-        self._offset += len(line)
-        self._num_lines += 1
-        if not line.isspace():
-            self.rank.take(self._num_lines, line)
-        if self._is_growing:
-            del self.rank.samples[:-2]
+    rank = RankRecord(path, number)
+    try:
+        with path.open("rb") as file:
+            for place, line in enumerate(file, start=1):
+                if not line.isspace():
+                    rank.take(place, line)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
+    rank.require_begun()
+    return rank

@@ -76,15 +76,20 @@ class GradientCheck:
         self.read = found_inf, [flag._version for flag in self.found_here.values()]
 
     def on_host(self) -> bool | None:
-        """Return whether inf or NaN was found, None if only a device knows. Sync: none."""
+        """Return whether inf or NaN was found, None if only a device knows.
+
+        Sync: none; one for flags on a device if the scale is on the CPU.
+        """
         if self.read is not None:
             found_inf, versions = self.read
             if versions == [flag._version for flag in self.found_here.values()]:
                 return found_inf
-        flags = self.flags()
-        if all(device.type in scalars.READABLE for device in flags):
-            return any(flag.item() != 0.0 for flag in flags.values())
-        return None
+        is_here, found_inf = self.scale.device.type in scalars.READABLE, False
+        for device, flag in self.flags().items():
+            if not is_here and device.type not in scalars.READABLE:
+                return None
+            found_inf |= flag.item() != 0.0
+        return found_inf
 
 
 class Stage(Enum):

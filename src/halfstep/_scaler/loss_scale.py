@@ -1,10 +1,10 @@
 """The scale of the losses: its state, its number on a device, and its form in a checkpoint.
 
-Whoever knows the flags moves the scale. A plain step reads its flag before it steps, and so does
-everything on the CPU: the state moves on the host, and the number on the device is written if it
-changes. A fused step does not read: the device moves the number by PyTorch's kernel and a floor,
-and the state follows ``LAG`` updates later, when the flags have arrived. That is a fixed number, so
-that a run is reproducible and all ranks agree.
+The side that knows the flags moves the scale. On the CPU, and in a plain step, which reads its flag
+before the optimizer steps, that is the host: the state moves there, and the number on the device is
+written if it changes. In a fused step it is the device: PyTorch's kernel and a floor move the
+number, and the state follows ``LAG`` updates later, when the flags have arrived. The delay is
+fixed, so that runs are reproducible and all ranks agree.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class LossScale:
             count = self._number.growth_tracker
             with torch.inference_mode(False):
                 self._growth_tracker = torch.full((), count, dtype=torch.int32, device=self.device)
-            self._versions.append(self._growth_tracker._version)
+            if self._versions:
+                self._versions.append(self._growth_tracker._version)
         return self._growth_tracker
 
     @property
@@ -280,22 +281,26 @@ class LossScale:
         return is_here or self._is_captured or self._versions != self._versions_now()
 
     def _versions_now(self) -> list[int]:
+        if self.device.type in READABLE:  # values are compared there
+            return []
         tensors = [self._tensor, self._growth_tracker]
         return [each._version for each in tensors if each is not None]
 
     def _follow_writes(self) -> None:
         """Take over what was written into the tensors in place. Sync: two if there may be any."""
-        if not self._is_written():
-            return
-        self.note_number(self._tensor.item())
-        self._follow_tracker()
-        self._number = self._number._replace(growth_tracker=self.state.growth_tracker)
-        self._versions = self._versions_now()
+        if self._growth_tracker is None and self.device.type in READABLE:
+            self.note_number(self._tensor.item())
+        elif self._is_written():
+            self.note_number(self._tensor.item())
+            self._follow_tracker()
+            self._versions = self._versions_now()
 
     def _follow_tracker(self) -> None:
         if self._growth_tracker is not None and self._is_written():
             count = int(self._growth_tracker.item())
-            self.state = changed(self.state, growth_tracker=count)
+            if count != self._number.growth_tracker:
+                self.state = changed(self.state, growth_tracker=count)
+                self._number = self._number._replace(growth_tracker=count)
 
     # --- moving -----------------------------------------------------------------------------------
 
@@ -305,8 +310,11 @@ class LossScale:
         ``found_inf``: whether a gradient was inf or NaN, if the host knows; else the flags.
         """
         self.forget_later_losses()
-        if isinstance(found_inf, bool) and not any(isinstance(each, Tensor) for each in outliers):
-            self._move(found_inf, any(outliers))
+        is_known = isinstance(found_inf, bool)
+        if outliers:
+            is_known &= not any(isinstance(each, Tensor) for each in outliers)
+        if is_known:
+            self._move(bool(found_inf), any(outliers))
         else:
             flags = found_inf if isinstance(found_inf, list) else [_flag(found_inf, self.device)]
             self._launch(flags, outliers)
@@ -314,7 +322,8 @@ class LossScale:
 
     def _move(self, found_inf: bool, outlier: bool) -> None:
         """Move on the host, which knows the flags."""
-        self._settle()
+        if self._under_way:
+            self._settle()
         self._follow_writes()
         before = self.state
         loss_is_finite = not found_inf or self.loss_is_finite()
@@ -332,7 +341,7 @@ class LossScale:
         if outliers:
             values["outlier"] = any_of([as_tensor(x, self.device) for x in outliers], self.device)
         self._is_captured |= is_capturing(self.device)
-        kernel = Kernel.of(self.state, self.device)
+        kernel = Kernel.of(self.state, self.device, is_captured=self._is_captured)
         if not self._is_captured:
             self._under_way.append(PendingUpdate(self, values, kernel))
         if kernel is None:
@@ -419,8 +428,8 @@ class LossScale:
         self.state = state
         if self.is_created:
             self.state = _with_valid_tracker(state)
-            if self._is_written():
-                self._number = Number(math.nan, -1)
+            if self._under_way or self._is_written():
+                self._number = Number(math.nan, -1)  # not known
             self._show()
 
     def _checked_tensor(self, new_scale: Tensor) -> float:

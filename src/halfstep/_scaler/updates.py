@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from halfstep._scaler.loss_scale import LossScale
 
 LAG = 2
-"""Number of updates after which the flags of an update are read, if nothing reads them before. On
-the way from the device they pass two whole iterations: the host hardly ever waits for them."""
+"""Number of updates after which the flags of an update are read. They have two whole iterations to
+arrive, so the host hardly ever waits for them."""
 
 MOST_UNKNOWN = LAG + 1
 """Number of updates that may be unknown to the host when the next one is launched."""
@@ -63,13 +63,18 @@ class Kernel:
     has_floor: bool
 
     @classmethod
-    def of(cls, state: ScaleState, device: torch.device) -> Kernel | None:
-        """Return the move that fits a state best; None if its rule never moves the scale."""
+    def of(
+        cls, state: ScaleState, device: torch.device, *, is_captured: bool = False
+    ) -> Kernel | None:
+        """Return the move that fits a state best; None if its rule never moves the scale.
+
+        ``is_captured``: whether the move is part of a CUDA graph, and has to fit all states.
+        """
         rule = state.rule
         if rule.growth_factor == rule.backoff_factor == 1.0:
             return None
         may_grow = round_to_float32(state.scale * rule.growth_factor) <= state.max_scale
-        is_forgiven = state.hysteresis_left > 1 and not state.is_trial
+        is_forgiven = state.hysteresis_left > 1 and not (state.is_trial or is_captured)
         growth_factor = rule.growth_factor if may_grow else 1.0
         backoff_factor = 1.0 if is_forgiven else rule.backoff_factor
         if not can_move_scale(device):  # the ops in the kernel's place multiply in float32
@@ -82,7 +87,7 @@ class Kernel:
             backoff_factor,
             rule.growth_interval,
             state.min_scale,
-            has_floor=lowest < state.min_scale,
+            has_floor=is_captured or lowest < state.min_scale,
         )
 
     def move_(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:

@@ -1,1 +1,0 @@
-"""The live view of a training: a page in a terminal, plain lines elsewhere."""
