@@ -130,7 +130,6 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "autocast/test_weight_writes.py::test_no_cast_is_stale_after_a_write_through_an_alias[*-dlpack]",
         "diagnose/test_inference.py::test_a_bad_output_is_found_whatever_becomes_of_it[numpy uint8-*]",
         "record/test_record.py::test_a_forked_process_writes_nothing",
-        "scaler/test_scaler_losses_by_name.py::test_blocks_of_several_names_and_a_wrapper[clip all parameters]",
     ),
     "A gap of the device: see the table in device.py.": (
         "autocast/test_context.py::test_a_recurrent_cell_runs_in_lower_precision_as_on_cuda",
