@@ -860,6 +860,17 @@ def test_modes_stand_aside() -> None:
             assert modes.function_modes() == [inner, function_mode]
 
 
+def test_the_default_device_holds_where_no_mode_is_seen() -> None:
+    with torch.device("meta"):
+        ones, written = map(modes.on_default_device, (torch.ones, torch.relu))
+        with modes.unseen_by_modes():
+            assert torch.ones(2).device.type == "cpu"
+            assert ones(2).device.type == "meta"
+            assert ones(2, device="cpu").device.type == "cpu"
+            assert written(torch.ones(2)).device.type == "cpu"
+    assert modes.on_default_device(torch.ones) is torch.ones
+
+
 def test_replicas_have_their_parameters_as_attributes() -> None:
     linear = torch.nn.Linear(2, 2)
     replica = linear._replicate_for_data_parallel()

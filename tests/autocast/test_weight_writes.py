@@ -276,9 +276,10 @@ def test_no_cast_is_stale(name: str, mode: str, frozen: bool) -> None:
         if stale:
             assert (inside, held, frozen) == (True, False, False)
             assert name in UNSEEN
-            layer = layer_of_ones(frozen)
-            with MODES[mode]():
-                assert is_stale(layer, write, lambda: torch.autocast(DEVICE, BF16), inside)
+            if DEVICE == "cpu":  # torch.autocast lowers nothing on the simulated device
+                layer = layer_of_ones(frozen)
+                with MODES[mode]():
+                    assert is_stale(layer, write, lambda: torch.autocast(DEVICE, BF16), inside)
 
 
 def in_place_of(weight: Tensor) -> None:

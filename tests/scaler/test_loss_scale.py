@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.device import DEVICE
 
 from halfstep._scaler import loss_scale, scalars
 from halfstep._scaler.loss_scale import LossScale, state_of
@@ -114,7 +115,8 @@ def test_with_known_flags_the_state_moves_at_once(
 @settings(max_examples=60)
 @given(first_states(), st.lists(st.booleans(), min_size=10, max_size=40))
 def test_the_host_knows_what_the_kernel_does(state: ScaleState, flags: list[bool]) -> None:
-    kernel, tracker = Kernel.of(state), torch.zeros((), dtype=torch.int32)
+    tracker = torch.zeros((), dtype=torch.int32)
+    kernel = Kernel.of(state, tracker.device)
     if kernel is None:
         return
     scale, number = torch.tensor(state.scale), Number(state.scale, 0)
@@ -356,8 +358,13 @@ def losses() -> Iterator[tuple[torch.Tensor, bool]]:
     yield torch.tensor([True, False]), True
 
 
-@pytest.mark.parametrize(("loss", "is_finite"), list(losses()))
+with torch.device("cpu"):  # another device may not have every dtype
+    LOSSES = list(losses())
+
+
+@pytest.mark.parametrize(("loss", "is_finite"), LOSSES)
 def test_losses(loss: torch.Tensor, is_finite: bool) -> None:
+    loss = loss.to(DEVICE)
     scale = made(ScaleState.first(4.0, Dynamic()))
     for seen in (torch.tensor(1.0), loss, torch.tensor(1.0)):
         scale.see_loss(seen)

@@ -29,7 +29,8 @@ errors of hooks in a backward pass     are raised by ``torch.autograd`` in Pytho
 attention                              computes as on an unknown device: no fused kernels
 ``torch.compile``, process groups      do not know the device
 streams                                one for each device; ``torch.Stream`` does nothing
-0-dim CPU tensors                      accepted by every op, on CUDA by those of TensorIterator
+0-dim CPU tensors                      refused by ``cat``, ``stack`` and the scaler's kernels alone;
+                                       CUDA accepts them in the ops of TensorIterator alone
 asserts of a GPU                       are errors of the CPU, at once: indices that are too large
 ``xpu_arc``                            refuses to create what it only refuses to compute with
 =====================================  ============================================================
@@ -231,6 +232,7 @@ class _Facts(NamedTuple):
     writes: tuple[bool, ...]
     written: frozenset[str]
     mixes: bool
+    takes_numbers: bool
 
 
 @functools.cache
@@ -245,6 +247,7 @@ def _facts(op: torch._ops.OpOverload) -> _Facts:
         writes=tuple(written),
         written=frozenset(a.name for a, w in zip(arguments, written, strict=True) if w),
         mixes=name.startswith(("index", "_index_put", "_unsafe_index")),
+        takes_numbers=not name.startswith(("cat", "stack", "_amp_")),
     )
 
 
@@ -287,7 +290,8 @@ class _Call:
             _refuse(_profile.kernels.get(self.facts.name), x.dtype)
             self._check(x.device)
             return host
-        if written or (x.dim() > 0 and not self.facts.mixes):
+        is_number = x.dim() == 0 and self.facts.takes_numbers
+        if written or not (is_number or self.facts.mixes):
             self._check(x.device)
         return x
 

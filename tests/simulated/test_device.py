@@ -47,6 +47,15 @@ def test_a_number_of_the_cpu_is_accepted_but_not_written_to() -> None:
         number.add_(torch.tensor(1.0, device=SIM))
 
 
+def test_a_number_of_the_cpu_is_refused_where_cuda_does() -> None:
+    number = torch.tensor(2.0, device="cpu")
+    for op in (torch.stack, torch.cat):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            op([torch.tensor(1.0, device=SIM), number])
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch._amp_foreach_non_finite_check_and_unscale_([ones(2)], ones(1), number)
+
+
 def test_numpy_refuses() -> None:
     with pytest.raises(TypeError, match="can't convert sim:0 device type tensor to numpy"):
         ones(2).numpy()

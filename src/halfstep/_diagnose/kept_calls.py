@@ -357,6 +357,7 @@ def _again(
             there = call.still_there()
             if there is not None:
                 return there
+            function = modes.on_default_device(function)
             stack.enter_context(modes.unseen_by_modes())
         for settings in call.settings:
             stack.enter_context(Region(settings))

@@ -12,6 +12,7 @@ import torch._functorch.apis
 import torch._functorch.eager_transforms
 import torch.nn.utils.stateless
 import torch.overrides
+import torch.utils._device
 import torch.utils._python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -144,6 +145,15 @@ def unseen_by_modes() -> AbstractContextManager[object]:
         stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
     return stack
+
+
+def on_default_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` for a call that no mode sees, not even that of the default device."""
+    device = torch.get_default_device()
+    if device.type == "cpu":
+        return function
+    context = torch.utils._device.DeviceContext(device)
+    return lambda *args, **kwargs: context.__torch_function__(function, (), args, kwargs)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -341,7 +341,7 @@ class LossScale:
         if outliers:
             values["outlier"] = any_of([as_tensor(x, self.device) for x in outliers], self.device)
         self._is_captured |= is_capturing(self.device)
-        kernel = Kernel.of(self.state, is_captured=self._is_captured)
+        kernel = Kernel.of(self.state, self.device, is_captured=self._is_captured)
         if not self._is_captured:
             self._under_way.append(PendingUpdate(self, values, kernel))
         if kernel is None:

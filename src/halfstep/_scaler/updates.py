@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.amp import update_scale_
+from halfstep._pytorch.devices import can_move_scale
 from halfstep._pytorch.transfers import Transfer, to_host
 from halfstep._scaler.scalars import round_to_float32
 from halfstep._scaler.scale_state import ScaleState
@@ -62,7 +63,9 @@ class Kernel:
     has_floor: bool
 
     @classmethod
-    def of(cls, state: ScaleState, *, is_captured: bool = False) -> Kernel | None:
+    def of(
+        cls, state: ScaleState, device: torch.device, *, is_captured: bool = False
+    ) -> Kernel | None:
         """Return the move that fits a state best; None if its rule never moves the scale.
 
         ``is_captured``: whether the move is part of a CUDA graph, and has to fit all states.
@@ -72,11 +75,15 @@ class Kernel:
             return None
         may_grow = round_to_float32(state.scale * rule.growth_factor) <= state.max_scale
         is_forgiven = state.hysteresis_left > 1 and not (state.is_trial or is_captured)
+        growth_factor = rule.growth_factor if may_grow else 1.0
         backoff_factor = 1.0 if is_forgiven else rule.backoff_factor
+        if not can_move_scale(device):  # the ops in the kernel's place multiply in float32
+            growth_factor = round_to_float32(growth_factor)
+            backoff_factor = round_to_float32(backoff_factor)
         # A state may be some updates old, in each of which the scale may have backed off.
         lowest = state.scale * rule.backoff_factor**MOST_UNKNOWN
         return cls(
-            rule.growth_factor if may_grow else 1.0,
+            growth_factor,
             backoff_factor,
             rule.growth_interval,
             state.min_scale,
