@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
+import torch
 from tests.diagnose.faults import FAULTS, clean_cases
 from tests.diagnose.score import COLUMNS, diagnose, judge
 from tests.diagnose.test_faults import SEED, some_of
@@ -19,6 +20,16 @@ def test_the_fault_is_named_judged_and_cured(fault: str):
         judgement = judge(case)
         wrong = [name for name in COLUMNS if getattr(judgement, name) is False]
         assert not wrong, f"{case}: {case.truth}\n{judgement.said}"
+
+
+def test_memory_that_is_only_allocated_is_no_cause():
+    """A backward pass may take an empty tensor for its shape. Here, PyTorch fills it with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()
+        test_the_fault_is_named_judged_and_cured("normalise")
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("part", range(4))

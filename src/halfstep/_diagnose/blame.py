@@ -30,7 +30,7 @@ from halfstep._pytorch import modes
 from halfstep._pytorch.dispatch import overload_of
 from halfstep._pytorch.parts import is_made_of_others, parts_of
 from halfstep._pytorch.storages import ByMemory
-from halfstep._trace.ops import OpPlace, by_name, makes_no_values
+from halfstep._trace.ops import OpPlace, by_name, makes_no_values, only_allocates
 from halfstep._trace.rows import Phase
 
 OUTSIDE = -1
@@ -122,13 +122,19 @@ class BlameTracker(OpObserver):
         self._gradients: dict[int, tuple[Tensor, Blame]] = {}
         self._sent: Blame
         self._awaited: ByMemory[bool] = ByMemory()
+        self._unwritten: ByMemory[bool] = ByMemory()  # memory that no op has written to
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
         """Blame the outputs of an op on the op, or on its inputs."""
         if call.name == "lift_fresh" and self.first and badness(outputs[0]) == NAN:
             self._put(outputs[0], self.first)  # torch.tensor() of numbers read from bad tensors
         if makes_no_values(call.func):
+            if only_allocates(call.func):
+                for tensor in outputs:
+                    self._unwritten.put(tensor, True)
             return
+        for tensor in outputs:
+            self._unwritten.drop(tensor)
         bad = [tensor for tensor in outputs if not self._check(tensor, call)]
         if not bad:
             return
@@ -250,7 +256,10 @@ class BlameTracker(OpObserver):
         own = _of_call(call, call.number)
         causes: list[Blame] = []
         worst: dict[Blame, int] = {}
-        for tensor in call.given:
+        # Of memory that no op has written to, a backward pass may need no more than the shape.
+        written = [tensor for tensor in call.given if tensor not in self._unwritten]
+        is_read = any(badness(tensor) is not None for tensor in written)
+        for tensor in written if is_read else call.given:
             values = self._as_read(call, tensor)
             how_bad = None if values is None else badness(values)
             if how_bad is None:

@@ -89,7 +89,12 @@ def _names_written(func: Any) -> tuple[str, ...]:
 @cache
 def makes_no_values(func: Any) -> bool:
     """Return whether an op only allocates, or returns another view of its input."""
-    return func.is_view or op_name(func) in _ALLOCATE
+    return func.is_view or only_allocates(func)
+
+
+def only_allocates(func: Any) -> bool:
+    """Return whether the values of an op's results are those that the memory had before."""
+    return op_name(func) in _ALLOCATE
 
 
 def computes_nothing(func: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> bool:
