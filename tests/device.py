@@ -24,7 +24,11 @@ FACTS_OF = {
     "all": _HAS_ALL,
     "slow": _HAS_ALL,
     # The kernels behind the device are the CPU's, which add up otherwise.
-    "cuda": replace(devices.FACTS["cuda"], adds_in_float32=devices.FACTS["cpu"].adds_in_float32),
+    "cuda": replace(
+        devices.FACTS["cuda"],
+        adds_in_float32=devices.FACTS["cpu"].adds_in_float32,
+        adds_rows_in_float32=devices.FACTS["cpu"].adds_rows_in_float32,
+    ),
     "mps": devices.FACTS["mps"],
     "xpu_arc": replace(_HAS_ALL, has_float64=False, moves_scale=False),
 }

@@ -103,7 +103,7 @@ def test_forward_and_backward(name: str, dtype: torch.dtype) -> None:
         result = CALLS[name](x)
         return result, torch.autograd.grad(result.square().sum(), x)[0]
 
-    with autocast("cpu", dtype):
+    with autocast(DEVICE, dtype):
         found = run(given.clone())
     expected = run(given.float())
     is_random = name == "rrelu" and found[0].dtype is dtype  # bfloat16 draws other slopes

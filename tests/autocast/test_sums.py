@@ -130,7 +130,7 @@ def test_into_a_destination_in_lower_precision(name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", HALVES)
 def test_into_a_vector_in_place(dtype: torch.dtype) -> None:
     x = torch.zeros(3, dtype=dtype)
-    with autocast("cpu", dtype):
+    with autocast(DEVICE, dtype):
         x.index_add_(0, ONE_ROW, torch.ones(N))
     assert x[0] == N
 
@@ -138,7 +138,7 @@ def test_into_a_vector_in_place(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_sum_without_nan(dtype: torch.dtype) -> None:
     x = torch.ones(N, 2, 2, dtype=dtype)
-    with autocast("cpu", dtype):
+    with autocast(DEVICE, dtype):
         assert x.nansum((0, 2))[0] == 2 * N
 
 
@@ -148,7 +148,7 @@ def test_a_running_logsumexp(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(N).to(dtype).requires_grad_()
     exact = x.detach().float().requires_grad_()
-    with autocast("cpu", dtype):
+    with autocast(DEVICE, dtype):
         result = x.logcumsumexp(0)
     result.sum().backward()
     exact.logcumsumexp(0).sum().backward()
@@ -165,7 +165,7 @@ def test_fractional_pooling_places_its_windows_as_in_float32(dtype: torch.dtype)
         x = torch.rand(1, 1, *[4] * (dims - 1), 1500).to(dtype).requires_grad_()
         where = places[..., :dims].to(dtype)
         given = {"output_size": (*[2] * (dims - 1), 700), "_random_samples": where}
-        with autocast("cpu", dtype):
+        with autocast(DEVICE, dtype):
             result = pool(x, 2, **given)
         assert result.dtype is dtype
         given["_random_samples"] = where.float()

@@ -10,17 +10,6 @@ import re
 from functools import cache
 
 EVERYWHERE: dict[str, tuple[str, ...]] = {
-    "Not explained yet: their rules hold in a process of their own, not after other tests.": (
-        "autocast/test_no_kernel.py::test_forward_and_backward[rrelu-dtype0]",
-        "autocast/test_no_kernel.py::test_forward_and_backward[special.i1-*]",
-        "autocast/test_no_kernel.py::test_forward_and_backward[special.i1e-*]",
-        "autocast/test_no_kernel.py::test_forward_and_backward[_safe_softmax-dtype1]",
-        "autocast/test_sums.py::test_into_a_vector_in_place",
-        "autocast/test_sums.py::test_a_sum_without_nan",
-        "autocast/test_sums.py::test_a_running_logsumexp",
-        "autocast/test_sums.py::test_fractional_pooling_places_its_windows_as_in_float32",
-        "autocast/test_sums.py::test_a_convolution_that_onednn_leaves_to_pytorch[*1-dtype1]",
-    ),
     "Differs by design: the state follows a fused step two updates later.": (
         "scaler/test_scaler_accumulate.py::test_all_blocks_are_bad[*-loss-*-fused]",
         "scaler/test_scaler_skips.py::test_a_run_that_no_scale_helps_leaves_the_scale_where_it_was[fused]",
@@ -76,6 +65,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "scaler/test_scaler_passes.py::test_passes_with_a_norm_limit",
     ),
     "Is about the CPU: its default dtype, its kernels, or its name.": (
+        "autocast/test_sums.py::test_a_convolution_that_onednn_leaves_to_pytorch",
         "autocast/test_casts.py::test_casting_goes_into_lists_and_leaves_the_rest",
         "autocast/test_casts.py::test_float64_is_told",
         "autocast/test_casts.py::test_the_widest_dtype",
