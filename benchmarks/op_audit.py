@@ -65,8 +65,8 @@ KNOWN = {
     "tensor_split": _VIEWS,
     "nn.functional.linear_cross_entropy.chunked_none": "a chunk of 3 of 2,400 rows: a function of "
     "PyTorch that adds the gradient of the weight in its dtype, one chunk after the other",
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "weights of like keys are rounded "
-    "between two products, by design of the kernel",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "weights of like keys are "
+    "rounded between two products, by design of the kernel",
     "nn.functional.normalize": "along a dimension of one entry the gradient is zero, a difference "
     "of like terms",
     "nn.functional.binary_cross_entropy": "by design: its gradient leaves the range of float16",

@@ -126,12 +126,12 @@ class Param:
             raise BorderlineError
         return worst < self.info.max and not any(map(math.isnan, self.true or []))
 
-    def multiply(self, factor: float, eps: float) -> None:
+    def multiply(self, factor: float, error: float) -> None:
         """Make another gradient the true one, as clipping does with a factor this good."""
         if factor != 1.0 and self.true is not None:
             self.true = [entry * factor for entry in self.true]
             self.bound = [entry * factor for entry in self.bound]
-            self.relative += 1e-5 + 4 * eps
+            self.relative += 1e-5 + error
 
     def check(self, seen: list[float], scaled_by: float) -> None:
         """Compare a gradient with the true one."""
@@ -178,9 +178,9 @@ def clip_factor(params: list[Param], norm: float, max_norm: float) -> float:
 
 def clip(params: list[Param], factor: float) -> None:
     """Multiply true gradients; the factor is as good as the gradients it was made from."""
-    eps = max((param.info.eps for param in params), default=0.0)
+    error = max((max(4 * param.info.eps, param.relative) for param in params), default=0.0)
     for param in params:
-        param.multiply(factor, eps)
+        param.multiply(factor, error)
 
 
 def f32(value: float) -> float:
@@ -763,7 +763,7 @@ class World:
         is_taken = not (found_inf or outlier)
         self.is_exploding = explodes = explodes and bool(is_taken or opt.is_fused)
         is_measured = max_norm is not None or outlier is not None
-        is_measured |= self.is_first(opt.optimizer)
+        is_measured |= self.is_first(opt.optimizer) and look is not None and not looks
         with self.watching(opt):
             if not explodes:
                 call()

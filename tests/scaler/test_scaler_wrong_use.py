@@ -133,8 +133,11 @@ def test_float16_gradients(method: str) -> None:
     optimizer = torch.optim.Adam([setup.unused, half])
     half.grad = torch.ones_like(half)
     setup.backward()
+    setup.scaler.set_norm_limit(2.0)
+    saved = setup.scaler.state_dict()
     with pytest.raises(ValueError, match="Adam has float16 gradients") as error:
         getattr(setup.scaler, method)(optimizer)
+    assert setup.scaler.state_dict() == saved
     where = torch.empty(0).device
     assert f"param_groups[0]['params'][1] (float16[4, 5] on {where})." in str(error.value)
     setup.scaler.watch(module := torch.nn.ParameterDict({"table": half}))
@@ -143,6 +146,17 @@ def test_float16_gradients(method: str) -> None:
     del module
     assert torch.equal(half.grad, torch.ones_like(half))
     setup.finish_iteration()
+
+
+def test_dropped_gradients_beside_blocks_of_another_optimizer(setup: Setup) -> None:
+    other = torch.nn.Parameter(torch.zeros(2))
+    with setup.scaler.accumulate(torch.optim.SGD([other], lr=1.0)):
+        setup.scaler.scale(other.sum()).backward()
+    setup.backward()
+    setup.scaler.unscale_(setup.optimizer)
+    setup.optimizer.zero_grad()
+    setup.scaler.step(setup.optimizer)  # as without the blocks: its gradients were checked
+    assert torch.equal(setup.param, torch.zeros(2, 3))
 
 
 def test_a_fused_optimizer_may_have_float16_gradients() -> None:

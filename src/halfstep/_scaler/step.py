@@ -72,16 +72,14 @@ def take(
         require_not_stepped(earlier)
     step = gather(engine, "step", optimizer, earlier)
     memory = engine.journal.memories.get(id(optimizer)) or engine.journal.memory(optimizer)
-    norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
     # Looked up on the instance: accelerate replaces `step` there to detect whether it was called.
     make_step = partial(optimizer.step, *args, **kwargs)
     try:
-        if is_fused:
-            result = _take_fused(step, make_step, max_norm, norm_limit)
-        else:
-            if torch.float16 in step.gradients.dtypes:
-                refuse_half(engine, step)
-            result = _take_plain(step, make_step, max_norm, norm_limit)
+        if not is_fused and torch.float16 in step.gradients.dtypes:
+            refuse_half(engine, step)
+        norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
+        take_it = _take_fused if is_fused else _take_plain
+        result = take_it(step, make_step, max_norm, norm_limit)
     except BaseException as error:
         if step.ranks.is_together and isinstance(error, RanksError | CallOrderError):
             engine.end_iteration()  # raised on all ranks, which can continue
@@ -138,7 +136,7 @@ def gather(
         engine.unused.use(params)
     ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
     is_scaled = earlier is None or earlier.stage is Stage.SCALED
-    must_have_one = call == "step" and (is_scaled or iteration.blocks) and not ranks.is_together
+    must_have_one = call == "step" and is_scaled and not ranks.is_together
     if must_have_one and all(map(_is_none, map(_grad, params))):  # map() makes no Python calls
         raise nothing_checked(optimizer)
     loss_scale = earlier.checks[0].scale if earlier is not None and earlier.checks else None
