@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tests.lacking import NoFloat64, lacking
 
 from halfstep._pytorch import amp, devices, transfers
 from halfstep._pytorch.devices import Card, card_of
@@ -18,11 +16,6 @@ from halfstep._scaler import scalars
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def lacking(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
-    """Let the table answer otherwise about the CPU."""
-    monkeypatch.setitem(devices.FACTS, "cpu", replace(devices.FACTS["cpu"], **answers))
 
 
 def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -90,17 +83,6 @@ def test_an_xpu_moves_the_scale_in_float64_or_not_by_the_kernel(monkeypatch) -> 
 
 
 # --- float64 --------------------------------------------------------------------------------------
-
-
-class NoFloat64(TorchDispatchMode):
-    """Refuses every tensor of float64, as Apple's GPUs and Intel's Arc do."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and each.dtype is torch.float64:
-                raise TypeError(f"{func}: there is no float64")
-        return result
 
 
 def test_reciprocals_and_ratios_without_float64(monkeypatch) -> None:

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tests.lacking import NoFloat64, lacking
 
 from halfstep import GradScaler
-from halfstep._pytorch import devices
 from halfstep._scaler.gradients import collect
 from halfstep._scaler.norms import p_norm
 from halfstep._scaler.optimizers import handles_scale
 
 CPU = torch.device("cpu")
-
-
-def lacking(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
-    """Let the table answer otherwise about the CPU."""
-    monkeypatch.setitem(devices.FACTS, "cpu", replace(devices.FACTS["cpu"], **answers))
-
-
-class NoFloat64(TorchDispatchMode):
-    """Refuses every tensor of float64, as Apple's GPUs and Intel's Arc do."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and each.dtype is torch.float64:
-                raise TypeError(f"{func}: there is no float64")
-        return result
 
 
 def test_a_dtype_that_the_kernel_does_not_know_takes_other_ops(monkeypatch) -> None:

@@ -19,11 +19,11 @@ from halfstep._master_weights.master_weights import (
     with_masters,
 )
 from halfstep._numerics.formats import dtype_name
+from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import optimizer_step_depth
 from halfstep._scaler.optimizers import Names, makes_step_of, members, require_optimizer
-from halfstep._scaler.scalars import moved
 
 
 class Counted(NamedTuple):
@@ -109,7 +109,7 @@ class StepUpdates:
             counts = torch.stack([has_gradient.sum(), is_lost.sum()])
             for flag in (self._is_taken, is_moved):
                 if flag is not None:
-                    counts *= moved(flag, counts.device) if isinstance(flag, Tensor) else flag
+                    counts *= to_device(flag, counts.device) if isinstance(flag, Tensor) else flag
             found.append(Counted(param, before.dtype, counts))
         return found
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.transfers import Transfer, to_host
 from halfstep._record.files import Event
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scalars import moved
 
 MOST_WAITING = 64
 """Number of waiting steps that triggers a read."""
@@ -45,13 +45,13 @@ class PendingStep:
         missing = torch.full((), math.nan, dtype=torch.float32, device=device)
         scalars = torch.stack(
             [
-                missing if scalar is None else moved(scalar.float().reshape(()), device)
+                missing if scalar is None else to_device(scalar.float().reshape(()), device)
                 for scalar in self.scalars
             ]
         )
         if self.outcome is None:
             return scalars
-        return torch.cat([scalars, moved(self.outcome.packed(), device)])
+        return torch.cat([scalars, to_device(self.outcome.packed(), device)])
 
     def event(self, packed: Tensor) -> Event:
         """Return the line of the record, from the result of :meth:`packed` on the CPU."""

@@ -21,6 +21,7 @@ from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch import autograd, distributed, modes, optim
+from halfstep._pytorch.devices import to_device
 from halfstep._record.files import Event, LineWriter
 from halfstep._record.models import Models
 from halfstep._record.pending import PendingStep, PendingSteps
@@ -30,7 +31,7 @@ from halfstep._scaler.access import OBSERVERS, is_in_step, watch_names
 from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.norms import norms_of
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scalars import as_tensor, moved
+from halfstep._scaler.scalars import as_tensor
 from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError, HalfstepWarning
 from halfstep.sinks import Sink, sample_scalars, step_scalars
@@ -449,7 +450,7 @@ class Recorder:
 
 def _sum(losses: Sequence[Tensor]) -> Tensor:
     """Return the sum on the device of the last one."""
-    return torch.stack([moved(loss, losses[-1].device) for loss in losses]).sum()
+    return torch.stack([to_device(loss, losses[-1].device) for loss in losses]).sum()
 
 
 def _may_be_skipped(outcome: Outcome) -> bool:

@@ -28,12 +28,12 @@ from halfstep._numerics.measure import counted_part, measure
 from halfstep._numerics.statistics import Statistics, merged
 from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.amp import Switches
+from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modules import GlobalHooks
 from halfstep._record.models import Models
 from halfstep._record.run import KINDS, Kind, Measured
 from halfstep._scaler.gradients import parameters
-from halfstep._scaler.scalars import moved
 
 LOOKED_AT = 1 << 16
 """Approximate number of entries of a weight that are inspected, and copied before a step."""
@@ -335,7 +335,7 @@ class UpdateCounter:
             return None
         device = found[-1].counts.device
         in_full = [each.counts.float() * _size_to_part(each.param) for each in found]
-        total = torch.stack([moved(each, device) for each in in_full]).sum(0)
+        total = torch.stack([to_device(each, device) for each in in_full]).sum(0)
         return total[1] / total[0]
 
     def end(self, measured: list[Measured], params: Iterable[tuple[str, Tensor]]) -> list[Measured]:

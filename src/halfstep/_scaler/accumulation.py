@@ -202,7 +202,7 @@ def _add(earlier: list[tuple[Any, Any]]) -> None:
 def _flag(scale: LossScale, is_bad: bool) -> dict[torch.device, Tensor]:
     """Return a ``found_inf`` dict on the device of the scale."""
     device = scale.tensor.device
-    return {device: torch.full((), float(is_bad), dtype=torch.float32, device=device)}
+    return {device: scalars.as_tensor(is_bad, device)}
 
 
 # --- all blocks of an iteration -------------------------------------------------------------------

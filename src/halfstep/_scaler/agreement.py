@@ -28,7 +28,6 @@ from halfstep._scaler.scalars import (
     any_of,
     as_float32,
     float32_from_bits,
-    moved,
     scalar,
 )
 from halfstep.errors import CallOrderError, RanksError
@@ -172,14 +171,17 @@ class Together:
     def _sum(self, values: Tensor, group: Group) -> Callable[[], Tensor]:
         device = values.device
         reduction = Reduction(
-            group, moved(values, group.device), distributed.ReduceOp.SUM, f"{self.call}: the norm"
+            group,
+            to_device(values, group.device),
+            distributed.ReduceOp.SUM,
+            f"{self.call}: the norm",
         )
-        return lambda: moved(reduction.wait(), device)
+        return lambda: to_device(reduction.wait(), device)
 
     def _largest(self, norms: Sequence[Tensor], group: Group) -> list[Tensor]:
         # The maximum of NaN and a number may be the number.
         values = torch.stack(list(norms)).nan_to_num(nan=math.inf, posinf=math.inf)
-        values = moved(values, group.device)
+        values = to_device(values, group.device)
         purpose = f"{self.call}: the largest gradient"
         largest = Reduction(group, values, distributed.ReduceOp.MAX, purpose).wait()
         return list(largest.to(norms[0].device))
@@ -213,7 +215,7 @@ class Agreement:
         if self._reduction is not None:
             values = self._reduction.wait()
             self._reduction = None
-            self._vector = moved(values, self._loss_scale.tensor.device)
+            self._vector = to_device(values, self._loss_scale.tensor.device)
             self._loss_scale.settle_loss(self._vector[BAD_LOSS] > 0)
         return self._vector
 
@@ -300,7 +302,7 @@ def _values(
     device = scale.device
     zero = torch.zeros((), device=device)
     found = any_of(check.found_here.values(), device) if check.found_here else zero
-    norm = zero if own_norm is None else moved(as_float32(own_norm, device).detach(), device)
+    norm = zero if own_norm is None else to_device(as_float32(own_norm, device).detach(), device)
     # Earlier ranks send larger numbers, so the maximum identifies the first rank with a finding.
     flags = torch.stack([found, scale.loss_flag()])
     first, is_bad = (flags * (len(group.ranks) - group.place)).int()
@@ -308,7 +310,7 @@ def _values(
     counters = to_device(torch.tensor(scale.counters(), dtype=torch.int32), device)
     same = torch.cat([norm.reshape(1).view(torch.int32), counters])
     head = torch.cat([torch.stack([first, is_bad]), known])
-    return moved(torch.cat([head, same, -same]), group.device)
+    return to_device(torch.cat([head, same, -same]), group.device)
 
 
 @cache

@@ -20,9 +20,10 @@ from torch.nn.parameter import is_lazy
 
 from halfstep._pytorch import modes
 from halfstep._pytorch.amp import copy_to_each_, norms_of_each
+from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modules import registers_of
-from halfstep._scaler.scalars import READABLE, Scalar, any_of, as_tensor, moved
+from halfstep._scaler.scalars import READABLE, Scalar, any_of, as_tensor
 
 _FLOATS = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -197,7 +198,7 @@ class Copy:
             if is_worse.device.type in READABLE and not is_worse.item():
                 return
             for values, now in groups:
-                copy_to_each_(now, _selected(moved(is_worse, now[0].device) > 0, values, now))
+                copy_to_each_(now, _selected(to_device(is_worse, now[0].device) > 0, values, now))
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -207,7 +208,7 @@ class Copy:
             is_worse = _is_worse(groups)
             for values, now in groups:
                 if is_worse is not None:
-                    now = _selected(moved(is_worse, now[0].device) > 0, values, now)
+                    now = _selected(to_device(is_worse, now[0].device) > 0, values, now)
                 copy_to_each_(values, now)
 
     def _present(self) -> _Groups:

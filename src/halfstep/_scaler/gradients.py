@@ -22,11 +22,11 @@ from halfstep._pytorch.amp import (
     multiply_each_,
     set_grad_enabled,
 )
-from halfstep._pytorch.devices import facts
+from halfstep._pytorch.devices import facts, to_device
 from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, settle
 from halfstep._pytorch.storages import values_of_sparse
 from halfstep._scaler.optimizers import HOLDERS, members, name
-from halfstep._scaler.scalars import Scalar, describe, moved, reciprocal
+from halfstep._scaler.scalars import Scalar, describe, reciprocal
 
 NUM_NAMED = 3
 """Maximum number of parameters named in an error message; the rest are counted."""
@@ -135,7 +135,7 @@ class Gradients:
                 if device not in found_inf:
                     found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
                     factors[device] = (
-                        moved(factor, device)
+                        to_device(factor, device)
                         if isinstance(factor, Tensor)
                         else torch.full((), factor, dtype=torch.float32, device=device)
                     )

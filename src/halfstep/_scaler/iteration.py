@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.devices import to_device
 from halfstep._scaler import scalars
 from halfstep._scaler.agreement import ALONE, NUM_NUMBERS, Agreement, Alone, Together
 from halfstep._scaler.earlier_norms import EarlyClipping
@@ -23,7 +24,7 @@ from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.norms import Norms
 from halfstep._scaler.optimizers import makes_step_of, name
 from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
-from halfstep._scaler.scalars import Scalar, float32_from_bits, moved
+from halfstep._scaler.scalars import Scalar, float32_from_bits
 from halfstep.errors import CallOrderError, NothingCheckedError
 
 HISTORY_LENGTH = 10_000
@@ -65,7 +66,7 @@ class GradientCheck:
         if self.agreement is None:
             return self.found_here
         found = self.agreement.found_inf()
-        return {device: moved(found, device) for device in self.found_here or [found.device]}
+        return {device: to_device(found, device) for device in self.found_here or [found.device]}
 
     def flags(self) -> dict[torch.device, Tensor]:
         """Return the flags that move the scale: those of all ranks, if several decide."""

@@ -38,7 +38,6 @@ from halfstep._scaler.scalars import (
     float32_bits,
     is_nonfinite,
     is_readable,
-    moved,
     zero_if_finite,
 )
 from halfstep._scaler.scale_state import ScaleState
@@ -146,7 +145,7 @@ class LossScale:
         # keeps abs(), which also copies: the scale is positive.
         scale = self._tensor.abs() if is_traced else self._tensor
         if scale.device != loss.device:
-            scale = moved(scale, loss.device)
+            scale = to_device(scale, loss.device)
         if loss.dtype == torch.float16 and loss.dim() > 0:
             # In type promotion the dtype of a tensor with dimensions wins over that of a scalar.
             loss = loss.float()
@@ -158,7 +157,7 @@ class LossScale:
         zero = zero_if_finite(loss)
         if zero is None:
             return
-        zero = moved(zero.float(), self.device)
+        zero = to_device(zero.float(), self.device)
         self._loss_is_finite = None
         if torch.compiler.is_compiling():  # a graph cannot leave a tensor of its own behind
             self.bad_loss.copy_(self.bad_loss + zero if self.has_loss else zero)
@@ -316,7 +315,9 @@ class LossScale:
         if is_known:
             self._move(bool(found_inf), any(outliers))
         else:
-            flags = found_inf if isinstance(found_inf, list) else [_flag(found_inf, self.device)]
+            flags = (
+                found_inf if isinstance(found_inf, list) else [as_tensor(found_inf, self.device)]
+            )
             self._launch(flags, outliers)
         self.forget_losses()
 
@@ -481,10 +482,6 @@ def _with_valid_tracker(state: ScaleState) -> ScaleState:
     """Clamp a count that exceeds a lowered interval, so that the next step grows the scale."""
     last = state.rule.growth_interval - 1
     return changed(state, growth_tracker=last) if state.growth_tracker > last else state
-
-
-def _flag(is_set: bool, device: torch.device) -> Tensor:
-    return torch.full((), float(is_set), dtype=torch.float32, device=device)
 
 
 # --- a checkpoint ---------------------------------------------------------------------------------

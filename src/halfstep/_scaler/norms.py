@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.amp import norms_of_each
-from halfstep._pytorch.devices import has_float64, widest_float
+from halfstep._pytorch.devices import has_float64, to_device, widest_float
 from halfstep._scaler.gradients import Gradients
 from halfstep._scaler.scalars import (
     Scalar,
     as_tensor,
     is_nonfinite,
-    moved,
     reciprocal,
     root,
     scalar,
@@ -113,7 +112,7 @@ def largest(gradients: Gradients, scale: Scalar, device: torch.device) -> Tensor
     amaxes = [largest_magnitudes(values).amax() for values in gradients.by_kind.values()]
     if not amaxes:  # another rank has gradients, and all ranks measure the same steps
         return torch.zeros((), device=device)
-    found = torch.stack([moved(amax, device).float() for amax in amaxes])
+    found = torch.stack([to_device(amax, device).float() for amax in amaxes])
     return found.amax() * reciprocal(scale)
 
 
@@ -161,7 +160,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _carried(value: Tensor, device: torch.device) -> Tensor:
-    return moved(value if has_float64(device) else value.float(), device)
+    return to_device(value if has_float64(device) else value.float(), device)
 
 
 def clip_coefficient(norm: Scalar, max_norm: float, found_inf: Tensor | None = None) -> Scalar:

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from halfstep._common.numbers import power
 from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.devices import to_device
 from halfstep._scaler.agreement import Agreement
 from halfstep._scaler.alarm import Culprit, culprits
 from halfstep._scaler.gradients import collect
 from halfstep._scaler.loss_scale import Snapshot, state_of
 from halfstep._scaler.norms import norms_of
 from halfstep._scaler.optimizers import Names
-from halfstep._scaler.scalars import Scalar, moved, round_to_float32
+from halfstep._scaler.scalars import Scalar, round_to_float32
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep._scaler.updates import PendingUpdate
 from halfstep.errors import CallOrderError
@@ -374,6 +375,6 @@ def read_all(outcomes: Sequence[Outcome]) -> list[HistoryEntry]:
     if not outcomes:
         return []
     packed = [outcome.packed() for outcome in outcomes]
-    together = torch.cat([moved(values, packed[0].device) for values in packed]).cpu()
+    together = torch.cat([to_device(values, packed[0].device) for values in packed]).cpu()
     parts = torch.split(together, [len(values) for values in packed])
     return [outcome.unpack(part)[0] for outcome, part in zip(outcomes, parts, strict=True)]

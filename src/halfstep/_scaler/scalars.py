@@ -147,18 +147,13 @@ def is_readable(value: Tensor) -> bool:
 def as_tensor(value: Scalar, device: torch.device) -> Tensor:
     """Return a float32 scalar on ``device``."""
     if isinstance(value, Tensor):
-        return moved(value.float(), device)
+        return to_device(value.float(), device)
     return torch.full((), value, dtype=torch.float32, device=device)
-
-
-def moved(scalar: Tensor, device: torch.device) -> Tensor:
-    """Return a scalar on ``device``. Sync: as :func:`~halfstep._pytorch.devices.to_device`."""
-    return to_device(scalar, device)
 
 
 def any_of(found: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a float32 scalar on ``device``: 1 if any of ``found`` (each 1 or 0) is 1, else 0."""
-    first, *others = (moved(found_inf, device) for found_inf in found)
+    first, *others = (to_device(found_inf, device) for found_inf in found)
     return torch.stack([first, *others]).amax() if others else first
 
 
