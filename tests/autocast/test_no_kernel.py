@@ -1,6 +1,7 @@
 """Ops without a kernel in lower precision run in float32."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -76,11 +77,32 @@ def test_quantization_aware_training(make: Callable[[], torch.nn.Module]) -> Non
     assert given.grad is not None
 
 
-def test_eigenvectors_by_iteration() -> None:
-    matrix = torch.diag(torch.arange(1.0, 31.0))
-    with autocast(DEVICE, torch.bfloat16):
-        values, _ = torch.lobpcg(matrix.bfloat16(), k=2)
-    assert torch.allclose(values, torch.tensor([30.0, 29.0]), rtol=1e-2)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+def test_eigenvectors_by_iteration(given: torch.dtype) -> None:
+    # Python code inside PyTorch, whose products the dispatcher sees one by one.
+    torch.manual_seed(0)
+    factor, start = torch.randn(20, 20), torch.randn(20, 2).to(given)
+    matrix = (factor @ factor.T + 20 * torch.eye(20)).to(given)
+
+    def run(policy: str | None) -> tuple[Tensor, ...]:
+        leaf = matrix.clone().requires_grad_()
+        with autocast(DEVICE, torch.bfloat16, policy=policy) if policy else nullcontext():
+            values, vectors = torch.lobpcg(leaf if policy else leaf.float(), k=2, X=start.float())
+            with torch.no_grad():
+                without_graph = torch.lobpcg(leaf if policy else leaf.float(), k=2, X=start)[0]
+        (values.sum() + vectors.abs().sum()).backward()
+        assert leaf.grad is not None
+        return values, without_graph, leaf.grad
+
+    (expected, _, gradient), ours = run(None), run("standard")
+    assert torch.allclose(ours[0], expected, rtol=1e-5)
+    assert torch.allclose(ours[1], expected, rtol=1e-2 if given is torch.bfloat16 else 1e-3)
+    assert torch.allclose(ours[2], gradient, rtol=1e-2, atol=1e-3)
+    if given is torch.float32:
+        with torch.no_grad(), autocast(DEVICE, torch.bfloat16, policy="torch"):
+            as_pytorch = torch.lobpcg(matrix, k=2, X=start)[0]
+        with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
+            assert torch.equal(as_pytorch, torch.lobpcg(matrix, k=2, X=start)[0])
 
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -18,17 +18,19 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
 from halfstep._autocast import hold, scopes
 from halfstep._autocast.casts import (
     carry_out,
+    is_eligible,
     lower_with_pytorch,
     needs_fp32_sums,
     pytorch_kernel,
 )
 from halfstep._autocast.policy import Policy, check, meant_by, preset
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
-from halfstep._common.nested import tensors_in
+from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._pytorch import autograd, compiler, dispatch
 from halfstep._pytorch.dispatch import Kernel, Key, Keys, overload, schema_of
 from halfstep.errors import CallOrderError
@@ -204,6 +206,7 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
                 _register(op, device)
             _register_in_functorch(on_device.table() | _COMPONENT_OF.keys() | _SCATTERS)
             autograd.wrap_recomputed(scopes.carry)
+            autograd.wrap_lobpcg(_find_eigenvectors)
             hold.follow_writes()
             _prepared.append(on_device)
             _numbers[key] = number
@@ -319,6 +322,24 @@ def _kernel(name: str, device: str) -> Kernel:
         return plan.get(name, pytorch)(keys, *args, **kwargs)
 
     return kernel
+
+
+# --- inside torch.lobpcg --------------------------------------------------------------------------
+
+
+def _find_eigenvectors(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a part of ``torch.lobpcg`` as one op, by the rule for ``torch.linalg.eigh``."""
+    tensors = list(tensors_in(args))
+    device = tensors[0].device.type
+    policy = scopes.policies().get(device) if torch.is_autocast_enabled(device) else None
+    rule = None if policy is None or policy.is_pytorchs else policy.rule("linalg_eigh.default")
+    # The backward pass may run without the policy. Its matrix then has another dtype than the
+    # results of such a rule.
+    is_backward = len({tensor.dtype for tensor in tensors}) > 1
+    if not is_backward and (rule is None or rule.action != "fp32"):
+        return function(*args)
+    with torch_autocast(device, enabled=False):
+        return function(*map_tensors(lambda t: t.float() if is_eligible(t, device) else t, args))
 
 
 # --- inside torch.func ----------------------------------------------------------------------------
