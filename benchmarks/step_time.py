@@ -1,7 +1,8 @@
 """Time of one training step under halfstep.autocast against torch.autocast and against float32.
 
 All variants run in one process, in turn and in a new random order each round, so that whatever
-else the machine does hits them alike. What counts is the median of the ratios within a round.
+else the machine does hits them alike. What counts is the median of the ratios within a round. A
+last table has no clock: the ops of a step, and the bytes that they read and write.
 
     python benchmarks/step_time.py
     python benchmarks/step_time.py --size small --rounds 50 --dtype float16
@@ -15,9 +16,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from halfstep import autocast
 from halfstep._common.machine import device_name
@@ -86,6 +90,31 @@ def measure(
     return times
 
 
+class Ops(TorchDispatchMode):
+    """The number of ops that run, and the bytes of the tensors that they take and return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not (func.is_view or str(func).startswith("profiler")):
+            self.count += 1
+            self.bytes += sum(
+                leaf.nbytes
+                for leaf in tree_leaves((args, kwargs, result))
+                if isinstance(leaf, torch.Tensor)
+            )
+        return result
+
+
+def ops_of(training: Training, context: AbstractContextManager[None]) -> Ops:
+    with Ops() as ops:
+        training.step(context)
+    return ops
+
+
 def ratios(times: list[float], to: list[float]) -> tuple[float, float, float]:
     """Return the quartiles of the ratios within each round."""
     low, middle, high = statistics.quantiles([a / b for a, b in zip(times, to, strict=True)], n=4)
@@ -119,6 +148,10 @@ def main() -> None:
             row += f"   {middle:6.3f} ({low:.3f}-{high:.3f})"
         print(row)
     print("medians; in brackets the quartiles of the ratios within a round")
+    if not args.compile:
+        for name, make in contexts.items():
+            ops = ops_of(training, make())
+            print(f"{name:36}{ops.count:8} ops{ops.bytes / 1e6:12.2f} MB read and written")
 
 
 if __name__ == "__main__":

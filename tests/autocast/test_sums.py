@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks import step_time
 from tests.device import DEVICE
 from torch import Tensor, nn
 
@@ -361,3 +362,13 @@ def test_promotion_of_sparse_tensors_is_as_in_pytorch() -> None:
     sparse = torch.eye(4).bfloat16().to_sparse()
     with autocast(DEVICE, torch.bfloat16, policy="standard; add:promote"):
         assert torch.equal((sparse + sparse).to_dense(), 2 * torch.eye(4).bfloat16())
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="torch.autocast has no rules for this device")
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_language_model_costs_what_it_costs_under_torch_autocast(dtype: torch.dtype) -> None:
+    training = step_time.Training("tiny", 2, 16, DEVICE, compiled=False)
+    training.step(autocast(DEVICE, dtype))  # the optimizer's state
+    theirs = step_time.ops_of(training, torch.autocast(DEVICE, dtype))
+    ours = step_time.ops_of(training, autocast(DEVICE, dtype))
+    assert (ours.count, ours.bytes) == (theirs.count, theirs.bytes)
