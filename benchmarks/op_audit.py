@@ -61,7 +61,6 @@ RIGHT, FEW_ROUNDINGS = 1.05, 2.0
 
 _VIEWS = "views that overlap: autograd adds their gradients in the dtype of the tensor"
 KNOWN = {
-    "Tensor.unfold": f"{_VIEWS}; `F.unfold` adds in float32",
     "tensor_split": _VIEWS,
     "nn.functional.linear_cross_entropy.chunked_none": "a chunk of 3 of 2,400 rows: a function of "
     "PyTorch that adds the gradient of the weight in its dtype, one chunk after the other",

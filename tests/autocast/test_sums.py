@@ -44,6 +44,8 @@ BACKWARD: dict[str, tuple[tuple[int, ...], Call]] = {
     "adaptive_avg_pool1d": ((1, 1, 2), lambda h: F.adaptive_avg_pool1d(h, 2 * N)),
     "adaptive_avg_pool3d": ((1, 1, 2, 2, 2), lambda h: F.adaptive_avg_pool3d(h, 32)),
     "unfold": ((1, 1, 127, 127), lambda h: F.unfold(h, 64)),
+    "windows of a vector": ((2 * N - 1,), lambda h: h.unfold(0, N, 1)),
+    "windows, from the end": ((2, 2 * N - 1), lambda h: h.unfold(size=N, step=1, dimension=-1)),
     "max_pool1d": ((1, 1, 2 * N - 1), lambda h: F.max_pool1d(peak(h), N, 1)),
     "max_pool2d": ((1, 1, 127, 127), lambda h: F.max_pool2d(peak(h), 64, 1)),
     "max_pool3d": ((1, 1, 31, 31, 31), lambda h: F.max_pool3d(peak(h), 16, 1)),
@@ -210,6 +212,16 @@ def test_a_graph_with_a_hub_has_the_gradient_of_float32() -> None:
 
     exact = gradient(is_lower=False)
     assert (gradient(is_lower=True) - exact).norm() < 0.01 * exact.norm()
+
+
+def test_windows_are_views_as_ever() -> None:
+    h = torch.rand(12, requires_grad=True).bfloat16()
+    with autocast(DEVICE, torch.bfloat16):
+        apart, overlapping = h.unfold(0, 3, 3), h.unfold(0, 3, 1)
+    assert apart.data_ptr() == overlapping.data_ptr() == h.data_ptr()
+    apart.mul_(2)  # that of PyTorch, which may be written to
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        overlapping.sum().backward()
 
 
 @pytest.mark.parametrize("name", ["h[index]", "pad, 2d", "max_pool2d", "gather", "unfold"])

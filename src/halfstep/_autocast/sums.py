@@ -41,6 +41,7 @@ _BACKWARD: dict[str, Callable[..., Any]] = {
         overload("_adaptive_avg_pool2d_backward.default")
     )(grad, like),
     "im2col": lambda grad, like, *window: _aten.col2im(grad, like.shape[-2:], *window),
+    "unfold": lambda grad, like, *window: _aten.unfold_backward(grad, like.shape, *window),
 }
 _WINDOWS = (
     "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
@@ -100,6 +101,8 @@ def adds(name: str, device: str) -> Callable[[Sequence[Any], Mapping[str, Any]],
     op, _, of_op = name.partition(".")
     if op.rstrip("_") == "scatter":
         return lambda args, kwargs: "reduce" in of_op
+    if op == "unfold":  # a view: what overlaps can be written to by no one
+        return lambda args, kwargs: args[2] > args[3]
     if op.rstrip("_") in facts(device).adds_rows_in_float32:
         return lambda args, kwargs: not (len(args) > 1 and args[1] == 0 and args[0].dim() > 1)
     names = [argument.name for argument in schema_of(overload(name)).arguments]
