@@ -6,14 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from halfstep._autocast.rule import PHASES, Action, Phase, Rule, around
-
-if TYPE_CHECKING:
-    from halfstep._autocast.policy import Policy
+from halfstep._autocast.rule import PHASES, Action, Phase, Rule, Rules, around
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _Rule = TypeVar("_Rule", Rule, Rule | None)
@@ -95,7 +92,7 @@ def _by_rule(rules: Iterable[tuple[Case, _Rule]]) -> dict[_Rule, list[Case]]:
     return by_rule
 
 
-def diff(before: Policy, after: Policy, ops: frozenset[str], devices: Sequence[str]) -> PolicyDiff:
+def diff(before: Rules, after: Rules, ops: frozenset[str], devices: Sequence[str]) -> PolicyDiff:
     """Compare the actions of two policies for some overloads on some device types."""
     found: dict[tuple[str, Action, Action], list[Case]] = {}
     for op, case in product(sorted(ops), _cases(devices)):
@@ -173,7 +170,7 @@ class Explanation:
 
 
 def explain(
-    policy: Policy, overloads: Iterable[str], devices: Sequence[str], module: str
+    policy: Rules, overloads: Iterable[str], devices: Sequence[str], module: str
 ) -> Explanation:
     """Find the rules that decide in a module for the overloads of an op."""
     alike: dict[tuple[object, ...], list[str]] = {}
@@ -191,7 +188,7 @@ def explain(
     return Explanation(decisions, tuple(_islands(policy, devices, module)))
 
 
-def _islands(policy: Policy, devices: Sequence[str], module: str) -> Iterator[tuple[Case, Rule]]:
+def _islands(policy: Rules, devices: Sequence[str], module: str) -> Iterator[tuple[Case, Rule]]:
     for case in _cases(devices):
         where = (case.device, _DTYPES[case.dtype], case.phase)
         rules = (policy.island(name, *where) for name in around(module))

@@ -12,8 +12,9 @@ from halfstep._autocast import kernels
 from halfstep._autocast.casts import is_eligible
 from halfstep._autocast.modules import name_modules
 from halfstep._autocast.policy import Policy, preset
-from halfstep._autocast.region import Region, Settings, current_settings, in_graph, outside_of
+from halfstep._autocast.region import Region, current_settings, in_graph, outside_of
 from halfstep._autocast.rule import DTYPE_NAMES, LOWER_PRECISIONS
+from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import has_device
 from halfstep._common.text import did_you_mean
 from halfstep._pytorch import amp, compiler

@@ -16,6 +16,7 @@ from torch import nn
 
 from halfstep._autocast import comparison, written
 from halfstep._autocast.comparison import Explanation, PolicyDiff
+from halfstep._autocast.export import exported
 from halfstep._autocast.rule import Action, Phase, Rule, is_in_place
 from halfstep._autocast.written import PRESETS, rules_of
 from halfstep._common.text import did_you_mean, preformatted
@@ -138,8 +139,6 @@ class Policy:
             >>> print(Policy.parse("torch; @1:fp32").export(model).splitlines()[-1])
             run_in_float32(model.get_submodule('1'))
         """
-        from halfstep._autocast.modules import exported  # exported's module imports this one
-
         return exported(self, model, dtype)
 
     def __or__(self, rules: Rule | Iterable[Rule] | str) -> Policy:

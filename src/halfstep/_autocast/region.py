@@ -4,30 +4,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
 from halfstep._autocast import kernels, scopes
 from halfstep._autocast.policy import Policy, preset
+from halfstep._autocast.scopes import Settings
 from halfstep._pytorch import amp, compiler, modes
 from halfstep.errors import CallOrderError
-
-
-class Settings(NamedTuple):
-    """The settings of a context, all constants, so that torch.compile can put them into a graph.
-
-    Attributes:
-        switches: the values for PyTorch's switches.
-        policy: the number of the policy (see :func:`kernels.prepare`), None if autocast is off.
-        inherit: whether the policy of an outer context takes precedence.
-    """
-
-    switches: amp.Switches
-    policy: int | None
-    inherit: bool
-
 
 _NOT_IN_A_PROGRAM = (
     "{} cannot keep a halfstep policy in the program that it makes: let it have the model without "
@@ -244,7 +230,7 @@ def _exit_below_others(context: Region) -> CallOrderError | None:
             if each.policies is not scope.policies:
                 other = each.block
             continue
-        assert each.context is not None
+        assert isinstance(each.context, Region)
         assert each.settings is not None
         _enter(each.context, each.settings)
         alike = scope.policies, scope.settings.switches, scope.policies

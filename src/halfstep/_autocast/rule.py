@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -219,6 +219,22 @@ def around(module: str) -> list[str]:
     """Return the names of the modules that contain one, and its own: a, a.b, a.b.c for a.b.c."""
     names = module.split(".")
     return [".".join(names[: end + 1]) for end in range(len(names))] if module else []
+
+
+class Rules(Protocol):
+    """What a policy decides; :class:`halfstep.Policy` documents the methods."""
+
+    @property
+    def rules(self) -> tuple[Rule, ...]: ...
+    @property
+    def module_rules(self) -> tuple[Rule, ...]: ...
+    def rule(
+        self, op: str, device: str, dtype: torch.dtype, phase: Phase, module: str, /
+    ) -> Rule | None: ...
+    def action(self, op: str, device: str, dtype: torch.dtype, phase: Phase, /) -> Action: ...
+    def island(
+        self, module: str, device: str, dtype: torch.dtype, phase: Phase = ..., /
+    ) -> Rule | None: ...
 
 
 def is_in_place(op: str) -> bool:

@@ -12,29 +12,25 @@ fingerprint into the tag that is part of every key.
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from halfstep._autocast import weight_cache
+from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._pytorch import amp, compiler
 
-if TYPE_CHECKING:
-    from halfstep._autocast.ambient import use_policy
-    from halfstep._autocast.kernels import PolicyOnDevice
-    from halfstep._autocast.region import Region, Settings
 
-
-class Policies(dict[str, "PolicyOnDevice"]):
+class Policies(dict[str, PolicyOnDevice]):
     """The active policy of each device type that has one. Immutable and interned."""
 
-    def __init__(self, policies: Mapping[str, "PolicyOnDevice"]) -> None:
+    def __init__(self, policies: Mapping[str, PolicyOnDevice]) -> None:
         super().__init__(policies)
         self.key = frozenset(map(id, policies.values()))  # policies on devices are never freed
         # The resulting policies inside a context, by its policy's number and whether it inherits.
         self.within: dict[tuple[int, bool], Policies] = {}
 
-    def with_policy(self, policy: "PolicyOnDevice") -> "Policies":
+    def with_policy(self, policy: PolicyOnDevice) -> "Policies":
         """Return these policies, with ``policy`` on its device."""
         made = Policies({**self, policy.device: policy})
         return _all_policies.setdefault(made.key, made)
@@ -45,6 +41,20 @@ _all_policies = {NO_POLICIES.key: NO_POLICIES}
 
 ambient = NO_POLICIES
 """The policies of threads without their own; see :class:`halfstep.use_policy`."""
+
+
+class Settings(NamedTuple):
+    """The settings of a context, all constants, so that torch.compile can put them into a graph.
+
+    Attributes:
+        switches: the values for PyTorch's switches.
+        policy: the number that ``kernels.prepare`` gave the policy, None if autocast is off.
+        inherit: whether the policy of an outer context takes precedence.
+    """
+
+    switches: amp.Switches
+    policy: int | None
+    inherit: bool
 
 
 class Scope(NamedTuple):
@@ -62,11 +72,11 @@ class Scope(NamedTuple):
 
     policies: Policies
     outer: "Scope | None" = None
-    context: "Region | None" = None
-    settings: "Settings | None" = None
+    context: object = None
+    settings: Settings | None = None
     switches: amp.Switches | None = None
     nesting: int | None = None
-    block: "use_policy | None" = None
+    block: object = None
 
 
 class _State:
@@ -112,10 +122,10 @@ def policies() -> Policies:
 def enter(
     outer: Scope,
     policies: Policies,
-    context: "Region | None" = None,
-    settings: "Settings | None" = None,
+    context: object = None,
+    settings: Settings | None = None,
     switches: amp.Switches | None = None,
-    block: "use_policy | None" = None,
+    block: object = None,
 ) -> Scope:
     """Make a :class:`Scope` inside of ``outer`` the current one; :func:`leave` undoes it."""
     state = thread.state
@@ -145,7 +155,7 @@ def leave(scope: Scope) -> None:
         weight_cache.clear()
 
 
-def leave_below(block: "use_policy") -> bool:
+def leave_below(block: object) -> bool:
     """Leave a block that is not the innermost; return whether it was entered in this thread."""
     inner: list[Scope] = []
     each: Scope | None = current()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast.modules import without_wrappers
+from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._diagnose.diagnosis import NO_END
 from halfstep._diagnose.observer import OpCall, OpKey, OpObserver

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from halfstep._autocast.kernels import observed_by
-from halfstep._autocast.modules import without_wrappers
 from halfstep._common.machine import rank
+from halfstep._common.module_names import without_wrappers
 from halfstep._diagnose import cure_search
 from halfstep._diagnose.absorbed import find_absorbed
 from halfstep._diagnose.blame import OUTSIDE, Blame, Scan, scan

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast.modules import without_wrappers
+from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import map_plain, tensors_in
 from halfstep._diagnose.blame import OUTSIDE, Blame, BlameTracker, has_nan_number
 from halfstep._diagnose.diagnosis import A_NUMBER, BadOp, Operand

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, is_autocast_enabled, nn
 
 from halfstep._autocast.context import autocast
-from halfstep._autocast.modules import replicated
-from halfstep._autocast.region import Region, Settings
+from halfstep._autocast.region import Region
+from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import RandomStates
+from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._diagnose.user_code import CALLED_AGAIN, Place
 from halfstep._pytorch import autograd, modes

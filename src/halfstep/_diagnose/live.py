@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast.kernels import observed_by
-from halfstep._autocast.modules import replicated
+from halfstep._common.module_names import replicated
 from halfstep._common.patches import Patches
 from halfstep._diagnose.blame import ELSEWHERE, OUTSIDE
 from halfstep._diagnose.diagnose import judge_alone

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep._autocast.modules import replicated
+from halfstep._common.module_names import replicated
 from halfstep._common.nested import tensors_in
 from halfstep._diagnose.undo import UndoLog
 from halfstep._pytorch import compiler, distributed, modes

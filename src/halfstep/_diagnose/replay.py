@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep._autocast.kernels import PolicyOnDevice
+from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.rule import Rule
 from halfstep._common.nested import tensors_in, values_reached
 from halfstep._common.patches import Around, Patches, subclasses, watch_steps

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfstep._autocast import kernels
-from halfstep._autocast.modules import Wrapped, matching, name_modules, unwrap
+from halfstep._autocast.modules import Wrapped, name_modules, unwrap
 from halfstep._autocast.policy import Policy, preset
-from halfstep._autocast.region import Region, Settings, changed
+from halfstep._autocast.region import Region, changed
 from halfstep._autocast.rule import HALVES
+from halfstep._autocast.scopes import Settings
+from halfstep._common.module_names import matching
 from halfstep._common.nested import map_plain
 from halfstep._common.patches import Patches
 from halfstep._pytorch import amp

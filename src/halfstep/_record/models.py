@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from halfstep._autocast.modules import without_wrappers
+from halfstep._common.module_names import without_wrappers
 from halfstep._pytorch import compiler, modes
 from halfstep._record.files import Event
 from halfstep._scaler.buffers import NAN, levels_of

@@ -24,8 +24,9 @@ from torch.amp import autocast_mode
 import halfstep
 from halfstep import Policy, preset
 from halfstep._autocast import kernels
-from halfstep._autocast.region import Region, Settings
+from halfstep._autocast.region import Region
 from halfstep._autocast.rule import HALVES, LOWER_PRECISIONS
+from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import has_device
 from halfstep._common.patches import Patches
 from halfstep._pytorch import compiler

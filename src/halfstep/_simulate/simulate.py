@@ -16,11 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep._autocast import kernels
 from halfstep._autocast.context import default_device
-from halfstep._autocast.kernels import PolicyOnDevice, observed_by
+from halfstep._autocast.kernels import observed_by
 from halfstep._autocast.modules import name_modules
+from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.policy import Policy
-from halfstep._autocast.region import Region, Settings
+from halfstep._autocast.region import Region
 from halfstep._autocast.rule import Rule
+from halfstep._autocast.scopes import Settings
 from halfstep._common.text import did_you_mean
 from halfstep._numerics.formats import FORMATS, Format
 from halfstep._pytorch import amp, compiler

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast import scopes
-from halfstep._autocast.kernels import PolicyOnDevice
-from halfstep._autocast.modules import without_wrappers
+from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.rule import Rule
+from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import amp, autograd, compiler, dispatch, modes

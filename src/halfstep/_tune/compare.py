@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast.modules import replicated, without_wrappers
 from halfstep._common.machine import RandomStates, accelerators
+from halfstep._common.module_names import replicated, without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import listed, things
 from halfstep._common.patches import Patches, TopLevelCalls, not_compiled

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep._autocast import Policy, autocast
-from halfstep._autocast.modules import replicated, without_wrappers
 from halfstep._common.machine import RandomStates, accelerators
+from halfstep._common.module_names import replicated, without_wrappers
 from halfstep._common.nested import tensors_in, tensors_reached, values_reached
 from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.compiler import eager

@@ -1,0 +1,124 @@
+"""A policy on one device type: what runs each op."""
+
+from __future__ import annotations
+
+from functools import cache, cached_property, partial
+
+import torch
+
+from halfstep._autocast.casts import carry_out, lower_with_pytorch, needs_fp32_sums
+from halfstep._autocast.policy import Policy, meant_by, preset
+from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
+from halfstep._pytorch import dispatch
+from halfstep._pytorch.dispatch import Kernel
+
+# The kernel of each op that a policy treats differently from PyTorch's autocast.
+Plan = dict[str, Kernel]
+
+
+class PolicyOnDevice:
+    """A policy on one device type, with a plan for each lower precision, made on demand.
+
+    :func:`halfstep._autocast.kernels.prepare` documents the arguments.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        device: str,
+        *,
+        native: bool,
+        number: int,
+        module: str,
+        only_observed: bool,
+    ) -> None:
+        self.policy = policy
+        self.device = device
+        self.number = number
+        self.module = module
+        self.only_observed = only_observed
+        self.is_pytorchs = policy == preset("torch")
+        self.has_phases = any(rule.phase is not None for rule in policy.rules)
+        self.plan_for = cache(self._plan)  # not a method: a cache hit makes no Python call
+        # Even where PyTorch's kernel does the same, because that one could not be observed.
+        self.observed_kernel = cache(partial(self._kernel, native=False))
+        self._casts_for = cache(self._casts)
+        self._native = native
+        self._ruled = meant_by(policy.rules)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short text that is equal in every process for the same rules in effect."""
+        within = self.policy.rules_within(self.module)
+        return self.policy.fingerprint + ("@" + "; ".join(map(str, within)) if within else "")
+
+    def phase(self) -> Phase:
+        return "eval" if self.has_phases and not torch.is_grad_enabled() else "train"
+
+    def now(self) -> tuple[torch.dtype, Phase]:
+        """Return the lower precision and the phase of the current thread."""
+        return torch.get_autocast_dtype(self.device), self.phase()
+
+    def rule(self, op: str) -> Rule | None:
+        """Return the rule that decides an overload in this thread, None if none does."""
+        return self._rule(op, *self.now())
+
+    def casts(self) -> Plan:
+        """Return halfstep's kernels for all current rules, even where PyTorch's would do."""
+        return self._casts_for(*self.now())
+
+    def ops(self) -> set[str]:
+        """Return the overloads that any plan contains."""
+        phases = PHASES if self.has_phases else PHASES[:1]
+        return {op for dtype in LOWER_PRECISIONS for p in phases for op in self.plan_for(dtype, p)}
+
+    def table(self) -> frozenset[str]:
+        """Return the overloads that have a rule in the policy or an autocast kernel in PyTorch."""
+        return dispatch.overloads_with_autocast_kernel(self.device) | self._ruled
+
+    def _rule(self, op: str, dtype: torch.dtype, phase: Phase) -> Rule | None:
+        return self.policy.rule(op, self.device, dtype, phase, self.module)
+
+    def _casts(self, dtype: torch.dtype, phase: Phase) -> Plan:
+        rules = {op: self._rule(op, dtype, phase) for op in self._ruled}
+        return {
+            op: carry_out(rule, op, self.device, dtype)
+            for op, rule in rules.items()
+            if rule is not None and rule.action != "leave"
+        }
+
+    def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
+        kernels = {op: self._kernel(op, dtype, phase, self._native) for op in sorted(self.table())}
+        return {op: kernel for op, kernel in kernels.items() if kernel is not None}
+
+    def _kernel(self, op: str, dtype: torch.dtype, phase: Phase, native: bool) -> Kernel | None:
+        rule = self._rule(op, dtype, phase) or _leaving(op)
+        theirs = _action_of_pytorch(op, self.device, dtype)
+        if (native and _is_native(rule, theirs)) or (rule.action, theirs) == ("leave", "leave"):
+            return None
+        is_native = native and rule.action == theirs == "lower"
+        if is_native and not needs_fp32_sums(rule, op, self.device, dtype):
+            return lower_with_pytorch(op, self.device, dtype)
+        return carry_out(rule, op, self.device, dtype)
+
+
+@cache
+def _action_of_pytorch(op: str, device: str, dtype: torch.dtype) -> Action:
+    if op not in dispatch.overloads_with_autocast_kernel(device):
+        return "leave"
+    return preset("torch").action(op, device, dtype)
+
+
+@cache
+def _leaving(op: str) -> Rule:
+    return Rule(op, "leave")
+
+
+def _is_native(rule: Rule, theirs: Action) -> bool:
+    """Return whether PyTorch's own kernel does what a rule requires."""
+    match theirs:
+        case "lower":  # PyTorch's cache may return a stale cast of a weight
+            return False
+        case "promote":  # PyTorch's promotion rejects the other half precision
+            return rule in preset("torch").rules
+    return rule.action == theirs
