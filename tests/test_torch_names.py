@@ -86,8 +86,9 @@ def test_ranks_may_end_early_in_join(tmp_path: Path) -> None:
 
 
 def test_nodes_of_autograd_have_numbers() -> None:
-    numbers: list[int | None] = []
+    numbers: list[int] = []
     passes: list[int] = []
+    names, nested = [], []
 
     class Noting(torch.autograd.Function):
         @staticmethod
@@ -97,14 +98,23 @@ def test_nodes_of_autograd_have_numbers() -> None:
 
         @staticmethod
         def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-            numbers.append(autograd.running_sequence_number())
+            node = autograd.running_node()
+            numbers.append(autograd.sequence_number(node))
+            names.append(node.name())
             passes.append(autograd.backward_number())
+            nested.append(autograd.is_in_nested_backward())
+            if len(nested) == 1:
+                with torch.enable_grad():
+                    again = Noting.apply(torch.ones(1, requires_grad=True))  # type: ignore[no-untyped-call]
+                again.backward()
             return grad
 
     Noting.apply(torch.ones(1, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
     assert numbers[0] == numbers[1]
+    assert names == ["NotingBackward"] * 2
+    assert nested == [False, True]
     assert passes[0] >= 0 > autograd.backward_number()
-    assert autograd.running_sequence_number() is None
+    assert autograd.running_node() is None
 
 
 def test_modes_of_a_thread_are_known_also_while_one_of_them_runs() -> None:

@@ -180,14 +180,6 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     "PyTorch itself fails on a device here: its averages divide integer buffers with foreach.": (
         "scaler/test_buffers.py::test_an_average_between_step_and_update_has_restored_buffers",
     ),
-    "Known defect: with backward passes in a thread of its own a trace loses which cast a gradient is of (trace.py, places).": (
-        "trace/test_trace.py::test_a_function_of_the_user_and_double_backward",
-        "trace/test_trace.py::test_gradients_after_a_checkpoint_belong_to_their_modules[True]",
-        "trace/test_trace.py::test_recomputed_ops[False-False]",
-        "trace/test_trace.py::test_recomputed_ops[True-False]",
-        "trace/test_trace.py::test_recomputed_ops[True-True]",
-        "trace/test_trace.py::test_rows_of_the_backward_pass_belong_to_the_modules",
-    ),
     "Known defect: what a backward pass in a thread of its own reads first has no name (user_code.py, _known_names).": (
         "diagnose/test_loops.py::test_of_views_of_one_tensor_the_bad_one_is_named[q]",
         "diagnose/test_loops.py::test_of_views_of_one_tensor_the_bad_one_is_named[v]",

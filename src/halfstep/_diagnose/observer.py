@@ -16,7 +16,7 @@ from halfstep._common.nested import tensors_in
 from halfstep._diagnose.undo import UndoLog
 from halfstep._pytorch import compiler, distributed, modes
 from halfstep._pytorch.parts import any_made_of_others
-from halfstep._trace.ops import OpMode, OpPlace, RunningModules, casts_to, op_name, written_to
+from halfstep._trace.ops import OpMode, OpPlace, RunningModules, op_name, written_to
 from halfstep._trace.rows import Phase
 from halfstep.errors import RanksError
 
@@ -219,8 +219,7 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> OpCall:
         number, name = self.num_ops, op_name(func)
-        is_cast = casts_to(func, args, kwargs) is not None
-        place, phase = self.places.place(name, number, is_cast=is_cast)
+        place, phase = self.places.place(name, number, cast=None)
         written = list(tensors_in(written_to(func, args, kwargs)))
         alike = (name, phase, place.module, place.call, place.op)
         key = (*alike, self._counts[alike])

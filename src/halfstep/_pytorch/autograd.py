@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial, wraps
+from types import FrameType
 from typing import Any
 
 import torch
@@ -49,10 +52,27 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def running_sequence_number() -> int | None:
-    """Return the sequence number of the node running backward in this thread, None for none."""
-    node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
+# (): the node running backward in this thread, None for none.
+running_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def sequence_number(node: Any) -> int:
+    """Return the sequence number of a node."""
+    return int(node._sequence_nr())
+
+
+def is_in_nested_backward() -> bool:
+    """Return whether the pass running in this thread was begun inside of another one.
+
+    The outer one began in this thread, unless the thread is one of autograd's for a device.
+    """
+    frame: FrameType | None = sys._getframe()
+    num_begun = 0
+    while frame is not None:
+        num_begun += frame.f_code is ENGINE_CODE
+        frame = frame.f_back
+    is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
+    return num_begun > (0 if is_autograds else 1)
 
 
 def accumulated_into() -> torch.Tensor | None:

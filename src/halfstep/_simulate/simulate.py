@@ -279,7 +279,7 @@ class _Simulator(OpMode):  # type: ignore[no-untyped-call]
         return self.places.under(op, meant or rule, active)
 
     def run(self, func: Any, args: Args, kwargs: Kwargs, given: list[Tensor]) -> Any:
-        place, phase = self.places.place(op_name(func), next(self._numbers), is_cast=False)
+        place, phase = self.places.place(op_name(func), next(self._numbers), cast=None)
         lowered = place.rule is not None and place.rule.endswith(":lower")
         where = OpContext(place.module, phase, lowered, self._counts)
         return self._arithmetic.run(func, args, kwargs, where)

@@ -213,8 +213,9 @@ class OpPlace(NamedTuple):
 
     Attributes:
         op: The op that the rule was looked up for.
-        cast: The number of the cast, if the op is one.
+        cast: The number of the cast whose gradient an autograd node computes, if any.
         number: For an autograd node, the number of the op that created it.
+        made_by: For an autograd node, the op that created it.
     """
 
     module: str = ""
@@ -223,6 +224,7 @@ class OpPlace(NamedTuple):
     op: str | None = None
     cast: int | None = None
     number: int = -1
+    made_by: str = ""
 
 
 class ThreadState(threading.local):
@@ -233,8 +235,7 @@ class ThreadState(threading.local):
         next_node: The next autograd sequence number, as of the last op.
         nodes: The places of the autograd nodes created in this thread, by sequence number.
         records: Whether gradients are recorded, by backward pass.
-        recomputed: The backward passes that began here after a recomputation.
-        phase: The phase of the last op.
+        nested: The backward passes that began inside of another one.
     """
 
     def __init__(self) -> None:
@@ -242,8 +243,7 @@ class ThreadState(threading.local):
         self.next_node = autograd.next_sequence_number()
         self.nodes: dict[int, OpPlace] = {}
         self.records: dict[int, bool] = {}
-        self.recomputed: set[int] = set()
-        self.phase: Phase = "forward"
+        self.nested: set[int] = set()
 
 
 class OpPlaces:
@@ -277,8 +277,11 @@ class OpPlaces:
         task = autograd.backward_number()
         return task >= 0 and task not in self._thread.records
 
-    def place(self, op: str, number: int, *, is_cast: bool) -> tuple[OpPlace, Phase]:
-        """Return the place of an op, and record it for the autograd nodes that the op created."""
+    def place(self, op: str, number: int, *, cast: int | None) -> tuple[OpPlace, Phase]:
+        """Return the place of an op, and record it for the autograd nodes that the op created.
+
+        ``cast`` is the number of the cast whose gradient those nodes compute, if any.
+        """
         here, task = self._thread, autograd.backward_number()
         call, ruled = self.modules.innermost(), here.ruled[-1] if here.ruled else None
         phase: Phase = "forward"
@@ -290,24 +293,20 @@ class OpPlaces:
             place = place._replace(rule=str(ruled.rule), op=ruled.op)
         following = autograd.next_sequence_number()
         made_for = place if phase == "backward" else place._replace(op=place.op or op)
-        made_for = made_for._replace(cast=number if is_cast else None, number=number)
+        made_for = made_for._replace(cast=cast, number=number, made_by=op)
         for node in range(here.next_node, following):
             here.nodes[node] = made_for
         here.next_node = following
-        here.phase = phase
         return place, phase
 
     def _place_in_backward(
         self, task: int, call: ModuleCall | None, op: str
     ) -> tuple[OpPlace, Phase]:
         here = self._thread
-        if task not in here.records and here.phase == "recompute":
-            here.recomputed.add(task)
+        if task not in here.records and autograd.is_in_nested_backward():
+            here.nested.add(task)
         records = here.records.setdefault(task, torch.is_grad_enabled())
-        # On CUDA the backward pass, including recomputation, runs in a thread of autograd.
-        nodes = here.nodes if task in here.recomputed else self._nodes
-        node = autograd.running_sequence_number()
-        place = nodes.get(-1 if node is None else node, OpPlace())
+        place = self._place_of(autograd.running_node())
         if call is not None and call.in_backward:
             return OpPlace(call.module, call.number), "recompute"
         if torch.is_grad_enabled() and not records:  # a function, not a module
@@ -318,6 +317,32 @@ class OpPlaces:
         if op in ("add", "add_"):  # autograd's own sum of gradients, without a rule
             place = place._replace(rule=None, op=None)
         return place, "backward"
+
+    def _place_of(self, node: Any) -> OpPlace:
+        """Return the place of the op that created an autograd node.
+
+        Each thread numbers the nodes that it creates. Autograd's threads for devices create some
+        when they recompute a checkpoint, which a nested backward pass then runs, and for a second
+        backward pass; of two nodes with one number, the name of the op tells which it is.
+        """
+        tables = [self._nodes, self._thread.nodes]
+        if autograd.backward_number() in self._thread.nested:
+            tables.reverse()
+        number = -1 if node is None else autograd.sequence_number(node)
+        found = [table[number] for table in tables if number in table]
+        kind = "" if node is None else node.name().partition("Backward")[0].lower()
+        alike = (each for each in found if each.made_by.replace("_", "") == kind)
+        return next(alike, found[0] if found else OpPlace())
+
+    def casts_with_gradients(self) -> list[int]:
+        """Return the numbers of the casts whose gradients the running autograd node computes.
+
+        Its results go to the nodes of casts that a cache connects to their weights.
+        """
+        node = autograd.running_node()
+        following = [] if node is None else [each for each, _ in node.next_functions if each]
+        casts = (self._place_of(each).cast for each in following)
+        return [number for number in casts if number is not None]
 
 
 # --- the mode -------------------------------------------------------------------------------------

@@ -261,6 +261,8 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         self._clock = Clock()
         self._numbers = count()
         self._by_hand: set[int] = set()
+        self._weights: dict[int, int] = {}  # the last cast of each weight, by storage
+        self._sources: dict[int, Value] = {}  # what casts of weights read, by number
         super().__init__(RunningModules(model))
         self._thread = _Thread()
 
@@ -316,7 +318,10 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         number, ruled = next(self._numbers), self.places.ruled
         if self.places.backward_begins():
             self._note_seed()
-        place, phase = self.places.place(op, number, is_cast=cast_to is not None)
+        cast = number if cast_to is not None else None
+        if op == "_unsafe_view" and inputs[0].is_weight:  # the cache connects a cast to its weight
+            cast = self._weights.get(inputs[0].storage)
+        place, phase = self.places.place(op, number, cast=cast)
         self._thread.of_cast = place.cast
         autocast, cache = ruled[-1].switches if ruled else autocast_of_caller(device)
         return Row(
@@ -347,17 +352,28 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
     def _note_cast(self, row: Row, to: str, result: int) -> None:
         source, ruled = row.inputs[-1], self.places.ruled
         self._ids.note_cast(source, result)
+        if source.is_weight:
+            self._weights[source.storage], self._sources[row.number] = row.number, source
         size = cast_bytes(source.shape, source.dtype, to)
         cast = Cast(row.number, source, to, result, size, False, None)
         if ruled:
             ruled[-1].casts.append(cast)
         elif row.phase == "backward":
             of = self._thread.of_cast
+            if of is None:  # the engine casts the gradient of a cast from the cache
+                of = self._cached_like(source)
             self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
         elif row.autocast is not None and row.device not in scopes.policies():  # made by PyTorch
             self._thread.casts.append(replace(row, casts=(cast,)))
         else:
             self._write_by_hand([replace(row, casts=(cast,))])
+
+    def _cached_like(self, gradient: Value) -> int | None:
+        """Return the number of the weight's cast from the cache that has a gradient."""
+        for number in self.places.casts_with_gradients():
+            if number in self._sources and self._sources[number].shape == gradient.shape:
+                return number
+        return None
 
     def _note(self, row: Row, outputs: tuple[Value, ...]) -> None:
         compute, casts = computed_in(row.inputs, outputs), self._pending(row)
