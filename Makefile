@@ -9,11 +9,11 @@ JOBS   ?= 2
 TORCH  ?= 2.15.0
 
 # The tests of `make test-simulated`, and those of them that depend on what a device lacks.
-SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights record trace tune)
+SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights record trace tune diagnose)
 BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.py gradients.py loss_scale.py overrides.py) \
 	$(addprefix tests/scaler/test_scaler_,training.py clip.py floor.py guard.py saving.py skips.py)
 
-.PHONY: help setup demo test quick test-torch test-simulated test-simulated-diagnose pytest check fuzz pairs score quality package gpu test-ranks bench docs clean
+.PHONY: help setup demo test quick test-torch test-simulated pytest check fuzz pairs score quality package gpu test-ranks bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -70,9 +70,6 @@ test-simulated: $(READY)  ## the tests that take a device, on a simulated one, w
 	@set -e; for profile in mps xpu_arc plain slow; do \
 		$(BIN)/pytest -q -n $(JOBS) -m "not gpu and not slow" --device sim:$$profile $(BY_PROFILE) $(ARGS); \
 	done
-
-test-simulated-diagnose: $(READY)  ## the same for diagnose
-	$(BIN)/pytest -q -n $(JOBS) -m "not gpu and not slow" --device sim:cuda tests/diagnose $(ARGS)
 
 gpu: $(READY)  ## what needs a GPU: tests, counts, times beside torch.amp; writes docs/gpu.md
 	$(BIN)/python benchmarks/gpu.py $(ARGS)

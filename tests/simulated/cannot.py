@@ -180,10 +180,6 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     "PyTorch itself fails on a device here: its averages divide integer buffers with foreach.": (
         "scaler/test_buffers.py::test_an_average_between_step_and_update_has_restored_buffers",
     ),
-    "Known defect: what a backward pass in a thread of its own reads first has no name (user_code.py, _known_names).": (
-        "diagnose/test_loops.py::test_of_views_of_one_tensor_the_bad_one_is_named[q]",
-        "diagnose/test_loops.py::test_of_views_of_one_tensor_the_bad_one_is_named[v]",
-    ),
 }
 """Tests by reason: a file below tests/, or one of its functions, or one of the function's cases,
 where a ``*`` stands for anything."""

@@ -110,7 +110,7 @@ def user_spot() -> Spot | None:
 
 
 def _user_frame() -> FrameType | None:
-    for frame in _frames():
+    for frame in autograd.frames():
         code = frame.f_code
         if code is autograd.ENGINE_CODE:
             return None
@@ -133,7 +133,7 @@ def whole_model(module: nn.Module) -> nn.Module:
     ``training_step`` is such a method. Return ``module`` if there is none.
     """
     whole = module
-    for frame in _frames():
+    for frame in autograd.frames():
         owner = _self_of(frame) if is_users(frame.f_code.co_filename) else None
         if isinstance(owner, nn.Module) and any(whole is part for part in owner.modules()):
             whole = owner
@@ -159,7 +159,7 @@ def _self_of(frame: FrameType) -> Any:
 def torch_modules() -> list[str]:
     """Return the class names of the modules on the stack up to the user's code, innermost first."""
     owners: list[nn.Module] = []
-    for frame in _frames():
+    for frame in autograd.frames():
         if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
             break
         owner = frame.f_locals.get("self")
@@ -171,7 +171,7 @@ def torch_modules() -> list[str]:
 def is_given_to_module(value: Any) -> bool:
     """Return whether the user's code passed a value to the PyTorch module that is running."""
     given: list[Any] = []
-    for frame in _frames():
+    for frame in autograd.frames():
         if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
             break
         if frame.f_code is modules.CALL_CODE:  # the outermost call wins
@@ -206,7 +206,7 @@ def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
 
     A function whose call is repeated may have returned, so only its globals are known.
     """
-    for frame in _frames():
+    for frame in autograd.frames():
         code, line, around, own = frame.f_code, frame.f_lineno, frame.f_globals, frame.f_locals
         if code in CALLED_AGAIN and own["at"] is not None:
             at: Place = own["at"]
@@ -217,7 +217,7 @@ def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
 
 def is_of_batch(tensor: Tensor) -> bool:
     """Return whether a tensor is passed to a module or to a loss function of PyTorch."""
-    for frame in _frames():
+    for frame in autograd.frames():
         is_loss = frame.f_code.co_name.endswith(("_loss", "cross_entropy", "_with_logits"))
         if is_loss and frame.f_code.co_filename == torch.nn.functional.__file__:
             given: Any = list(frame.f_locals.values())
@@ -236,13 +236,6 @@ def is_users(file: str) -> bool:
     if file.startswith(_OURS):
         return False
     return any(part in file for part in _PACKAGES) or not file.startswith(_LIBRARY)
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _path_to(is_it: Callable[[Tensor], bool], name: str, value: Any, depth: int) -> str | None:

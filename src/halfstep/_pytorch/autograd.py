@@ -61,20 +61,6 @@ def sequence_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
-def is_in_nested_backward() -> bool:
-    """Return whether the pass running in this thread was begun inside of another one.
-
-    The outer one began in this thread, unless the thread is one of autograd's for a device.
-    """
-    frame: FrameType | None = sys._getframe()
-    num_begun = 0
-    while frame is not None:
-        num_begun += frame.f_code is ENGINE_CODE
-        frame = frame.f_back
-    is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
-    return num_begun > (0 if is_autograds else 1)
-
-
 def accumulated_into() -> torch.Tensor | None:
     """Return the tensor whose ``grad`` is being accumulated in this thread, None for none."""
     node: Any = torch._C._current_autograd_node()
@@ -88,6 +74,34 @@ def has_hooks_after_accumulation(leaf: torch.Tensor) -> bool:
 
 # The function in which every backward pass starts; Python code called by it is above on the stack.
 ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
+
+
+def frames() -> Iterator[FrameType]:
+    """Yield the frames of the caller, innermost first.
+
+    A backward pass on a device runs in a thread of autograd. There the frames of the thread that
+    called it follow, if only one thread waits for a pass.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(2):
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+        if not _is_thread_of_autograd():
+            return
+        waiting = [each for each in sys._current_frames().values() if each.f_code is ENGINE_CODE]
+        frame = waiting[0] if len(waiting) == 1 else None
+
+
+def _is_thread_of_autograd() -> bool:
+    # Python did not start it.
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def is_in_nested_backward() -> bool:
+    """Return whether the pass running in this thread was begun inside of another one."""
+    num_begun = sum(frame.f_code is ENGINE_CODE for frame in frames())
+    return num_begun > 1
 
 
 def gradients_of(
