@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt setup.sh
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" OTHER_TORCH="$(OTHER_TORCH)" sh setup.sh
 
 demo: $(READY)  ## train a small GPT in fp32, bf16 and fp16 and compare; ARGS="--steps 100" for less
-	@$(BIN)/halfstep demo $(ARGS)
+	@$(BIN)/python examples/train_text.py $(ARGS)
 
 check: $(READY)  ## lint, format, types and the direction of imports
 	$(BIN)/ruff check .

@@ -16,18 +16,22 @@ system each time, that is most of what one measures. glibc keeps it if told so:
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.train_text import GPT, GPTConfig
+
 from halfstep import autocast, hold_casts
 from halfstep._common.machine import device_name
-from halfstep._demo.gpt import GPT, GPTConfig
 from step_time import ratios, synchronize
 
 Context = Callable[[], AbstractContextManager[None]]

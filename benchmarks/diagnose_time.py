@@ -18,14 +18,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.train_text import GPT, GPTConfig
+
 import halfstep
-from halfstep._demo.gpt import GPT, GPTConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # What makes a weight too large for the products of a dtype; in bf16 it is for float32 too.

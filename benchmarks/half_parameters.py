@@ -26,9 +26,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.train_text import GPT, SIZES, GPTConfig
+
 import halfstep
 from halfstep._common.machine import device_name
-from halfstep._demo.gpt import GPT, SIZES, GPTConfig
 from halfstep._master_weights.chunks import chunks_of
 from halfstep._master_weights.exchange import Exchange, Scratch
 from halfstep._master_weights.stores import STORES

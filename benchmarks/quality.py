@@ -11,9 +11,11 @@ Lost updates are those of the last ten steps. Needs scikit-learn for its digits.
 import argparse
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +23,11 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.train_text import GPT, Corpus, GPTConfig, draw_batches, held_out_windows
+
 import halfstep
 from halfstep._common.machine import device_name
-from halfstep._demo.corpus import Corpus, draw_batches, held_out_windows
-from halfstep._demo.gpt import GPT, GPTConfig
 
 LAST = 10
 
@@ -106,7 +109,7 @@ class Task:
 
 
 def text(make: Callable[[int], nn.Module], context: int, rate: float) -> Task:
-    corpus = Corpus.load(None, context)
+    corpus = Corpus()
     return Task(
         lambda: make(corpus.vocab),
         rate,

@@ -16,14 +16,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.train_text import GPT, SIZES, GPTConfig
+
 import halfstep
 from halfstep._common.machine import device_name
-from halfstep._demo.gpt import GPT, SIZES, GPTConfig
 from halfstep._record.recorder import Recorder
 from step_time import ratios
 

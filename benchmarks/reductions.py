@@ -13,14 +13,18 @@ import argparse
 import itertools
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.train_text import GPT, GPTConfig
+
 from halfstep._common.machine import device_name
-from halfstep._demo.gpt import GPT, GPTConfig
 from halfstep._scaler.norms import largest_magnitudes, sums_of_squares
 
 GRADIENTS = ("4096x256", "GPT 43M", "1x64M")

@@ -5,7 +5,7 @@ Two trainings under float16 autocast, where it matters how the scale moves:
 bursts: a regression whose noise has heavy tails (Student's t, 2 degrees of freedom), an MLP of ten
     layers, clipped to norm 0.5. In a run the largest gradient varies by a factor of some hundred.
     A rule that tries larger scales often loses a step each time.
-too low: the GPT of `halfstep demo --size tiny` on the same text, its loss summed and divided by
+too low: the GPT of `examples/train_text.py`, tiny, on the same text, its loss summed and divided by
     2^19 tokens as there, from a scale of 1: most gradients underflow until the scale has grown.
 
 *Lost*: steps skipped. *Underflow*: entries that are not zero in a float32 backward pass of the same
@@ -28,6 +28,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import TypeAlias
@@ -36,11 +37,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.train_text import GPT, MEAN_OVER, Corpus, GPTConfig, draw_batches
+
 from halfstep import GradScaler, autocast
 from halfstep._common.machine import device_name
-from halfstep._demo.corpus import Corpus, draw_batches
-from halfstep._demo.gpt import GPT, GPTConfig
-from halfstep._demo.train import MEAN_OVER
 from halfstep._scaler.rules import Dynamic, Rule, Static
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.transition import next_state
@@ -95,7 +96,7 @@ def bursts(seed: int, steps: int = 600) -> Training:
 
 def too_low(seed: int, steps: int = 240) -> Training:
     torch.manual_seed(seed)
-    corpus = Corpus.load(None, context=32)
+    corpus = Corpus()
     model = GPT(GPTConfig.of_size("tiny", corpus.vocab))
     batches = draw_batches(corpus.train, steps, 8, model.config.context, seed, "cpu")
 

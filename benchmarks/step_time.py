@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.train_text import GPT, SIZES, GPTConfig
+
 from halfstep import autocast
 from halfstep._common.machine import device_name
-from halfstep._demo.gpt import GPT, SIZES, GPTConfig
 
 Variant = Callable[[], AbstractContextManager[None]]
 

@@ -45,8 +45,6 @@ SLOW = (
     "cli/test_cli.py",
     "cli/test_run.py",
     "cli/test_tune.py",
-    "demo/test_demo.py",
-    "demo/test_train.py",
     "diagnose/test_faults.py",
     "diagnose/test_hard_cases.py",
     "diagnose/test_ranks.py",

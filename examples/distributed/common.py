@@ -12,6 +12,7 @@ import fcntl
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 
 from halfstep import GradScaler
-from halfstep._demo.corpus import Corpus
-from halfstep._demo.gpt import GPT, GPTConfig
+
+sys.path.append(str(Path(__file__).parents[1]))
+from train_text import GPT, Corpus, GPTConfig
 
 BATCH, CONTEXT = 16, 32  # windows of a batch, of all ranks together; characters of a window
 TORCHRUN = os.getppid()
@@ -67,10 +69,10 @@ def _count(text: str) -> int:
 
 
 class Text:
-    """The demo's text in windows, in a new random order in each epoch."""
+    """The text of train_text.py in windows, in a new random order in each epoch."""
 
     def __init__(self) -> None:
-        corpus = Corpus.load(None, CONTEXT)
+        corpus = Corpus()
         length = CONTEXT + 1
         self.vocab = corpus.vocab
         self.windows = corpus.train[: len(corpus.train) // length * length].view(-1, length)
@@ -95,7 +97,7 @@ class Text:
 
 
 def new_model(text: Text) -> GPT:
-    """Return the demo's GPT, with 55 thousand parameters."""
+    """Return the GPT of train_text.py, with 55 thousand parameters."""
     return GPT(GPTConfig(text.vocab, CONTEXT, layers=4, heads=2, width=32))
 
 

@@ -17,7 +17,6 @@ adds:
 * ``ValueError``
 
   * :class:`RecordError`: the files of a recorded run are missing or cannot be read.
-  * :class:`DemoError`: ``halfstep demo`` cannot use a setting, a text or an output folder.
 
 * ``UserWarning``
 
@@ -63,10 +62,6 @@ class RanksError(RuntimeError):
 
 class RecordError(ValueError):
     """The files of a recorded run cannot be read; the message names the file and the cure."""
-
-
-class DemoError(ValueError):
-    """A setting, a text or a folder that the demo cannot use; the message names the cure."""
 
 
 class HalfstepWarning(UserWarning):

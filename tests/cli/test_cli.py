@@ -1,10 +1,7 @@
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 from tests.report import records
@@ -13,7 +10,6 @@ import halfstep
 from halfstep._cli import main
 
 COMMAND = [sys.executable, "-c", "import sys; from halfstep._cli import main; sys.exit(main())"]
-TINY = ["demo", "--size", "tiny", "--steps", "2"]
 
 
 def test_version(capsys):
@@ -25,7 +21,7 @@ def test_version(capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--help"], ["demo", "--version"]), (["demo", "--help"], ["--precision", "examples:", "-o"])],
+    [(["--help"], ["doctor", "--version"]), (["report", "--help"], ["--against", "examples:"])],
 )
 def test_help(arguments, words, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -37,7 +33,7 @@ def test_help(arguments, words, capsys):
 
 @pytest.mark.parametrize(
     "command",
-    ["", "run", "report", "check", "doctor", "tune", "policy", "policy show", "demo"],
+    ["", "run", "report", "check", "doctor", "tune", "policy", "policy show"],
 )
 def test_a_help_fits_a_terminal_of_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -51,120 +47,9 @@ def test_without_a_command_it_shows_the_help(capsys):
     assert "commands:" in capsys.readouterr().out
 
 
-def test_the_defaults_in_the_help_are_the_defaults(capsys):
-    from halfstep._demo.train import DemoSettings
-
-    with pytest.raises(SystemExit):
-        main(["demo", "--help"])
-    out = " ".join(capsys.readouterr().out.split())
-    settings = DemoSettings()
-    assert f"steps of each run (default: {settings.steps})" in out
-    assert f"{settings.device} (default)" in out
-    assert f"{settings.size} (default)" in out
-    assert f"(default: {settings.seed})" in out
-    assert f"is a share (default: {settings.mean_over}," in out
-
-
-def test_demo_does_as_it_is_told(tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("Once upon a time there was a princess. " * 100)
-    options = ["--precision", "bf16", "fp32", "--text", str(text), "--seed", "3"]
-    assert main([*TINY, *options, "--mean-over", "999", "-o", str(tmp_path / "out")]) == 0
-    document = json.loads((tmp_path / "out" / "results.json").read_text())
-    settings = document["settings"]
-    assert [run["precision"] for run in document["runs"]] == ["fp32", "bf16"]
-    assert (settings["steps"], settings["seed"], settings["mean_over"]) == (2, 3, 999)
-    assert (settings["size"], settings["text"]) == ("tiny", repr(str(text)))
-    assert "bf16 autocast" in capsys.readouterr().out
-
-
-def test_a_quick_demo_has_fewer_steps(tmp_path, capsys):
-    options = ["--size", "tiny", "--precision", "fp32", "-o", str(tmp_path)]
-    assert main(["demo", "--quick", *options]) == 0
-    assert json.loads((tmp_path / "results.json").read_text())["settings"]["steps"] == 30
-    with pytest.raises(SystemExit):
-        main(["demo", "--quick", "--steps", "3"])
-    assert "not allowed with argument --quick" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--steps", "0"], "steps must be at least 1, got 0"),
-        (["--precision", "fp8"], "no precision is called 'fp8'; choose fp32"),
-        (["--text", "no-such-file"], "cannot read --text 'no-such-file': No such file"),
-        (["--size", "big"], "no size is called 'big'"),
-        (["--output", "/dev/null/x"], "cannot write to --output '/dev/null/x': Not a directory"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_code_2(options, message, capsys):
-    assert main([*TINY, *options]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"halfstep demo: {message}")
-    assert err.count("\n") == 1
-
-
-def test_ctrl_c_is_130(monkeypatch, tmp_path):
-    import halfstep._demo.demo as module
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "train", stop)
-    assert main([*TINY, "-o", str(tmp_path)]) == 130
-    monkeypatch.setattr(module, "measure_machine", stop)
-    assert main([*TINY, "-o", str(tmp_path)]) == 130
-
-
-def test_without_rich_the_cure_is_named(tmp_path):
-    script = (
-        "import sys; sys.modules['rich'] = None; from halfstep._cli import main; "
-        f"sys.exit(main(['demo', '-o', {str(tmp_path)!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "halfstep demo: needs the package rich, which is not installed; "
-        "install it with: pip install rich\n"
-    )
-
-
-def test_the_installed_command_trains(tmp_path):
-    command = Path(sys.executable).with_name("halfstep")
-    done = subprocess.run(
-        [command, *TINY, "--precision", "fp32", "-o", tmp_path], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "training loss" in done.stdout
-    assert done.stderr == ""
-
-
-def test_a_real_ctrl_c_ends_it_cleanly(tmp_path):
-    """SIGINT in the middle of training: table, plot and numbers, 130, no traceback."""
-    process = subprocess.Popen(
-        [*COMMAND, "demo", "--size", "tiny", "--steps", "100000", "-o", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith("fp32:"):
-        assert process.poll() is None
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert err == ""
-    assert "Interrupted: these are the results so far." in out
-    assert "stopped at" in out
-    assert '"finished": false' in (tmp_path / "results.json").read_text()
-    assert (tmp_path / "losses.svg").read_text().startswith("<svg")
-
-
 @pytest.mark.parametrize(
     "command",
-    ["run x", "report {record}", "doctor x", "tune x", "policy show x", "demo"],
+    ["run x", "report {record}", "doctor x", "tune x", "policy show x"],
 )
 def test_ctrl_c_while_pytorch_is_imported(command, tmp_path):
     """No traceback, and 130; ``run`` ends by the signal, as its script would."""

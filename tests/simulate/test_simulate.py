@@ -7,12 +7,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from examples.train_text import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import simulate
-from halfstep._demo.gpt import GPT, GPTConfig
 from halfstep._numerics.formats import FORMATS, rounded
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from examples.train_text import GPT, GPTConfig
 from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep._autocast import kernels
 from halfstep._autocast.kernels import observed_by
-from halfstep._demo.gpt import GPT, GPTConfig
 from halfstep._trace.rows import Row
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from examples.train_text import GPT, GPTConfig
 from tests.device import DEVICE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep._demo.gpt import GPT, GPTConfig
 from halfstep._pytorch import dispatch
 from halfstep._trace.savings import Prediction
 from halfstep._trace.waste import WasteFinding

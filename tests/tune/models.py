@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from examples.train_text import GPT, GPTConfig
 from torch import Tensor, nn
-
-from halfstep._demo.gpt import GPT, GPTConfig
 
 Made = tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor] | None]
 

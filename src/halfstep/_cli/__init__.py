@@ -23,7 +23,7 @@ from halfstep._cli.exits import (
     options_of,
 )
 from halfstep._common.text import did_you_mean, printable
-from halfstep.errors import DemoError, RecordError
+from halfstep.errors import RecordError
 
 _WITHOUT_PYTORCH = ("report", "check")
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except CommandError as error:
         return _tell(arguments.command, error)
-    except (OSError, RecordError, DemoError, KeyboardInterrupt) as error:
+    except (OSError, RecordError, KeyboardInterrupt) as error:
         if is_script:
             raise  # Python ends as it does without halfstep
         if isinstance(error, KeyboardInterrupt):
@@ -89,7 +89,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _build_parser() -> _Parser:
-    from halfstep._cli import check, demo, doctor, policy, report, run, tune
+    from halfstep._cli import check, doctor, policy, report, run, tune
 
     parser = _Parser(
         prog="halfstep",
@@ -97,7 +97,7 @@ def _build_parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"halfstep {__version__}")
     subcommands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for command in (run, report, check, doctor, tune, policy, demo):
+    for command in (run, report, check, doctor, tune, policy):
         own = subcommands.add_parser(
             command.__name__.rpartition(".")[2],
             help=command.HELP,

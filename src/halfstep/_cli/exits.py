@@ -22,16 +22,6 @@ class CommandError(Exception):
     """An error for the user, printed without a traceback: what is wrong and what to do."""
 
 
-def require_rich() -> None:
-    """Raise an error for the user if rich is not installed."""
-    try:
-        import rich  # noqa: F401
-    except ModuleNotFoundError:
-        raise CommandError(
-            "needs the package rich, which is not installed; install it with: pip install rich"
-        ) from None
-
-
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
     """Return the long options of a command, as listed in its help."""
     return re.findall(r"^  (?:-\w[^,\n]*, )?(--[\w-]+)", parser.format_help(), re.MULTILINE)

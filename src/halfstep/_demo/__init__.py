@@ -1,1 +1,0 @@
-"""``halfstep demo``: one small GPT and one text in four precisions, side by side."""
