@@ -15,20 +15,10 @@ Kill it, however you like, and run it again: it goes on from a checkpoint with t
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import (
-    BATCH,
-    CONTEXT,
-    GPT,
-    Checkpoints,
-    Text,
-    count_steps,
-    leave,
-    new_model,
-    report,
-    start,
-)
+from common import BATCH, CONTEXT, Checkpoints, Text, count_steps, leave, new_model, report, start
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from train_text import GPT
 
 from halfstep import GradScaler, autocast
 
