@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from common import BATCH, CONTEXT, Checkpoints, Text, count_steps, leave, new_model, report, start
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from train_text import GPT
 
 from halfstep import GradScaler, autocast
+from train_text import GPT
 
 PARTS = 4  # of a batch
 
