@@ -198,8 +198,9 @@ def test_the_lower_loss_wins_and_the_faster_step_is_told(tmp_path):
     )
     assert comparison.verdict.severity == "good"
     assert comparison.verdict.text == (
-        "`b` has a lower loss than `a` and `c` (2.044, 1.044 and 3.044, means of the last 20); a "
-        "step of b is the fastest (250 ms against 500 ms and 500 ms)."
+        "`b` has a lower loss than `a` and `c` (1.044, 2.044 and 3.044, means of the last 20); a "
+        "step of b was the fastest in these runs (250 ms (250 ms to 250 ms), 500 ms (500 ms to "
+        "500 ms) and 500 ms (500 ms to 500 ms), with quartiles)."
     )
     assert best_of(comparison)["mean of the last 20 losses"] == 1
     assert best_of(comparison)["time per step"] == 1

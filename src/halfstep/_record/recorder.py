@@ -19,7 +19,9 @@ from torch import Tensor
 
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
-from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._common.numbers import power
+from halfstep._diagnose.diagnosis import Diagnosis, line_text
+from halfstep._diagnose.user_code import user_line
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._pytorch.devices import to_device
 from halfstep._record.files import Event, LineWriter
@@ -27,7 +29,7 @@ from halfstep._record.models import Models
 from halfstep._record.pending import PendingStep, PendingSteps
 from halfstep._record.sample import Sampler, UpdateCounter
 from halfstep._scaler import GradScaler
-from halfstep._scaler.access import OBSERVERS, is_in_step, watch_names
+from halfstep._scaler.access import OBSERVERS, is_in_step, is_unscaled, watch_names
 from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.norms import norms_of
 from halfstep._scaler.outcome import Outcome
@@ -58,6 +60,9 @@ RUINED = (
     "GradScaler(module=model) and guard(optimizer, module=model) restore buffers when they skip a "
     "step; in this run, load a checkpoint, or reset these buffers"
 )
+
+PAST_THE_SCALER = "steps were taken past the scaler"
+"""The beginning of a note on gradients that were stepped with while multiplied by the scale."""
 
 TORCH_SCALER = (
     "torch.amp.GradScaler scales the losses: they are recorded multiplied by its scale, and the "
@@ -114,6 +119,8 @@ class Recorder:
         )
         self._norms: list[tuple[frozenset[int], Tensor]] = []
         self._is_scaled = self._is_old = False
+        self._loss_scaler: GradScaler | None = None  # which scaled the losses of this iteration
+        self._num_scaled = 0
         self._num_backward = self._num_waits = 0
         self._stepped: set[int] = set()
         self._bad_buffers: list[str] = []
@@ -128,6 +135,8 @@ class Recorder:
         if self._listens_to(scaler):
             if not self._is_scaled:
                 self._loss, self._is_scaled = None, True
+            self._loss_scaler = scaler
+            self._num_scaled += 1
             found = self._add_losses(tensors_in([outputs]))
             if found is not None and optim.optimizer_step_depth() == 0:
                 self._scaled.append(found)  # only the last evaluation of a closure counts
@@ -178,16 +187,41 @@ class Recorder:
         if torch.compiler.is_compiling():
             return
         self._updates.after_step(optimizer)
-        if not self._counts_plain_steps():
-            return
         if optim.optimizer_step_depth() > 1 or is_in_step():
             return  # inside another optimizer, or reported by on_iteration()
+        has_gradients = any(p.grad is not None for p in parameters(optimizer))
+        if self.num_steps and not (self._num_backward or has_gradients):
+            return  # a second optimizer of the same backward pass, which gave it nothing
+        if not (self._counts_plain_steps() or self._is_past_scaler(optimizer)):
+            return
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
             norm = _norm_of_gradients(optimizer)
         self._add_step(optimizer, type(optimizer).__name__, None, self._loss, norm)
         self._stepped.add(id(optimizer))
         self._end_iteration(1.0)
+
+    def _is_past_scaler(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer stepped with gradients of scaled losses, and say so.
+
+        Gradients of another, unscaled loss are not told apart: then it is not claimed.
+        """
+        scaler = self._loss_scaler
+        if scaler is None or not self._is_listening() or self._num_backward > self._num_scaled:
+            return False
+        if is_unscaled(scaler, optimizer):
+            return False
+        if not any(note.startswith(PAST_THE_SCALER) for note in self._said):
+            line, name = user_line(), type(optimizer).__name__
+            where = "" if line is None else f"{line_text(line)}: "
+            text = (
+                f"{PAST_THE_SCALER} (first at step {self.num_steps + 1}): {where}the gradients of "
+                f"{name} were multiplied by the scale ({power(scaler.get_scale())}). Call "
+                "scaler.step(optimizer) in place of optimizer.step(), then scaler.update()"
+            )
+            self.say(text)
+            _warn(f"halfstep.record: {text}")
+        return True
 
     @_aside
     def on_torch_scaler(self) -> None:
@@ -311,6 +345,7 @@ class Recorder:
             self._write_device()
         # A second optimizer may use the same backward pass: keep the loss until the next pass.
         self._norms, self._scaled, self._is_old, self._is_scaled = [], [], True, False
+        self._loss_scaler, self._num_scaled = None, 0
         if self._sampler.is_open and (self._num_backward or self._num_waits == MOST_WAITS):
             self._num_waits = 0
             self._end_sample(scale)
@@ -400,7 +435,9 @@ class Recorder:
         if not names:
             return  # the culprits are on another rank
         counted = outcome.find_culprits()
-        is_there = any(each.num_entries for each in counted)
+        # Clipping after unscale_ has made NaN of inf.
+        is_clipped = self._norm_of(outcome.optimizer) is not None
+        is_there = not is_clipped and any(each.num_entries for each in counted)
         self._write(
             {
                 "event": "culprits",

@@ -116,6 +116,25 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
         )
 
 
+def about_rise(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence if the loss ended above where it began."""
+    loss = summary.loss
+    if loss is None or summary.losses or loss.early_max is None or loss.recent is None:
+        return  # the losses of a GAN rise and fall
+    if loss.recent > loss.early_max and math.isfinite(loss.last):
+        yield say(
+            "warning",
+            f"The loss rose: the mean of the last 20 is {number(loss.recent)}, the largest of the "
+            f"first 20 was {number(loss.early_max)}.",
+            cure=(
+                " If it should fall, lower the learning rate, clip the gradients, and compare with "
+                "a run in float32.",
+            ),
+            evidence="steps",
+            follows=summary.went_bad_at is not None,
+        )
+
+
 _IF_IT_DEPENDS_ON_THE_SCALE = (
     " If the loss depends on the scale, as a gradient penalty may, start at a smaller init_scale.",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from halfstep._common.numbers import bits, count, listed, percent, power, things
+from halfstep._common.numbers import bits, count, listed, percent, power, step_list, things
 from halfstep._common.text import Code, Sentence, Severity, names, say
 from halfstep._report.about_steps import (
     island,
@@ -110,6 +110,30 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
         most,
         cure=(" Keep all that rounding leaves out: ", call, "."),  # left out of a notice
         evidence=row_of(summary, worst),
+    )
+
+
+def about_motion(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence if gradients were there, and no weight moved."""
+    gradients = [x for x in summary.of_kind("parameter_gradient") if not x.is_all_zeros]
+    if summary.have_weights_moved is not False or not gradients:
+        return
+    counted = [x.updates for x in summary.of_kind("parameter") if x.updates is not None]
+    if any(counted) or summary.lost_updates is not None:
+        return  # rounding has lost them, which has its own sentence
+    why = (
+        "when an optimizer stepped, these were zero: something sets them to zero between backward "
+        "and step"
+        if counted
+        else "no optimizer of the run steps these weights"
+    )
+    cure = () if counted else (" Give the optimizer ", Code("model.parameters()"), ".")
+    yield say(
+        "bad",
+        "No weight moved: each was the same in all samples "
+        f"({step_list(summary.sampled)}), although the backward pass gave them gradients; {why}.",
+        cure=cure,
+        evidence=row_of(summary, gradients[0]),
     )
 
 

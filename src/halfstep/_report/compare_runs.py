@@ -155,13 +155,16 @@ def _verdict(runs: Sequence[Summary], names: Sequence[str], why_not: Sequence[st
         return say(
             "notice", "The losses of the optimizers of a GAN do not say which run is better."
         )
-    best = losses.index(min(known))
-    others = [name for n, name in enumerate(names) if n != best]
-    if max(known) - min(known) <= ALIKE * max(map(abs, known)):
-        said = ["The losses of ", *_listed(names), " are about the same"]
+    limit = min(known) + ALIKE * max(map(abs, known))
+    best = [n for n, loss in enumerate(known) if loss <= limit]
+    others = [n for n in range(len(runs)) if n not in best]
+    said: list[str | Code] = [*_listed([names[n] for n in best])]
+    if not others:
+        said = ["The losses of ", *said, " are about the same"]
     else:
-        said = [Code(names[best]), " has a lower loss than ", *_listed(others)]
-    values = listed([number(loss) for loss in known])
+        have = "has" if len(best) == 1 else "have"
+        said += [f" {have} a lower loss than ", *_listed([names[n] for n in others])]
+    values = listed([number(known[n]) for n in (*best, *others)])
     return say("good", *said, f" ({values}, means of the last 20){_speed(runs, names)}.")
 
 
@@ -203,9 +206,19 @@ def _speed(runs: Sequence[Summary], names: Sequence[str]) -> str:
     if max(known) <= (1 + ALIKE) * min(known):
         return "; their steps take as long"
     fastest = times.index(min(known))
-    others = listed([seconds(time) for n, time in enumerate(times) if n != fastest])
-    time = seconds(min(known))
-    return f"; a step of {names[fastest]} is the fastest ({time} against {others})"
+    others = [n for n in range(len(runs)) if n != fastest]
+    spread = [run.facts.seconds_quartiles for run in runs]
+    took = listed([f"{seconds(times[n])}{_between(spread[n])}" for n in (fastest, *others)])
+    own, rest = spread[fastest], [spread[n] for n in others]
+    is_clear = own is not None and all(each is not None and each[0] > own[1] for each in rest)
+    if not is_clear:
+        order = listed([names[n] for n in (fastest, *others)])
+        return f"; the times of a step overlap ({order}: {took}, with quartiles)"
+    return f"; a step of {names[fastest]} was the fastest in these runs ({took}, with quartiles)"
+
+
+def _between(quartiles: tuple[float, float] | None) -> str:
+    return "" if quartiles is None else f" ({seconds(quartiles[0])} to {seconds(quartiles[1])})"
 
 
 def _is_one_machine(runs: Sequence[Summary]) -> bool:

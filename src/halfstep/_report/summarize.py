@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise, takewhile
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 from typing import NamedTuple, TypeAlias
 
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._record.run import Culprits, Note, PolicySeen, Run, Step
+from halfstep._record.run import Culprits, Measured, Note, PolicySeen, Run, Step
 from halfstep._report.layers import layers_and_gradients, lower_of
 from halfstep._report.summary import (
     ENDLESS,
@@ -75,6 +75,7 @@ def summarize(run: Run) -> Summary:
         buffers=_buffers(run),
         bad_places=_bad_places(run),
         sampled=tuple(sample.step for sample in run.samples),
+        have_weights_moved=_have_weights_moved(run),
         layers=layers,
         gradients=gradients,
         notes=_notes(run),
@@ -82,7 +83,7 @@ def summarize(run: Run) -> Summary:
 
 
 def _facts(run: Run) -> Facts:
-    header = run.header
+    header, distances = run.header, _distances(run.steps)
     state: State = "ended" if run.has_ended else "no end"
     return Facts(
         halfstep=header.halfstep,
@@ -94,7 +95,8 @@ def _facts(run: Run) -> Facts:
         command=header.command,
         started=header.started,
         duration=max((step.time for step in run.steps), default=0.0),
-        seconds_per_step=_median_distance(run.steps),
+        seconds_per_step=median(distances) if distances else None,
+        seconds_quartiles=_quartiles(distances),
         every=header.every,
         world_size=header.world_size or len(run.ranks),
         ranks=run.ranks,
@@ -106,10 +108,17 @@ def _facts(run: Run) -> Facts:
     )
 
 
-def _median_distance(steps: Iterable[Step]) -> float | None:
+def _distances(steps: Iterable[Step]) -> list[float]:
+    """Return the seconds between steps."""
     times = {step.step: step.time for step in steps}
-    distances = [after - before for before, after in pairwise(times.values())]
-    return median(distances) if distances else None
+    return [after - before for before, after in pairwise(times.values())]
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
+    if len(values) < 4:
+        return None
+    low, _, high = quantiles(values, n=4)
+    return low, high
 
 
 def _policies(run: Run) -> tuple[PolicySeen, ...]:
@@ -312,11 +321,35 @@ def _curve(values: Mapping[int, float]) -> Curve | None:
         first=seen[0],
         last=seen[-1],
         recent=fmean(recent) if recent else None,
+        early_max=max(filter(math.isfinite, seen[:RECENT]), default=None)
+        if len(seen) >= 2 * RECENT
+        else None,
         min=min(finite, default=None),
         max=max(finite, default=None),
         first_non_finite=bad[0] if bad else None,
         num_non_finite=len(bad),
     )
+
+
+def _have_weights_moved(run: Run) -> bool | None:
+    """Return whether a weight has other statistics in a later sample, None without two samples."""
+    taken = [step.step for step in run.steps if step.taken]
+    first: dict[str, tuple[int, Measured]] = {}
+    is_known = False
+    for sample in run.samples:
+        for each in sample.tensors:
+            if each.kind != "parameter":
+                continue
+            at, before = first.setdefault(each.name, (sample.step, each))
+            # What a sample shows of a weight is its value before the step.
+            is_known |= any(at <= step < sample.step for step in taken)
+            if _values(each) != _values(before):
+                return True
+    return False if is_known else None
+
+
+def _values(weight: Measured) -> tuple[object, ...]:
+    return weight.amax, weight.amin, weight.zeros, weight.nan, weight.inf, weight.histogram
 
 
 # --- where skips began, notes ---------------------------------------------------------------------

@@ -38,6 +38,7 @@ class Facts:
         started: Start of the last segment, ISO 8601.
         duration: Seconds from the start to the last step.
         seconds_per_step: Median time between steps; None with fewer than two.
+        seconds_quartiles: The lower and upper quartile of these times; None with fewer than four.
         every: Number of steps from one sample to the next.
         world_size: Number of processes.
         ranks: The ranks that left a record.
@@ -58,6 +59,7 @@ class Facts:
     started: str
     duration: float
     seconds_per_step: float | None
+    seconds_quartiles: tuple[float, float] | None
     every: int | None
     world_size: int
     ranks: tuple[int, ...]
@@ -167,6 +169,7 @@ class Curve:
         first: The first value, which may be inf or NaN.
         last: The last value, which may be inf or NaN.
         recent: The mean of the finite values among the last 20.
+        early_max: The largest finite value among the first 20; None with fewer than 40 values.
         min: The smallest finite value.
         max: The largest finite value.
         first_non_finite: The first iteration with inf or NaN; None if there is none.
@@ -177,6 +180,7 @@ class Curve:
     first: float
     last: float
     recent: float | None
+    early_max: float | None
     min: float | None
     max: float | None
     first_non_finite: int | None
@@ -380,6 +384,8 @@ class Summary:
         buffers: The buffers that were left inf or NaN; None if there are none.
         bad_places: The findings of the diagnoses, in the order of the first step.
         sampled: The sampled steps.
+        have_weights_moved: Whether any sampled weight differed between two samples with a taken
+            step between them; None without two such samples.
         layers: The sampled tensors, in the order of first appearance.
         notes: Notes of the recorder, and on reading the record.
     """
@@ -400,6 +406,7 @@ class Summary:
     buffers: BadBuffers | None
     bad_places: tuple[BadPlace, ...]
     sampled: tuple[int, ...]
+    have_weights_moved: bool | None
     layers: tuple[Layer, ...]
     gradients: GradientTotals | None
     notes: tuple[Note, ...]

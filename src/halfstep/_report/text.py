@@ -81,6 +81,8 @@ _TOPICS = (
     about_loss_and_skips,
     about_tensors.about_buffers,
     about_tensors.about_non_finite,
+    about_tensors.about_motion,
+    about_steps.about_rise,
     about_steps.about_scale,
     about_tensors.about_updates,
     about_tensors.about_underflow,
@@ -135,7 +137,8 @@ def _badness(sentence: Sentence) -> int:
 
 def _notes(summary: Summary) -> Iterator[Sentence]:
     for note in summary.notes:
-        severity: Severity = "bad" if "ranks disagree" in note.text else "notice"
+        is_bad = "ranks disagree" in note.text or note.text.startswith("steps were taken past")
+        severity: Severity = "bad" if is_bad else "notice"
         is_dated = not note.step or re.search(r"\bstep \d", note.text) is not None
         yield say(severity, "" if is_dated else f"Step {note.step}: ", f"{note.text.rstrip('.')}.")
 
