@@ -1,0 +1,151 @@
+"""What a report says of loops that go wrong without an inf or NaN, and of some that do not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.device import DEVICE
+from torch import Tensor, nn
+
+import halfstep
+from halfstep._record.read import read_run
+from halfstep._report.summarize import summarize
+from halfstep._report.summary import Summary
+from halfstep._report.text import sentences
+from halfstep.errors import HalfstepWarning
+
+X, Y = torch.randn(32, 8), torch.randn(32, 1)
+
+
+class Loop:
+    """A model, an optimizer, a batch; ``loss`` is that of one forward pass."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(8, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+
+    def loss(self) -> Tensor:
+        self.optimizer.zero_grad()
+        return (self.model(X) - Y).square().mean()
+
+
+def recorded(folder: Path, step: Callable[[], object], num: int = 60) -> tuple[str, str, Summary]:
+    """Return the first sentence about a loop, its severity, and the numbers."""
+    with halfstep.record(folder):
+        for _ in range(num):
+            step()
+    summary = summarize(read_run(folder))
+    first = sentences(summary)[0]
+    return first.severity, first.text, summary
+
+
+def test_a_healthy_loop(tmp_path: Path) -> None:
+    loop = Loop()
+
+    def step() -> None:
+        loop.loss().backward()
+        loop.optimizer.step()
+
+    severity, text, _ = recorded(tmp_path, step)
+    assert (severity, text[:11]) == ("good", "All is well")
+
+
+def test_gradients_that_are_zero_when_the_optimizer_steps(tmp_path: Path) -> None:
+    loop = Loop()
+
+    def step() -> None:
+        loop.loss().backward()
+        for param in loop.model.parameters():
+            assert param.grad is not None
+            param.grad.zero_()
+        loop.optimizer.step()
+
+    severity, text, _ = recorded(tmp_path, step)
+    assert severity == "bad"
+    assert text.startswith("No weight moved")
+    assert "when an optimizer stepped, these were zero" in text
+
+
+def test_an_optimizer_of_other_tensors(tmp_path: Path) -> None:
+    loop = Loop()
+    other = torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=1e-2)
+
+    def step() -> None:
+        loop.loss().backward()
+        other.step()
+
+    severity, text, summary = recorded(tmp_path, step)
+    assert (severity, summary.steps.num) == ("bad", 60)
+    assert "no optimizer of the run steps these weights" in text
+
+
+@pytest.mark.parametrize("is_first_unscaled", [False, True])
+def test_a_step_past_the_scaler(is_first_unscaled: bool, tmp_path: Path) -> None:
+    loop, scaler = Loop(), halfstep.GradScaler(DEVICE, init_scale=2.0**10)
+    loop.optimizer.param_groups[0]["lr"] = 1e-6
+
+    def step() -> None:
+        scaler.scale(loop.loss()).backward()
+        if is_first_unscaled:  # as loops do that guard their own step
+            scaler.unscale_(loop.optimizer)
+        loop.optimizer.step()
+        if is_first_unscaled:
+            scaler.update()
+
+    if is_first_unscaled:
+        _, text, _ = recorded(tmp_path, step)
+        assert "past the scaler" not in text
+        return
+    with pytest.warns(HalfstepWarning, match="past the scaler") as told:
+        severity, text, summary = recorded(tmp_path, step)
+    assert len(told) == 1
+    assert (severity, summary.steps.num) == ("bad", 60)
+    assert "loop.optimizer.step()" in text
+    assert "multiplied by the scale (2^10)" in text
+
+
+def test_a_second_optimizer_without_gradients_makes_no_steps(tmp_path: Path) -> None:
+    loop = Loop()
+    other = torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=1e-2)
+
+    def step() -> None:
+        loop.loss().backward()
+        loop.optimizer.step()
+        other.step()
+
+    severity, _, summary = recorded(tmp_path, step)
+    assert (severity, summary.steps.num) == ("good", 60)
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_a_loss_that_rises(maximize: bool, tmp_path: Path) -> None:
+    loop = Loop()
+    loop.optimizer.param_groups[0]["maximize"] = maximize
+
+    def step() -> None:
+        loop.loss().backward()
+        loop.optimizer.step()
+
+    severity, text, _ = recorded(tmp_path, step)
+    assert (severity == "warning") is maximize
+    assert text.startswith("The loss rose") is maximize
+
+
+def test_clipping_does_not_make_an_overflow_suspicious(tmp_path: Path) -> None:
+    # unscale_, clip, step: the clip makes NaN of inf.
+    loop, scaler = Loop(), halfstep.GradScaler(DEVICE, init_scale=2.0**20, growth_interval=10)
+
+    def step() -> None:
+        with halfstep.autocast(DEVICE, torch.float16):
+            loss = 10 * loop.loss()
+        scaler.scale(loss).backward()
+        scaler.unscale_(loop.optimizer)
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+        scaler.step(loop.optimizer)
+        scaler.update()
+
+    severity, text, summary = recorded(tmp_path, step)
+    assert summary.steps.num_skipped > 0
+    assert (severity, summary.steps.unclear) == ("good", ()), text
