@@ -256,6 +256,13 @@ def test_a_module_that_fsdp2_has_wrapped(tmp_path: Any) -> None:
         (lambda m: keep(m), ValueError, r"say which modules to keep"),
         (lambda m: keep(m, "head", dtype=torch.int8), TypeError, r"pass a floating dtype"),
         (lambda m: keep("head", m), TypeError, r"keep\(str\): pass the model"),
+        (
+            lambda m: keep(m, m.blocks[1].fc),
+            TypeError,
+            r"keep\(Net, Linear\): pass the names of modules, .*: keep\(model, 'blocks.1.fc'\)$",
+        ),
+        (lambda m: keep(m, "head", nn.Linear(4, 4)), TypeError, r": keep\(model, '\*.norm'\)$"),
+        (lambda m: keep(m, ["head"]), TypeError, r"keep\(Net, list\): pass the names of modules"),
     ],
 )
 def test_wrong_calls(call: Any, error: type[Exception], message: str) -> None:

@@ -294,6 +294,10 @@ def test_an_error_of_the_step_is_raised_unless_a_bad_value_led_to_it() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match=r"diagnose\(Tensor\): pass the function that runs a step"):
         halfstep.diagnose(torch.zeros(1))  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"diagnose\(Linear\): pass the function .* diagnose\(step, model=model\)"
+    ):
+        halfstep.diagnose(torch.nn.Linear(4, 1))
     with pytest.raises(TypeError, match=r"diagnose\(model=str\)"):
         halfstep.diagnose(lambda: None, model="model")  # type: ignore[arg-type]
 

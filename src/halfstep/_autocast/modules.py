@@ -21,7 +21,7 @@ from halfstep._autocast.islands import InDtype, active, carry, find_tensors
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import ModuleRegion, settings_within
 from halfstep._autocast.scopes import Settings
-from halfstep._common.module_names import matching
+from halfstep._common.module_names import matching, without_wrappers
 from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._pytorch import amp, autograd, distributed
 
@@ -52,7 +52,8 @@ def keep(
         An object that undoes it: ``keep(...).remove()`` or ``with keep(...):``.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``dtype`` is not a floating dtype.
+        TypeError: ``model`` is not a module, a pattern is not a name, or ``dtype`` is not a
+            floating dtype.
         ValueError: A pattern matches no module (the message lists similar names), or a module is
             lazy or runs TorchScript. When it runs: fully_shard gathers its parameters in another
             dtype than they have.
@@ -78,8 +79,20 @@ def keep(
         raise ValueError("keep(model): say which modules to keep, such as keep(model, '*.norm')")
     modules: dict[str, nn.Module] = {}
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(_no_pattern(model, pattern))
         modules |= matching(model, pattern, "keep()")
     return Kept(list(modules.values()), Island(dtype, cast_back))
+
+
+def _no_pattern(model: nn.Module, given: object) -> str:
+    """Return what to say of a pattern that is not a name, such as the module itself."""
+    own = model.named_modules()
+    name = next((without_wrappers(name) for name, each in own if each is given), "") or "*.norm"
+    return (
+        f"keep({type(model).__name__}, {type(given).__name__}): pass the names of modules, or "
+        f"globs over them: keep(model, {name!r})"
+    )
 
 
 class Kept:

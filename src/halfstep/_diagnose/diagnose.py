@@ -70,7 +70,7 @@ def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -
         The diagnosis; ``print`` it.
 
     Raises:
-        TypeError: ``step_fn`` is not callable, or ``model`` is not a module.
+        TypeError: ``step_fn`` is not a function, or ``model`` is not a module.
         CallOrderError: A trace is running.
         RanksError: The step needs other ranks: the model is sharded, or the step calls a
             collective.
@@ -94,10 +94,12 @@ def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -
         >>> found.cure.policy, found.cure.is_finite
         ('standard; linear@1:fp32', True)
     """
-    if not callable(step_fn):
+    # A model can be called too, but not without a batch.
+    if isinstance(step_fn, nn.Module) or not callable(step_fn):
         raise TypeError(
             f"diagnose({type(step_fn).__name__}): pass the function that runs a step, without "
-            "calling it: diagnose(step), or diagnose(lambda: step(batch))"
+            "calling it: diagnose(step), diagnose(lambda: step(batch)) or diagnose(step, "
+            "model=model)"
         )
     if not (model is None or isinstance(model, nn.Module)):
         raise TypeError(f"diagnose(model={type(model).__name__}): pass a torch.nn.Module")
