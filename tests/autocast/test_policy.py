@@ -67,7 +67,7 @@ def test_reprs_say_what_is_there() -> None:
     [
         (
             ("exp", "fp23"),
-            r"rule for 'exp': unknown action 'fp23'; the actions are 'lower', 'fp32'",
+            r"rule for 'exp': unknown action 'fp23', not one of lower, .*; did you mean 'fp32'\?$",
         ),
         (("softmax int", "fp32"), r"a rule names an op such as 'softmax'.*got 'softmax int'"),
         (("", "fp32"), r"a rule names an op"),
@@ -227,6 +227,19 @@ def test_text_and_file_give_back_the_policy(name: str, more: list[Rule]) -> None
             "standard; exp:fp23",
             r"rule 'exp:fp23': unknown action 'fp23', not one of .*; did you mean 'fp32'\?$",
         ),
+        *(
+            (
+                f"standard; softmax@blocks.*:{name}",
+                f"{name}': {name} is not an action; write lower, .* dtype of the autocast: {short} "
+                rf"in autocast\(device, {dtype}\). \[{short}\] limits a rule to such contexts$",
+            )
+            for name, short, dtype in (
+                ("bf16", "bf16", BF16),
+                ("bfloat16", "bf16", BF16),
+                ("half", "fp16", FP16),
+            )
+        ),
+        ("standard; softmax:float32", "float32 is not an action; write fp32$"),
         ("standard; exp[cud]:fp32", r"'cud' in the brackets; did you mean 'cuda'"),
         ("standard; exp[fp16,bf16]:fp32", r"'bf16' in the brackets.*one of fp16 and bf16"),
         (
@@ -284,8 +297,9 @@ def test_a_file(tmp_path: Path) -> None:
         (
             'action = "lower"',
             'action = "lowr"',
-            r", line 5: action is 'lowr'; did you mean 'lo",
+            r", line 5: unknown action 'lowr', not one of .*; did you mean 'lower'",
         ),
+        ('"lower"', '"bf16"', r", line 5: bf16 is not an action; write lower"),
         ('"float16"', '"fp16"', r", line 11: dtype is 'fp16'.*'float16'"),
         ('"eval"', '"test"', r", line 12: phase is 'test'.*'train', 'eval'"),
         ("device", "devise", r", line 6: unknown key 'devise'; did you mean 'device'"),

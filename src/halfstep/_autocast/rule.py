@@ -9,6 +9,8 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
+from halfstep._common.text import did_you_mean
+
 Action = Literal[
     "lower", "fp32", "fp32-dtype", "fp32-sums", "promote", "destination", "refuse", "leave"
 ]
@@ -18,6 +20,11 @@ LOWER_PRECISIONS = (*HALVES, torch.float32)  # float32 lowers nothing
 ACTIONS: tuple[Action, ...] = get_args(Action)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 DTYPE_NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+_AS_ACTIONS = {"half": torch.float16, "float": torch.float32} | {
+    str(dtype).removeprefix("torch."): dtype for dtype in LOWER_PRECISIONS
+}
+"""Names of dtypes that are taken for actions, besides the short ones."""
 
 # Common prefixes of op names, longest first.
 _PREFIXES = {
@@ -130,10 +137,7 @@ class Rule:
                 f"rule for {self.op!r}: the phase is 'train', 'eval' or None, got {self.phase!r}"
             )
         if self.action not in ACTIONS:
-            raise ValueError(
-                f"rule for {self.op!r}: unknown action {self.action!r}; "
-                f"the actions are {', '.join(map(repr, ACTIONS))}"
-            )
+            raise ValueError(f"rule for {self.op!r}: {unknown_action(self.action)}")
         if (self.action == "refuse") != bool(self.message):
             raise ValueError(
                 f"rule for {self.op!r}: a message goes with the action 'refuse', and only with it"
@@ -203,6 +207,21 @@ class Rule:
             if (value := getattr(self, name))
         )
         return f"Rule({self.op!r}, {self.action!r}{extra})"
+
+
+def unknown_action(action: object) -> str:
+    """Return what to say of an action that does not exist."""
+    dtype = (_AS_ACTIONS | DTYPE_NAMES).get(str(action).removeprefix("torch."))
+    if dtype is torch.float32:
+        return f"{action} is not an action; write fp32"
+    if dtype is not None:
+        short = next(name for name, each in DTYPE_NAMES.items() if each is dtype)
+        return (
+            f"{action} is not an action; write lower, which casts to the dtype of the autocast: "
+            f"{short} in autocast(device, {dtype}). [{short}] limits a rule to such contexts"
+        )
+    near = did_you_mean(str(action), ACTIONS)
+    return f"unknown action {action!r}, not one of {', '.join(ACTIONS)}{near}"
 
 
 @lru_cache(maxsize=10_000)

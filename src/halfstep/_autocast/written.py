@@ -53,6 +53,7 @@ from halfstep._autocast.rule import (
     PHASES,
     Phase,
     Rule,
+    unknown_action,
 )
 from halfstep._common.text import did_you_mean
 from halfstep._pytorch import amp, dispatch
@@ -213,10 +214,7 @@ def _rules(part: str) -> Iterator[Rule]:
         )
     action, limits = found["action"], (found["limits"] or "").split(",")
     if action not in ACTIONS:
-        raise ValueError(
-            f"policy rule {part!r}: unknown action {action!r}, not one of {', '.join(ACTIONS)}"
-            f"{did_you_mean(action, ACTIONS)}"
-        )
+        raise ValueError(f"policy rule {part!r}: {unknown_action(action)}")
     device, dtype, phase = _limits(part, [limit.strip() for limit in limits if limit.strip()])
     for op in found["ops"].split(","):
         try:
@@ -324,9 +322,12 @@ def _table(table: Mapping[str, Any], place: _Place) -> Iterator[Rule]:
     ops = table.get("ops", [""] if module else None)
     if not isinstance(ops, list) or not ops:
         raise place.error("ops", 'a table of rules needs ops = ["softmax", ...], or a module')
-    for key, known in (("action", ACTIONS), ("dtype", tuple(_DTYPES)), ("phase", PHASES)):
+    action = table.get("action")
+    if action not in ACTIONS:
+        raise place.error(action, unknown_action(action))
+    for key, known in (("dtype", tuple(_DTYPES)), ("phase", PHASES)):
         value = table.get(key)
-        if value not in known and (value is not None or key == "action"):
+        if value not in (None, *known):
             near = did_you_mean(str(value), known)
             choice = ", ".join(map(repr, known))
             raise place.error(value, f"{key} is {value!r}{near}; it is one of {choice}")
@@ -335,6 +336,6 @@ def _table(table: Mapping[str, Any], place: _Place) -> Iterator[Rule]:
     for device in devices if isinstance(devices, list) else [devices]:
         for op in ops:
             try:
-                yield Rule(op, table["action"], device, dtype, table.get("phase"), message, module)
+                yield Rule(op, action, device, dtype, table.get("phase"), message, module)
             except ValueError as error:
                 raise place.error(op or module, str(error)) from error
