@@ -69,3 +69,4 @@ def test_others(write, value, text):
 
 def test_things():
     assert (things(1, "step"), things(1200, "step")) == ("1 step", "1,200 steps")
+    assert [things(n, "entry", "entries") for n in (1, 2)] == ["1 entry", "2 entries"]

@@ -119,9 +119,9 @@ def test_outputs_and_weights_that_overflow(tmp_path, capsys):
     assert code == 1
     assert [line.removeprefix(f"{tmp_path}: overflow: ") for line in lines] == [
         "10 % of the output wide is inf, NaN or too large for fp16, the limit is 9 %: 1 inf, 0 NaN "
-        "in 1 samples",
+        "in 1 sample",
         "10 % of the weight big.weight is inf, NaN or too large for fp16, the limit is 9 %: 0 inf, "
-        "0 NaN in 1 samples",
+        "0 NaN in 1 sample",
     ]
     assert len(check(capsys, tmp_path, "--max-overflow", "1%")[1]) == 3
 

@@ -78,7 +78,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
 def test_it_writes_the_policy(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, f"{script}:make", "-o", "policy.toml")
     assert (code, err) == (0, "")
-    assert out.startswith("fp16: 1 island in 4 modules is needed and enough\n")
+    assert out.startswith("fp16: 1 module in fp32 is needed and enough (the model has 4 modules)\n")
     assert out.endswith("written to policy.toml\n")
     assert Policy.load("policy.toml") == Policy.parse("standard; @1:fp32")
 
@@ -87,10 +87,10 @@ def test_options(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "script:make", "--dtype", "bf16", "--policy", "torch")
     assert (code, out.splitlines()[:2]) == (
         0,
-        ["bf16: 4 modules within bounds, no island is needed", "policy: torch"],
+        ["bf16: 4 modules within bounds, nothing has to stay in fp32", "policy: torch"],
     )
     code, out, _ = run(capsys, "script:make", "--dtype", "bf16", "--error", "1e-7")
-    assert (code, "3 islands in 4 modules" in out) == (0, True)
+    assert (code, "3 modules in fp32 are needed" in out) == (0, True)
     assert not Path("policy.toml").exists()
 
 

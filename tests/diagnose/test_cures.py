@@ -204,7 +204,7 @@ def test_what_pytorch_refuses_is_not_offered(tmp_path: Path) -> None:
 def test_targets_that_are_all_ignored_are_told(tmp_path: Path) -> None:
     found = diagnosed("loss = F.cross_entropy(rows, torch.full((3,), -100))", tmp_path)
     text = str(found)
-    assert "all 3 targets are -100, which is ignore_index" in text
+    assert "the targets (3) are all -100, which is ignore_index" in text
     assert "int64[3]: all 3 are -100" in text
 
 

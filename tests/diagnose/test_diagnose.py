@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -309,6 +310,12 @@ def test_the_text_says_what_a_person_needs() -> None:
     assert "return self.layers[1](x) * self.factor" in text
     assert "float16 ends at 65,504" in text
     assert "cure (replayed: finite)" in text
+
+
+def test_one_replay_is_not_several() -> None:
+    one = Diagnosis("none", num_replays=1)
+    assert "\n1 replay, " in str(one)
+    assert "\n2 replays, " in str(replace(one, num_replays=2))
 
 
 def test_json_holds_everything() -> None:

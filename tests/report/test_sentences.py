@@ -544,7 +544,7 @@ def test_outputs_and_weights_that_are_not_finite(tmp_path):
 
 def test_weights_that_fp16_cannot_hold(tmp_path):
     rows = [tensor("parameter", "head.weight", counted({20: 3, 0: 7}))]
-    sentence = the_one(said(tmp_path, sample(40, rows)), "above the largest value of fp16")
+    sentence = the_one(said(tmp_path, sample(40, rows)), "exceed the largest value of fp16")
     assert sentence.text.startswith("3 measured entries of `head.weight`")
 
 

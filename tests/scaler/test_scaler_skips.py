@@ -143,7 +143,7 @@ def test_the_message(fused: bool) -> None:
     text = str(warning.message)
     assert text.splitlines()[:3] == [
         "steps 2 to 4 were skipped (SGD); reason: overflow; the scale is now 2^16",
-        "inf or NaN in the gradients of 1 parameters:",
+        "inf or NaN in the gradients of 1 parameter:",
         text.splitlines()[2],
     ]
     assert text.splitlines()[2].startswith("  1.weight: 1 inf and 1 NaN of 2 entries, largest")
@@ -206,7 +206,7 @@ def test_many_culprits_are_counted() -> None:
     scaler.update()
     lines = str(reports[0]).splitlines()
     assert lines[1] == "inf or NaN in the gradients of 8 parameters:"
-    assert lines[2].startswith("  param_groups[0]['params'][1]: 1 NaN of 1 entries")
+    assert lines[2].startswith("  param_groups[0]['params'][1]: 1 NaN of 1 entry")
     assert lines[7] == "  and 3 more"
 
 

@@ -25,7 +25,7 @@ def test_on_a_terminal_each_measurement_is_seen(batches, monkeypatch: pytest.Mon
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal)
     tune(nn.Linear(8, 4), batches, None)
-    assert "0 measured: batch 1 of 1 with no islands" in terminal.getvalue()
+    assert "0 measured: batch 1 of 1 with nothing in fp32" in terminal.getvalue()
     assert "5 measured: time, 5 of 5" in terminal.getvalue()
 
 

@@ -156,6 +156,8 @@ def test_what_a_module_does_between_its_modules() -> None:
     tuned = tune(model, [torch.randn(2, 8, 16)], None)
     assert (tuned.islands, tuned.is_met) == (("matmul@1",), True)
     assert str(tuned.policy) == "standard; matmul@1:fp32"
+    verdict = "fp16: 1 op in fp32 is needed and enough (the model has 7 modules)"
+    assert str(tuned).splitlines()[0] == verdict
     assert [type(module) for module in model.modules()] == kinds
 
 
@@ -186,7 +188,7 @@ def test_what_no_island_cures_is_said() -> None:
     assert not tuned.is_met
     assert tuned.islands == ()
     verdict = str(tuned).splitlines()[0]
-    assert verdict.startswith("fp16: NOT within bounds, whichever modules are islands: ")
+    assert verdict.startswith("fp16: NOT within bounds, whatever stays in fp32: ")
     assert "begins in ops outside of its modules, or the loss" in verdict
 
 
@@ -274,15 +276,21 @@ def test_casts_are_those_of_a_trace(found) -> None:
 def test_the_table_and_the_file(found, tmp_path: Path) -> None:
     tuned = found[2]
     verdict, policy, head, *lines = str(tuned).splitlines()
-    assert verdict == "fp16: 3 islands in 19 modules are needed and enough"
+    assert verdict == "fp16: 3 modules in fp32 are needed and enough (the model has 19 modules)"
     assert policy == f"policy: {tuned.policy}"
     assert tuned.table().splitlines() == [head, *lines[:3]]
-    assert re.split("  +", head)[:5] == ["island", "class", "in fp16", "error without", "with"]
+    assert re.split("  +", head)[:5] == [
+        "kept in fp32",
+        "class",
+        "in fp16",
+        "error without",
+        "with",
+    ]
     assert lines[0].split()[:5] == ["1.inner", "Overflows", "overflow,", "100", "%"]
     assert lines[3].startswith("a step takes ")
     tuned.save(tmp_path / "policy.toml")
     assert Policy.load(tmp_path / "policy.toml") == tuned.policy
-    assert repr(tuned) == f"<Tuned fp16, 3 islands, {tuned.policy}>"
+    assert repr(tuned) == f"<Tuned fp16, 3 modules in fp32, {tuned.policy}>"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from halfstep._autocast.region import ModuleRegion, settings_within
 from halfstep._autocast.scopes import Settings
 from halfstep._common.module_names import matching, without_wrappers
 from halfstep._common.nested import map_tensors, tensors_in
+from halfstep._common.numbers import things
 from halfstep._pytorch import amp, autograd, distributed
 
 
@@ -118,7 +119,7 @@ class Kept:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"<{len(self._modules)} modules kept in {self._island.dtype}>"
+        return f"<{things(len(self._modules), 'module')} kept in {self._island.dtype}>"
 
 
 # --- rules of a policy ----------------------------------------------------------------------------

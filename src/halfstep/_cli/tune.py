@@ -14,6 +14,7 @@ from typing import Any
 
 from halfstep._cli.exits import EXIT_INTERRUPTED, CommandError, reason
 from halfstep._cli.policy import read_policy
+from halfstep._common.numbers import things
 from halfstep._common.text import did_you_mean
 
 HELP = "find which modules must stay in fp32, and write a policy"
@@ -194,7 +195,7 @@ def _made(target: str, function: Callable[[], Any]) -> tuple[Any, Any, Any]:
 
     made = function()
     if not isinstance(made, tuple) or len(made) != 3:
-        what = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
+        what = things(len(made), "value") if isinstance(made, tuple) else type(made).__name__
         raise CommandError(f"{target} returned {what}: return (model, batches, loss_fn)")
     model, batches, loss_fn = made
     try:

@@ -73,9 +73,9 @@ def seconds(value: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def things(value: int, noun: str) -> str:
-    """Format a number with its noun: ``1 step``, ``2 steps``."""
-    return f"{count(value)} {noun}{'' if value == 1 else 's'}"
+def things(value: int, noun: str, plural: str = "") -> str:
+    """Format a number with its noun: ``1 step``, ``2 steps``; ``2 diagnoses`` needs its plural."""
+    return f"{count(value)} {noun if value == 1 else plural or noun + 's'}"
 
 
 def listed(words: Sequence[str]) -> str:

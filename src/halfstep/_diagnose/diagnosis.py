@@ -13,7 +13,7 @@ from textwrap import dedent
 from typing import Literal, Self
 
 from halfstep._common.json import Count, Finite, Positive, decoded, to_plain
-from halfstep._common.numbers import percent, power
+from halfstep._common.numbers import percent, power, things
 from halfstep._common.text import preformatted
 from halfstep._trace.rows import Phase, short
 
@@ -280,7 +280,7 @@ def diagnosis_text(found: Diagnosis) -> str:
     lines += list(_underflow(found.underflow))
     lines += [f"  note     {note}" for note in found.notes]
     lines += [f"  rank {other.rank}: {_headline(other)}" for other in found.others]
-    lines.append(f"{found.num_replays} replays, {found.seconds:.2f} s")
+    lines.append(f"{things(found.num_replays, 'replay')}, {found.seconds:.2f} s")
     return "\n".join(lines)
 
 

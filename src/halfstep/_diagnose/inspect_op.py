@@ -111,7 +111,8 @@ def _ignored(call: OpCall) -> list[str]:
     target, index = given.get("target"), given.get("ignore_index", -100)
     if target is None or not bool((target == index).all()):
         return []
-    return [f"all {target.numel()} targets are {index}, which is ignore_index: nothing is averaged"]
+    size = target.numel()
+    return [f"the targets ({size}) are all {index}, which is ignore_index: nothing is averaged"]
 
 
 def named_by(call: UserCall | None, bad: BadOp) -> BadOp:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep._common.numbers import things
 from halfstep._doctor.finding import Finding
 from halfstep._master_weights.master_weights import has_master_weights
 from halfstep._numerics.formats import FORMATS, dtype_name
@@ -139,7 +140,7 @@ def _low_parameters(training: Training) -> Iterator[Finding]:
             kind = dtype_name(dtype)
             yield Finding(
                 id,
-                f"{type(optimizer).__name__} updates {len(low)} parameters in {kind} "
+                f"{type(optimizer).__name__} updates {things(len(low), 'parameter')} in {kind} "
                 f"({_listed(names)}): updates below 1/{factor} of a weight are lost{more}",
                 "keep what rounding leaves out; or keep the parameters in float32, and let "
                 "autocast lower what an op takes",
@@ -162,8 +163,8 @@ def _eps_of_optimizers(training: Training) -> Iterator[Finding]:
             yield Finding(
                 "eps-underflow",
                 f"eps={eps:g} of {type(optimizer).__name__} is {_in_fp16(eps):.2g} in float16, the "
-                f"dtype of {len(low)} parameters and their state ({_listed(names)}): where a "
-                "gradient is 0 the update is 0 / 0 = NaN",
+                f"dtype of {things(len(low), 'parameter')} ({_listed(names)}) and of the "
+                "optimizer's state: where a gradient is 0 the update is 0 / 0 = NaN",
                 "keep the parameters in float32, or take an eps that float16 has",
                 "model.float()  # or eps=1e-4",
                 tuple(names),
@@ -186,7 +187,7 @@ def _eps_of_modules(training: Training) -> Iterator[Finding]:
     for eps, names in found.items():
         yield Finding(
             "eps-underflow",
-            f"eps={eps:g} of {len(names)} modules in float16 ({_listed(names)}) is "
+            f"eps={eps:g} of {things(len(names), 'module')} in float16 ({_listed(names)}) is "
             f"{_in_fp16(eps):.2g} there: where all inputs are equal, the gradient is inf or NaN",
             "take an eps that float16 has, or keep these modules in float32",
             "\n".join(
@@ -219,8 +220,8 @@ def _shared(training: Training) -> Iterator[Finding]:
         whose = " and ".join(dict.fromkeys(type(each).__name__ for each in owners[shared[0]]))
         yield Finding(
             "shared-parameter",
-            f"{len(shared)} parameters are in two optimizers ({_listed(names)}; {whose}): each "
-            "steps them, and PyTorch's scaler divides their gradients by the scale twice",
+            f"two optimizers ({whose}) have the same {things(len(shared), 'parameter')} "
+            f"({_listed(names)}): each steps, and PyTorch's scaler divides by the scale twice",
             "give each parameter to one optimizer; if both must have it, halfstep's scaler "
             "unscales it once",
             "scaler = halfstep.GradScaler()",
@@ -240,9 +241,9 @@ def _missing(training: Training) -> Iterator[Finding]:
     if {param.shape for param in missing} <= {param.shape for param in foreign}:
         yield Finding(
             "replaced-parameters",
-            f"{len(missing)} parameters of the model are in no optimizer ({_listed(names)}), while "
-            "the optimizer has others of the same shapes: they were replaced after it was made, "
-            "and nothing is learned",
+            f"no optimizer has {things(len(missing), 'parameter')} of the model "
+            f"({_listed(names)}), while it has others of the same shapes: the model was changed "
+            "after it was made, and nothing is learned",
             "make the optimizer after the model has been moved, wrapped or loaded",
             "optimizer = torch.optim.AdamW(model.parameters())",
             tuple(names),
@@ -250,8 +251,8 @@ def _missing(training: Training) -> Iterator[Finding]:
     else:
         yield Finding(
             "untrained-parameters",
-            f"{len(missing)} parameters of the model require a gradient and are in no optimizer "
-            f"({_listed(names)})",
+            f"no optimizer has {things(len(missing), 'parameter')} of the model with "
+            f"requires_grad=True ({_listed(names)})",
             "give them to an optimizer; or say that they are frozen, which saves their gradients",
             "for parameter in frozen:\n    parameter.requires_grad_(False)",
             tuple(names),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep._common.nested import tensors_reached
+from halfstep._common.numbers import things
 from halfstep._master_weights.master_weights import KEYS
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
@@ -52,7 +53,8 @@ class BytesPerParameter:
             each = sum(kind.values()) / max(self.num_parameters, 1)
             dtypes = ", ".join(map(dtype_name, kind))
             rows.append((name, f"{each:.2f}", dtypes))
-        rows.append(("total", f"{self.total:.2f}", f"of {self.num_parameters:,} parameters"))
+        of = f"of {things(self.num_parameters, 'parameter')}"
+        rows.append(("total", f"{self.total:.2f}", of))
         return "\n".join(f"{name:10}{each:>17}  {more}".rstrip() for name, each, more in rows)
 
 

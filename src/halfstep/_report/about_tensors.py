@@ -297,10 +297,10 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
         if outside:
             yield say(
                 "warning",
-                f"{count(outside)} measured entries of ",
+                f"{things(outside, 'measured entry', 'measured entries')} of ",
                 Code(layer.name),
-                f" are above the largest value of {layer.format} (the largest: "
-                f"{layer.amax:.4g}) and become inf where it is cast to it.",
+                f" exceed{'s' * (outside == 1)} the largest value of {layer.format} (the largest: "
+                f"{layer.amax:.4g}); a cast to it makes inf.",
                 evidence=row_of(summary, layer),
             )
 

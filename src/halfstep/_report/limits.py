@@ -178,7 +178,7 @@ def _overflow(summary: Summary, limit: float | None) -> Iterator[str]:
         whose = "output" if layer.kind == "output" else "weight"
         what = f"{whose} {layer.name} is inf, NaN or too large for {layer.format}"
         counts = f"{count(layer.inf)} inf, {count(layer.nan)} NaN"
-        return what, f"{counts} in {count(layer.num_samples)} samples"
+        return what, f"{counts} in {things(layer.num_samples, 'sample')}"
 
     held = _held_tensors(summary)
     followed = [x for share, x in held if share and summary.follows_from(x.non_finite_step)]
@@ -221,7 +221,7 @@ def _beyond(
         what, seen = describe(layer)
         yield f"{name}: {percent(share)} of the {what}, the limit is {percent(limit)}: {seen}"
     if len(beyond) > MOST_LINES:
-        yield f"{name}: and {count(len(beyond) - MOST_LINES)} more layers beyond the limit"
+        yield f"{name}: and {things(len(beyond) - MOST_LINES, 'more layer')} beyond the limit"
 
 
 def _gradients(summary: Summary) -> _Shares:

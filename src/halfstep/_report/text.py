@@ -318,7 +318,8 @@ def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "policy", f"{plain(policy.dtype)}, {code(policy.text)}" if policy else NONE
     versions = f"halfstep {facts.halfstep}, torch {facts.torch}, Python {facts.python}"
     yield "versions", plain(versions)
-    yield "machine", plain(f"{facts.machine}, {facts.device}, {len(facts.ranks)} process(es)")
+    processes = things(len(facts.ranks), "process", "processes")
+    yield "machine", plain(f"{facts.machine}, {facts.device}, {processes}")
 
 
 def _worst(summary: Summary) -> list[Layer]:

@@ -166,7 +166,7 @@ class Session:
         diagnosed = ""
         if self._watch is not None:
             num = len(self._watch.found)
-            diagnosed = f", {'1 diagnosis' if num == 1 else f'{num} diagnoses'}"
+            diagnosed = f", {things(num, 'diagnosis', 'diagnoses')}"
         view = f"halfstep report {shlex.quote(str(self._folder))}"
         return f"{things(steps, 'step')} recorded, {skipped} skipped{diagnosed}: {view}"
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from halfstep._common.numbers import power
+from halfstep._common.numbers import power, things
 from halfstep._pytorch.devices import to_device, widest_float
 from halfstep._pytorch.distributed import exchange_device
 from halfstep._scaler.gradients import Gradients
@@ -438,6 +438,6 @@ def describe(row: Sequence[float]) -> str:
     """Format the result of ``LossScale.counters`` for a message."""
     scale, tracker, taken, skipped = map(int, row)
     return (
-        f"scale {power(float32_from_bits(scale))}, growth tracker {tracker}, {taken} steps taken, "
-        f"{skipped} skipped"
+        f"scale {power(float32_from_bits(scale))}, growth tracker {tracker}, "
+        f"{things(taken, 'step')} taken, {skipped} skipped"
     )

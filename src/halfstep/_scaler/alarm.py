@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from halfstep._common.numbers import power
+from halfstep._common.numbers import power, things
 from halfstep._scaler.gradients import Gradients
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.scalars import checked_count
@@ -86,7 +86,7 @@ class Culprit:
             return self.name
         bad = [f"{n} {kind}" for n, kind in ((self.num_inf, "inf"), (self.num_nan, "NaN")) if n]
         return (
-            f"{self.name}: {' and '.join(bad)} of {self.num_entries} entries, "
+            f"{self.name}: {' and '.join(bad)} of {things(self.num_entries, 'entry', 'entries')}, "
             f"largest finite magnitude {self.amax:.3g}"
         )
 
@@ -126,7 +126,9 @@ class SkipReport:
         if self.rank is not None:
             lines.append(f"the first rank with inf or NaN is {self.rank}; its message says where")
         if self.culprits:
-            lines.append(f"inf or NaN in the gradients of {len(self.culprits)} parameters:")
+            lines.append(
+                f"inf or NaN in the gradients of {things(len(self.culprits), 'parameter')}:"
+            )
             lines += [f"  {culprit}" for culprit in self.culprits[:NUM_NAMED]]
             if len(self.culprits) > NUM_NAMED:
                 lines.append(f"  and {len(self.culprits) - NUM_NAMED} more")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from halfstep._common.numbers import things
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
 from halfstep._scaler import scalars
@@ -246,7 +247,7 @@ def nothing_checked(optimizer: torch.optim.Optimizer | None) -> NothingCheckedEr
     assert optimizer is not None
     num_params = len(parameters(optimizer))
     return NothingCheckedError(
-        f"step({name(optimizer)}): none of its {num_params} parameters has a gradient.\n"
+        f"step({name(optimizer)}): none of its {things(num_params, 'parameter')} has a gradient.\n"
         "Cause: backward() was not called on the scaled loss, or zero_grad() was called after "
         "it, or the loss does not depend on these parameters (is it the optimizer of this "
         "model?).\n"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep._common.nested import map_tensors, tensors_in
+from halfstep._common.numbers import things
 from halfstep._common.text import aligned
 from halfstep._numerics.formats import Format, dtype_name, rounded
 from halfstep._pytorch import modes, storages
@@ -136,7 +137,7 @@ def summary_text(rows: Sequence[RoundingCount], format: Format) -> str:
     """Return ``"fp16: 81,920 values rounded, 12 saturated, 3,004 flushed to zero"``."""
     values, saturated = sum(row.values for row in rows), sum(row.saturated for row in rows)
     lost = f"{saturated:,} saturated, {sum(row.flushed for row in rows):,} flushed to zero"
-    return f"{format.name}: {values:,} values rounded, {lost}"
+    return f"{format.name}: {things(values, 'value')} rounded, {lost}"
 
 
 def worst_text(rows: Sequence[RoundingCount], format: Format, *, clips: bool) -> str:

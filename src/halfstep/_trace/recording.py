@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from halfstep._common.json import decoded
+from halfstep._common.numbers import things
 from halfstep._common.text import TableLine, aligned, preformatted
 from halfstep._trace.rows import (
     PHASES,
@@ -61,7 +62,7 @@ class Recording:
     def __repr__(self) -> str:
         num_ops = sum(not row.is_cast_only for row in self.ops)
         policy = self.environment.get("policy")
-        return f"<trace: {num_ops} ops, {f'policy {policy}' if policy else 'no policy'}>"
+        return f"<trace: {things(num_ops, 'op')}, {f'policy {policy}' if policy else 'no policy'}>"
 
     def _repr_html_(self) -> str:
         return preformatted(self.table())
@@ -207,9 +208,9 @@ def total_text(rows: Sequence[Row]) -> str:
     """Format the number and the total cost of some ops."""
     num_ops = sum(not row.is_cast_only for row in rows)
     seconds = seconds_text(sum(row.seconds for row in rows))
-    casts = f"{sum(len(row.casts) for row in rows)} casts"
+    casts = things(sum(len(row.casts) for row in rows), "cast")
     moved = bytes_text(sum(row.cast_bytes for row in rows))
-    return f"{num_ops} ops in {seconds}, {casts} of {moved} in " + seconds_text(
+    return f"{things(num_ops, 'op')} in {seconds}, {casts} of {moved} in " + seconds_text(
         sum(row.cast_seconds for row in rows)
     )
 

@@ -171,7 +171,8 @@ class SelfCheck:
         return f"FAILED: {differ if num_failed else 'the loss'}; it begins in {begin}; {losses}"
 
     def __repr__(self) -> str:
-        return f"<SelfCheck {'passed' if self.passed else 'FAILED'}, {len(self.rows)} modules>"
+        num = things(len(self.rows), "module")
+        return f"<SelfCheck {'passed' if self.passed else 'FAILED'}, {num}>"
 
 
 def _backend(compiled: bool | str) -> str:

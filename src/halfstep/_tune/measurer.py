@@ -437,5 +437,5 @@ def _suspects(rows: Sequence[ModuleCheck]) -> tuple[str, ...]:
 
 def _islands_text(islands: Islands) -> str:
     if len(islands) > 3:
-        return f"{len(islands)} islands"
-    return ", ".join(islands) + " in fp32" if islands else "no islands"
+        return f"{len(islands)} modules or ops in fp32"
+    return ", ".join(islands) + " in fp32" if islands else "nothing in fp32"

@@ -235,7 +235,7 @@ class Tuned:
         low = short_dtype(self.dtype)
         errors = ("error without", "with")
         times = (f"forward in {low}", "in fp32")
-        head = ("island", "class", f"in {low}", *errors, *times, "casts", "cast bytes")
+        head = ("kept in fp32", "class", f"in {low}", *errors, *times, "casts", "cast bytes")
         return "\n".join(aligned([head, *map(_cells, self.costs)], right=()))
 
     def __str__(self) -> str:
@@ -243,8 +243,14 @@ class Tuned:
         return "\n".join(part for part in parts if part)
 
     def __repr__(self) -> str:
-        low, islands = short_dtype(self.dtype), things(len(self.islands), "island")
-        return f"<Tuned {low}, {islands}, {self.policy}>"
+        low, kept = short_dtype(self.dtype), self._kept() or "nothing"
+        return f"<Tuned {low}, {kept} in fp32, {self.policy}>"
+
+    def _kept(self) -> str:
+        """Return ``"2 modules and 1 op"``; empty if nothing has to stay in float32."""
+        num_ops = sum("@" in name for name in self.islands)
+        nums = {"module": len(self.islands) - num_ops, "op": num_ops}
+        return listed([things(num, noun) for noun, num in nums.items() if num])
 
     def _verdict(self) -> str:
         low, num = short_dtype(self.dtype), things(len(self.rows), "module")
@@ -252,13 +258,13 @@ class Tuned:
             failing = [row for row in self.rows_after if not row.passed]
             begin = listed([name or OUTSIDE for name in origins(self.rows_after)]) or OUTSIDE
             return (
-                f"{low}: NOT within bounds, whichever modules are islands: {len(failing)} of {num} "
-                f"still fail, and it begins in {begin}; the islands found help all the same"
+                f"{low}: NOT within bounds, whatever stays in fp32: {len(failing)} of {num} "
+                f"still fail, and it begins in {begin}; the policy helps all the same"
             )
         if not self.islands:
-            return f"{low}: {num} within bounds, no island is needed"
-        needed = "is needed and enough" if len(self.islands) == 1 else "are needed and enough"
-        return f"{low}: {things(len(self.islands), 'island')} in {num} {needed}"
+            return f"{low}: {num} within bounds, nothing has to stay in fp32"
+        are = "is" if len(self.islands) == 1 else "are"
+        return f"{low}: {self._kept()} in fp32 {are} needed and enough (the model has {num})"
 
     def _time(self) -> list[str]:
         low, before = short_dtype(self.dtype), self.seconds["fp32"][STEP]
@@ -266,7 +272,7 @@ class Tuned:
         text = f"a step takes {seconds_text(before)} in fp32, {seconds_text(after)} in {low}"
         if self.islands:
             after = self.seconds["islands"][STEP]
-            text += f", {seconds_text(after)} with the islands"
+            text += f", {seconds_text(after)} with the policy"
         if after >= GAIN * before:
             return [f"{text}: {low} gives no speed here ({self.machine})"]
         slower = self.slower()
