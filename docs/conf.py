@@ -101,6 +101,9 @@ def move_links(app: Sphinx, page: str, source: list[str]) -> None:
     text = source[0].replace("](../benchmarks/README.md", "](benchmarks.md")
     text = text.replace("](../CHANGELOG.md", "](changelog.md")
     text = text.replace("](../examples/README.md", "](cookbook/index.md")
+    # A file of the site, which a checkout has only after `make docs`.
+    made = "`make docs` makes a notebook of it, `docs/ten_minutes.ipynb`"
+    text = text.replace(made, "It is also [a notebook](ten_minutes.ipynb)")
     source[0] = re.sub(
         r"\]\(\.\./examples/([\w/]+)\.py\)",
         lambda link: f"](cookbook/{link[1].replace('/', '_')}.md)",

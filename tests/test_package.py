@@ -1,8 +1,10 @@
 """The wheel: what it holds, and that it works without the checkout and without its extra."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from tests.report import records
 import halfstep
 
 ROOT = Path(__file__).parents[1]
+FILES = ["CHANGELOG.md", "pyproject.toml", "CITATION.cff", "README.md"]
 SCRIPT = """
 import sys
 sys.modules["rich"] = None
@@ -29,6 +32,24 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (found,) = folder.glob("*.whl")
     return found
+
+
+def without_address(root: Path) -> list[str]:
+    """Return the files of a release that lack the address of the repository."""
+    read = {name: (root / name).read_text(encoding="utf-8") for name in FILES}
+    if "(unreleased)" in re.findall(r"^## .*", read["CHANGELOG.md"], re.MULTILINE)[0]:
+        return []
+    urls = tomllib.loads(read["pyproject.toml"])["project"].get("urls", {})
+    source = urls.get("Source", "no address")
+    return [name for name in FILES[1:] if source not in read[name]]
+
+
+def test_a_release_says_where_the_repository_is(tmp_path: Path) -> None:
+    assert without_address(ROOT) == []
+    for name in FILES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        (tmp_path / name).write_text(text.replace("(unreleased)", "(2030-01-01)"))
+    assert without_address(tmp_path) == FILES[1:]
 
 
 def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
