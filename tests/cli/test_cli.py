@@ -31,6 +31,23 @@ def test_help(arguments, words, capsys):
     assert all(word in out for word in words)
 
 
+@pytest.mark.parametrize("command", ["", "run", "report", "policy show", "help"])
+def test_help_is_a_command_too(command, capsys):
+    for words in ([*command.split(), "--help"], ["help", *command.split()]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out[: len(out) // 2] == out[len(out) // 2 :] != ""
+
+
+def test_help_on_what_is_no_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["help", "reprot"])
+    assert ended.value.code == 2
+    assert "'reprot': choose one of run, report, " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "command",
     ["", "run", "report", "check", "doctor", "tune", "policy", "policy show"],

@@ -41,6 +41,34 @@ def test_the_page_goes_where_it_is_told(tmp_path, capsys):
     assert not (folder / "report.html").exists()
 
 
+def test_the_page_is_opened(tmp_path, capsys, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    folder = records.healthy(tmp_path / "a")
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert report(capsys, folder, "--open")[::2] == (0, "")
+    report(capsys, "a", "--open", "-o", "page.html")
+    assert opened == [(folder / "report.html").as_uri(), (tmp_path / "page.html").as_uri()]
+    code, _, err = report(capsys, folder, "--open", "--json")
+    assert (code, len(opened)) == (2, 2)
+    assert "--open opens the page, which --json and --md do not write" in err
+
+
+@pytest.mark.parametrize("has_display", [False, True])
+def test_where_no_browser_is_the_path_of_the_page_is_said(
+    has_display, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("webbrowser.open", lambda url: not has_display)  # else never called
+    monkeypatch.setattr("sys.platform", "linux")
+    for name in ("WAYLAND_DISPLAY", "BROWSER", "DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    if has_display:
+        monkeypatch.setenv("DISPLAY", ":0")
+    page = records.healthy(tmp_path / "a") / "report.html"
+    code, _, err = report(capsys, "a", "--open")
+    assert (code, err) == (0, f"there is no browser to open it here: the page is {page}\n")
+
+
 def test_json_is_all_that_is_printed(tmp_path, capsys):
     folder = records.failed(tmp_path / "a")
     code, out, err = report(capsys, folder, "--json")

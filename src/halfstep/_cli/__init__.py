@@ -25,7 +25,7 @@ from halfstep._cli.exits import (
 from halfstep._common.text import did_you_mean, printable
 from halfstep.errors import RecordError
 
-_WITHOUT_PYTORCH = ("report", "check")
+_WITHOUT_PYTORCH = ("report", "check", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,4 +107,7 @@ def _build_parser() -> _Parser:
         )
         own.set_defaults(run=command.run, parser=own)
         command.add_arguments(own)
+    own = subcommands.add_parser("help", help="show this, or the help of a command")
+    own.add_argument("words", nargs="*", metavar="COMMAND", help="a command")
+    own.set_defaults(run=lambda given: parser.parse([*given.words, "--help"]))
     return parser

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import webbrowser
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +31,7 @@ EPILOG = """\
 examples:
   halfstep report runs/a            print the findings, write runs/a/report.html
   halfstep report                   the same for the newest record under runs/
+  halfstep report --open            and open the page in a browser
   halfstep report runs              list the newest records in a folder
   halfstep report runs/a --json     all numbers as JSON
   halfstep report runs/a --md       a short summary for the log of a CI job
@@ -39,6 +41,9 @@ examples:
 
 
 NUM_LISTED = 20
+
+_DISPLAYS = {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"}
+"""Variables of the environment that are set where a browser can be opened, other systems aside."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"list all records in a folder, not only the newest {NUM_LISTED}",
     )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--json", action="store_true", help="print all numbers as JSON, write no page"
@@ -75,7 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
+    if arguments.open and (arguments.json or arguments.md):
+        raise CommandError("--open opens the page, which --json and --md do not write")
     has_form = arguments.json or arguments.md or arguments.output or arguments.against
+    has_form = has_form or arguments.open
     if arguments.run_path is not None and not has_form:
         records = records_inside(arguments.run_path)
         if records:
@@ -91,8 +100,17 @@ def run(arguments: argparse.Namespace) -> int:
         tell(text)
     if page is not None:
         name = "comparison.html" if others else "report.html"
-        print(_written(arguments.output or run.path / name, page))
+        path = arguments.output or run.path / name
+        print(_written(path, page))
+        if arguments.open and not _opened(path.absolute()):
+            tell(f"there is no browser to open it here: the page is {path.absolute()}", sys.stderr)
     return 0
+
+
+def _opened(path: Path) -> bool:
+    """Open a page in a browser; return whether there is one. One in the terminal is none."""
+    has_display = sys.platform in ("darwin", "win32") or _DISPLAYS & os.environ.keys()
+    return bool(has_display) and webbrowser.open(path.as_uri())
 
 
 def _list(records: Sequence[Path], *, is_all: bool) -> None:
