@@ -31,10 +31,25 @@ def test_help(capsys):
         "--every",
         "--quiet",
         "--amp",
+        "--sink",
         "torchrun",
         "default: 50",
     ):
         assert word in out
+
+
+def test_a_sink_whose_package_is_missing(tmp_path, capsys, monkeypatch):
+    (tmp_path / "wandb").mkdir()  # W&B makes it, and Python takes it for a package
+    monkeypatch.syspath_prepend(tmp_path)
+    if getattr(find_spec("wandb"), "origin", None):
+        pytest.skip("W&B is installed")
+    (tmp_path / "train.py").write_text("print('ran')")
+    assert main(["run", "--sink", "wandb", "train.py"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--sink wandb needs the package wandb, which is not installed" in captured.err
+    assert "pip install wandb" in captured.err
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["-q"], ["-m"], ["--"]])

@@ -1,11 +1,15 @@
 """What is around a program, without running one."""
 
+import json
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.record.training import Net, train
 from tests.report import records
 
 import halfstep
@@ -13,6 +17,7 @@ from halfstep import preset
 from halfstep._record.read import read_run
 from halfstep._run import session
 from halfstep._run.session import Command, Options, Session
+from halfstep.errors import RecordError
 
 COMMAND = Command("train.py", ["--lr", "1"], is_module=False)
 
@@ -130,3 +135,68 @@ def test_the_name_of_the_folder(seen, tmp_path):
     assert folder.name.startswith("train-2")
     assert Command("pkg.sub.fit", [], is_module=True).stem == "fit"
     assert Command("a.b/fit.v2.py", [], is_module=False).stem == "fit.v2"
+
+
+@pytest.mark.parametrize(("rank", "steps"), [("0", [1, 2, 3]), ("1", [])])
+def test_a_sink_gets_the_scalars_of_the_first_rank(rank, steps, seen, monkeypatch):
+    """It is made after the program has started its W&B run, and not before."""
+    logged = []
+    wandb = SimpleNamespace(run=None)
+
+    def program(*args, **kwargs):
+        wandb.run = SimpleNamespace(log=lambda values, commit: logged.append(values))
+        train(Net(), 3)
+
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(session, "execute", program)
+    monkeypatch.setenv("RANK", rank)
+    Session(COMMAND, options(sinks=("wandb",))).run()
+    seen.close()
+    assert [each["halfstep/step"] for each in logged if "halfstep/loss" in each] == steps
+
+
+def test_a_sink_without_its_run_is_a_warning_and_the_record_goes_on(seen, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(active_run=lambda: None))
+    monkeypatch.setattr(session, "execute", lambda *args, **kwargs: train(Net(), 3))
+
+    def whole_run():
+        Session(COMMAND, options(sinks=("mlflow",), folder=Path("x"))).run()
+        seen.close()
+
+    with pytest.warns(UserWarning, match=r"RunSink.*no MLflow run is active.*mlflow.start_run"):
+        whole_run()
+    assert read_run("x").num_steps == 3
+
+
+def first_words(folder):
+    lines = (Path(folder) / "rank0.jsonl").read_text().splitlines()
+    return [json.loads(line)["command"][0] for line in lines if '"event":"run"' in line]
+
+
+def go(seen, target, **changes):
+    Session(replace(COMMAND, target=target), options(folder=Path("x"), **changes)).run()
+    seen.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "is_same"),
+    [
+        ("a/train.py", True),
+        ("train.py", True),
+        ("../elsewhere/a/train.py", True),
+        ("/work/a/train.py", True),
+        ("b/train.py", False),
+        ("a/eval.py", False),
+        ("a.train", False),
+    ],
+)
+def test_a_record_of_another_program_is_not_continued(target, is_same, seen):
+    go(seen, "a/train.py")
+    if is_same:
+        go(seen, target)
+    else:
+        with pytest.raises(RecordError, match=r"another program, a/train.py: .* -o.* --append"):
+            go(seen, target)
+        go(seen, target, is_appending=True)
+        go(seen, target)  # it is one of the programs now, and resumes
+    assert first_words("x")[:2] == ["a/train.py", target]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -56,11 +57,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the record (default: runs/NAME-DATE-TIME)",
     )
     parser.add_argument(
+        "--append",
+        action="store_true",
+        help="add to a record of another program in DIR; the same program goes on without it",
+    )
+    parser.add_argument(
         "--every",
         type=_count,
         metavar="N",
         default=50,
         help="measure tensors every N steps; 0 for never (default: 50)",
+    )
+    parser.add_argument(
+        "--sink",
+        action="append",
+        default=[],
+        choices=("tensorboard", "wandb", "mlflow"),
+        help="also send the scalars of each step there; may be repeated",
     )
     parser.add_argument(
         "-q", "--quiet", action="store_true", help="print no diagnosis and no line at the end"
@@ -103,6 +116,13 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         return None
     target, *rest = words
     _refuse_launcher(target, rest, arguments)
+    for name in arguments.sink:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # or a folder of this name, which W&B makes
+            raise CommandError(
+                f"--sink {name} needs the package {name}, which is not installed; install it with: "
+                f"pip install {name}"
+            )
     policy = _policy(arguments)
 
     import torch
@@ -121,7 +141,14 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
             _note_options(target, rest, arguments.parser)
     amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
     options = Options(
-        policy, arguments.output, arguments.every, arguments.quiet, amp, arguments.diagnose
+        policy,
+        arguments.output,
+        arguments.every,
+        arguments.quiet,
+        amp,
+        arguments.diagnose,
+        tuple(arguments.sink),
+        arguments.append,
     )
     try:
         return Session(Command(target, rest, arguments.module), options)
@@ -144,7 +171,8 @@ def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace
         if value != arguments.parser.get_default(name)
         for word in (f"--{name}", str(value))
     ]
-    options += ["--diagnose"] if arguments.diagnose else []
+    options += [word for name in arguments.sink for word in ("--sink", name)]
+    options += [f"--{name}" for name in ("diagnose", "append") if getattr(arguments, name)]
     command = command_inside_launcher(target, rest, options)
     if command is not None:
         raise CommandError(

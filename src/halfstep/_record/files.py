@@ -11,6 +11,7 @@ import os
 import re
 import weakref
 import zlib
+from contextlib import suppress
 from io import SEEK_END, FileIO
 from pathlib import Path
 from reprlib import repr as shown
@@ -127,6 +128,26 @@ def _ends_cut(path: Path) -> bool:
         require_schema(path, first.get("schema"), first.get("halfstep"))
         file.seek(-1, SEEK_END)
         return file.read(1) != b"\n"
+
+
+def programs_in(path: Path) -> list[str]:
+    """Return the programs of the segments of a record, each as in its command."""
+    programs = []
+    with path.open("rb") as file:
+        for line in file:
+            if line.startswith(b'{"event":"run"'):
+                with suppress(ValueError, LookupError, TypeError):  # a damaged line
+                    programs.append(str(json.loads(line)["command"][0]))
+    return programs
+
+
+def is_same_program(one: str, other: str) -> bool:
+    """Return whether two commands may be of one program, in one folder or in two.
+
+    Folders are compared as far as both are written, since the second may run from another one.
+    """
+    both = zip(*(reversed(Path(each).parts) for each in (one, other)), strict=False)
+    return all(".." in pair or pair[0] == pair[1] for pair in both)
 
 
 def require_schema(path: Path, schema: object, version: object) -> None:

@@ -9,8 +9,10 @@ import importlib.util
 import os
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -24,10 +26,11 @@ from halfstep._common.numbers import things
 from halfstep._common.text import tell
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch import listeners
-from halfstep._record.files import file_of
+from halfstep._record.files import file_of, is_same_program, programs_in
 from halfstep._run.launch import make_folder, other_ranks_refused, show_once
 from halfstep._run.stand_ins import replaced
-from halfstep.errors import RanksError
+from halfstep.errors import RanksError, RecordError
+from halfstep.sinks import MLflow, Sink, TensorBoard, WandB
 
 if TYPE_CHECKING:
     from halfstep._diagnose.watch import Watch
@@ -63,6 +66,26 @@ class Options:
     is_quiet: bool
     amp: torch.dtype | None
     is_diagnosing: bool
+    sinks: tuple[str, ...] = ()
+    is_appending: bool = False
+
+
+class RunSink:
+    """A sink that is made at the first step, when the program has started its W&B or MLflow run."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        made: dict[str, Callable[[], Sink]] = {
+            "tensorboard": partial(TensorBoard, folder),
+            "wandb": WandB,
+            "mlflow": MLflow,
+        }
+        self._make = made[name]
+        self._sink: Sink | None = None
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Pass the scalars on."""
+        self._sink = self._sink or self._make()
+        self._sink.log(step, scalars)
 
 
 class Session:
@@ -84,8 +107,12 @@ class Session:
         self._folder = options.folder or make_folder(command.stem, os.environ, os.getppid())
         self._file = file_of(self._folder.absolute(), self._rank)
         self._is_new = not self._file.exists()
+        if not (self._is_new or options.is_appending):
+            _require_same_program(self._file, command.target)
         sys.argv = [command.target, *command.arguments]  # stored in the record
-        self._record = record(self._file.parent, every=options.every)
+        # Scalars are those of the run, not of a rank.
+        sinks = [RunSink(name, self._folder) for name in options.sinks] if self._rank == 0 else []
+        self._record = record(self._file.parent, every=options.every, sinks=sinks)
         self._record.__enter__()
         # atexit functions run in reverse order. Registering before the program does means that
         # this one runs last.
@@ -186,6 +213,16 @@ class Session:
                 tell(f"halfstep: {text}", self._stderr, flush=True)
             except (OSError, ValueError):  # stderr was closed by the script or its reader
                 return
+
+
+def _require_same_program(file: Path, target: str) -> None:
+    """Raise ``RecordError`` if a record is another program's; one that is resumed goes on."""
+    programs = programs_in(file)
+    if programs and not any(is_same_program(each, target) for each in programs):
+        raise RecordError(
+            f"{file.parent} has the record of another program, {programs[-1]}: give each its own "
+            "folder with -o, or add this run to that record with --append"
+        )
 
 
 # --- execution of the script ----------------------------------------------------------------------
