@@ -57,6 +57,8 @@ toc_object_entries_show_parents = "hide"
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = [("copy.js", {"defer": "defer"})]
+highlight_language = "none"  # what is printed is not Python
 pygments_dark_style = "a11y-high-contrast-dark"  # the default underlines modules, as if links
 html_title = f"halfstep {release}"
 html_copy_source = html_show_sourcelink = False

@@ -8,6 +8,10 @@ from pathlib import Path
 import yaml
 
 import halfstep
+from halfstep._autocast.rule import ACTIONS, PHASES
+from halfstep._autocast.written import PRESETS
+
+COMMANDS = ("run", "report", "check", "doctor", "tune", "policy", "help")
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -31,8 +35,23 @@ def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
         )
         assert loaded, page
         assert not [url for url in loaded if "//" in url], page
+    printed = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert 'class="highlight-none' in printed
+    assert 'class="highlight-default' not in printed
+    for page in pages:  # each has the script that adds the buttons to copy
+        assert "_static/copy.js" in page.read_text(encoding="utf-8"), page
     for style in tmp_path.rglob("*.css"):
         assert "url(http" not in style.read_text(encoding="utf-8"), style
+
+
+def test_the_tables_to_keep_open_are_complete() -> None:
+    page = (DOCS / "at_a_glance.md").read_text(encoding="utf-8")
+    rows = " ".join(re.findall(r"^\| ([^|]+)", page, re.MULTILINE))
+    named = set(re.findall(r"[\w.-]+", rows))
+    versions = {preset for preset in PRESETS if preset.startswith("torch-2.")}
+    assert {*ACTIONS, *PHASES, "fp16", "bf16", *PRESETS} - versions <= named
+    assert {min(versions), max(versions)} <= named
+    assert set(COMMANDS) <= set(re.findall(r"`halfstep (\w+)", page))
 
 
 def test_a_fault_is_a_warning(tmp_path: Path) -> None:
