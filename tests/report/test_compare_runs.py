@@ -190,6 +190,15 @@ def best_of(comparison):
     return {entry.name: entry.best for entry in comparison.entries if entry.best is not None}
 
 
+def test_numbers_ascend_as_the_word_lower_says(tmp_path):
+    losses = (3.0, 1.005, 1.0, 2.0)
+    runs = (lossy(tmp_path, name, loss) for name, loss in zip("abcd", losses, strict=True))
+    text = compare_runs(*runs).verdict.text
+    assert text.startswith(
+        "`c` and `b` have a lower loss than `d` and `a` (1.044, 1.049, 2.044 and 3.044, means of "
+    )
+
+
 def test_the_lower_loss_wins_and_the_faster_step_is_told(tmp_path):
     comparison = compare_runs(
         lossy(tmp_path, "a", 2.0),

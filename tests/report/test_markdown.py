@@ -8,6 +8,7 @@ from tests.report import records
 from halfstep._common.json import to_plain
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._record.read import read_run
+from halfstep._report.page_tables import badness
 from halfstep._report.summarize import summarize
 from halfstep._report.text import sentences, summary_json, summary_markdown
 
@@ -49,6 +50,18 @@ def test_markdown_has_all_sentences_and_whole_tables(tmp_path, write):
     for block in text.split("\n\n"):
         if block.startswith("|"):
             assert len({len(cells(line)) for line in block.splitlines()}) == 1
+
+
+def test_what_is_not_in_the_format_leads_no_list_of_worries(tmp_path):
+    rows = [
+        records.tensor("output", "loss", records.counted({17: 8}), "float32"),  # beyond fp16
+        records.tensor("output", "head", records.counted({10: 8}), "float16"),
+    ]
+    events = [records.header(), records.policy(), records.step(1), records.sample(1, rows)]
+    summary = summary_of(records.write(tmp_path, [*events, records.end(1.0, 1)]))
+    text = summary_markdown(summary)
+    assert text.index("| `head` | output | float16") < text.index("| `loss` | output | float32")
+    assert [each.name for each in sorted(summary.layers, key=badness)] == ["head", "loss"]
 
 
 def test_markdown_has_the_key_numbers_and_the_worst_layers(tmp_path):

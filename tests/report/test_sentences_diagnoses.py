@@ -153,9 +153,38 @@ def test_what_is_no_riddle_needs_no_diagnosis(tmp_path):
     assert not [s for s in (*healthy, *start, *norm) if ADVICE in s.text]
 
 
+WATCHED = {
+    "event": "device",
+    "step": 1,
+    "device": "cpu",
+    "machine": "a CPU",
+    "is_diagnosing": True,
+}
+
+
+def test_a_run_with_diagnose_that_goes_on_is_not_told_to_diagnose(tmp_path):
+    """Its notes, and why nothing was replayed, are written at its end."""
+    skips = [skip(50, reason="loss"), skip(60)]
+    for name, first, is_told in (("a", WATCHED | {"is_diagnosing": False}, 1), ("b", WATCHED, 0)):
+        found = said(tmp_path / name, first, *skips)
+        assert len([s for s in found if ADVICE in s.text]) == is_told
+
+
+@pytest.mark.parametrize("verdict", ["scale", "maths"])
+def test_skips_that_a_diagnosis_explains_are_one_line(verdict, tmp_path):
+    skips = [skip(n, 1.0, "non-finite at any scale") for n in range(50, 60)]
+    unexplained = said(tmp_path / "without", *skips)
+    assert len([s for s in unexplained if "skipped" in s.text or "smallest" in s.text]) == 2
+    diagnoses = [diagnosis(n, verdict=verdict) for n in range(50, 60)]
+    explained = said(tmp_path / "with", *skips, *diagnoses)
+    about = [s for s in explained if "skipped" in s.text or "smallest scale" in s.text]
+    assert len(about) == 1
+    assert about[0].follows
+
+
 def test_a_run_that_could_not_be_replayed_is_not_told_to_diagnose(tmp_path):
     note = records.note(101, "step 50 was not replayed: the model is sharded")
-    found = said(tmp_path, skip(50, reason="loss"), note)
+    found = said(tmp_path, WATCHED, skip(50, reason="loss"), note)
     assert not [s for s in found if ADVICE in s.text]
     assert the_one(found, "sharded").text == f"{note['text']}."
 

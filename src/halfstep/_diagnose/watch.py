@@ -89,6 +89,8 @@ class Watch:
     Sync: two per step without a scaler, one per step with a scaler.
     """
 
+    is_diagnosing = True
+
     def __init__(
         self,
         scaler: GradScaler | None = None,

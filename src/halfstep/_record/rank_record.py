@@ -213,7 +213,12 @@ class RankRecord:
             case Diagnosed():
                 self.diagnoses.append(event)
             case Device():
-                self.header = replace(self.header, device=event.device, machine=event.machine)
+                self.header = replace(
+                    self.header,
+                    device=event.device,
+                    machine=event.machine,
+                    is_diagnosing=event.is_diagnosing,
+                )
             case Model():
                 self.models.append(replace(event, rank=None))
             case PolicySeen():

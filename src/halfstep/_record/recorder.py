@@ -93,6 +93,8 @@ class Recorder:
     :meth:`close`.
     """
 
+    is_diagnosing = False
+
     def __init__(
         self,
         writer: LineWriter,
@@ -421,7 +423,9 @@ class Recorder:
         tensor = parameter if self._loss is None else self._loss
         device = "cpu" if tensor is None else tensor.device.type
         machine = device_name(device)
-        self._write({"event": "device", "step": 1, "device": device, "machine": machine})
+        is_diagnosing = any(each.is_diagnosing for each in OBSERVERS)
+        event = {"event": "device", "step": 1, "device": device, "machine": machine}
+        self._write(event | {"is_diagnosing": is_diagnosing})
 
     def _write_culprits(self, outcome: Outcome) -> None:
         if outcome.taken or outcome.reason is Reason.NORM:

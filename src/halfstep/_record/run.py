@@ -40,6 +40,7 @@ class Header(_Event, tag="run", frozen=True):
     command: tuple[str, ...] = ()
     world_size: Count | None = None
     every: Count | None = None
+    is_diagnosing: bool = False
     crc: str | None = None  # records of the first versions have no checksums
 
 
@@ -48,6 +49,7 @@ class Device(_Event, tag="device", frozen=True):
 
     device: str
     machine: str
+    is_diagnosing: bool = False  # whether steps that go bad are replayed
 
 
 class Model(_Event, tag="model", frozen=True):

@@ -21,7 +21,6 @@ from halfstep._report.summary import (
     ENDLESS,
     FEW,
     MANY,
-    OTHER_CAUSES,
     Facts,
     Origin,
     StepCounts,
@@ -157,7 +156,8 @@ def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
 def about_skips(summary: Summary) -> Iterator[Sentence]:
     """Yield sentences on the number of skips, where they began, and what would help."""
     steps, scale = summary.steps, summary.scale
-    if scale is not None and scale.stuck:
+    explained = _explained(summary)
+    if scale is not None and not explained.issuperset(scale.stuck):
         where = at_steps(scale.stuck)
         cure = (
             " Check the backward pass for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by "
@@ -181,7 +181,7 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
             cure=(" Let it run longer.",),
             evidence="skips",
         )
-    if steps.unclear:
+    if not explained.issuperset(steps.unclear):
         yield say(
             "warning",
             f"{things(len(steps.unclear), 'step')} ({at_steps(steps.unclear)}) "
@@ -266,12 +266,17 @@ def severity_of_skips(steps: StepCounts) -> Severity:
     return "warning" if share > FEW or steps.longest_in_a_row >= ENDLESS else "notice"
 
 
+def _explained(summary: Summary) -> set[int]:
+    """Return the steps of which a diagnosis names the cause."""
+    places = (p for p in summary.bad_places if p.diagnosis.verdict not in ("none", "unknown"))
+    return {step for place in places for step in place.steps}
+
+
 def _has_other_cause(summary: Summary) -> bool:
     """Return whether these skips are consequences of problems that other sentences describe."""
     steps, scale = summary.steps, summary.scale
-    places = (p for p in summary.bad_places if p.diagnosis.verdict in OTHER_CAUSES)
     return (
-        set(steps.later) <= {step for place in places for step in place.steps}
+        _explained(summary).issuperset(steps.later)
         or steps.reasons.get("loss", 0) >= steps.num_skipped_later
         or (scale is not None and bool(scale.stuck))
         or summary.follows_from(steps.later[0])

@@ -156,8 +156,9 @@ def _verdict(runs: Sequence[Summary], names: Sequence[str], why_not: Sequence[st
             "notice", "The losses of the optimizers of a GAN do not say which run is better."
         )
     limit = min(known) + ALIKE * max(map(abs, known))
-    best = [n for n, loss in enumerate(known) if loss <= limit]
-    others = [n for n in range(len(runs)) if n not in best]
+    ascending = sorted(range(len(runs)), key=known.__getitem__)  # as the numbers are read
+    best = [n for n in ascending if known[n] <= limit]
+    others = [n for n in ascending if n not in best]
     said: list[str | Code] = [*_listed([names[n] for n in best])]
     if not others:
         said = ["The losses of ", *said, " are about the same"]

@@ -96,8 +96,9 @@ def badness(layer: Layer) -> tuple[float, ...]:
     """Return a sort key that puts the worst layer first.
 
     Layers with NaN come first, then those with inf, then those with values outside the format. The
-    rest are sorted by losses (underflow and updates), then by headroom. Parameters without notable
-    losses of updates come last, because their dtype does not change.
+    rest are sorted by losses (underflow and updates), then by headroom; that of a float32 tensor,
+    in a format that it is not in, comes after. Parameters without notable losses of updates come
+    last, because their dtype does not change.
     """
     headroom = math.inf if layer.headroom is None else layer.headroom
     lost = (layer.share_lost_updates or 0.0) if layer.is_low_weight else 0.0
@@ -105,9 +106,10 @@ def badness(layer: Layer) -> tuple[float, ...]:
     return (
         -float(layer.nan > 0),
         -float(layer.inf > 0),
-        -float(headroom < 0),
+        -float(headroom < 0 and not layer.is_hypothetical),
         float(is_moving),
         -round(max(layer.share_lost, 0.0 if is_moving else lost), 6),
+        float(layer.is_hypothetical),
         headroom,
     )
 

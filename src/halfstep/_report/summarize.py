@@ -105,6 +105,7 @@ def _facts(run: Run) -> Facts:
         error=run.error,
         error_rank=run.error_rank,
         without_end=run.without_end,
+        is_diagnosing=header.is_diagnosing,
     )
 
 

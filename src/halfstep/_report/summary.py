@@ -47,6 +47,7 @@ class Facts:
         error: The error that ended the run, on the first rank that failed; None without one.
         error_rank: The rank of that error.
         without_end: The ranks whose record has no end.
+        is_diagnosing: Whether the run replayed steps that went bad.
     """
 
     halfstep: str
@@ -68,6 +69,7 @@ class Facts:
     error: str | None
     error_rank: int | None
     without_end: tuple[int, ...]
+    is_diagnosing: bool
 
 
 @dataclass(frozen=True)
@@ -327,6 +329,11 @@ class Layer:
     def is_low(self) -> bool:
         """Whether the tensor is stored in less than float32."""
         return not set(self.dtypes).isdisjoint(FORMATS_BY_DTYPE)
+
+    @property
+    def is_hypothetical(self) -> bool:
+        """Whether no value was in the format: a float32 tensor, unless lower ops computed it."""
+        return not (self.is_low or self.kind == "parameter_gradient")
 
     @property
     def is_low_weight(self) -> bool:

@@ -55,8 +55,7 @@ _KINDS = {
 def about_loss_and_skips(summary: Summary) -> list[Sentence]:
     """Return sentences on bad and skipped steps and, if the op is unknown, how to find it."""
     loss, skips = list(about_steps.about_loss(summary)), list(about_steps.about_skips(summary))
-    # A run with bad steps that could not be replayed already used --diagnose.
-    if summary.bad_places or any("was not replayed" in note.text for note in summary.notes):
+    if summary.bad_places or summary.facts.is_diagnosing:
         return [*loss, *skips]
     if summary.steps.reasons.keys() == {"norm"}:  # no op is to blame
         return [*_with_advice(loss), *skips]
@@ -328,7 +327,8 @@ def _worst(summary: Summary) -> list[Layer]:
         (x for x in summary.of_kind("parameter_gradient") if x.lost), key=lambda x: -x.share_lost
     )
     near = sorted(
-        (x for x in summary.layers if x.headroom is not None), key=lambda x: x.headroom or 0.0
+        (x for x in summary.layers if x.headroom is not None),
+        key=lambda x: (x.is_hypothetical, x.headroom or 0.0),
     )
     unmoved = sorted(
         (x for x in summary.layers if x.lost_updates), key=lambda x: -(x.share_lost_updates or 0.0)

@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """An observer of the losses and iterations of all scalers. It must not wait for the device."""
+    """An observer of the losses and iterations of all scalers. It must not wait for the device.
+
+    Attributes:
+        is_diagnosing: Whether it explains what goes bad.
+    """
+
+    is_diagnosing: bool
 
     def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
         """Handle the argument of ``scale`` before it is scaled."""
