@@ -851,3 +851,23 @@ def test_an_optimizer_that_is_made_anew_has_the_number_of_the_old_one(tmp_path: 
             optimizer.step()
             del optimizer
     assert [step.number for step in read_run(tmp_path).steps] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("names_modules", [True, False])
+def test_rules_that_no_module_looks_up_are_recorded(names_modules, tmp_path):
+    """They are part of the text, and do not act: modules have to be given to autocast."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = "standard; @1:fp32; linear@0:fp32"
+    inner = halfstep.autocast("cpu", torch.bfloat16, policy=policy, module=model)
+    if not names_modules:
+        for module in model:
+            vars(module).update(_path="")  # as where only the policy is in force
+    with halfstep.record(tmp_path, model=model):
+        with inner:
+            loss = model(torch.ones(2, 4)).float().sum()
+        loss.backward()
+        optimizer.step()
+    [seen] = read_run(tmp_path).policies
+    assert seen.text == policy
+    assert seen.unused == (() if names_modules else ("@1:fp32", "linear@0:fp32"))

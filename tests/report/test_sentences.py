@@ -542,6 +542,17 @@ def test_outputs_and_weights_that_are_not_finite(tmp_path):
     assert the_one(found, "The weights of `b.weight` contained 3 NaN").severity == "bad"
 
 
+def test_rules_that_never_acted_are_no_rules_of_the_run(tmp_path):
+    text = "standard; @nosuch:fp32; exp@head:fp32"
+    assert not [s for s in said(tmp_path / "a", records.policy(text=text)) if "acted" in s.text]
+    seen = records.policy(text=text, unused=["@nosuch:fp32"])
+    sentence = the_one(said(tmp_path / "b", seen), "never acted")
+    assert sentence.severity == "warning"
+    assert sentence.text.startswith(
+        "No module looked up `@nosuch:fp32`, so this rule of the policy never acted. Check"
+    )
+
+
 def test_weights_that_fp16_cannot_hold(tmp_path):
     rows = [tensor("parameter", "head.weight", counted({20: 3, 0: 7}))]
     sentence = the_one(said(tmp_path, sample(40, rows)), "exceed the largest value of fp16")

@@ -856,3 +856,22 @@ def test_a_trace_can_be_read_while_it_runs(model: nn.Sequential) -> None:
         model(torch.ones(1, 8))
         assert len(t.rows()) == 2 * before
         assert json.loads(t.to_json())["environment"]["device"].startswith("cpu")
+
+
+def test_an_island_shows_the_rule_that_makes_it_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    x = torch.ones(2, 4, requires_grad=True)
+    with halfstep.trace(model) as ran:
+        with halfstep.autocast("cpu", torch.bfloat16, policy="standard; @1:fp32", module=model):
+            model(x).sum().backward()
+        with torch.no_grad():
+            model(x)  # outside of autocast, no rule acts
+    rules = {
+        (row["module"], row["op"], row["rule"]) for row in ran.rows() if row["phase"] == "forward"
+    }
+    assert ("1.0", "addmm", "@1:fp32") in rules
+    assert ("1", "_to_copy", "@1:fp32") in rules
+    assert ("0", "addmm", "linear:lower") in rules
+    assert ("1.0", "addmm", None) in rules
+    assert re.search(r"^ +cast bf16->fp32 .* @1:fp32 ", ran.table(), re.MULTILINE)
+    assert "by hand" not in ran.table()

@@ -17,6 +17,8 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from halfstep._autocast.modules import unused_rules
+from halfstep._autocast.policy import Policy
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power
@@ -396,7 +398,8 @@ class Recorder:
             if self._policies.get(device) != policy:
                 dtype, text = self._policies[device] = policy
                 event = {"event": "policy", "step": self.num_steps, "device": device}
-                self._write(event | {"dtype": dtype, "text": text})
+                unused = [*map(str, unused_rules(Policy.parse(text), self._models))]
+                self._write(event | {"dtype": dtype, "text": text, "unused": unused})
         if tensors:
             event = {"event": "sample", "step": self.num_steps, "scale": scale}
             rows = [

@@ -70,6 +70,7 @@ class PolicySeen(_Event, tag="policy", frozen=True):
     device: str
     dtype: str
     text: str
+    unused: tuple[str, ...] = ()  # its rules for modules that no module looked up
 
 
 class Step(_Event, tag="step", frozen=True):

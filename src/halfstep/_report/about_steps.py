@@ -370,6 +370,25 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
         )
 
 
+def about_policy(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence if rules of the policy never acted."""
+    unused = summary.policy.unused if summary.policy else ()
+    if unused:
+        yield say(
+            "warning",
+            "No module looked up ",
+            *names(unused),
+            f", so {'this rule' if len(unused) == 1 else 'these rules'} of the policy never acted.",
+            cure=(
+                " Check the names against model.named_modules(). A script with an autocast or a "
+                "scaler of its own has to pass the policy itself, ",
+                Code("halfstep.autocast(..., policy=..., module=model)"),
+                ".",
+            ),
+            evidence="policy",
+        )
+
+
 def about_course(summary: Summary) -> str:
     """Return the course of loss and scale in a few words, for the sentence that all is well."""
     losses = [(f"the loss of {each.optimizer}", each.curve) for each in summary.losses]

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from halfstep._autocast import scopes
 from halfstep._autocast.plans import PolicyOnDevice
-from halfstep._autocast.rule import Rule
+from halfstep._autocast.region import ModuleRegion
+from halfstep._autocast.rule import Rule, around
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import dtype_name
@@ -193,6 +194,22 @@ class RunningModules:
                 pass
 
 
+def _rule_of_island(module: str) -> str | None:
+    """Return the rule that makes a module, or one around it, an island that this thread is in."""
+    scope = scopes.current()
+    is_off = scope.settings is not None and not scope.settings.switches.enabled
+    is_inside = is_off and isinstance(scope.context, ModuleRegion)
+    for policy in scopes.policies().values():
+        # The inputs of an island are cast before autocast is off.
+        if is_inside or autocast_of_caller(policy.device)[0]:
+            names = around(module) if is_inside else [module]
+            rules = (policy.policy.island(name, policy.device, *policy.now()) for name in names)
+            rule = next((rule for rule in rules if rule is not None), None)
+            if rule is not None:
+                return str(rule)
+    return None
+
+
 @dataclass
 class RuledOp:
     """An op that runs by a rule.
@@ -212,7 +229,7 @@ class OpPlace(NamedTuple):
     """The module, call and rule of an op.
 
     Attributes:
-        op: The op that the rule was looked up for.
+        op: The op that the rule was looked up for; None if the rule is that of an island.
         cast: The number of the cast whose gradient an autograd node computes, if any.
         number: For an autograd node, the number of the op that created it.
         made_by: For an autograd node, the op that created it.
@@ -297,6 +314,8 @@ class OpPlaces:
         for node in range(here.next_node, following):
             here.nodes[node] = made_for
         here.next_node = following
+        if place.rule is None and phase == "forward":  # not for the nodes: their ops have rules
+            place = place._replace(rule=_rule_of_island(place.module))
         return place, phase
 
     def _place_in_backward(

@@ -133,8 +133,8 @@ class Row:
 
     @property
     def action(self) -> str | None:
-        """The action of the op's rule, ``"lower"``."""
-        return self.rule.rpartition(":")[2] if self.rule else None
+        """The action of the op's own rule, ``"lower"``; that of an island is not its own."""
+        return self.rule.rpartition(":")[2] if self.rule and self.ruled_op else None
 
     @property
     def output(self) -> str:

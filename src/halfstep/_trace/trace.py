@@ -363,6 +363,8 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
             if of is None:  # the engine casts the gradient of a cast from the cache
                 of = self._cached_like(source)
             self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
+        elif row.rule is not None:  # at the edge of an island
+            self._write_casts(row, [cast])
         elif row.autocast is not None and row.device not in scopes.policies():  # made by PyTorch
             self._thread.casts.append(replace(row, casts=(cast,)))
         else:

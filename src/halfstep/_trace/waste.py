@@ -173,7 +173,7 @@ class _Search:
         if cast.by_hand:
             return Saving(self._bytes_again(groups), f"cast it once, to torch.{cast.to}", None)
         hold = "halfstep.hold_casts(model), which keeps casts from one context to the next"
-        if row.rule is None:
+        if row.ruled_op is None:
             text = f"halfstep.autocast inside {hold}"
         elif row.cache:
             text = f"{hold}, unless other tensors share the storage of the weight"
