@@ -188,7 +188,7 @@ def test_no_gradients() -> None:
     scaler = GradScaler()
     scaler.scale(torch.ones(()))
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
-    with pytest.raises(CallOrderError, match="none of its 1 parameters has a gradient"):
+    with pytest.raises(CallOrderError, match="none of its 1 parameter has a gradient"):
         scaler.step(optimizer, max_norm=1.0)
 
 
