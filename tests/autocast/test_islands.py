@@ -77,7 +77,7 @@ def test_as_long_as_a_block_and_for_good() -> None:
 
     kept = keep(model, "blocks.0")
     assert in_fp32(model) == ["blocks.0.fc", "blocks.0.norm.0"]
-    assert repr(kept) == "<1 modules kept in torch.float32>"
+    assert repr(kept) == "<1 module kept in torch.float32>"
     kept.remove()
     assert in_fp32(model) == []
 

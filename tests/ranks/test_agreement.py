@@ -427,8 +427,8 @@ def given_groups(rank: int) -> Any:
 def test_drift_is_told_on_all_ranks_with_who_has_what(pool: Pool, fused: bool) -> None:
     for kind, message, cured, weight_moved in pool.run(drift, fused):
         assert kind == "RanksError"
-        assert "scale 2^10, growth tracker 1, 1 steps taken, 0 skipped: rank 0" in message
-        assert "scale 2^6, growth tracker 1, 1 steps taken, 0 skipped: rank 1" in message
+        assert "scale 2^10, growth tracker 1, 1 step taken, 0 skipped: rank 0" in message
+        assert "scale 2^6, growth tracker 1, 1 step taken, 0 skipped: rank 1" in message
         assert not weight_moved
         assert cured == ("", "")
 

@@ -133,7 +133,7 @@ def differing(rank: int, how: str) -> Any:
     ("how", "row"),
     [
         ("scale", "scale 2^6, growth tracker 3, 3 steps taken, 0 skipped: rank 1"),
-        ("checkpoint", "scale 2^10, growth tracker 1, 1 steps taken, 0 skipped: rank 1"),
+        ("checkpoint", "scale 2^10, growth tracker 1, 1 step taken, 0 skipped: rank 1"),
     ],
 )
 def test_what_some_ranks_alone_have_loaded_or_set_is_told(pool: Pool, how: str, row: str) -> None:

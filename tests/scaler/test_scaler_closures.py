@@ -946,7 +946,7 @@ def raising(param: Any, optimizer: Any, scaler: GradScaler) -> Any:
 
 WRONG = {
     backward_by_itself: (CallOrderError, r"closure called backward\(\) on a loss that was not"),
-    no_backward: (CallOrderError, "none of its 1 parameters has a gradient"),
+    no_backward: (CallOrderError, "none of its 1 parameter has a gradient"),
     nothing: (TypeError, r"the closure returned NoneType and scaled no loss\. Return the loss"),
     update_inside: (CallOrderError, r"the closure called step\(\) or update\(\)"),
     raising: (KeyboardInterrupt, "in the closure"),

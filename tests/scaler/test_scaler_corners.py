@@ -63,7 +63,7 @@ def test_a_foreign_optimizer_clips_by_itself() -> None:
 
 def test_a_closure_whose_loss_does_not_depend_on_the_parameters() -> None:
     p, other, scaler = param(), param(), GradScaler()
-    with pytest.raises(CallOrderError, match="none of its 1 parameters has a gradient"):
+    with pytest.raises(CallOrderError, match="none of its 1 parameter has a gradient"):
         scaler.step(SGD([p], 1.0), lambda: other.sum(), max_norm=1.0)
 
 

@@ -301,7 +301,7 @@ def test_an_optimizer_that_does_not_use_the_scaler() -> None:
         scaler.step(optimizer)
     assert dict(scaler._per_optimizer_states) == {}
     param.grad = None
-    with pytest.raises(CallOrderError, match="none of its 1 parameters has a gradient"):
+    with pytest.raises(CallOrderError, match="none of its 1 parameter has a gradient"):
         scaler.step(optimizer)
 
 
