@@ -18,7 +18,8 @@ from tests.device import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep._scaler import GradScaler, norms
+from halfstep._gradients import norms
+from halfstep._scaler import GradScaler
 from halfstep._scaler import step as step_module
 from halfstep._scaler.earlier_norms import NUM_STEPS
 from halfstep._scaler.iteration import Step

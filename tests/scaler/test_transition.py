@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfstep._gradients.scalars import LARGEST_SCALE
 from halfstep._scaler.rules import Dynamic, Rule, Static
-from halfstep._scaler.scalars import LARGEST_SCALE
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep._scaler.transition import next_state
 

@@ -38,12 +38,10 @@ from halfstep._diagnose.kept_calls import (
 from halfstep._diagnose.live import LiveTrace
 from halfstep._diagnose.observer import is_compiled_together
 from halfstep._diagnose.user_code import user_line
+from halfstep._gradients.gradients import parameters
 from halfstep._pytorch import optim
+from halfstep._scaler import GradScaler, Outcome, split_closure
 from halfstep._scaler.access import OBSERVERS, is_in_step, observing
-from halfstep._scaler.closures import split_closure
-from halfstep._scaler.gradients import parameters
-from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import CallOrderError, DiagnosisWarning
 
 MOST_DIAGNOSES = 5

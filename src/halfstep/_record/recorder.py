@@ -22,19 +22,17 @@ from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power
 from halfstep._diagnose.diagnosis import Diagnosis, line_text
 from halfstep._diagnose.user_code import user_line
+from halfstep._gradients.gradients import collect, parameters
+from halfstep._gradients.norms import norms_of
+from halfstep._gradients.scalars import as_tensor
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._pytorch.devices import to_device
 from halfstep._record.files import Event, LineWriter
 from halfstep._record.models import Models
 from halfstep._record.pending import PendingStep, PendingSteps
 from halfstep._record.sample import Sampler, UpdateCounter
-from halfstep._scaler import GradScaler
+from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._scaler.access import OBSERVERS, is_in_step, is_unscaled, watch_names
-from halfstep._scaler.gradients import collect, parameters
-from halfstep._scaler.norms import norms_of
-from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scalars import as_tensor
-from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError, HalfstepWarning
 from halfstep.sinks import Sink, sample_scalars, step_scalars
 

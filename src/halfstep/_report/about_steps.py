@@ -387,7 +387,7 @@ def about_course(summary: Summary) -> str:
 
 def island(module: str | None, summary: Summary) -> Code | None:
     """Return the call that keeps a module in float32; None if no rule can name the module."""
-    from halfstep._autocast.policy import Policy  # imports PyTorch, which few reports need
+    from halfstep._autocast import Policy  # imports PyTorch, which few reports need
 
     text = f"{summary.policy.text if summary.policy else 'standard'}; @{module}:fp32"
     # Names in a second model are prefixed with its number, and no rule matches them.

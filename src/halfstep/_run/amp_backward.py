@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from halfstep._common.patches import Patches
+from halfstep._gradients.gradients import Gradients, collect, parameters
+from halfstep._gradients.optimizers import members
+from halfstep._gradients.scalars import CPU, as_tensor, combine
 from halfstep._pytorch import autograd, compiler
 from halfstep._run.amp_script import ScriptState
-from halfstep._scaler import GradScaler, access
-from halfstep._scaler.gradients import Gradients, collect, parameters
-from halfstep._scaler.loss_scale import CPU, LossScale
-from halfstep._scaler.optimizers import members
-from halfstep._scaler.scalars import as_tensor, combine
+from halfstep._scaler import GradScaler, LossScale, access
 
 
 class ScaledPass:

@@ -30,7 +30,7 @@ from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import has_device
 from halfstep._common.patches import Patches
 from halfstep._pytorch import compiler
-from halfstep._scaler.disabled import DisabledGradScaler
+from halfstep._scaler import DisabledGradScaler
 from halfstep.errors import HalfstepWarning
 
 _TorchAutocast = autocast_mode.autocast

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from halfstep._scaler.gradients import Gradients, parameters
+from halfstep._gradients.gradients import Gradients, parameters
 from halfstep._scaler.iteration import GradientCheck, Stage
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep._gradients import scalars
+from halfstep._gradients.gradients import NONE, collect, parameters
+from halfstep._gradients.norms import norms_of
+from halfstep._gradients.optimizers import makes_step_of, name
 from halfstep._pytorch.amp import add_to_each_
 from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.distributed import is_dtensor, local_part
-from halfstep._scaler import scalars
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import NONE, collect, parameters
 from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.norms import norms_of
-from halfstep._scaler.optimizers import makes_step_of, name
 from halfstep._scaler.step import gather, refuse_half, unscale_
 from halfstep.errors import CallOrderError
 

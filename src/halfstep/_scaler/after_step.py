@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from halfstep._common.machine import RandomStates
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import evaluates_first, members, name
+from halfstep._gradients.scalars import checked_count
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.modules import buffers_of
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import parameters
 from halfstep._scaler.iteration import Journal
-from halfstep._scaler.optimizers import evaluates_first, members, name
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scalars import checked_count
 from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError
 

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, distributed
 
 from halfstep._common.numbers import power
-from halfstep._pytorch.devices import to_device, widest_float
-from halfstep._pytorch.distributed import exchange_device
-from halfstep._scaler.gradients import Gradients
-from halfstep._scaler.norms import Norms, p_norm
-from halfstep._scaler.scalars import (
+from halfstep._gradients.gradients import Gradients
+from halfstep._gradients.norms import Norms, p_norm
+from halfstep._gradients.scalars import (
     Scalar,
     any_of,
     as_float32,
     float32_from_bits,
     scalar,
 )
+from halfstep._pytorch.devices import to_device, widest_float
+from halfstep._pytorch.distributed import exchange_device
 from halfstep.errors import CallOrderError, RanksError
 
 if TYPE_CHECKING:

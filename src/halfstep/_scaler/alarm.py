@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 
 from halfstep._common.numbers import power
-from halfstep._scaler.gradients import Gradients
+from halfstep._gradients.gradients import Gradients
+from halfstep._gradients.scalars import checked_count
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.scalars import checked_count
 from halfstep._scaler.scale_state import Reason, ScaleState
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._gradients.gradients import collect, parameters
+from halfstep._gradients.scalars import checked_count
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler import clipping
 from halfstep._scaler.after_step import Count, check_count
@@ -22,12 +24,10 @@ from halfstep._scaler.closures import (
     note_used,
     split_closure,
 )
-from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.rules import Static
-from halfstep._scaler.scalars import checked_count
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import RanksError

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from halfstep._common.nested import like
+from halfstep._gradients.buffers import Buffers
+from halfstep._gradients.optimizers import Names, name
 from halfstep._scaler import step
 from halfstep._scaler.access import OBSERVERS
 from halfstep._scaler.agreement import Alone, Together
-from halfstep._scaler.buffers import Buffers
 from halfstep._scaler.earlier_norms import NormLimits
 from halfstep._scaler.iteration import (
     Iteration,
@@ -23,7 +24,6 @@ from halfstep._scaler.iteration import (
     Step,
 )
 from halfstep._scaler.loss_scale import LossScale, Saved
-from halfstep._scaler.optimizers import Names, name
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import Unused

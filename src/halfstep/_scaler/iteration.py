@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from halfstep._gradients import scalars
+from halfstep._gradients.gradients import Gradients, parameters
+from halfstep._gradients.norms import Norms
+from halfstep._gradients.optimizers import makes_step_of, name
+from halfstep._gradients.scalars import Scalar, float32_from_bits
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
-from halfstep._scaler import scalars
 from halfstep._scaler.agreement import ALONE, NUM_NUMBERS, Agreement, Alone, Together
 from halfstep._scaler.earlier_norms import EarlyClipping
-from halfstep._scaler.gradients import Gradients, parameters
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.norms import Norms
-from halfstep._scaler.optimizers import makes_step_of, name
 from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
-from halfstep._scaler.scalars import Scalar, float32_from_bits
 from halfstep.errors import CallOrderError, NothingCheckedError
 
 HISTORY_LENGTH = 10_000

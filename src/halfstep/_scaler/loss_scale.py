@@ -19,14 +19,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep._pytorch.amp import increment_version
-from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._pytorch.devices import to_device
-from halfstep._pytorch.modes import is_inside_functorch
-from halfstep._pytorch.transfers import is_capturing
-from halfstep._scaler.earlier_norms import NormLimits
-from halfstep._scaler.rules import Rule
-from halfstep._scaler.scalars import (
+from halfstep._gradients.scalars import (
+    CPU,
     LARGEST_SCALE,
     READABLE,
     SMALLEST_SCALE,
@@ -40,12 +34,17 @@ from halfstep._scaler.scalars import (
     is_readable,
     zero_if_finite,
 )
+from halfstep._pytorch.amp import increment_version
+from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.devices import to_device
+from halfstep._pytorch.modes import is_inside_functorch
+from halfstep._pytorch.transfers import is_capturing
+from halfstep._scaler.earlier_norms import NormLimits
+from halfstep._scaler.rules import Rule
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.transition import changed, next_state
 from halfstep._scaler.updates import LAG, Kernel, Number, PendingUpdate
 from halfstep.errors import CallOrderError
-
-CPU = torch.device("cpu")
 
 Snapshot: TypeAlias = ScaleState | PendingUpdate
 """The state at one point in time, or the last update before it."""

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power
+from halfstep._gradients.gradients import collect
+from halfstep._gradients.norms import norms_of
+from halfstep._gradients.optimizers import Names
+from halfstep._gradients.scalars import Scalar, round_to_float32
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
 from halfstep._scaler.agreement import Agreement
 from halfstep._scaler.alarm import Culprit, culprits
-from halfstep._scaler.gradients import collect
 from halfstep._scaler.loss_scale import Snapshot, state_of
-from halfstep._scaler.norms import norms_of
-from halfstep._scaler.optimizers import Names
-from halfstep._scaler.scalars import Scalar, round_to_float32
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep._scaler.updates import PendingUpdate
 from halfstep.errors import CallOrderError

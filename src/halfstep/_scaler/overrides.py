@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from halfstep._common.nested import tensors_in
+from halfstep._gradients import scalars
+from halfstep._gradients.gradients import collect, parameters
+from halfstep._gradients.optimizers import name, step_with_scale
 from halfstep._pytorch.amp import reciprocal_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler import scalars
-from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.iteration import GradientCheck, Stage, Step, nothing_checked
-from halfstep._scaler.optimizers import name, step_with_scale
 from halfstep._scaler.step import (
     add_check,
     gather,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from halfstep._scaler.gradients import Gradients
+    from halfstep._gradients.gradients import Gradients
     from halfstep._scaler.loss_scale import LossScale
 
 _T = TypeVar("_T")

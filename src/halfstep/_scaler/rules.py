@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from halfstep._scaler.scalars import checked_count, checked_number, checked_scale
+from halfstep._gradients.scalars import checked_count, checked_number, checked_scale
 
 DEFAULT_SCALE = 2.0**16
 """The default initial scale; compared by identity, so that an equal number counts as given."""

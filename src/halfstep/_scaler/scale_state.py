@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from halfstep._scaler.rules import Dynamic, Rule, Static, rule_from_dict
-from halfstep._scaler.scalars import (
+from halfstep._gradients.scalars import (
     LARGEST_SCALE,
     check_ascending,
     checked_count,
     checked_scale,
 )
+from halfstep._scaler.rules import Dynamic, Rule, Static, rule_from_dict
 
 FORMAT_VERSION = 1
 """Version of the data under the key ``"halfstep"`` of a state dict."""

@@ -17,6 +17,14 @@ import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power
+from halfstep._gradients.optimizers import (
+    handles_scale,
+    is_optimizer,
+    name,
+    require_optimizer,
+    takes_scaler,
+)
+from halfstep._gradients.scalars import checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
 from halfstep._scaler import clipping, overrides, step
@@ -27,17 +35,9 @@ from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import split_closure, step_with_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.loss_scale import Saved
-from halfstep._scaler.optimizers import (
-    handles_scale,
-    is_optimizer,
-    name,
-    require_optimizer,
-    takes_scaler,
-)
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.rules import DEFAULT_SCALE, Dynamic, Rule, scale_and_rule
-from halfstep._scaler.scalars import checked_device
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.torch_attributes import TorchAttributes
 from halfstep.errors import CallOrderError, HalfstepWarning

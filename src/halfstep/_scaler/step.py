@@ -25,11 +25,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep._gradients import scalars
+from halfstep._gradients.gradients import NONE, Gradients, collect, parameters, refuse_float16
+from halfstep._gradients.norms import (
+    Norms,
+    clip_coefficient,
+    largest,
+    norms_of,
+    overflows_when_divided,
+)
+from halfstep._gradients.optimizers import name, step_with_scale, writes_unscaled
+from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.distributed import has_process_group
-from halfstep._scaler import scalars
 from halfstep._scaler.agreement import ALONE, Alone, Together
 from halfstep._scaler.earlier_norms import NormLimit
-from halfstep._scaler.gradients import NONE, Gradients, collect, parameters, refuse_float16
 from halfstep._scaler.iteration import (
     GradientCheck,
     Iteration,
@@ -38,16 +47,7 @@ from halfstep._scaler.iteration import (
     Step,
     nothing_checked,
 )
-from halfstep._scaler.norms import (
-    Norms,
-    clip_coefficient,
-    largest,
-    norms_of,
-    overflows_when_divided,
-)
-from halfstep._scaler.optimizers import name, step_with_scale, writes_unscaled
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scalars import Scalar
 from halfstep.errors import CallOrderError, RanksError
 
 if TYPE_CHECKING:

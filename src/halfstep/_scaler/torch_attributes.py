@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from halfstep._gradients.gradients import NONE, collect, parameters, refuse_float16
+from halfstep._gradients.norms import overflows_when_divided
+from halfstep._gradients.optimizers import name
+from halfstep._gradients.scalars import READABLE
 from halfstep._pytorch import amp
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import NONE, collect, parameters, refuse_float16
 from halfstep._scaler.iteration import GradientCheck, Stage, Step, nothing_checked
-from halfstep._scaler.norms import overflows_when_divided
-from halfstep._scaler.optimizers import name
 from halfstep._scaler.overrides import flags_of
-from halfstep._scaler.scalars import READABLE
 from halfstep._scaler.step import remember, require_not_stepped
 from halfstep.errors import CallOrderError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfstep._scaler.scalars import round_to_float32
+from halfstep._gradients.scalars import round_to_float32
 from halfstep._scaler.scale_state import NO_RUN, ScaleState
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep._gradients.scalars import round_to_float32
 from halfstep._pytorch.amp import update_scale_
 from halfstep._pytorch.devices import can_move_scale
 from halfstep._pytorch.transfers import Transfer, to_host
-from halfstep._scaler.scalars import round_to_float32
 from halfstep._scaler.scale_state import ScaleState
 
 if TYPE_CHECKING:
