@@ -30,7 +30,6 @@ from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import has_device
 from halfstep._common.patches import Patches
 from halfstep._pytorch import compiler
-from halfstep._scaler import DisabledGradScaler
 from halfstep.errors import HalfstepWarning
 
 _TorchAutocast = autocast_mode.autocast
@@ -160,12 +159,8 @@ class GradScaler(halfstep.GradScaler):
             # PyTorch's scaler also ignores its device argument; the first loss decides.
             super().__init__(None, *numbers, process_group=process_group)
         else:
-            self._switch_off()
-            super().__init__()  # of the new class; like PyTorch, without validating the numbers
+            super().__init__(enabled=False)  # like PyTorch, without validating the numbers
         self._device = device
-
-    def _switch_off(self) -> None:
-        self.__class__ = _switched_off(type(self))
 
 
 def _is_possible(device: str, enabled: bool) -> bool:
@@ -181,28 +176,6 @@ def _is_possible(device: str, enabled: bool) -> bool:
         stacklevel=depth + 1,
     )
     return False
-
-
-_switched_off_classes: dict[type[GradScaler], type[GradScaler]] = {}
-
-
-def _switched_off(cls: type[GradScaler]) -> type[GradScaler]:
-    """Return a subclass of ``cls`` with the methods of a disabled scaler.
-
-    Methods that the script overrides take precedence.
-    """
-    if cls not in _switched_off_classes:
-        members = {
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__reduce__": lambda self: (_make_switched_off, (cls,), self.__getstate__()),
-        }
-        _switched_off_classes[cls] = type(cls.__name__, (cls, DisabledGradScaler), members)
-    return _switched_off_classes[cls]
-
-
-def _make_switched_off(cls: type[GradScaler]) -> GradScaler:
-    return object.__new__(_switched_off(cls))
 
 
 class _DeviceGradScaler(GradScaler):

@@ -5,7 +5,6 @@ Other rooms know these names, and :mod:`halfstep._scaler.access`.
 
 from halfstep._scaler.after_step import DueSchedules, snapshot_of
 from halfstep._scaler.closures import UnusableEvaluationError, split_closure
-from halfstep._scaler.disabled import DisabledGradScaler
 from halfstep._scaler.guard import Guard, GuardScaler, guard, inside_of_guard
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
@@ -14,7 +13,6 @@ from halfstep._scaler.scale_state import Reason
 from halfstep._scaler.scaler import GradScaler
 
 __all__ = [
-    "DisabledGradScaler",
     "DueSchedules",
     "Dynamic",
     "GradScaler",
