@@ -30,7 +30,8 @@ from halfstep._gradients.gradients import parameters
 from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import amp, autograd, modes
 from halfstep._scaler import GradScaler, split_closure
-from halfstep._scaler.access import begin_anew, unobserved
+from halfstep._scaler.access import begin_anew
+from halfstep._scaler.events import unobserved
 
 
 @dataclass

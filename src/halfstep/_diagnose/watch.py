@@ -41,7 +41,7 @@ from halfstep._diagnose.user_code import user_line
 from halfstep._gradients.gradients import parameters
 from halfstep._pytorch import optim
 from halfstep._scaler import GradScaler, Outcome, split_closure
-from halfstep._scaler.access import OBSERVERS, is_in_step, observing
+from halfstep._scaler.events import OBSERVERS, is_in_step, observing
 from halfstep.errors import CallOrderError, DiagnosisWarning
 
 MOST_DIAGNOSES = 5

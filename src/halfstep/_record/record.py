@@ -27,7 +27,7 @@ from halfstep._record.files import SCHEMA, Event, LineWriter, file_of
 from halfstep._record.models import Models
 from halfstep._record.recorder import Recorder
 from halfstep._scaler import GradScaler
-from halfstep._scaler.access import observing
+from halfstep._scaler.events import observing
 from halfstep._version import __version__
 from halfstep.errors import CallOrderError
 from halfstep.sinks import Sink

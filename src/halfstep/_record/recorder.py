@@ -32,7 +32,8 @@ from halfstep._record.models import Models
 from halfstep._record.pending import PendingStep, PendingSteps
 from halfstep._record.sample import Sampler, UpdateCounter
 from halfstep._scaler import GradScaler, Outcome, Reason
-from halfstep._scaler.access import OBSERVERS, is_in_step, is_unscaled, watch_names
+from halfstep._scaler.access import is_unscaled, watch_names
+from halfstep._scaler.events import OBSERVERS, is_in_step
 from halfstep.errors import CallOrderError, HalfstepWarning
 from halfstep.sinks import Sink, sample_scalars, step_scalars
 

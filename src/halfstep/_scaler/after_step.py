@@ -19,7 +19,7 @@ from halfstep._gradients.scalars import checked_count
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.modules import buffers_of
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Journal
+from halfstep._scaler.journal import Journal
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError

@@ -18,7 +18,8 @@ from halfstep._gradients.optimizers import evaluates_first, handles_scale, is_py
 from halfstep._scaler.after_step import snapshot_of
 from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import GradientCheck, Iteration, Journal, Memory, Stage, Step
+from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
+from halfstep._scaler.journal import Journal, Memory
 from halfstep._scaler.overrides import is_ready
 from halfstep._scaler.step import (
     gather,

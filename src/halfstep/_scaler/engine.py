@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,24 +13,16 @@ from torch import Tensor
 from halfstep._common.nested import like
 from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.optimizers import Names, name
-from halfstep._scaler import step
-from halfstep._scaler.access import OBSERVERS
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.earlier_norms import NormLimits
-from halfstep._scaler.iteration import (
-    Iteration,
-    Journal,
-    Stage,
-    Step,
-)
+from halfstep._scaler.events import OBSERVERS
+from halfstep._scaler.iteration import Iteration
+from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale, Saved
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import Unused
 from halfstep.errors import CallOrderError, NothingCheckedError
-
-if TYPE_CHECKING:
-    from halfstep._scaler.scaler import GradScaler
 
 
 class Engine:
@@ -39,7 +31,7 @@ class Engine:
     ``first`` is the initial state of the scale; observers receive ``scaler``.
     """
 
-    def __init__(self, first: ScaleState, ranks: Ranks, scaler: GradScaler) -> None:
+    def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
         self.ranks = ranks
         self._scaler = weakref.ref(scaler)
         self.loss_scale = LossScale(first)
@@ -101,29 +93,6 @@ class Engine:
             self.loss_scale.create(ranks.group.device)
         return ranks
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale. Sync: none."""
-        earlier = self.iteration.step_of(optimizer)
-        self.require_scaled(optimizer, earlier)
-        ready = step.gather(self, "unscale_", optimizer, earlier)
-        step.refuse_half(self, ready)
-        if ready.is_first and ready.multiplier is not None:
-            step.measure(ready)
-            step.multiply_(ready)
-            ready.norms = ready.squares = None
-        else:
-            step.unscale_(ready)
-        step.keep(self.iteration, ready, Stage.UNSCALED)
-
-    def require_scaled(self, optimizer: torch.optim.Optimizer, earlier: Step | None) -> None:
-        """Raise CallOrderError if ``unscale_`` comes too late for an optimizer."""
-        if earlier is not None and earlier.stage is not Stage.SCALED:
-            raise CallOrderError(
-                f"unscale_({name(optimizer)}): {earlier.stage.value} since the last update(). Call "
-                "unscale_() at most once an iteration, after the last backward() and before "
-                "step(); call update() at the end of the iteration"
-            )
-
     # --- the end of an iteration ------------------------------------------------------------------
 
     def update(self) -> None:
@@ -180,7 +149,7 @@ class Engine:
         for observer in OBSERVERS:
             observer.on_iteration(self.owner(), outcomes)
 
-    def owner(self) -> GradScaler:
+    def owner(self) -> Any:
         scaler = self._scaler()
         assert scaler is not None
         return scaler

@@ -343,7 +343,7 @@ class LossScale:
         self._is_captured |= is_capturing(self.device)
         kernel = Kernel.of(self.state, self.device, is_captured=self._is_captured)
         if not self._is_captured:
-            self._under_way.append(PendingUpdate(self, values, kernel))
+            self._under_way.append(PendingUpdate(self.states_of, values, kernel))
         if kernel is None:
             increment_version((self._tensor,))
         else:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +21,12 @@ from halfstep._gradients.scalars import Scalar, round_to_float32
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
 from halfstep._scaler.agreement import Agreement
-from halfstep._scaler.alarm import Culprit, culprits
+from halfstep._scaler.culprits import Culprit, culprits
+from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import Snapshot, state_of
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep._scaler.updates import PendingUpdate
 from halfstep.errors import CallOrderError
-
-if TYPE_CHECKING:
-    from halfstep._scaler.iteration import Step
 
 NUM_WITNESSES = 512
 HOW_TO_MEASURE = "let step() measure them: scaler.step(optimizer, max_norm=math.inf)"

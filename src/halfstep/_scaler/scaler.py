@@ -28,12 +28,12 @@ from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
 from halfstep._scaler import clipping, disabled, overrides, step
-from halfstep._scaler.access import THIS_THREAD
 from halfstep._scaler.accumulation import accumulate
 from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import split_closure, step_with_closure
 from halfstep._scaler.engine import Engine
+from halfstep._scaler.events import THIS_THREAD
 from halfstep._scaler.loss_scale import Saved
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
@@ -199,7 +199,7 @@ class GradScaler(TorchAttributes):
         if "_unscale_grads_" in self._overridden():
             overrides.unscale_(self, optimizer)
         else:
-            self._engine.unscale_(optimizer)
+            step.unscale(self._engine, optimizer)
 
     @keep_out_of_graphs
     def step(

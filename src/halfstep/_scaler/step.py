@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,19 +39,11 @@ from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.distributed import has_process_group
 from halfstep._scaler.agreement import ALONE, Alone, Together
 from halfstep._scaler.earlier_norms import NormLimit
-from halfstep._scaler.iteration import (
-    GradientCheck,
-    Iteration,
-    Memory,
-    Stage,
-    Step,
-    nothing_checked,
-)
+from halfstep._scaler.engine import Engine
+from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step, nothing_checked
+from halfstep._scaler.journal import Memory
 from halfstep._scaler.outcome import Outcome
 from halfstep.errors import CallOrderError, RanksError
-
-if TYPE_CHECKING:
-    from halfstep._scaler.engine import Engine
 
 
 def take(
@@ -90,6 +82,31 @@ def take(
         raise
     remember(engine, optimizer, step, memory, is_fused=is_fused)
     return result
+
+
+def unscale(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Divide the gradients of an optimizer by the scale; see ``GradScaler.unscale_``."""
+    earlier = engine.iteration.step_of(optimizer)
+    require_scaled(optimizer, earlier)
+    step = gather(engine, "unscale_", optimizer, earlier)
+    refuse_half(engine, step)
+    if step.is_first and step.multiplier is not None:
+        measure(step)
+        multiply_(step)
+        step.norms = step.squares = None
+    else:
+        unscale_(step)
+    keep(engine.iteration, step, Stage.UNSCALED)
+
+
+def require_scaled(optimizer: torch.optim.Optimizer, earlier: Step | None) -> None:
+    """Raise CallOrderError if ``unscale_`` comes too late for an optimizer."""
+    if earlier is not None and earlier.stage is not Stage.SCALED:
+        raise CallOrderError(
+            f"unscale_({name(optimizer)}): {earlier.stage.value} since the last update(). Call "
+            "unscale_() at most once an iteration, after the last backward() and before step(); "
+            "call update() at the end of the iteration"
+        )
 
 
 def require_not_stepped(earlier: Step) -> None:
@@ -338,7 +355,7 @@ def add_check(
     step.own_check = own
     if step.ranks is not ALONE:
         has_gradients = len(step.gradients.grads) + len(step.checks) > 0
-        step.ranks.agree_on(own, norms, has_gradients=has_gradients)
+        own.agreement = step.ranks.agree_on(own, norms, has_gradients=has_gradients)
 
 
 # --- decide, take ---------------------------------------------------------------------------------

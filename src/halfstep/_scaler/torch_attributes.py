@@ -334,7 +334,7 @@ def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, 
             if flag.device in found:
                 found[flag.device].clamp_(min=flag)
     check = GradientCheck(scale, gradients, found)
-    ranks.agree_on(check, has_gradients=bool(gradients.grads))
+    check.agreement = ranks.agree_on(check, has_gradients=bool(gradients.grads))
     check.gradients = NONE
     _keep_check(engine, id(optimizer), optimizer, check)
     return check.found_inf

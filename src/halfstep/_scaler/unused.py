@@ -24,7 +24,8 @@ from halfstep._gradients.gradients import collect_local, parameters
 from halfstep._gradients.scalars import ratio
 from halfstep._pytorch.autograd import after_backward, is_view, leaves_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler.iteration import Iteration, Journal, Stage, Step
+from halfstep._scaler.iteration import Iteration, Stage, Step
+from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale
 
 NUM_LOSSES = 16
