@@ -31,11 +31,12 @@ from halfstep._record.files import Event, LineWriter
 from halfstep._record.models import Models
 from halfstep._record.pending import PendingStep, PendingSteps
 from halfstep._record.sample import Sampler, UpdateCounter
+from halfstep._record.scalars import sample_scalars, step_scalars
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._scaler.access import is_unscaled, watch_names
 from halfstep._scaler.events import OBSERVERS, is_in_step
 from halfstep.errors import CallOrderError, HalfstepWarning
-from halfstep.sinks import Sink, sample_scalars, step_scalars
+from halfstep.sinks import Sink
 
 NUM_CULPRITS = 20
 """Maximum number of names of parameters or buffers written for a step."""
