@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -76,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replay a step whose loss or gradients are inf or NaN, and print the op, the module, "
         "the cause and the cure",
     )
+    parser.add_argument(
+        "--no-children",
+        dest="children",
+        action="store_false",
+        help="leave the Python processes that the script starts as they are: not recorded, with "
+        "PyTorch's classes",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the target is a module")
     parser.add_argument(
         "target",
@@ -102,6 +110,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         arguments.parser.print_help()
         return None
     target, *rest = words
+    os.environ.pop("HALFSTEP_RUN", None)  # of the run that has started this one
     _refuse_launcher(target, rest, arguments)
     policy = _policy(arguments)
 
@@ -121,7 +130,13 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
             _note_options(target, rest, arguments.parser)
     amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
     options = Options(
-        policy, arguments.output, arguments.every, arguments.quiet, amp, arguments.diagnose
+        policy,
+        arguments.output,
+        arguments.every,
+        arguments.quiet,
+        amp,
+        arguments.diagnose,
+        arguments.children,
     )
     try:
         return Session(Command(target, rest, arguments.module), options)

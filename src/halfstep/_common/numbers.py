@@ -74,8 +74,9 @@ def seconds(value: float | None) -> str:
 
 
 def things(value: int, noun: str) -> str:
-    """Format a number with its noun: ``1 step``, ``2 steps``."""
-    return f"{count(value)} {noun}{'' if value == 1 else 's'}"
+    """Format a number with its noun: ``1 step``, ``2 steps``, ``3 processes``."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{count(value)} {noun}{'' if value == 1 else plural}"
 
 
 def listed(words: Sequence[str]) -> str:

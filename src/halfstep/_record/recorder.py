@@ -27,7 +27,7 @@ from halfstep._gradients.norms import norms_of
 from halfstep._gradients.scalars import as_tensor
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._pytorch.devices import to_device
-from halfstep._record.files import Event, LineWriter
+from halfstep._record.files import Event, LateWriter, LineWriter
 from halfstep._record.models import Models
 from halfstep._record.pending import PendingStep, PendingSteps
 from halfstep._record.sample import Sampler, UpdateCounter
@@ -95,7 +95,7 @@ class Recorder:
 
     def __init__(
         self,
-        writer: LineWriter,
+        writer: LineWriter | LateWriter,
         models: Models,
         scaler: GradScaler | None,
         every: int,
