@@ -29,7 +29,7 @@ from halfstep._common.text import tell
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch import listeners
 from halfstep._record.files import LateWriter, LineWriter, file_of, folder_of_process
-from halfstep._run.launch import make_folder, other_ranks_refused, show_once
+from halfstep._run.launch import make_folder, show_once
 from halfstep._run.stand_ins import replaced
 from halfstep.errors import RanksError, RecordError
 
@@ -51,11 +51,6 @@ class Command:
         name = self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
         return Path(name).name  # `-m ../package` is an error that is reported later
 
-    @property
-    def text(self) -> str:
-        """The part of the command line after ``halfstep run`` and its options."""
-        return shlex.join([*(["-m"] if self.is_module else []), self.target, *self.arguments])
-
 
 @dataclass(frozen=True)
 class Options:
@@ -67,7 +62,7 @@ class Options:
     is_quiet: bool
     amp: torch.dtype | None
     is_diagnosing: bool
-    has_children: bool
+    has_children: bool = True
     """Whether the processes that the program starts are recorded too."""
 
 
@@ -186,13 +181,8 @@ class Session:
 
             self._watch = Watch(tell=self._tell)
         self._stack.enter_context(replaced(policy))
-        if self._command is not None:
-            others = (
-                reaching_children(self._options)
-                if self._options.has_children
-                else other_ranks_refused(self._command.text)
-            )
-            self._stack.enter_context(others)
+        if self._command is not None and self._options.has_children:
+            self._stack.enter_context(reaching_children(self._options))
         if amp is not None:
             self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
         if self._watch is not None:
@@ -341,7 +331,6 @@ def begin_in_child() -> None:
             is_quiet=values["quiet"],
             amp=values["amp"] and getattr(torch, values["amp"]),
             is_diagnosing=values["diagnose"],
-            has_children=True,
         )
         Session(None, options).put_in_place()
     except Exception as error:  # the process is the script's, and goes on
