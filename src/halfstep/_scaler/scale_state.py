@@ -27,6 +27,9 @@ TORCH_TRACKER = "_growth_tracker"
 TORCH_RULE_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
 TORCH_KEYS = ("scale", *TORCH_RULE_KEYS, TORCH_TRACKER)
 
+MOST_UNKNOWN = 3
+"""Number of updates that may be unknown to the host when the next one is launched."""
+
 COUNTS = {
     "growth_tracker": 0,
     "hysteresis_left": 1,
@@ -165,8 +168,12 @@ class ScaleState:
 
     @property
     def can_amplify(self) -> bool:
-        """Whether unscaling may multiply by more than 1, so that a finite gradient may overflow."""
-        return self.min_scale < 1.0
+        """Whether unscaling may multiply by more than 1, so that a finite gradient may overflow.
+
+        The state may be some updates old, in each of which the scale may have backed off.
+        """
+        lowest = self.scale * self.rule.backoff_factor**MOST_UNKNOWN
+        return max(lowest, self.min_scale) < 1.0
 
     @property
     def is_probe(self) -> bool:

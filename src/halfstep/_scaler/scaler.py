@@ -108,6 +108,9 @@ class GradScaler(TorchAttributes):
         65536.0
     """
 
+    _steps_like_torch = False
+    """Whether steps with wrong gradients that PyTorch does not notice are warned of, and taken."""
+
     def __init__(
         self,
         device: str | torch.device | None = None,

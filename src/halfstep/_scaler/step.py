@@ -17,6 +17,7 @@ could not undo its division.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter, is_
@@ -43,7 +44,7 @@ from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step, nothing_checked
 from halfstep._scaler.journal import Memory
 from halfstep._scaler.outcome import Outcome
-from halfstep.errors import CallOrderError, RanksError
+from halfstep.errors import CallOrderError, HalfstepWarning, RanksError
 
 
 def take(
@@ -171,7 +172,7 @@ def gather(
         step = Step(optimizer, loss_scale, gradients, None, earlier.checks, ranks)
         step.norms, step.squares = earlier.norms, earlier.squares
         if iteration.num_losses > earlier.num_losses:
-            _require_no_new(iteration, step, params, f"{call}({name(owner)})")
+            _require_no_new(engine, step, params, f"{call}({name(owner)})")
         return step
     step = Step(optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks)
     # With a scale of 1, as that of a guard, clipping is never too early.
@@ -185,16 +186,19 @@ _grad = attrgetter("grad")
 _is_none = partial(is_, None)
 
 
-def _require_no_new(iteration: Iteration, step: Step, params: list[Tensor], call: str) -> None:
+def _require_no_new(engine: Engine, step: Step, params: list[Tensor], call: str) -> None:
     """Raise if a backward pass has added scaled gradients to those that were unscaled."""
-    new, later, _ = _split(iteration, step.gradients, step.ranks, params)
+    new, later, _ = _split(engine.iteration, step.gradients, step.ranks, params)
     if new.grads:
-        raise CallOrderError(
+        problem = (
             f"{call}: backward() of a scaled loss came after its gradients were unscaled, and "
             f"{len(new.grads)} of {len(step.gradients.grads)} are new and "
             "still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
             "give this iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
         )
+        if not engine.owner()._steps_like_torch:
+            raise CallOrderError(problem)
+        warnings.warn(problem, HalfstepWarning, stacklevel=5)
     # The new gradients may have been checked with another optimizer or a list of parameters.
     for check in later:
         _unscale_what_was_left(check)

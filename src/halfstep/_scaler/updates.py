@@ -13,14 +13,11 @@ from halfstep._gradients.scalars import round_to_float32
 from halfstep._pytorch.amp import update_scale_
 from halfstep._pytorch.devices import can_move_scale
 from halfstep._pytorch.transfers import Transfer, to_host
-from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.scale_state import MOST_UNKNOWN, ScaleState
 
-LAG = 2
+LAG = MOST_UNKNOWN - 1
 """Number of updates after which the flags of an update are read. They have two whole iterations to
 arrive, so the host hardly ever waits for them."""
-
-MOST_UNKNOWN = LAG + 1
-"""Number of updates that may be unknown to the host when the next one is launched."""
 
 
 States: TypeAlias = tuple[ScaleState, ScaleState]
