@@ -6,6 +6,7 @@ gradient is first multiplied by the scale. The scale is a power of two, so this 
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfstep._common.patches import Patches
-from halfstep._gradients.gradients import Gradients, collect, parameters
+from halfstep._gradients.gradients import NONE, Gradients, collect, parameters
 from halfstep._gradients.optimizers import members
 from halfstep._gradients.scalars import CPU, as_tensor, combine
 from halfstep._pytorch import autograd, compiler
@@ -64,6 +65,8 @@ class Backward:
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.wrap(torch.autograd, "grad", self._grad)
         patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+            patches.wrap(module, "clip_grad_norm_", self.clip_grad_norm_)
 
     def _retain_grad(self, original: Callable[[Tensor], None], tensor: Tensor) -> None:
         original(tensor)
@@ -140,6 +143,7 @@ class Backward:
         self, run: Callable[[Any], None], roots: list[Tensor], leaves: list[Tensor]
     ) -> None:
         self._script.has_scaled = True
+        self._back_off_after_left_out_steps()
         access.end_iteration(self._scaler)  # open if only some of the optimizers have stepped
         scaled = self._scaler.scale(roots)
         running = ScaledPass(access.loss_scale(self._scaler), self._fresh)
@@ -153,6 +157,23 @@ class Backward:
         finally:
             self.running = None
             running.unscale_()
+
+    def _back_off_after_left_out_steps(self) -> None:
+        """Count the overflows whose step the script has left out by itself.
+
+        A script that only steps if ``clip_grad_norm_`` is finite would otherwise never step: the
+        scale comes down with steps. Sync: one for each step that was left out.
+        """
+        for optimizer, found_inf in self._fresh.take_left_out():
+            if combine(found_inf.values(), CPU):
+                access.add_check(self._scaler, optimizer, NONE, found_inf)
+
+    def clip_grad_norm_(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Clip without ending the script at an overflow that a smaller scale avoids."""
+        given = inspect.signature(original).bind(*args, **kwargs)
+        if self._script.is_training and self._scaler.get_scale() > 1.0:
+            given.arguments["error_if_nonfinite"] = False
+        return original(*given.args, **given.kwargs)
 
 
 def _reached(roots: Sequence[Tensor], inputs: Any) -> Iterable[Tensor]:
@@ -169,7 +190,7 @@ def _can_be_scaled(root: object) -> bool:
 # --- unscaled gradients, until their optimizer steps ----------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UnscaledGradients:
     """A group of gradients that were unscaled together, with the result of their finite check."""
 
@@ -200,6 +221,8 @@ class FreshGradients:
         # Gradients whose optimizer is not known. An optimizer made before the block is unknown
         # until it steps.
         self._of_unknown: list[UnscaledGradients] = []
+        # Of gradients that were dropped before a step used them.
+        self._left_out: list[tuple[torch.optim.Optimizer, dict[torch.device, Tensor]]] = []
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.add(optimizer)
@@ -267,8 +290,20 @@ class FreshGradients:
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the gradients of an optimizer after they were dropped or zeroed."""
-        self._unscaled.pop(optimizer, None)
+        self._leave_out(optimizer, self._unscaled.pop(optimizer, []))
         self._taken_from_unknown(optimizer)
+
+    def take_left_out(self) -> list[tuple[torch.optim.Optimizer, dict[torch.device, Tensor]]]:
+        """Return the checks of gradients that were dropped without a step, and forget them."""
+        for optimizer, unscaled in [*self._unscaled.items()]:
+            alive = _alive(unscaled)
+            self._leave_out(optimizer, [each for each in unscaled if each not in alive])
+            self._unscaled[optimizer] = alive
+        found, self._left_out = self._left_out, []
+        return found
+
+    def _leave_out(self, optimizer: Any, unscaled: list[UnscaledGradients]) -> None:
+        self._left_out += [(optimizer, each.found_inf) for each in unscaled]
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has unscaled gradients that it has not stepped with."""
