@@ -168,7 +168,9 @@ class Watch:
             self._is_scaled, self._loss_scaler = True, scaler
             self._losses = [loss.detach() for loss in tensors_in([outputs])]
 
-    def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
+    def on_iteration(
+        self, scaler: GradScaler, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
+    ) -> None:
         """Check the outcomes of an iteration, and diagnose the iteration if it went bad."""
         if not outcomes or not self._is_watching(scaler):
             return

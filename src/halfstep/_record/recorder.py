@@ -164,8 +164,11 @@ class Recorder:
             del self._norms[:-MOST_NORMS]
 
     @_aside
-    def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
+    def on_iteration(
+        self, scaler: GradScaler, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
+    ) -> None:
         """Record the end of an iteration."""
+        outcomes = [*outcomes, *left_out]
         if not outcomes or not self._listens_to(scaler):
             return
         if self.num_steps == 0:
@@ -424,7 +427,7 @@ class Recorder:
         self._write({"event": "device", "step": 1, "device": device, "machine": machine})
 
     def _write_culprits(self, outcome: Outcome) -> None:
-        if outcome.taken or outcome.reason is Reason.NORM:
+        if outcome.taken or outcome.reason in (Reason.NORM, Reason.LEFT_OUT):
             return
         try:
             found = outcome.culprit_parameters()

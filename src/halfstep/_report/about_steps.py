@@ -200,6 +200,14 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
             ".",
             evidence="skips",
         )
+    left_out = steps.reasons.get("left out by the script")
+    if left_out:
+        yield say(
+            "notice",
+            f"The script left out {things(left_out, 'step')} whose gradients were finite: it "
+            "unscaled them and did not step.",
+            evidence="skips",
+        )
 
 
 def were(num: int) -> str:

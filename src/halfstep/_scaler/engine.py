@@ -16,9 +16,10 @@ from halfstep._gradients.optimizers import Names, name
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.earlier_norms import NormLimits
 from halfstep._scaler.events import OBSERVERS
-from halfstep._scaler.iteration import Iteration
+from halfstep._scaler.iteration import Iteration, Stage
 from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale, Saved
+from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import Unused
@@ -41,6 +42,7 @@ class Engine:
         self.buffers = Buffers()
         self.norm_limits = NormLimits()
         self.unused = Unused(self.journal)
+        self._left_out: list[Outcome] = []
 
     # --- losses -----------------------------------------------------------------------------------
 
@@ -110,6 +112,7 @@ class Engine:
         if None in known:
             found_inf = [flag for each in iteration.checks for flag in each.flags().values()]
         waiting = self.unused.before_change(iteration, self.loss_scale)
+        self._left_out = self._left_out_by_caller() if OBSERVERS else []
         outliers = [each.outlier for each in iteration.steps.values() if each.outlier is not None]
         self.loss_scale.update(found_inf, outliers)
         if waiting or self.unused.waiting:
@@ -138,16 +141,28 @@ class Engine:
         if self.iteration.hooks:
             self.iteration.end()
         if self.buffers.watched:
-            for left_out in self.iteration.steps.values():
-                if left_out.skip is None:
-                    self.buffers.restore(left_out.decide())
+            for step in self.iteration.steps.values():
+                if step.skip is None:
+                    self.buffers.restore(step.decide())
             self.buffers.end()
         self.iteration = Iteration()
         outcomes, self.journal.open = self.journal.open, []
-        for outcome in outcomes:
+        left_out, self._left_out = self._left_out, []
+        for outcome in [*outcomes, *left_out]:
             outcome.after = outcome.loss_scale.snapshot()
         for observer in OBSERVERS:
-            observer.on_iteration(self.owner(), outcomes)
+            observer.on_iteration(self.owner(), outcomes, left_out)
+
+    def _left_out_by_caller(self) -> list[Outcome]:
+        """Return outcomes of optimizers that were unscaled and not stepped: ``if finite: step``."""
+        found = []
+        for step in self.iteration.steps.values():
+            if step.stage is Stage.UNSCALED and step.optimizer is not None and step.checks:
+                step.decide()
+                outcome = Outcome(step.optimizer, self.names, step, None, can_measure_late=False)
+                outcome.is_left_out, outcome.num_losses = True, self.iteration.num_losses
+                found.append(outcome)
+        return found
 
     def owner(self) -> Any:
         scaler = self._scaler()

@@ -19,8 +19,13 @@ class Observer(Protocol):
     def on_loss(self, scaler: Any, outputs: Any) -> None:
         """Handle the argument of ``scale`` before it is scaled."""
 
-    def on_iteration(self, scaler: Any, outcomes: Sequence[Outcome]) -> None:
-        """Handle the end of an iteration, with the outcomes of its steps."""
+    def on_iteration(
+        self, scaler: Any, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
+    ) -> None:
+        """Handle the end of an iteration, with the outcomes of its steps.
+
+        ``left_out``: those of optimizers that were only unscaled.
+        """
 
 
 OBSERVERS: list[Observer] = []

@@ -93,6 +93,9 @@ class Outcome:
     num_losses = 0
     """Number of losses that had been scaled in the iteration when the step was made."""
 
+    is_left_out = False
+    """Whether the caller has unscaled the gradients and then left out the step."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -174,7 +177,8 @@ class Outcome:
         """Whether the optimizer's step was skipped."""
         if "entry" in vars(self):
             return not self.entry.taken
-        return any(bool(flag) for flag in (self._found_inf, self._outlier) if flag is not None)
+        flags = (self._found_inf, self._outlier, self.is_left_out)
+        return any(bool(flag) for flag in flags if flag is not None)
 
     @property
     def reason(self) -> Reason | None:
@@ -298,6 +302,8 @@ class Outcome:
         norm = round_to_float32(math.sqrt(squares) / scale)
         state, loss_is_finite = self._state_of_step(bool(found_inf))
         why = reason(state, bool(found_inf), loss_is_finite, bool(outlier))
+        if why is None and self.is_left_out:
+            why = Reason.LEFT_OUT
         number = state.num_taken + state.num_skipped + 1
         entry = HistoryEntry(number, self.optimizer_name, why is None, why, state.scale, norm)
         return entry, None if self.after is None else self.scale_after
@@ -342,7 +348,11 @@ class Outcome:
             "rank": self.rank,
         }
         before, loss_is_finite = self._state_of_step(self.skipped)
-        state |= {"_before": before, "_loss_is_finite": loss_is_finite}
+        state |= {
+            "is_left_out": self.is_left_out,
+            "_before": before,
+            "_loss_is_finite": loss_is_finite,
+        }
         state["after"] = None if self.after is None else state_of(self.after)
         for what in ("_found_inf", "_outlier", "_squares", "_measured_scale"):
             value = getattr(self, what)

@@ -51,12 +51,15 @@ class Reason(StrEnum):
         LOSS: The loss was inf or NaN before it was scaled.
         NON_FINITE: A gradient is inf or NaN, as it was at ``min_scale``.
         NORM: The gradients are finite, but their norm is implausibly large.
+        LEFT_OUT: The gradients are finite, and the caller unscaled them and did not step. Only
+            records have it.
     """
 
     OVERFLOW = "overflow"
     LOSS = "loss"
     NON_FINITE = "non-finite at any scale"
     NORM = "norm"
+    LEFT_OUT = "left out by the script"
 
 
 @dataclass(frozen=True)
