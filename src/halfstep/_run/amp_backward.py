@@ -29,8 +29,10 @@ class ScaledPass:
     """A running backward pass, with its scale and the leaves it adds to."""
 
     def __init__(self, scale: LossScale, fresh: FreshGradients) -> None:
-        self._scale = scale
-        self._by = scale.tensor.clone()  # a step inside the pass may move the scale
+        self.scale = scale
+        self.by = scale.tensor.clone()  # a step inside the pass may move the scale
+        self.is_used = False
+        """Whether an optimizer has stepped, or skipped a step, with gradients of this pass."""
         self._fresh = fresh
         self._leaves: dict[int, Tensor] = {}
 
@@ -40,14 +42,14 @@ class ScaledPass:
         self._leaves.update((id(leaf), leaf) for leaf in new)
         held = collect(new)
         if held.grads:
-            held.multiply_(self._by)
+            held.multiply_(self.by)
 
     def unscale_(self, params: Iterable[Tensor] | None = None) -> None:
         """Unscale the gradients of some leaves, by default of all that remain. 2 G."""
         ids = list(self._leaves) if params is None else [id(p) for p in params]
         done = [self._leaves.pop(key) for key in ids if key in self._leaves]
         if done:
-            self._fresh.unscale_(done, self._scale, self._by)
+            self._fresh.unscale_(done, self)
 
 
 @dataclass
@@ -194,7 +196,7 @@ def _can_be_scaled(root: object) -> bool:
 class UnscaledGradients:
     """A group of gradients that were unscaled together, with the result of their finite check."""
 
-    scale: LossScale
+    of: ScaledPass
     found_inf: dict[torch.device, Tensor]
     refs: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]
     """Weak references to the parameters and their gradients, since the script may drop either."""
@@ -221,8 +223,8 @@ class FreshGradients:
         # Gradients whose optimizer is not known. An optimizer made before the block is unknown
         # until it steps.
         self._of_unknown: list[UnscaledGradients] = []
-        # Of gradients that were dropped before a step used them.
-        self._left_out: list[tuple[torch.optim.Optimizer, dict[torch.device, Tensor]]] = []
+        # Those that were dropped before a step used them.
+        self._left_out: list[tuple[torch.optim.Optimizer, UnscaledGradients]] = []
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.add(optimizer)
@@ -235,8 +237,8 @@ class FreshGradients:
         ids = set(map(id, leaves))
         return any(id(p) in ids for optimizer in self._optimizers for p in parameters(optimizer))
 
-    def unscale_(self, params: Iterable[Tensor], scale: LossScale, by: Tensor) -> None:
-        """Divide gradients by ``by``, in groups of parameters with the same optimizers.
+    def unscale_(self, params: Iterable[Tensor], of: ScaledPass) -> None:
+        """Divide the gradients of a pass, in groups of parameters with the same optimizers.
 
         A group per set of optimizers keeps an overflow in one optimizer from skipping another's
         step. 2 G. Sync: none.
@@ -251,10 +253,10 @@ class FreshGradients:
         for group in shared.values():
             gradients = collect(group)
             if gradients.grads:
-                found = gradients.unscale_(by, can_amplify=scale.can_amplify)
+                found = gradients.unscale_(of.by, can_amplify=of.scale.can_amplify)
                 pairs = zip(gradients.params, gradients.grads, strict=True)
                 refs = [(weakref.ref(param), weakref.ref(grad)) for param, grad in pairs]
-                unscaled = UnscaledGradients(scale, found, refs)
+                unscaled = UnscaledGradients(of, found, refs)
                 for optimizer in owners.get(id(group[0]), ()):
                     earlier = self._unscaled.get(optimizer, [])
                     self._unscaled[optimizer] = [*_alive(earlier), unscaled]
@@ -278,12 +280,14 @@ class FreshGradients:
         gradients = collect(parameters(optimizer))
         if not earlier or not gradients.grads:
             return None
+        for unscaled in earlier:
+            unscaled.of.is_used = True
         found = [unscaled.found_inf for unscaled in _alive(earlier)]
         seen = set[int]().union(*(unscaled.present().values() for unscaled in earlier))
         others = gradients.without(seen)
         if others.grads:
             found.append(others.check())
-        device = earlier[0].scale.tensor.device
+        device = earlier[0].of.by.device
         flags = [flag for by_device in found for flag in by_device.values()]
         found_inf = as_tensor(combine(flags, device), device)
         return gradients, {device: found_inf}
@@ -294,16 +298,20 @@ class FreshGradients:
         self._taken_from_unknown(optimizer)
 
     def take_left_out(self) -> list[tuple[torch.optim.Optimizer, dict[torch.device, Tensor]]]:
-        """Return the checks of gradients that were dropped without a step, and forget them."""
+        """Return the checks of gradients that were dropped without a step, and forget them.
+
+        Those that the loss of a generator leaves in its discriminator do not count: the generator
+        has stepped with that pass.
+        """
         for optimizer, unscaled in [*self._unscaled.items()]:
             alive = _alive(unscaled)
             self._leave_out(optimizer, [each for each in unscaled if each not in alive])
             self._unscaled[optimizer] = alive
         found, self._left_out = self._left_out, []
-        return found
+        return [(owner, each.found_inf) for owner, each in found if not each.of.is_used]
 
-    def _leave_out(self, optimizer: Any, unscaled: list[UnscaledGradients]) -> None:
-        self._left_out += [(optimizer, each.found_inf) for each in unscaled]
+    def _leave_out(self, owner: torch.optim.Optimizer, unscaled: list[UnscaledGradients]) -> None:
+        self._left_out += [(owner, each) for each in unscaled]
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has unscaled gradients that it has not stepped with."""

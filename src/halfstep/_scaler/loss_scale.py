@@ -102,9 +102,11 @@ class LossScale:
     @property
     def can_amplify(self) -> bool:
         """Whether unscaling may multiply by more than 1."""
+        if torch.compiler.is_compiling():  # a graph must hold for every scale
+            return self.state.min_scale < 1.0
         if self.state.can_amplify or self.device.type in READABLE or not self.is_created:
             return self.state.can_amplify
-        return not torch.compiler.is_compiling() and self._is_written()
+        return self._is_written()
 
     @keep_out_of_graphs
     def create(self, device: torch.device) -> None:
