@@ -31,7 +31,7 @@ check: $(READY)  ## lint, format, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 test: check  ## check, then all tests that need no GPU
 	@$(MAKE) --no-print-directory pytest

@@ -26,8 +26,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
+from halfstep._gradients import scalars
 from halfstep._pytorch import modes
-from halfstep._scaler import scalars
 
 WARM_UP = 20
 """The first steps of an optimizer are measured to notice clipping before unscaling."""

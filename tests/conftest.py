@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from tests.ranks.pool import Pool
 
 TESTS = Path(__file__).parent
+
+# Under nohup and in the background of a shell, Ctrl-C is ignored, and by every child that a test
+# starts too: those that send it to themselves would never end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What `make quick` leaves out: most of the time of the suite, and little that the rest does not
 # touch: modules, and single tests, that compile, start processes, or try very many cases.

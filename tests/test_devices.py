@@ -10,9 +10,9 @@ import pytest
 import torch
 from tests.lacking import NoFloat64, lacking
 
+from halfstep._gradients import scalars
 from halfstep._pytorch import amp, devices, transfers
 from halfstep._pytorch.devices import Card, card_of
-from halfstep._scaler import scalars
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

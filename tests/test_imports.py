@@ -56,7 +56,7 @@ def test_errors_need_no_pytorch(tmp_path: Path) -> None:
 
 def test_a_training_loads_autocast_and_the_scaler_only(tmp_path: Path) -> None:
     found = loaded("from halfstep import GradScaler, autocast", tmp_path)
-    rooms = {"_autocast", "_common", "_scaler", "_pytorch", "errors"}
+    rooms = {"_autocast", "_common", "_scaler", "_gradients", "_pytorch", "errors"}
     assert found == {*rooms, "torch", "torch.distributed"}
 
 

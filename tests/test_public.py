@@ -84,7 +84,7 @@ norms.append(train())
 for name in [name for name in sys.modules if name.partition(".")[0] == "halfstep"]:
     del sys.modules[name]
 norms.append(train())
-importlib.reload(sys.modules["halfstep._scaler.norms"])
+importlib.reload(sys.modules["halfstep._gradients.norms"])
 norms.append(train())
 print(*(round(norm(), 4) for norm in norms))
 """

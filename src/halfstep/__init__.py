@@ -15,15 +15,15 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
 
     from halfstep import errors as errors
     from halfstep import sinks as sinks
-    from halfstep._autocast.ambient import use_policy as use_policy
-    from halfstep._autocast.context import autocast as autocast
-    from halfstep._autocast.context import custom_bwd as custom_bwd
-    from halfstep._autocast.context import custom_fwd as custom_fwd
-    from halfstep._autocast.hold import hold_casts as hold_casts
-    from halfstep._autocast.modules import keep as keep
-    from halfstep._autocast.policy import Policy as Policy
-    from halfstep._autocast.policy import preset as preset
-    from halfstep._autocast.rule import Rule as Rule
+    from halfstep._autocast import Policy as Policy
+    from halfstep._autocast import Rule as Rule
+    from halfstep._autocast import autocast as autocast
+    from halfstep._autocast import custom_bwd as custom_bwd
+    from halfstep._autocast import custom_fwd as custom_fwd
+    from halfstep._autocast import hold_casts as hold_casts
+    from halfstep._autocast import keep as keep
+    from halfstep._autocast import preset as preset
+    from halfstep._autocast import use_policy as use_policy
     from halfstep._diagnose.diagnose import diagnose as diagnose
     from halfstep._diagnose.diagnosis import Diagnosis as Diagnosis
     from halfstep._doctor.doctor import doctor as doctor
@@ -32,13 +32,13 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
     from halfstep._master_weights.master_weights import master_weights as master_weights
     from halfstep._master_weights.memory import bytes_per_parameter as bytes_per_parameter
     from halfstep._record.record import record as record
-    from halfstep._scaler.guard import Guard as Guard
-    from halfstep._scaler.guard import guard as guard
-    from halfstep._scaler.outcome import Outcome as Outcome
-    from halfstep._scaler.rules import Dynamic as Dynamic
-    from halfstep._scaler.rules import Static as Static
-    from halfstep._scaler.scale_state import Reason as Reason
-    from halfstep._scaler.scaler import GradScaler as GradScaler
+    from halfstep._scaler import Dynamic as Dynamic
+    from halfstep._scaler import GradScaler as GradScaler
+    from halfstep._scaler import Guard as Guard
+    from halfstep._scaler import Outcome as Outcome
+    from halfstep._scaler import Reason as Reason
+    from halfstep._scaler import Static as Static
+    from halfstep._scaler import guard as guard
     from halfstep._simulate.simulate import simulate as simulate
     from halfstep._trace.trace import trace as trace
     from halfstep._tune.check import self_check as self_check
@@ -49,35 +49,35 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
 _MODULES = {
     "CallOrderError": "halfstep.errors",
     "Diagnosis": "halfstep._diagnose.diagnosis",
-    "Dynamic": "halfstep._scaler.rules",
-    "GradScaler": "halfstep._scaler.scaler",
-    "Guard": "halfstep._scaler.guard",
-    "Outcome": "halfstep._scaler.outcome",
-    "Policy": "halfstep._autocast.policy",
-    "Reason": "halfstep._scaler.scale_state",
-    "Rule": "halfstep._autocast.rule",
-    "Static": "halfstep._scaler.rules",
-    "autocast": "halfstep._autocast.context",
+    "Dynamic": "halfstep._scaler",
+    "GradScaler": "halfstep._scaler",
+    "Guard": "halfstep._scaler",
+    "Outcome": "halfstep._scaler",
+    "Policy": "halfstep._autocast",
+    "Reason": "halfstep._scaler",
+    "Rule": "halfstep._autocast",
+    "Static": "halfstep._scaler",
+    "autocast": "halfstep._autocast",
     "bytes_per_parameter": "halfstep._master_weights.memory",
     "compare": "halfstep._tune.compare",
-    "custom_bwd": "halfstep._autocast.context",
-    "custom_fwd": "halfstep._autocast.context",
+    "custom_bwd": "halfstep._autocast",
+    "custom_fwd": "halfstep._autocast",
     "diagnose": "halfstep._diagnose.diagnose",
     "doctor": "halfstep._doctor.doctor",
     "float32_weights": "halfstep._master_weights.master_weights",
-    "guard": "halfstep._scaler.guard",
-    "hold_casts": "halfstep._autocast.hold",
+    "guard": "halfstep._scaler",
+    "hold_casts": "halfstep._autocast",
     "is_autocast_available": "torch.amp",
-    "keep": "halfstep._autocast.modules",
+    "keep": "halfstep._autocast",
     "lost_updates": "halfstep._master_weights.lost_updates",
     "master_weights": "halfstep._master_weights.master_weights",
-    "preset": "halfstep._autocast.policy",
+    "preset": "halfstep._autocast",
     "record": "halfstep._record.record",
     "self_check": "halfstep._tune.check",
     "simulate": "halfstep._simulate.simulate",
     "trace": "halfstep._trace.trace",
     "tune": "halfstep._tune.tuner",
-    "use_policy": "halfstep._autocast.ambient",
+    "use_policy": "halfstep._autocast",
 }
 """Modules of the public names."""
 

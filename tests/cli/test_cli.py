@@ -81,6 +81,7 @@ def test_ctrl_c_while_pytorch_is_imported(command, tmp_path):
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        timeout=60,
     )
     if command == "run x":
         assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

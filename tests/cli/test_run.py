@@ -83,18 +83,6 @@ def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
         (["--policy", "standard; @head:fp32", "train.py"], "--policy has rules for modules"),
         (["no-such.py"], "can't open file 'no-such.py': No such file or directory"),
         (["-o", "train.py/x", "train.py"], "cannot write the record to "),
-        (
-            ["--every", "9", "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
-            "Use: torchrun --nproc-per-node 2 -m halfstep run --every 9 train.py",
-        ),
-        (
-            ["--diagnose", "--amp", "fp16", "torchrun", "train.py"],
-            "Use: torchrun -m halfstep run --amp fp16 --diagnose train.py",
-        ),
-        (
-            ["/path/bin/torchrun", "-m", "package.train", "--help"],
-            "Use: torchrun -m halfstep run -m package.train --help",
-        ),
     ],
 )
 def test_mistakes_are_one_line_before_the_script_starts(arguments, message, capsys, tmp_path):

@@ -19,7 +19,7 @@ from torch.nn.modules import module as nn_module
 import halfstep
 from halfstep._record.read import read_run
 from halfstep._record.run import Run
-from halfstep._scaler.access import OBSERVERS
+from halfstep._scaler.events import OBSERVERS
 from halfstep.errors import HalfstepWarning
 
 

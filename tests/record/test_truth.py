@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import forked
 from tests.device import DEVICE
 from torch import Tensor, nn
 
@@ -149,3 +150,38 @@ def test_clipping_does_not_make_an_overflow_suspicious(tmp_path: Path) -> None:
     severity, text, summary = recorded(tmp_path, step)
     assert summary.steps.num_skipped > 0
     assert (severity, summary.steps.unclear) == ("good", ()), text
+
+
+LEFT_OUT = """
+import torch, sys
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu")
+for step in range(20):
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+    if step in (3, 4):
+        model.weight.grad[0, 0] = float("inf")
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if norm.isfinite() and step not in (7, 8, 9):
+        scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_steps_that_the_script_leaves_out_are_steps(tmp_path):
+    """Each with its own loss: as a skip if its gradients were bad, and else by the script."""
+    (tmp_path / "train.py").write_text(LEFT_OUT)
+    done = forked.python("-m", "halfstep", "run", "-o", "out", "train.py", cwd=tmp_path)
+    assert done.err == "halfstep: 20 steps recorded, 5 skipped: halfstep report out\n"
+    steps = read_run(tmp_path / "out").steps
+    assert max(step.loss for step in steps) == steps[0].loss  # none has been added up
+    reasons = {step.step: step.reason for step in steps if not step.taken}
+    by_script = dict.fromkeys((8, 9, 10), "left out by the script")
+    assert reasons == {4: "overflow", 5: "overflow"} | by_script
+    assert [step.scale for step in steps][-1] == 2.0**14
+    told = forked.python("-m", "halfstep", "report", "out", cwd=tmp_path).out
+    assert "The script left out 3 steps whose gradients were finite" in told

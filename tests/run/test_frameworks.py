@@ -46,18 +46,3 @@ def test_the_trainer_of_transformers(tmp_path):
     assert "torch.bfloat16\n" in under
     assert error.count("policy: torch\n") == 4
     assert "halfstep: 4 steps recorded, 0 skipped" in error
-
-
-LIGHTNING_DDP = """
-from lightning import LightningModule, Trainer
-Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False).fit(LightningModule())
-"""
-
-
-@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
-def test_lightning_may_not_start_ranks_without_halfstep(tmp_path):
-    (tmp_path / "train.py").write_text(LIGHTNING_DDP)
-    command = "-m", "halfstep", "run", "train.py"
-    done = forked.python(*command, cwd=tmp_path, warnings="ignore")
-    assert done.code == 1
-    assert "torchrun --nproc-per-node 2 -m halfstep run train.py\n" in done.err

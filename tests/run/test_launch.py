@@ -45,39 +45,3 @@ def test_ranks_come_to_the_same_folder(environ, name):
 def test_one_of_one_rank_is_a_single_process():
     environ = {"WORLD_SIZE": "1", "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
     assert launch.make_folder("train", environ, 1).name.startswith(f"train-{datetime.now():%Y}")
-
-
-@pytest.mark.parametrize(
-    ("given", "command"),
-    [
-        (
-            "torch.distributed.run --nproc-per-node 2 train.py --lr 1",
-            "torchrun --nproc-per-node 2 -m halfstep run train.py --lr 1",
-        ),
-        ("/path/bin/torchrun -m pkg.train -x", "torchrun -m halfstep run -m pkg.train -x"),
-        ("torch.distributed.launch a.py b.py", "torchrun -m halfstep run a.py b.py"),
-        ("accelerate.commands.launch train.py", "accelerate launch -m halfstep run train.py"),
-        (
-            "bin/accelerate launch --cpu train.py",
-            "accelerate launch --cpu -m halfstep run train.py",
-        ),
-        (
-            "deepspeed --num_gpus 2 train.py",
-            "deepspeed --num_gpus 2 --module halfstep run train.py",
-        ),
-        ("torchrun", "torchrun -m halfstep run train.py"),
-    ],
-)
-def test_a_launcher_inside_is_turned_around(given, command):
-    target, *arguments = given.split()
-    assert launch.command_inside_launcher(target, arguments, []) == command
-
-
-def test_our_options_stand_after_ours():
-    command = launch.command_inside_launcher("torchrun", ["train.py"], ["--policy", "a; b"])
-    assert command == "torchrun -m halfstep run --policy 'a; b' train.py"
-
-
-@pytest.mark.parametrize("target", ["train.py", "pkg.torchrun.train", "bin/accelerate"])
-def test_no_launcher(target):
-    assert launch.command_inside_launcher(target, ["config"], []) is None

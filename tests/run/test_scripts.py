@@ -119,20 +119,24 @@ def test_what_trains_after_the_last_line_is_recorded_too(halfstep_run, tmp_path)
     assert events(tmp_path / "record")[-1]["steps"] == 5
 
 
-def test_children_do_not_record(halfstep_run, tmp_path):
-    """Forked by hand, or by multiprocessing; they end without a word too."""
+def test_forks_record_themselves(halfstep_run, tmp_path):
+    """Forked by hand, or by multiprocessing; they end without a word."""
     (tmp_path / "train.py").write_text(
         TRAIN + "import multiprocessing, os, sys\n"
         "train(1)\n"
         "if os.fork() == 0:\n    train(300)\n    sys.exit()\n"
         "os.wait()\n"
-        "child = multiprocessing.get_context('fork').Process(target=train, args=(300,))\n"
+        "child = multiprocessing.get_context('fork').Process(target=train, args=(200,))\n"
         "child.start(); child.join()\n"
     )
     done = halfstep_run("-o", "record", "train.py")
-    assert done.err == "halfstep: 1 step recorded, 0 skipped: halfstep report record\n"
-    kinds = [event["event"] for event in events(tmp_path / "record")]
-    assert (kinds.count("step"), kinds.count("end")) == (1, 1)
+    assert done.err == (
+        "halfstep: 1 step recorded, 0 skipped, and 2 processes that the program started: "
+        "halfstep report record\n"
+    )
+    for name, steps in ("record", 1), ("record/process-1", 300), ("record/process-2", 200):
+        kinds = [event["event"] for event in events(tmp_path / name)]
+        assert (kinds.count("step"), kinds.count("end")) == (steps, 1)
 
 
 def test_the_folder_is_where_the_user_was(halfstep_run, tmp_path):

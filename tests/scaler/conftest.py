@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from halfstep._scaler import scalars
+from halfstep._gradients import scalars
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.device import DEVICE
 
-from halfstep._scaler import gradients as collecting
-from halfstep._scaler import scalars
-from halfstep._scaler.norms import clip_coefficient, norms_of, overflows_when_divided, p_norm
+from halfstep._gradients import gradients as collecting
+from halfstep._gradients import scalars
+from halfstep._gradients.norms import clip_coefficient, norms_of, overflows_when_divided, p_norm
 
 
 def optimizer_over(*grads: torch.Tensor) -> torch.optim.Optimizer:

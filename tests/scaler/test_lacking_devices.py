@@ -9,9 +9,9 @@ import torch
 from tests.lacking import NoFloat64, lacking
 
 from halfstep import GradScaler
-from halfstep._scaler.gradients import collect
-from halfstep._scaler.norms import p_norm
-from halfstep._scaler.optimizers import handles_scale
+from halfstep._gradients.gradients import collect
+from halfstep._gradients.norms import p_norm
+from halfstep._gradients.optimizers import handles_scale
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def test_a_dtype_that_the_kernel_does_not_know_takes_other_ops(monkeypatch) -> N
     def refuse(tensors: list[torch.Tensor], *_: torch.Tensor) -> None:
         assert tensors[0].dtype is torch.float32
 
-    monkeypatch.setattr("halfstep._scaler.gradients.check_and_unscale_", refuse)
+    monkeypatch.setattr("halfstep._gradients.gradients.check_and_unscale_", refuse)
     lacking(monkeypatch, unscales=frozenset({torch.float32}))
     params = [torch.nn.Parameter(each) for each in (torch.ones(2), torch.ones(2).bfloat16())]
     for param in params:

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.device import DEVICE
 
-from halfstep._scaler import loss_scale, scalars
+from halfstep._gradients import scalars
+from halfstep._gradients.scalars import LARGEST_SCALE, SMALLEST_SCALE
+from halfstep._scaler import loss_scale
 from halfstep._scaler.loss_scale import LossScale, state_of
 from halfstep._scaler.rules import Dynamic, Static
-from halfstep._scaler.scalars import LARGEST_SCALE, SMALLEST_SCALE
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.transition import next_state
 from halfstep._scaler.updates import LAG, Kernel, Number

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep._scaler import norms
-from halfstep._scaler.norms import (
+from halfstep._gradients import norms
+from halfstep._gradients.norms import (
     BATCH,
     PIECE,
     ROW,

@@ -14,13 +14,13 @@ import torch
 from tests.device import DEVICE
 from torch._dynamo.utils import counters
 
+from halfstep._gradients.gradients import collect
+from halfstep._gradients.norms import p_norm
 from halfstep._scaler import GradScaler, step
 from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.earlier_norms import NormLimit
-from halfstep._scaler.gradients import collect
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.norms import p_norm
 from halfstep._scaler.rules import Dynamic, Rule
 from halfstep._scaler.scale_state import ScaleState
 

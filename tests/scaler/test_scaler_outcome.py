@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.iteration import HISTORY_LENGTH
+from halfstep._scaler.journal import HISTORY_LENGTH
 from halfstep.errors import CallOrderError
 
 both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

@@ -8,7 +8,8 @@ import torch
 from tests.device import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep._scaler import GradScaler, scalars
+from halfstep._gradients import scalars
+from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
 
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.device import DEVICE
 
-from halfstep._scaler.rules import Dynamic, Static
-from halfstep._scaler.scalars import (
+from halfstep._gradients.scalars import (
     LARGEST_COUNT,
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -20,6 +19,7 @@ from halfstep._scaler.scalars import (
     float32_bits,
     float32_from_bits,
 )
+from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep._scaler.transition import next_state
 

@@ -1,6 +1,13 @@
 """Policies, which assign a dtype to each op, and the autocast context that applies them."""
 
-from halfstep._autocast.context import autocast, custom_bwd, custom_fwd
+from halfstep._autocast.ambient import use_policy
+from halfstep._autocast.context import (
+    autocast,
+    custom_bwd,
+    custom_fwd,
+    default_device,
+    settled_policy,
+)
 from halfstep._autocast.hold import hold_casts
 from halfstep._autocast.modules import keep
 from halfstep._autocast.policy import Policy, preset
@@ -12,7 +19,10 @@ __all__ = [
     "autocast",
     "custom_bwd",
     "custom_fwd",
+    "default_device",
     "hold_casts",
     "keep",
     "preset",
+    "settled_policy",
+    "use_policy",
 ]

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     has_form = has_form or arguments.open
     if arguments.run_path is not None and not has_form:
         records = records_inside(arguments.run_path)
-        if records:
+        if len(records) > 1:
             _list(records, is_all=arguments.all)
             return 0
     run = run_at(arguments.run_path)
@@ -218,7 +218,9 @@ def run_at(path: Path | None) -> Run:
             f"written{near(path)}"
         )
     inside = records_inside(path)
-    if inside:
+    if len(inside) == 1:
+        path = inside[0]
+    elif inside:
         shown = ", ".join(map(str, inside[:3])) + (", ..." if len(inside) > 3 else "")
         raise CommandError(f"{path} contains {len(inside)} records: name one of them, {shown}")
     run = read_run(path)

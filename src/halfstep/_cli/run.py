@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +35,8 @@ examples:
   halfstep run --amp bf16 train.py     mixed precision in a script without it
   halfstep run --policy "standard; softmax:lower" train.py
   torchrun --nproc-per-node 8 -m halfstep run train.py
-  accelerate launch -m halfstep run train.py
+  halfstep run torchrun --nproc-per-node 8 train.py
+  halfstep run accelerate launch train.py
 
 Then read the record with: halfstep report DIR. More: docs/run.md.
 """
@@ -89,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replay a step whose loss or gradients are inf or NaN, and print the op, the module, "
         "the cause and the cure",
     )
+    parser.add_argument(
+        "--no-children",
+        dest="children",
+        action="store_false",
+        help="leave the Python processes that the script starts as they are: not recorded, with "
+        "PyTorch's classes",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the target is a module")
     parser.add_argument(
         "target",
@@ -115,7 +125,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         arguments.parser.print_help()
         return None
     target, *rest = words
-    _refuse_launcher(target, rest, arguments)
+    os.environ.pop("HALFSTEP_RUN", None)  # of the run that has started this one
     for name in arguments.sink:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # or a folder of this name, which W&B makes
@@ -132,6 +142,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
     from halfstep.errors import RecordError
 
     if not arguments.module:
+        target = _command_in_python(target) or target
         try:
             require_file(target)
         except OSError as error:
@@ -147,6 +158,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         arguments.quiet,
         amp,
         arguments.diagnose,
+        arguments.children,
         tuple(arguments.sink),
         arguments.append,
     )
@@ -161,24 +173,13 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         raise CommandError(str(error)) from None
 
 
-def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace) -> None:
-    from halfstep._run.launch import command_inside_launcher
-
-    given = {name: getattr(arguments, name) for name in ("policy", "output", "every", "amp")}
-    options = [
-        word
-        for name, value in given.items()
-        if value != arguments.parser.get_default(name)
-        for word in (f"--{name}", str(value))
-    ]
-    options += [word for name in arguments.sink for word in ("--sink", name)]
-    options += [f"--{name}" for name in ("diagnose", "append") if getattr(arguments, name)]
-    command = command_inside_launcher(target, rest, options)
-    if command is not None:
-        raise CommandError(
-            f"{target} starts the processes that train, and halfstep has to run in these. "
-            f"Use: {command}"
-        )
+def _command_in_python(target: str) -> str | None:
+    """Return the file of a command such as ``torchrun``, if it is written in Python."""
+    found = None if os.path.exists(target) else shutil.which(target)
+    if found is None:
+        return None
+    with open(found, "rb") as file:
+        return found if re.match(rb"#!.*python", file.readline()) else None
 
 
 def _note_options(script: str, rest: list[str], parser: argparse.ArgumentParser) -> None:

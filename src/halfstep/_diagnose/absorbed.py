@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._autocast.policy import Policy
+from halfstep._autocast import Policy
 from halfstep._common.nested import map_plain
 from halfstep._diagnose import cure_search
 from halfstep._diagnose.blame import Blame, BlameTracker, scan

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from halfstep._numerics.measure import NAN, badness, is_finite
 from halfstep._pytorch import amp, modes
-from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scale_state import Reason
+from halfstep._scaler import Outcome, Reason
 
 START_STEPS = 50
 """The number of steps that count as the start of a run."""

@@ -22,7 +22,7 @@ from halfstep._diagnose.kept_calls import VIEWS, KeptCall, Made, found_bad, is_m
 from halfstep._diagnose.user_code import is_called_by_a_scaler
 from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, compiler, modes, modules, optim
-from halfstep._scaler.scaler import GradScaler
+from halfstep._scaler import GradScaler
 
 MOST_READ = 1024
 """The largest number of entries of a tensor that is checked when the loop reads it."""

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from halfstep._autocast.context import autocast
-from halfstep._autocast.policy import Policy, preset
+from halfstep._autocast import Policy, autocast, preset
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import power
 from halfstep._diagnose.blame import OUTSIDE, Blame, scan

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, is_autocast_enabled, nn
 
-from halfstep._autocast.context import autocast
+from halfstep._autocast import autocast
 from halfstep._autocast.region import Region
 from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import RandomStates
@@ -26,8 +26,7 @@ from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._diagnose.user_code import CALLED_AGAIN, Place
 from halfstep._pytorch import autograd, modes
-from halfstep._scaler.rules import Static
-from halfstep._scaler.scaler import GradScaler
+from halfstep._scaler import GradScaler, Static
 
 LARGEST_COPY = 2**26
 """The size in bytes of the largest tensor that is copied before the loop writes to it."""

@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfstep._common.machine import RandomStates, accelerators
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import members
 from halfstep._pytorch import autograd, distributed, modes, storages
 from halfstep._pytorch.storages import ByMemory
-from halfstep._scaler.gradients import parameters
-from halfstep._scaler.optimizers import members
 
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 _KEPT_ELSEWHERE = (nn.Module, Optimizer, Tensor)

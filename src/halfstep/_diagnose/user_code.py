@@ -23,7 +23,7 @@ from halfstep._diagnose.diagnosis import Line
 from halfstep._pytorch import autograd, modules, storages
 
 _TORCH = f"{Path(torch.__file__).parent}/"
-_SCALER = f"{Path(__file__).parents[1]}/_scaler/"
+_SCALER = tuple(f"{Path(__file__).parents[1]}/{room}/" for room in ("_scaler", "_gradients"))
 _OURS = (_TORCH, f"{Path(__file__).parents[1]}/", "<frozen ", "<eval_with_key>")
 _LIBRARY = f"{Path(os.__file__).parent}/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")

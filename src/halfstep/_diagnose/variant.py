@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from halfstep._autocast import kernels
+from halfstep._autocast import Policy, kernels, preset
 from halfstep._autocast.modules import Wrapped, name_modules, unwrap
-from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.region import Region, changed
 from halfstep._autocast.rule import HALVES
 from halfstep._autocast.scopes import Settings

@@ -38,12 +38,10 @@ from halfstep._diagnose.kept_calls import (
 from halfstep._diagnose.live import LiveTrace
 from halfstep._diagnose.observer import is_compiled_together
 from halfstep._diagnose.user_code import user_line
+from halfstep._gradients.gradients import parameters
 from halfstep._pytorch import optim
-from halfstep._scaler.access import OBSERVERS, is_in_step, observing
-from halfstep._scaler.closures import split_closure
-from halfstep._scaler.gradients import parameters
-from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scaler import GradScaler
+from halfstep._scaler import GradScaler, Outcome, split_closure
+from halfstep._scaler.events import OBSERVERS, is_in_step, observing
 from halfstep.errors import CallOrderError, DiagnosisWarning
 
 MOST_DIAGNOSES = 5
@@ -172,7 +170,9 @@ class Watch:
             self._is_scaled, self._loss_scaler = True, scaler
             self._losses = [loss.detach() for loss in tensors_in([outputs])]
 
-    def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
+    def on_iteration(
+        self, scaler: GradScaler, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
+    ) -> None:
         """Check the outcomes of an iteration, and diagnose the iteration if it went bad."""
         if not outcomes or not self._is_watching(scaler):
             return

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from halfstep._common.numbers import things
 from halfstep._doctor.finding import Finding
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import Names, members
 from halfstep._master_weights.master_weights import has_master_weights
 from halfstep._numerics.formats import FORMATS, dtype_name
 from halfstep._scaler import GradScaler, Static
-from halfstep._scaler.gradients import parameters
-from halfstep._scaler.optimizers import Names, members
 
 _LOST = {
     torch.float16: (

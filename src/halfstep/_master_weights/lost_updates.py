@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from halfstep._gradients.optimizers import Names, makes_step_of, members, require_optimizer
 from halfstep._master_weights.master_weights import (
     is_rounded_by_chance,
     weight_of,
@@ -23,7 +24,6 @@ from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import optimizer_step_depth
-from halfstep._scaler.optimizers import Names, makes_step_of, members, require_optimizer
 
 
 class Counted(NamedTuple):

@@ -14,6 +14,15 @@ import torch
 from torch import Tensor
 
 from halfstep._common.nested import like
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import (
+    Names,
+    Replacements,
+    makes_step_of,
+    members,
+    require_optimizer,
+)
+from halfstep._gradients.scalars import describe
 from halfstep._master_weights.chunks import step_in_chunks, steps_one_at_a_time
 from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight
 from halfstep._master_weights.stores import STORES, Float32, Split, Stochastic, Store
@@ -34,16 +43,7 @@ from halfstep._pytorch.optim import (
     tell_scheduler,
     with_step_hooks,
 )
-from halfstep._scaler.gradients import parameters
-from halfstep._scaler.guard import inside_of_guard
-from halfstep._scaler.optimizers import (
-    Names,
-    Replacements,
-    makes_step_of,
-    members,
-    require_optimizer,
-)
-from halfstep._scaler.scalars import describe
+from halfstep._scaler import inside_of_guard
 
 LOWER = (torch.bfloat16, torch.float16)
 """The dtypes whose parameters may have master weights."""

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from halfstep._common.nested import tensors_reached
 from halfstep._common.numbers import things
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import members, require_optimizer
 from halfstep._master_weights.master_weights import KEYS
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.parts import parts_of
-from halfstep._scaler.gradients import parameters
-from halfstep._scaler.optimizers import members, require_optimizer
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,11 @@ copy_to_each_ = torch._foreach_copy_
 # (tensors): the implementation of torch.autograd.graph.increment_version().
 increment_version: Callable[[Iterable[torch.Tensor]], None] = torch._C._increment_version
 
+# (device_type, dtype, enabled, cache_enabled), (what that returned): autocast as torch.export puts
+# it into the program that it makes.
+enter_autocast: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
+exit_autocast: Callable[[Any], None] = torch.amp.autocast_mode._exit_autocast
+
 # (is_on): the implementation of torch.no_grad(), which reaches it through seven functions, twice.
 set_grad_enabled = torch._C._set_grad_enabled
 

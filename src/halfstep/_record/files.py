@@ -6,11 +6,13 @@ a line is a checksum of everything before it. The format is described in docs/re
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import weakref
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from io import SEEK_END, FileIO
 from pathlib import Path
@@ -39,6 +41,16 @@ def files_in(folder: Path) -> dict[int, Path]:
     numbers = {path: _rank_of(path) for path in folder.glob("rank*.jsonl")}
     found = {number: path for path, number in numbers.items() if number is not None}
     return dict(sorted(found.items()))
+
+
+def folder_of_process(folder: Path) -> Path:
+    """Create a folder in that of a run, for a process that is none of its ranks."""
+    for number in itertools.count(1):
+        path = folder / f"process-{number}"
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise AssertionError
 
 
 def records_in(folder: Path) -> list[Path]:
@@ -91,6 +103,38 @@ class LineWriter:
     def close(self) -> None:
         self._file.close()
         _WRITERS.pop(self._key, None)
+
+
+class LateWriter:
+    """A writer whose file begins with the first step or diagnosis; until then events are kept.
+
+    ``begin`` opens the file, and returns its writer.
+    """
+
+    def __init__(self, begin: Callable[[], LineWriter | LateWriter]) -> None:
+        self._begin = begin
+        self._kept: list[Event] = []
+        self._writer: LineWriter | LateWriter | None = None
+
+    def write(self, event: Event) -> None:
+        """Write or keep one event."""
+        if self._writer is not None:
+            self._writer.write(event)
+            return
+        self._kept.append(event)
+        if event["event"] in ("step", "diagnosis"):
+            self.begin()
+
+    def begin(self) -> None:
+        """Open the file, and write what was kept, if that has not happened."""
+        if self._writer is None:
+            self._writer = self._begin()
+            for event in self._kept:
+                self._writer.write(event)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 # A file lock belongs to a process: it does not exclude a second writer in that process, and is

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from halfstep._common.module_names import without_wrappers
+from halfstep._gradients.buffers import NAN, levels_of
 from halfstep._pytorch import compiler, modes
 from halfstep._record.files import Event
-from halfstep._scaler.buffers import NAN, levels_of
 
 _STATISTICS = ("running_mean", "running_var")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.transfers import Transfer, to_host
 from halfstep._record.files import Event
-from halfstep._scaler.outcome import Outcome
+from halfstep._scaler import Outcome
 
 MOST_WAITING = 64
 """Number of waiting steps that triggers a read."""

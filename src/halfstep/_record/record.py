@@ -23,11 +23,11 @@ from halfstep._pytorch.listeners import (
     listening_to_norms,
     listening_to_torch_scaler,
 )
-from halfstep._record.files import SCHEMA, Event, LineWriter, file_of
+from halfstep._record.files import SCHEMA, Event, LateWriter, LineWriter, file_of
 from halfstep._record.models import Models
 from halfstep._record.recorder import Recorder
-from halfstep._scaler.access import observing
-from halfstep._scaler.scaler import GradScaler
+from halfstep._scaler import GradScaler
+from halfstep._scaler.events import observing
 from halfstep._version import __version__
 from halfstep.errors import CallOrderError
 from halfstep.sinks import Sink
@@ -110,8 +110,8 @@ class record:
     def __enter__(self) -> Self:
         if self._recorder is not None:
             raise CallOrderError(f"the record {self.path} has already been entered; make a new one")
-        writer = LineWriter(file_of(self.path, rank()))
-        writer.write(_header(self._every))
+        self._started = datetime.now(UTC)
+        writer = self._writer()
         models = Models()
         if self._model is not None:
             models.add(self._model)
@@ -128,6 +128,12 @@ class record:
             self._stack = stack.pop_all()
         self._recorder, self._model = recorder, None
         return self
+
+    def _writer(self) -> LineWriter | LateWriter:
+        """Return what writes the record of this process, with its first line written."""
+        writer = LineWriter(file_of(self.path, rank()))
+        writer.write(_header(self._every, self._started))
+        return writer
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         assert self._recorder is not None
@@ -188,7 +194,7 @@ class record:
         return 0 if self._recorder is None else len(self._recorder.skipped)
 
 
-def _header(every: int) -> Event:
+def _header(every: int, started: datetime) -> Event:
     return {
         "event": "run",
         "schema": SCHEMA,
@@ -200,7 +206,7 @@ def _header(every: int) -> Event:
         "device": None,  # written at the first step: the script chooses the device
         "machine": device_name("cpu"),
         "cores": os.cpu_count(),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": started.isoformat(timespec="seconds"),
         "command": sys.argv,
         "every": every,
     }

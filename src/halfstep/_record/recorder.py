@@ -17,28 +17,28 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from halfstep._autocast import Policy
 from halfstep._autocast.modules import unused_rules
-from halfstep._autocast.policy import Policy
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power
 from halfstep._diagnose.diagnosis import Diagnosis, line_text
 from halfstep._diagnose.user_code import user_line
+from halfstep._gradients.gradients import collect, parameters
+from halfstep._gradients.norms import norms_of
+from halfstep._gradients.scalars import as_tensor
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._pytorch.devices import to_device
-from halfstep._record.files import Event, LineWriter
+from halfstep._record.files import Event, LateWriter, LineWriter
 from halfstep._record.models import Models
 from halfstep._record.pending import PendingStep, PendingSteps
 from halfstep._record.sample import Sampler, UpdateCounter
-from halfstep._scaler import GradScaler
-from halfstep._scaler.access import OBSERVERS, is_in_step, is_unscaled, watch_names
-from halfstep._scaler.gradients import collect, parameters
-from halfstep._scaler.norms import norms_of
-from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scalars import as_tensor
-from halfstep._scaler.scale_state import Reason
+from halfstep._record.scalars import sample_scalars, step_scalars
+from halfstep._scaler import GradScaler, Outcome, Reason
+from halfstep._scaler.access import is_unscaled, watch_names
+from halfstep._scaler.events import OBSERVERS, is_in_step
 from halfstep.errors import CallOrderError, HalfstepWarning
-from halfstep.sinks import Sink, sample_scalars, step_scalars
+from halfstep.sinks import Sink
 
 NUM_CULPRITS = 20
 """Maximum number of names of parameters or buffers written for a step."""
@@ -99,7 +99,7 @@ class Recorder:
 
     def __init__(
         self,
-        writer: LineWriter,
+        writer: LineWriter | LateWriter,
         models: Models,
         scaler: GradScaler | None,
         every: int,
@@ -168,8 +168,11 @@ class Recorder:
             del self._norms[:-MOST_NORMS]
 
     @_aside
-    def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
+    def on_iteration(
+        self, scaler: GradScaler, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
+    ) -> None:
         """Record the end of an iteration."""
+        outcomes = [*outcomes, *left_out]
         if not outcomes or not self._listens_to(scaler):
             return
         if self.num_steps == 0:
@@ -431,7 +434,7 @@ class Recorder:
         self._write(event | {"is_diagnosing": is_diagnosing})
 
     def _write_culprits(self, outcome: Outcome) -> None:
-        if outcome.taken or outcome.reason is Reason.NORM:
+        if outcome.taken or outcome.reason in (Reason.NORM, Reason.LEFT_OUT):
             return
         try:
             found = outcome.culprit_parameters()

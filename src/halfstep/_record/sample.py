@@ -18,10 +18,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from halfstep._autocast import kernels, scopes
-from halfstep._autocast.context import default_device
+from halfstep._autocast import default_device, kernels, scopes
 from halfstep._autocast.region import LISTENERS
 from halfstep._common.nested import tensors_in
+from halfstep._gradients.gradients import parameters
 from halfstep._master_weights.lost_updates import Counted, OpenSteps
 from halfstep._numerics.formats import dtype_name
 from halfstep._numerics.measure import counted_part, measure
@@ -33,7 +33,6 @@ from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modules import GlobalHooks
 from halfstep._record.models import Models
 from halfstep._record.run import KINDS, Kind, Measured
-from halfstep._scaler.gradients import parameters
 
 LOOKED_AT = 1 << 16
 """Approximate number of entries of a weight that are inspected, and copied before a step."""

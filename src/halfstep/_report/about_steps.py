@@ -200,6 +200,14 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
             ".",
             evidence="skips",
         )
+    left_out = steps.reasons.get("left out by the script")
+    if left_out:
+        yield say(
+            "notice",
+            f"The script left out {things(left_out, 'step')} whose gradients were finite: it "
+            "unscaled them and did not step.",
+            evidence="skips",
+        )
 
 
 def were(num: int) -> str:
@@ -411,7 +419,7 @@ def about_course(summary: Summary) -> str:
 
 def island(module: str | None, summary: Summary) -> Code | None:
     """Return the call that keeps a module in float32; None if no rule can name the module."""
-    from halfstep._autocast.policy import Policy  # imports PyTorch, which few reports need
+    from halfstep._autocast import Policy  # imports PyTorch, which few reports need
 
     text = f"{summary.policy.text if summary.policy else 'standard'}; @{module}:fp32"
     # Names in a second model are prefixed with its number, and no rule matches them.

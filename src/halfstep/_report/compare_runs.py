@@ -311,7 +311,7 @@ def _policy_difference(mine: PolicySeen | None, its: PolicySeen | None) -> str:
     if (mine and mine.text) == (its and its.text):
         return ""
     if mine is not None and its is not None:
-        from halfstep._autocast.policy import Policy  # imports PyTorch, which few reports need
+        from halfstep._autocast import Policy  # imports PyTorch, which few reports need
 
         with suppress(ValueError):  # rules of another version: compare the texts
             return str(Policy.parse(its.text).diff(Policy.parse(mine.text)))

@@ -21,18 +21,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from halfstep._autocast import Policy
 from halfstep._autocast.region import listening
 from halfstep._common.patches import Patches, subclasses, watch_steps
+from halfstep._gradients.gradients import NONE, collect, parameters
+from halfstep._gradients.optimizers import evaluates_first, handles_scale
+from halfstep._gradients.scalars import CPU, combine
 from halfstep._pytorch import compiler, optim
 from halfstep._run.amp_backward import Backward, FreshGradients
 from halfstep._run.amp_forward import Forward
 from halfstep._run.amp_script import ScriptState
-from halfstep._scaler import GradScaler, access
-from halfstep._scaler.after_step import DueSchedules, snapshot_of
-from halfstep._scaler.closures import UnusableEvaluationError, split_closure
-from halfstep._scaler.gradients import NONE, collect, parameters
-from halfstep._scaler.guard import GuardScaler
-from halfstep._scaler.loss_scale import CPU
-from halfstep._scaler.optimizers import evaluates_first, handles_scale
-from halfstep._scaler.scalars import combine
+from halfstep._scaler import (
+    DueSchedules,
+    GradScaler,
+    GuardScaler,
+    UnusableEvaluationError,
+    access,
+    snapshot_of,
+    split_closure,
+)
 
 StepFunction = Callable[..., Any]
 

@@ -6,6 +6,7 @@ gradient is first multiplied by the scale. The scale is a power of two, so this 
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,21 +17,22 @@ import torch
 from torch import Tensor
 
 from halfstep._common.patches import Patches
+from halfstep._gradients.gradients import NONE, Gradients, collect, parameters
+from halfstep._gradients.optimizers import members
+from halfstep._gradients.scalars import CPU, as_tensor, combine
 from halfstep._pytorch import autograd, compiler
 from halfstep._run.amp_script import ScriptState
-from halfstep._scaler import GradScaler, access
-from halfstep._scaler.gradients import Gradients, collect, parameters
-from halfstep._scaler.loss_scale import CPU, LossScale
-from halfstep._scaler.optimizers import members
-from halfstep._scaler.scalars import as_tensor, combine
+from halfstep._scaler import GradScaler, LossScale, access
 
 
 class ScaledPass:
     """A running backward pass, with its scale and the leaves it adds to."""
 
     def __init__(self, scale: LossScale, fresh: FreshGradients) -> None:
-        self._scale = scale
-        self._by = scale.tensor.clone()  # a step inside the pass may move the scale
+        self.scale = scale
+        self.by = scale.tensor.clone()  # a step inside the pass may move the scale
+        self.is_used = False
+        """Whether an optimizer has stepped, or skipped a step, with gradients of this pass."""
         self._fresh = fresh
         self._leaves: dict[int, Tensor] = {}
 
@@ -40,14 +42,14 @@ class ScaledPass:
         self._leaves.update((id(leaf), leaf) for leaf in new)
         held = collect(new)
         if held.grads:
-            held.multiply_(self._by)
+            held.multiply_(self.by)
 
     def unscale_(self, params: Iterable[Tensor] | None = None) -> None:
         """Unscale the gradients of some leaves, by default of all that remain. 2 G."""
         ids = list(self._leaves) if params is None else [id(p) for p in params]
         done = [self._leaves.pop(key) for key in ids if key in self._leaves]
         if done:
-            self._fresh.unscale_(done, self._scale, self._by)
+            self._fresh.unscale_(done, self)
 
 
 @dataclass
@@ -65,6 +67,8 @@ class Backward:
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.wrap(torch.autograd, "grad", self._grad)
         patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+            patches.wrap(module, "clip_grad_norm_", self.clip_grad_norm_)
 
     def _retain_grad(self, original: Callable[[Tensor], None], tensor: Tensor) -> None:
         original(tensor)
@@ -141,6 +145,7 @@ class Backward:
         self, run: Callable[[Any], None], roots: list[Tensor], leaves: list[Tensor]
     ) -> None:
         self._script.has_scaled = True
+        self._back_off_after_left_out_steps()
         access.end_iteration(self._scaler)  # open if only some of the optimizers have stepped
         scaled = self._scaler.scale(roots)
         running = ScaledPass(access.loss_scale(self._scaler), self._fresh)
@@ -154,6 +159,23 @@ class Backward:
         finally:
             self.running = None
             running.unscale_()
+
+    def _back_off_after_left_out_steps(self) -> None:
+        """Count the overflows whose step the script has left out by itself.
+
+        A script that only steps if ``clip_grad_norm_`` is finite would otherwise never step: the
+        scale comes down with steps. Sync: one for each step that was left out.
+        """
+        for optimizer, found_inf in self._fresh.take_left_out():
+            if combine(found_inf.values(), CPU):
+                access.add_check(self._scaler, optimizer, NONE, found_inf)
+
+    def clip_grad_norm_(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Clip without ending the script at an overflow that a smaller scale avoids."""
+        given = inspect.signature(original).bind(*args, **kwargs)
+        if self._script.is_training and self._scaler.get_scale() > 1.0:
+            given.arguments["error_if_nonfinite"] = False
+        return original(*given.args, **given.kwargs)
 
 
 def _reached(roots: Sequence[Tensor], inputs: Any) -> Iterable[Tensor]:
@@ -170,11 +192,11 @@ def _can_be_scaled(root: object) -> bool:
 # --- unscaled gradients, until their optimizer steps ----------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UnscaledGradients:
     """A group of gradients that were unscaled together, with the result of their finite check."""
 
-    scale: LossScale
+    of: ScaledPass
     found_inf: dict[torch.device, Tensor]
     refs: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]
     """Weak references to the parameters and their gradients, since the script may drop either."""
@@ -201,6 +223,8 @@ class FreshGradients:
         # Gradients whose optimizer is not known. An optimizer made before the block is unknown
         # until it steps.
         self._of_unknown: list[UnscaledGradients] = []
+        # Those that were dropped before a step used them.
+        self._left_out: list[tuple[torch.optim.Optimizer, UnscaledGradients]] = []
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.add(optimizer)
@@ -213,8 +237,8 @@ class FreshGradients:
         ids = set(map(id, leaves))
         return any(id(p) in ids for optimizer in self._optimizers for p in parameters(optimizer))
 
-    def unscale_(self, params: Iterable[Tensor], scale: LossScale, by: Tensor) -> None:
-        """Divide gradients by ``by``, in groups of parameters with the same optimizers.
+    def unscale_(self, params: Iterable[Tensor], of: ScaledPass) -> None:
+        """Divide the gradients of a pass, in groups of parameters with the same optimizers.
 
         A group per set of optimizers keeps an overflow in one optimizer from skipping another's
         step. 2 G. Sync: none.
@@ -229,10 +253,10 @@ class FreshGradients:
         for group in shared.values():
             gradients = collect(group)
             if gradients.grads:
-                found = gradients.unscale_(by, can_amplify=scale.can_amplify)
+                found = gradients.unscale_(of.by, can_amplify=of.scale.can_amplify)
                 pairs = zip(gradients.params, gradients.grads, strict=True)
                 refs = [(weakref.ref(param), weakref.ref(grad)) for param, grad in pairs]
-                unscaled = UnscaledGradients(scale, found, refs)
+                unscaled = UnscaledGradients(of, found, refs)
                 for optimizer in owners.get(id(group[0]), ()):
                     earlier = self._unscaled.get(optimizer, [])
                     self._unscaled[optimizer] = [*_alive(earlier), unscaled]
@@ -256,20 +280,38 @@ class FreshGradients:
         gradients = collect(parameters(optimizer))
         if not earlier or not gradients.grads:
             return None
+        for unscaled in earlier:
+            unscaled.of.is_used = True
         found = [unscaled.found_inf for unscaled in _alive(earlier)]
         seen = set[int]().union(*(unscaled.present().values() for unscaled in earlier))
         others = gradients.without(seen)
         if others.grads:
             found.append(others.check())
-        device = earlier[0].scale.tensor.device
+        device = earlier[0].of.by.device
         flags = [flag for by_device in found for flag in by_device.values()]
         found_inf = as_tensor(combine(flags, device), device)
         return gradients, {device: found_inf}
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the gradients of an optimizer after they were dropped or zeroed."""
-        self._unscaled.pop(optimizer, None)
+        self._leave_out(optimizer, self._unscaled.pop(optimizer, []))
         self._taken_from_unknown(optimizer)
+
+    def take_left_out(self) -> list[tuple[torch.optim.Optimizer, dict[torch.device, Tensor]]]:
+        """Return the checks of gradients that were dropped without a step, and forget them.
+
+        Those that the loss of a generator leaves in its discriminator do not count: the generator
+        has stepped with that pass.
+        """
+        for optimizer, unscaled in [*self._unscaled.items()]:
+            alive = _alive(unscaled)
+            self._leave_out(optimizer, [each for each in unscaled if each not in alive])
+            self._unscaled[optimizer] = alive
+        found, self._left_out = self._left_out, []
+        return [(owner, each.found_inf) for owner, each in found if not each.of.is_used]
+
+    def _leave_out(self, owner: torch.optim.Optimizer, unscaled: list[UnscaledGradients]) -> None:
+        self._left_out += [(owner, each) for each in unscaled]
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has unscaled gradients that it has not stepped with."""

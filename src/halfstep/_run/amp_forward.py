@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep._autocast import Policy, autocast
-from halfstep._autocast.context import settled_policy
+from halfstep._autocast import Policy, autocast, settled_policy
 from halfstep._autocast.modules import name_modules
 from halfstep._autocast.scopes import current as current_scope
 from halfstep._common.nested import map_leaves

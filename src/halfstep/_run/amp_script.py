@@ -8,8 +8,8 @@ import torch
 
 from halfstep._common.numbers import listed
 from halfstep._diagnose.replay import is_replaying
+from halfstep._gradients.optimizers import name
 from halfstep._numerics.formats import dtype_name
-from halfstep._scaler.optimizers import name
 
 _OPTION = {torch.float16: "--amp fp16", torch.bfloat16: "--amp bf16"}
 

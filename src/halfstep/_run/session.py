@@ -6,14 +6,17 @@ import atexit
 import builtins
 import errno
 import importlib.util
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
+from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING
@@ -26,8 +29,15 @@ from halfstep._common.numbers import things
 from halfstep._common.text import tell
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch import listeners
-from halfstep._record.files import file_of, is_same_program, programs_in
-from halfstep._run.launch import make_folder, other_ranks_refused, show_once
+from halfstep._record.files import (
+    LateWriter,
+    LineWriter,
+    file_of,
+    folder_of_process,
+    is_same_program,
+    programs_in,
+)
+from halfstep._run.launch import make_folder, show_once
 from halfstep._run.stand_ins import replaced
 from halfstep.errors import RanksError, RecordError
 from halfstep.sinks import MLflow, Sink, TensorBoard, WandB
@@ -50,11 +60,6 @@ class Command:
         name = self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
         return Path(name).name  # `-m ../package` is an error that is reported later
 
-    @property
-    def text(self) -> str:
-        """The part of the command line after ``halfstep run`` and its options."""
-        return shlex.join([*(["-m"] if self.is_module else []), self.target, *self.arguments])
-
 
 @dataclass(frozen=True)
 class Options:
@@ -66,62 +71,135 @@ class Options:
     is_quiet: bool
     amp: torch.dtype | None
     is_diagnosing: bool
+    has_children: bool = True
+    """Whether the processes that the program starts are recorded too."""
     sinks: tuple[str, ...] = ()
     is_appending: bool = False
 
 
 class RunSink:
-    """A sink that is made at the first step, when the program has started its W&B or MLflow run."""
+    """A sink that is made at the first step, when the program has started its W&B or MLflow run.
 
-    def __init__(self, name: str, folder: Path) -> None:
+    Scalars are those of the run: of its first rank, and not of each process that it starts.
+    """
+
+    def __init__(self, name: str, folder: Path, *, is_child: bool) -> None:
         made: dict[str, Callable[[], Sink]] = {
             "tensorboard": partial(TensorBoard, folder),
             "wandb": WandB,
             "mlflow": MLflow,
         }
         self._make = made[name]
+        self._is_child = is_child
         self._sink: Sink | None = None
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Pass the scalars on."""
+        if machine.rank() or (self._is_child and machine.num_ranks() == 1):
+            return
         self._sink = self._sink or self._make()
         self._sink.log(step, scalars)
 
 
+class RecordOfProcess(record):
+    """The record of one process of a run. Its file begins with its first step.
+
+    Only then is the rank known of a process that the program has started. A file of that rank which
+    another process writes is of another group of ranks; so this one gets a folder of its own, as
+    does a process that has no rank.
+    """
+
+    def __init__(self, options: Options, *, is_child: bool) -> None:
+        folder = options.folder
+        assert folder is not None
+        sinks = [RunSink(name, folder, is_child=is_child) for name in options.sinks]
+        super().__init__(folder, every=options.every, sinks=sinks)
+        self._is_child = is_child
+        self.file: Path | None = None  # before the first step
+
+    def leave(self) -> None:
+        """Stop to observe without writing anything more: the file is another process's."""
+        self._stack.close()
+
+    def _writer(self) -> LateWriter:
+        self.late = LateWriter(self._begin)
+        return self.late
+
+    def _opened(self) -> LineWriter | LateWriter:
+        writer = super()._writer()
+        self.file = file_of(self.path, machine.rank())
+        return writer
+
+    def _begin(self) -> LineWriter | LateWriter:
+        if not self._is_child or machine.num_ranks() > 1:
+            with suppress(RecordError):
+                return self._opened()
+        self.path = folder_of_process(self.path)
+        return self._opened()
+
+
 class Session:
-    """A run of a program, with its record and the replaced names.
+    """A run of a program, or of a process that it has started, with record and replaced names.
 
     Both stay active until the process exits, because threads and ``atexit`` functions of the
     program may still train.
+
+    Args:
+        command: The program; None for a process that it has started.
+        options: The options of the run.
     """
 
-    def __init__(self, command: Command, options: Options) -> None:
+    def __init__(self, command: Command | None, options: Options) -> None:
         self._command = command
-        self._options = options
         self._failure: BaseException | None = None
-        self._pid = os.getpid()
-        self._rank, self._num_ranks = machine.rank(), machine.num_ranks()
+        self._began, self._is_closed = time.time(), False
+        self._is_launched = machine.num_ranks() > 1
         self._watch: Watch | None = None
         self._stderr = sys.stderr  # the program may replace it
         self._stack = ExitStack()
-        self._folder = options.folder or make_folder(command.stem, os.environ, os.getppid())
-        self._file = file_of(self._folder.absolute(), self._rank)
-        self._is_new = not self._file.exists()
-        if not (self._is_new or options.is_appending):
-            _require_same_program(self._file, command.target)
-        sys.argv = [command.target, *command.arguments]  # stored in the record
-        # Scalars are those of the run, not of a rank.
-        sinks = [RunSink(name, self._folder) for name in options.sinks] if self._rank == 0 else []
-        self._record = record(self._file.parent, every=options.every, sinks=sinks)
-        self._record.__enter__()
+        if command is not None:
+            folder = options.folder or make_folder(command.stem, os.environ, os.getppid())
+            self._has_made_folder = options.folder is None
+            options = replace(options, folder=folder.absolute())
+            self._shown_folder = folder
+            file = file_of(folder, machine.rank())
+            require_writable(file)
+            if not options.is_appending:
+                _require_same_program(file, command.target)
+            sys.argv = [command.target, *command.arguments]  # stored in the record
+        self._options = options
+        self._record = self._begin_record()
         # atexit functions run in reverse order. Registering before the program does means that
         # this one runs last.
         atexit.register(self._close)
+        os.register_at_fork(after_in_child=self._begin_in_fork)
+        if command is None:
+            self._close_with_multiprocessing()
+
+    def _begin_record(self) -> RecordOfProcess:
+        return RecordOfProcess(self._options, is_child=self._command is None).__enter__()
+
+    def _begin_in_fork(self) -> None:
+        """Let go of the parent's record in a fork of this process, and begin another one."""
+        self._command, self._is_closed = None, not self._options.has_children
+        self._record.leave()
+        if self._options.has_children:
+            self._record = self._begin_record()
+            self._close_with_multiprocessing()
+
+    def _close_with_multiprocessing(self) -> None:
+        """Also close where multiprocessing ends a process without ``atexit`` functions.
+
+        A process forgets all such functions when it begins, but for those that are made then.
+        """
+        Finalize(None, self._close, exitpriority=0)
+        register_after_fork(self, lambda _: Finalize(None, self._close, exitpriority=0))
 
     def run(self) -> None:
         command = self._command
+        assert command is not None
         try:
-            self._put_in_place()
+            self.put_in_place()
             execute(command.target, command.arguments, is_module=command.is_module)
         except BaseException as error:
             self._failure = error
@@ -130,7 +208,8 @@ class Session:
                 show_once(error)
             raise
 
-    def _put_in_place(self) -> None:
+    def put_in_place(self) -> None:
+        """Put halfstep's classes in the place of PyTorch's."""
         amp, policy = self._options.amp, self._options.policy
         # Import these before the names are replaced: they also need PyTorch's own scaler.
         from halfstep._run.amp import mixed_precision
@@ -140,7 +219,8 @@ class Session:
 
             self._watch = Watch(tell=self._tell)
         self._stack.enter_context(replaced(policy))
-        self._stack.enter_context(other_ranks_refused(self._command.text))
+        if self._command is not None and self._options.has_children:
+            self._stack.enter_context(reaching_children(self._options))
         if amp is not None:
             self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
         if self._watch is not None:
@@ -156,8 +236,9 @@ class Session:
 
     def _close(self) -> None:
         """Complete the record and print its location."""
-        if os.getpid() != self._pid:
-            return  # a fork of the program; its parent completes the record
+        if self._is_closed:
+            return
+        self._is_closed = True
         failure = self._failure
         try:
             if self._watch is not None:
@@ -167,45 +248,59 @@ class Session:
                 self._record.add_note(note)
                 self._say_of_rank(note)
         finally:
-            self._record.__exit__(type(failure) if failure else None, failure, None)
             # Nothing ran if the target was not found or has a syntax error. Python reports that.
             has_run = self._record.num_steps or not isinstance(failure, NotRunnable | SyntaxError)
-            if not has_run and self._is_new:
-                self._remove_record()
-            elif not self._options.is_quiet:
-                self._say(self._last_line())
+            of_others = self._records_of_others()
+            if self._command is not None and has_run and not of_others:
+                self._record.late.begin()  # says that no step was made, and why the program ended
+            self._record.__exit__(type(failure) if failure else None, failure, None)
+            if self._command is not None and not has_run:
+                self._remove_folder()
+            elif self._command is not None and not self._options.is_quiet:
+                self._say(self._last_line(of_others))
 
-    def _remove_record(self) -> None:
-        self._file.unlink(missing_ok=True)
+    def _records_of_others(self) -> list[Path]:
+        """Return the files that other processes of the program have written."""
+        folder = self._options.folder
+        assert folder is not None
+        own = self._record.file
+        pattern = "process-*/rank*.jsonl" if self._is_launched else "**/rank*.jsonl"
+        changed = [file for file in folder.glob(pattern) if file.stat().st_mtime >= self._began]
+        return [file for file in changed if file != own]
+
+    def _remove_folder(self) -> None:
         with suppress(OSError):  # a folder with files of other ranks or runs is not empty
-            self._file.parent.rmdir()
-            if self._options.folder is None:
-                self._folder.parent.rmdir()
+            self._shown_folder.rmdir()
+            if self._has_made_folder:
+                self._shown_folder.parent.rmdir()
 
-    def _last_line(self) -> str:
+    def _last_line(self, of_others: Sequence[Path]) -> str:
         steps, skipped = self._record.num_steps, self._record.num_skipped
+        view = f"halfstep report {shlex.quote(str(self._shown_folder))}"
+        others = things(len(of_others), "process", "processes")
+        if not steps and of_others:
+            return f"{others} of the program recorded: {view}"
         if not steps:
             return (
                 "no optimizer step was seen: the program made none, steps by hand, or trains in "
-                "processes that it starts itself, which are not recorded (torchrun ... -m halfstep "
-                "run)"
+                "processes that halfstep cannot reach (docs/run.md)"
             )
         diagnosed = ""
         if self._watch is not None:
             num = len(self._watch.found)
             diagnosed = f", {things(num, 'diagnosis', 'diagnoses')}"
-        view = f"halfstep report {shlex.quote(str(self._folder))}"
-        return f"{things(steps, 'step')} recorded, {skipped} skipped{diagnosed}: {view}"
+        more = f", and {others} that the program started" if of_others else ""
+        return f"{things(steps, 'step')} recorded, {skipped} skipped{diagnosed}{more}: {view}"
 
     def _say(self, text: str) -> None:
         """Print a message that is the same on all ranks, once."""
-        if self._rank == 0:
+        if machine.rank() == 0:
             self._print(text)
 
     def _say_of_rank(self, text: str) -> None:
         """Print a message that may differ between ranks on this rank."""
         if not self._options.is_quiet:
-            self._print(f"rank {self._rank}, {text}" if self._num_ranks > 1 else text)
+            self._print(f"rank {machine.rank()}, {text}" if machine.num_ranks() > 1 else text)
 
     def _print(self, text: str) -> None:
         if self._stderr is not None:
@@ -223,6 +318,73 @@ def _require_same_program(file: Path, target: str) -> None:
             f"{file.parent} has the record of another program, {programs[-1]}: give each its own "
             "folder with -o, or add this run to that record with --append"
         )
+
+
+def require_writable(file: Path) -> None:
+    """Raise as a record would if its file cannot be written.
+
+    Raises:
+        RecordError: Another process writes it, or it belongs to another program.
+        OSError: The folder is not writable.
+    """
+    is_new = not file.exists()
+    LineWriter(file).close()
+    if is_new:
+        file.unlink()
+
+
+# --- processes that the program starts ------------------------------------------------------------
+
+
+# As coverage.py and opentelemetry-instrument do it. A .pth file in site-packages would reach these
+# processes too, and every other Python process of the environment.
+
+VARIABLE = "HALFSTEP_RUN"
+"""The environment variable with the options of a run, for the processes that its program starts."""
+
+HOOK = str(Path(__file__).parent / "children")
+"""The folder of the hook, ``sitecustomize.py``."""
+
+
+@contextmanager
+def reaching_children(options: Options) -> Iterator[None]:
+    """Let every Python process that is started inside the block record itself, as a fork does."""
+    values = {
+        "folder": str(options.folder),
+        "policy": str(options.policy),
+        "every": options.every,
+        "amp": None if options.amp is None else str(options.amp).removeprefix("torch."),
+        "quiet": options.is_quiet,
+        "diagnose": options.is_diagnosing,
+        "sinks": options.sinks,
+    }
+    paths = [HOOK, *filter(None, [os.environ.get("PYTHONPATH")])]
+    before = dict(os.environ)
+    os.environ |= {VARIABLE: json.dumps(values), "PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        yield
+    finally:
+        for name in (VARIABLE, "PYTHONPATH"):
+            del os.environ[name]
+            os.environ |= {name: before[name]} if name in before else {}
+
+
+def begin_in_child() -> None:
+    """Record this process, which the program of a run has started; see ``children/``."""
+    try:
+        values = json.loads(os.environ[VARIABLE])
+        options = Options(
+            policy=Policy.parse(values["policy"]),
+            folder=Path(values["folder"]),
+            every=values["every"],
+            is_quiet=values["quiet"],
+            amp=values["amp"] and getattr(torch, values["amp"]),
+            is_diagnosing=values["diagnose"],
+            sinks=tuple(values["sinks"]),
+        )
+        Session(None, options).put_in_place()
+    except Exception as error:  # the process is the script's, and goes on
+        print(f"halfstep: process {os.getpid()} is not recorded: {error}", file=sys.stderr)
 
 
 # --- execution of the script ----------------------------------------------------------------------

@@ -15,22 +15,22 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import distributed
 from torch.amp import autocast_mode
 
 import halfstep
-from halfstep import Policy, preset
+from halfstep import Dynamic, Policy, preset
 from halfstep._autocast import kernels
 from halfstep._autocast.region import Region
 from halfstep._autocast.rule import HALVES, LOWER_PRECISIONS
 from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import has_device
 from halfstep._common.patches import Patches
-from halfstep._pytorch import compiler
-from halfstep._scaler.disabled import DisabledGradScaler
+from halfstep._gradients.scalars import SMALLEST_SCALE
+from halfstep._pytorch import amp, compiler
 from halfstep.errors import HalfstepWarning
 
 _TorchAutocast = autocast_mode.autocast
@@ -38,6 +38,7 @@ _TorchGradScaler = torch.amp.GradScaler
 
 # --- autocast -------------------------------------------------------------------------------------
 
+_TORCH = preset("torch")
 _policy = preset("standard")
 """The policy of :class:`Autocast` where no surrounding context sets one."""
 
@@ -54,6 +55,22 @@ class Autocast(halfstep.autocast):
         cache_enabled: bool | None = None,
     ) -> None:
         Region.__init__(self, _settings(device_type, dtype, enabled, cache_enabled))
+
+    @compiler.do_not_compile_alone
+    def __enter__(self) -> Self:
+        # The program that torch.export makes knows PyTorch's autocast only.
+        is_traced = torch.compiler.is_dynamo_compiling()  # strict=True: see _export
+        if is_traced or not compiler.is_exporting() or _policy != _TORCH:
+            return super().__enter__()
+        self._traced.append(amp.enter_autocast(*self._settings.switches))
+        return self
+
+    @compiler.do_not_compile_alone
+    def __exit__(self, *error: Any) -> None:
+        if torch.compiler.is_dynamo_compiling() or not compiler.is_exporting() or not self._traced:
+            return super().__exit__(*error)
+        amp.exit_autocast(self._traced.pop())
+        return None
 
 
 def _autocast_on(device: str, default: torch.dtype) -> type[Autocast]:
@@ -135,7 +152,13 @@ class AutocastInMode(Autocast, metaclass=_PlaceInMode):
 
 
 class GradScaler(halfstep.GradScaler):
-    """Stand-in for ``torch.amp.GradScaler``."""
+    """Stand-in for ``torch.amp.GradScaler``, whose scale moves as that one's does.
+
+    It only stays in the range in which it can be divided by, and where PyTorch trains wrongly
+    without a word, this one warns and does the same.
+    """
+
+    _steps_like_torch = True
 
     def __init__(
         self,
@@ -158,14 +181,18 @@ class GradScaler(halfstep.GradScaler):
     ) -> None:
         if _is_possible(device, enabled):
             # PyTorch's scaler also ignores its device argument; the first loss decides.
-            super().__init__(None, *numbers, process_group=process_group)
+            init_scale, growth_factor, backoff_factor, growth_interval = numbers
+            rule = Dynamic(growth_factor, backoff_factor, growth_interval, probe_after=None)
+            super().__init__(
+                None,
+                init_scale,
+                rule=rule,
+                min_scale=min(SMALLEST_SCALE, init_scale),
+                process_group=process_group,
+            )
         else:
-            self._switch_off()
-            super().__init__()  # of the new class; like PyTorch, without validating the numbers
+            super().__init__(enabled=False)  # like PyTorch, without validating the numbers
         self._device = device
-
-    def _switch_off(self) -> None:
-        self.__class__ = _switched_off(type(self))
 
 
 def _is_possible(device: str, enabled: bool) -> bool:
@@ -181,28 +208,6 @@ def _is_possible(device: str, enabled: bool) -> bool:
         stacklevel=depth + 1,
     )
     return False
-
-
-_switched_off_classes: dict[type[GradScaler], type[GradScaler]] = {}
-
-
-def _switched_off(cls: type[GradScaler]) -> type[GradScaler]:
-    """Return a subclass of ``cls`` with the methods of a disabled scaler.
-
-    Methods that the script overrides take precedence.
-    """
-    if cls not in _switched_off_classes:
-        members = {
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__reduce__": lambda self: (_make_switched_off, (cls,), self.__getstate__()),
-        }
-        _switched_off_classes[cls] = type(cls.__name__, (cls, DisabledGradScaler), members)
-    return _switched_off_classes[cls]
-
-
-def _make_switched_off(cls: type[GradScaler]) -> GradScaler:
-    return object.__new__(_switched_off(cls))
 
 
 class _DeviceGradScaler(GradScaler):
@@ -294,6 +299,7 @@ def replaced(policy: Policy) -> Iterator[None]:
         if module == _SHARDED:
             patches.put(sys.modules[_SHARDED], "ShardedGradScaler", ShardedGradScaler)
 
+    patches.wrap(torch.export, "export", _export)
     finder = _FinderWithOriginals((_SHARDED, compiler.MODULE_OF_CONTEXTS), when_loaded)
     if _SHARDED in sys.modules:
         when_loaded(_SHARDED)
@@ -304,6 +310,17 @@ def replaced(policy: Policy) -> Iterator[None]:
     finally:
         _policy = before
         sys.meta_path.remove(finder)
+        patches.undo()
+
+
+def _export(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Export with PyTorch's own names in place, if the policy is PyTorch's too."""
+    patches = Patches()
+    if _policy == _TORCH:
+        _put(_ORIGINALS, patches)
+    try:
+        return original(*args, **kwargs)
+    finally:
         patches.undo()
 
 

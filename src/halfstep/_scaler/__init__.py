@@ -1,8 +1,30 @@
-"""Dynamic loss scaling: keeps small gradients from underflowing in float16."""
+"""Dynamic loss scaling: keeps small gradients from underflowing in float16.
 
+Other rooms know these names, and :mod:`halfstep._scaler.access`.
+"""
+
+from halfstep._scaler.after_step import DueSchedules, snapshot_of
+from halfstep._scaler.closures import UnusableEvaluationError, split_closure
+from halfstep._scaler.guard import Guard, GuardScaler, guard, inside_of_guard
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import Reason
 from halfstep._scaler.scaler import GradScaler
 
-__all__ = ["Dynamic", "GradScaler", "Outcome", "Reason", "Static"]
+__all__ = [
+    "DueSchedules",
+    "Dynamic",
+    "GradScaler",
+    "Guard",
+    "GuardScaler",
+    "LossScale",
+    "Outcome",
+    "Reason",
+    "Static",
+    "UnusableEvaluationError",
+    "guard",
+    "inside_of_guard",
+    "snapshot_of",
+    "split_closure",
+]

@@ -1,89 +1,18 @@
-"""Observers of scalers for other modules, and functions that control a scaler internally.
+"""Functions by which other rooms control a scaler.
 
-Recorders and diagnoses observe losses and iterations. A replay gives a scaler a temporary state. A
-runner, which unscales gradients right after each backward pass, adds its own checks.
+A replay gives a scaler a temporary state. A runner, which unscales gradients right after each
+backward pass, adds its own checks.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
-
 import torch
 from torch import Tensor
 
-from halfstep._scaler.gradients import Gradients, parameters
+from halfstep._gradients.gradients import Gradients, parameters
 from halfstep._scaler.iteration import GradientCheck, Stage
-
-if TYPE_CHECKING:
-    from halfstep._scaler.loss_scale import LossScale
-    from halfstep._scaler.outcome import Outcome
-    from halfstep._scaler.scaler import GradScaler
-
-# --- events ---------------------------------------------------------------------------------------
-
-
-class Observer(Protocol):
-    """An observer of the losses and iterations of all scalers. It must not wait for the device.
-
-    Attributes:
-        is_diagnosing: Whether it explains what goes bad.
-    """
-
-    is_diagnosing: bool
-
-    def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
-        """Handle the argument of ``scale`` before it is scaled."""
-
-    def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
-        """Handle the end of an iteration, with the outcomes of its steps."""
-
-
-OBSERVERS: list[Observer] = []
-"""The active observers, oldest first."""
-
-
-@contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """Notify an observer while the block runs."""
-    OBSERVERS.append(observer)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # a replay removes all observers
-            OBSERVERS.remove(observer)
-
-
-@contextmanager
-def unobserved() -> Iterator[None]:
-    """Suspend all observers while the block runs."""
-    observers = OBSERVERS[:]
-    OBSERVERS.clear()
-    try:
-        yield
-    finally:
-        OBSERVERS[:] = observers
-
-
-class _Thread(threading.local):
-    stepping: GradScaler | None = None
-
-
-THIS_THREAD = _Thread()
-"""State of the current thread: the scaler (or that of a guard) that is stepping an optimizer."""
-
-
-def is_in_step() -> bool:
-    """Return whether a scaler is making a step in this thread.
-
-    A pipeline stage scales no loss, so nothing else distinguishes its steps from plain ones.
-    """
-    return THIS_THREAD.stepping is not None
-
-
-# --- driving a scaler -----------------------------------------------------------------------------
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.scaler import GradScaler
 
 
 def begin_anew(scaler: GradScaler, scale: float | None) -> None:
@@ -128,7 +57,8 @@ def add_check(
     """
     engine = scaler._engine
     check = GradientCheck(engine.loss_scale, gradients, found_inf)
-    engine.ranks_of("step", optimizer, parameters(optimizer)).agree_on(check)
+    ranks = engine.ranks_of("step", optimizer, parameters(optimizer))
+    check.agreement = ranks.agree_on(check)
     engine.iteration.add(check)
     return check
 

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from halfstep._gradients.gradients import NONE, parameters
+from halfstep._gradients.optimizers import makes_step_of, name
 from halfstep._pytorch.amp import add_to_each_
-from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.distributed import is_dtensor, local_part
-from halfstep._scaler import scalars
-from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import NONE, collect, parameters
-from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
-from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.norms import norms_of
-from halfstep._scaler.optimizers import makes_step_of, name
+from halfstep._scaler.iteration import Blocks, GradientCheck, Iteration, Stage, Step, flag_on
 from halfstep._scaler.step import gather, refuse_half, unscale_
 from halfstep.errors import CallOrderError
 
@@ -168,7 +162,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     blocks.overflowed += overflowed
     # An overflow must reduce the scale even if the step is taken without this block. A non-finite
     # loss must not, while other blocks are finite at this scale.
-    check = GradientCheck(scale, NONE, _flag(scale, overflowed))
+    check = GradientCheck(scale, NONE, flag_on(scale, overflowed))
     check.note(overflowed)
     block.root.add(check)
     return not is_bad
@@ -197,71 +191,3 @@ def _add(earlier: list[tuple[Any, Any]]) -> None:
             grad.add_(new)
     if alike:
         add_to_each_(*map(list, zip(*alike, strict=True)))
-
-
-def _flag(scale: LossScale, is_bad: bool) -> dict[torch.device, Tensor]:
-    """Return a ``found_inf`` dict on the device of the scale."""
-    device = scale.tensor.device
-    return {device: scalars.as_tensor(is_bad, device)}
-
-
-# --- all blocks of an iteration -------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Blocks:
-    """The blocks of one optimizer in an iteration.
-
-    Attributes:
-        bad: Number of dropped blocks.
-        overflowed: Number of dropped blocks whose loss was finite.
-        scale: The scale of the losses.
-        num_losses: Number of losses scaled in the iteration when the last block ended.
-        versions: The version counters of the gradients at that time.
-    """
-
-    optimizer: torch.optim.Optimizer
-    scale: LossScale
-    count: int = 0
-    bad: int = 0
-    overflowed: int = 0
-    num_losses: int = 0
-    versions: list[int] = field(default_factory=list)
-
-    def note_end(self, iteration: Iteration) -> None:
-        self.num_losses, self.versions = iteration.num_losses, self._versions()
-
-    def put_together(self, iteration: Iteration, ranks: Alone | Together) -> None:
-        """Turn the sum over the good blocks into an average over all blocks. Sync: none.
-
-        Raises:
-            CallOrderError: There was a ``backward`` after the last block.
-        """
-        if iteration.num_losses != self.num_losses and self._versions() != self.versions:
-            raise CallOrderError(
-                f"accumulate({name(self.optimizer)}): a loss was scaled and backward() called "
-                "after the last block, which adds scaled gradients to unscaled ones. Put every "
-                "backward() of the iteration into a block; zero_grad() and update(new_scale=...) "
-                "end this one"
-            )
-        optimizer, device = self.optimizer, self.scale.tensor.device
-        is_lost = self.bad == self.count
-        gradients = collect(parameters(optimizer))
-        rest, _ = iteration.split(gradients)  # another optimizer's blocks may share parameters
-        if self.bad and not is_lost:
-            rest.multiply_(self.count / (self.count - self.bad))
-        if is_lost and not self.overflowed:
-            self.scale.mark_loss_bad()
-        found = _flag(self.scale, is_lost)
-        if gradients.grads and not is_lost:  # each block is finite, but their sum may not be
-            norm = norms_of(gradients, None).total(device)
-            found = {device: scalars.flag_nonfinite(norm, device)}
-        asked = set(map(id, parameters(optimizer))) if ranks.is_together else ()
-        check = GradientCheck(self.scale, gradients, found, asked=frozenset(asked))
-        ranks.agree_on(check)
-        iteration.add(check)
-        del iteration.blocks[id(optimizer)]
-        iteration.steps[id(optimizer)] = Step(optimizer, self.scale, NONE, checks=[check])
-
-    def _versions(self) -> list[int]:
-        return [version_of(p.grad) for p in parameters(self.optimizer) if p.grad is not None]

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from halfstep._common.machine import RandomStates
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import evaluates_first, members, name
+from halfstep._gradients.scalars import checked_count
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.modules import buffers_of
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import parameters
-from halfstep._scaler.iteration import Journal
-from halfstep._scaler.optimizers import evaluates_first, members, name
+from halfstep._scaler.journal import Journal
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scalars import checked_count
 from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError
 
@@ -30,27 +30,28 @@ NUM_UNREAD = 64
 """Maximum number of outcomes that stay on the device unread."""
 
 
-def check_count(count: str) -> None:
-    """Raise ``ValueError`` if ``count`` is invalid."""
+def call_after_step(
+    journal: Journal | None, optimizer: Any, function: Callable[[], object], count: Count
+) -> bool:
+    """Call ``function`` if the last step of ``optimizer`` counts; return whether it was called.
+
+    Without a journal, that of a disabled scaler, every step was taken.
+    """
     if count not in ("updates", "attempts"):
         raise ValueError(
             f"count is {count!r}: pass 'updates' (steps that were taken) or 'attempts' (all steps)"
         )
-
-
-def call_after_step(
-    journal: Journal, optimizer: Any, function: Callable[[], object], count: Count
-) -> bool:
-    """Call ``function`` if the last step of ``optimizer`` counts; return whether it was called."""
-    check_count(count)
-    outcome = journal.of(optimizer)
-    if count == "updates" and outcome.skipped:
-        return False
+    if journal is not None:
+        outcome = journal.of(optimizer)
+        if count == "updates" and outcome.skipped:
+            return False
     function()
     return True
 
 
-def step_scheduler(journal: Journal, scheduler: Any, count: Count, args: tuple[Any, ...]) -> bool:
+def step_scheduler(
+    journal: Journal | None, scheduler: Any, count: Count, args: tuple[Any, ...]
+) -> bool:
     """Call ``scheduler.step(*args)`` if the last step of its optimizer counts."""
 
     def step() -> None:

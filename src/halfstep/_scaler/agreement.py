@@ -8,38 +8,28 @@ equal, the two maxima are opposites.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from functools import cache
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, distributed
 
 from halfstep._common.numbers import power, things
-from halfstep._pytorch.devices import to_device, widest_float
-from halfstep._pytorch.distributed import exchange_device
-from halfstep._scaler.gradients import Gradients
-from halfstep._scaler.norms import Norms, p_norm
-from halfstep._scaler.scalars import (
+from halfstep._gradients.gradients import Gradients
+from halfstep._gradients.norms import Norms, p_norm
+from halfstep._gradients.scalars import (
     Scalar,
     any_of,
     as_float32,
     float32_from_bits,
     scalar,
 )
+from halfstep._pytorch.devices import to_device, widest_float
+from halfstep._scaler.groups import Group, Layout, Reduction
+from halfstep._scaler.loss_scale import LossScale
 from halfstep.errors import CallOrderError, RanksError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, ReduceOp
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from halfstep._scaler.iteration import GradientCheck
-    from halfstep._scaler.ranks import Layout
-
-_T = TypeVar("_T")
 
 CHECK_EVERY = 100
 """Interval, in steps or updates, of comparisons that would cost a sync or a request each time."""
@@ -56,6 +46,17 @@ LARGEST_BITS = 0x7F7FFFFF
 """The bits of the largest finite float32 number; inf and NaN have larger bits."""
 
 
+# --- what is found -------------------------------------------------------------------------------
+
+
+class Findings(Protocol):
+    """What a rank has found in some gradients."""
+
+    scale: LossScale
+    gradients: Gradients
+    found_here: dict[torch.device, Tensor]
+
+
 # --- who decides ----------------------------------------------------------------------------------
 
 
@@ -69,11 +70,11 @@ class Alone:
     is_together: ClassVar[Literal[False]] = False
 
     def agree_on(
-        self, check: GradientCheck, norms: Norms | None = None, *, has_gradients: bool = True
+        self, found: Findings, norms: Norms | None = None, *, has_gradients: bool = True
     ) -> None:
-        """Leave the check unchanged. The methods mirror those of :class:`Together`."""
+        """Return None: what this rank has found holds. The methods are those of `Together`."""
         if not self.sees_all_losses:
-            check.scale.settle_loss(None)
+            found.scale.settle_loss(None)
 
     def p_norm(self, gradients: Gradients, p: float, device: torch.device) -> Tensor:
         return p_norm(gradients, p, device)
@@ -104,16 +105,16 @@ class Together:
         self.has_scale, self.next_number = has_scale, next_number
 
     def agree_on(
-        self, check: GradientCheck, norms: Norms | None = None, *, has_gradients: bool = True
-    ) -> None:
-        """Replace a check by the combined result of all ranks, asynchronously. Sync: none.
+        self, found: Findings, norms: Norms | None = None, *, has_gradients: bool = True
+    ) -> Agreement:
+        """Return the combined result of all ranks, which arrives asynchronously. Sync: none.
 
         ``has_gradients``: whether this check or an earlier one has gradients.
         """
         own_norm = None
-        if norms is not None and self._layout.owns_all(check.gradients):
-            own_norm = norms.total(check.scale.tensor.device)
-        check.agreement = Agreement(self, check, own_norm, has_gradients)
+        if norms is not None and self._layout.owns_all(found.gradients):
+            own_norm = norms.total(found.scale.tensor.device)
+        return Agreement(self, found, own_norm, has_gradients)
 
     def start_norm(
         self, norms: Norms, gradients: Gradients, device: torch.device
@@ -199,12 +200,12 @@ class Agreement:
     """
 
     def __init__(
-        self, ranks: Together, check: GradientCheck, own_norm: Scalar | None, has_gradients: bool
+        self, ranks: Together, found: Findings, own_norm: Scalar | None, has_gradients: bool
     ) -> None:
-        self._ranks, self._loss_scale = ranks, check.scale
+        self._ranks, self._loss_scale = ranks, found.scale
         self._has_gradients = has_gradients
         self._number = ranks.next_number()
-        values = _values(ranks, check, own_norm, has_gradients)
+        values = _values(ranks, found, own_norm, has_gradients)
         self._reduction: Reduction | None = Reduction(
             ranks.group, values, distributed.ReduceOp.MAX, f"{ranks.call}: found_inf"
         )
@@ -295,13 +296,13 @@ class Agreement:
 
 
 def _values(
-    ranks: Together, check: GradientCheck, own_norm: Scalar | None, has_gradients: bool
+    ranks: Together, findings: Findings, own_norm: Scalar | None, has_gradients: bool
 ) -> Tensor:
     """Return this rank's findings for the others, int32 ``[NUM_NUMBERS]``. Sync: none."""
-    scale, group = check.scale, ranks.group
+    scale, group = findings.scale, ranks.group
     device = scale.device
     zero = torch.zeros((), device=device)
-    found = any_of(check.found_here.values(), device) if check.found_here else zero
+    found = any_of(findings.found_here.values(), device) if findings.found_here else zero
     norm = zero if own_norm is None else to_device(as_float32(own_norm, device).detach(), device)
     # Earlier ranks send larger numbers, so the maximum identifies the first rank with a finding.
     flags = torch.stack([found, scale.loss_flag()])
@@ -317,121 +318,6 @@ def _values(
 def _known(has_gradients: bool, has_scale: bool, device: torch.device) -> Tensor:
     """Return values known on the host, int32 ``[2]``, on the device; cached to copy them once."""
     return torch.tensor([has_gradients, has_scale], dtype=torch.int32).to(device)
-
-
-# --- groups of ranks ------------------------------------------------------------------------------
-
-NUM_LISTED = 16
-"""Maximum number of ranks listed in a message; the rest are counted."""
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """A set of ranks."""
-
-    parts: tuple[ProcessGroup, ...]
-    """Process groups; reducing over each in turn reduces over all ranks."""
-    ranks: tuple[int, ...]
-    """The global ranks, in ascending order."""
-
-    @classmethod
-    def world(cls) -> Group:
-        world = distributed.group.WORLD
-        assert world is not None
-        return cls.of(world)
-
-    @classmethod
-    def of(cls, process_group: ProcessGroup) -> Group:
-        ranks = distributed.get_process_group_ranks(process_group)
-        return cls((process_group,), tuple(sorted(ranks)))
-
-    @classmethod
-    def of_mesh(cls, mesh: DeviceMesh) -> Group:
-        """Return the ranks of a mesh, as one process group if one exists for them."""
-        ranks = ranks_of(mesh)
-        if len(ranks) == distributed.get_world_size():
-            return cls.world()
-        return cls(tuple(mesh.get_group(dim) for dim in range(mesh.ndim)), ranks)
-
-    @cached_property
-    def place(self) -> int:
-        """The index of this rank in the group."""
-        return self.ranks.index(distributed.get_rank())
-
-    @property
-    def device(self) -> torch.device:
-        """The device for exchanging tensors, of the same type on all ranks."""
-        return exchange_device(self.parts[0])
-
-    def gather(self, numbers: Sequence[float], purpose: str) -> list[tuple[float, ...]]:
-        """Return the numbers of every rank, in the order of the ranks. Sync: one.
-
-        Every rank passes equally many. Integers are exact below 2^53.
-        """
-        rows = torch.zeros(len(self.ranks), len(numbers), dtype=torch.float64)
-        rows[self.place] = torch.tensor(numbers, dtype=torch.float64)
-        summed = Reduction(self, rows.to(self.device), distributed.ReduceOp.SUM, purpose).wait()
-        return [tuple(row) for row in summed.tolist()]
-
-    def lines(self, rows: Sequence[_T], describe: Callable[[_T], str]) -> str:
-        """Return one line for each distinct row, with the ranks that have it."""
-        having: dict[_T, list[int]] = defaultdict(list)
-        for rank, row in zip(self.ranks, rows, strict=True):
-            having[row].append(rank)
-        return "\n".join(f"  {describe(row)}: rank {listed(having[row])}" for row in having)
-
-
-class Reduction:
-    """An all-reduce in flight, in place, of values on the device of a group.
-
-    ``purpose`` starts error messages, for example ``step(SGD): found_inf``.
-    """
-
-    def __init__(self, group: Group, values: Tensor, op: ReduceOp.RedOpType, purpose: str) -> None:
-        self._group, self._values, self._op, self._purpose = group, values, op, purpose
-        self._error: RanksError | None = None
-        with self._explained():
-            self._work = distributed.all_reduce(values, op, group.parts[0], async_op=True)
-
-    def wait(self) -> Tensor:
-        """Return the reduced values; call it once. Sync: none, except on the CPU."""
-        if self._error is not None:
-            raise self._error
-        with self._explained():
-            self._work.wait()
-            for part in self._group.parts[1:]:
-                distributed.all_reduce(self._values, self._op, part)
-        return self._values
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            first_line = str(error).strip().split("\n")[0]
-            rank = distributed.get_rank()
-            others = [other for other in self._group.ranks if other != rank]
-            self._error = RanksError(
-                f"{self._purpose}: rank {rank} waited for rank "
-                f"{listed(others)}, and the all-reduce of {self._values.numel()} numbers "
-                f"failed: {first_line}\n"
-                "Cause: a rank has died, hangs, or has not made this call. All ranks are to call "
-                "step() in the same order, and of a GradScaler unscale_(), clip_grad_norm_() and "
-                "update() too, also those without a loss or without gradients.\n"
-                "Cure: look at what the other ranks printed last; the first error is the cause."
-            )
-            raise self._error from error
-
-
-def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the ranks of a mesh in ascending order."""
-    return tuple(sorted(mesh.mesh.flatten().tolist()))
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Format ranks for a message: ``0, 1, 2``, shortened if there are many."""
-    shown = ", ".join(map(str, ranks[:NUM_LISTED]))
-    return shown if len(ranks) <= NUM_LISTED else f"{shown} and {len(ranks) - NUM_LISTED} more"
 
 
 def describe(row: Sequence[float]) -> str:

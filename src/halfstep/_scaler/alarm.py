@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
-
-import torch
+from typing import Literal, TypeAlias
 
 from halfstep._common.numbers import power, things
-from halfstep._scaler.gradients import Gradients
+from halfstep._gradients.scalars import checked_count
+from halfstep._scaler.culprits import Culprit
+from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.scalars import checked_count
+from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import Reason, ScaleState
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
-
-if TYPE_CHECKING:
-    from halfstep._scaler.iteration import Journal
-    from halfstep._scaler.outcome import Outcome
 
 NUM_NAMED = 5
 """Maximum number of parameters named in a message; the rest are counted."""
@@ -59,36 +55,6 @@ UNSCALED = (
     "clip (max_norm), or lower the learning rate. halfstep run --diagnose names the op"
 )
 """Advice where no loss is scaled."""
-
-
-@dataclass(frozen=True)
-class Culprit:
-    """A parameter whose gradient is inf or NaN.
-
-    Attributes:
-        name: Its name in the watched module, else its position in the optimizer.
-        num_inf: Number of entries that are inf or -inf.
-        num_nan: Number of entries that are NaN.
-        num_entries: Number of entries.
-        amax: Largest finite magnitude, multiplied by the scale if the gradient still is.
-
-    The numbers are 0 if the gradient was gone before it could be inspected.
-    """
-
-    name: str
-    num_inf: int = 0
-    num_nan: int = 0
-    num_entries: int = 0
-    amax: float = 0.0
-
-    def __str__(self) -> str:
-        if not self.num_entries:
-            return self.name
-        bad = [f"{n} {kind}" for n, kind in ((self.num_inf, "inf"), (self.num_nan, "NaN")) if n]
-        return (
-            f"{self.name}: {' and '.join(bad)} of {things(self.num_entries, 'entry', 'entries')}, "
-            f"largest finite magnitude {self.amax:.3g}"
-        )
 
 
 @dataclass(frozen=True)
@@ -244,18 +210,3 @@ def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
         optimizers=tuple(outcome.optimizer_name for outcome in skipped),
         rank=next((outcome.rank for outcome in skipped if outcome.rank is not None), None),
     )
-
-
-@torch.no_grad()
-def culprits(gradients: Gradients, names: Iterable[str]) -> list[Culprit]:
-    """Count inf and NaN in every gradient. Slow and with syncs: only for messages."""
-    found = []
-    for name, values in zip(names, gradients.values, strict=True):
-        finite = values.isfinite()
-        num_bad = values.numel() - int(finite.sum())
-        if num_bad:
-            num_nan = int(values.isnan().sum())
-            magnitudes = values.abs().where(finite, 0)
-            amax = magnitudes.max().item()
-            found.append(Culprit(name, num_bad - num_nan, num_nan, values.numel(), amax))
-    return found

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfstep._scaler import scalars
+from halfstep._gradients import scalars
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.norms import Norms, clip_coefficient, p_norm
+from halfstep._gradients.optimizers import Names, is_optimizer, name, require_optimizer
+from halfstep._gradients.scalars import Scalar, checked_number
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import parameters
 from halfstep._scaler.iteration import Stage, Step
-from halfstep._scaler.norms import Norms, clip_coefficient, p_norm
-from halfstep._scaler.optimizers import Names, is_optimizer, name, require_optimizer
-from halfstep._scaler.scalars import Scalar, checked_number
 from halfstep._scaler.step import gather, keep, measure, multiply_, refuse_half, unscale_
 from halfstep.errors import CallOrderError
 

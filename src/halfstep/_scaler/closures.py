@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from halfstep._gradients.gradients import NONE, parameters
+from halfstep._gradients.optimizers import evaluates_first, handles_scale, is_pytorchs, name
 from halfstep._scaler.after_step import snapshot_of
 from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import NONE, parameters
-from halfstep._scaler.iteration import GradientCheck, Iteration, Journal, Memory, Stage, Step
-from halfstep._scaler.optimizers import evaluates_first, handles_scale, is_pytorchs, name
+from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
+from halfstep._scaler.journal import Journal, Memory
 from halfstep._scaler.overrides import is_ready
 from halfstep._scaler.step import (
     gather,

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep._common.numbers import power
+from halfstep._gradients.optimizers import name
+from halfstep._gradients.scalars import checked_count, checked_number, to_float32
 from halfstep._pytorch.transfers import HostCopy
-from halfstep._scaler.optimizers import name
-from halfstep._scaler.scalars import checked_count, checked_number, to_float32
 from halfstep.errors import HalfstepWarning
 
 NUM_STEPS = 3

@@ -5,32 +5,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep._common.nested import like
-from halfstep._scaler import step
-from halfstep._scaler.access import OBSERVERS
+from halfstep._gradients.buffers import Buffers
+from halfstep._gradients.optimizers import Names, name
 from halfstep._scaler.agreement import Alone, Together
-from halfstep._scaler.buffers import Buffers
 from halfstep._scaler.earlier_norms import NormLimits
-from halfstep._scaler.iteration import (
-    Iteration,
-    Journal,
-    Stage,
-    Step,
-)
+from halfstep._scaler.events import OBSERVERS
+from halfstep._scaler.iteration import Iteration, Stage
+from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale, Saved
-from halfstep._scaler.optimizers import Names, name
+from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import Unused
 from halfstep.errors import CallOrderError, NothingCheckedError
-
-if TYPE_CHECKING:
-    from halfstep._scaler.scaler import GradScaler
 
 
 class Engine:
@@ -39,7 +32,7 @@ class Engine:
     ``first`` is the initial state of the scale; observers receive ``scaler``.
     """
 
-    def __init__(self, first: ScaleState, ranks: Ranks, scaler: GradScaler) -> None:
+    def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
         self.ranks = ranks
         self._scaler = weakref.ref(scaler)
         self.loss_scale = LossScale(first)
@@ -49,6 +42,7 @@ class Engine:
         self.buffers = Buffers()
         self.norm_limits = NormLimits()
         self.unused = Unused(self.journal)
+        self._left_out: list[Outcome] = []
 
     # --- losses -----------------------------------------------------------------------------------
 
@@ -101,29 +95,6 @@ class Engine:
             self.loss_scale.create(ranks.group.device)
         return ranks
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale. Sync: none."""
-        earlier = self.iteration.step_of(optimizer)
-        self.require_scaled(optimizer, earlier)
-        ready = step.gather(self, "unscale_", optimizer, earlier)
-        step.refuse_half(self, ready)
-        if ready.is_first and ready.multiplier is not None:
-            step.measure(ready)
-            step.multiply_(ready)
-            ready.norms = ready.squares = None
-        else:
-            step.unscale_(ready)
-        step.keep(self.iteration, ready, Stage.UNSCALED)
-
-    def require_scaled(self, optimizer: torch.optim.Optimizer, earlier: Step | None) -> None:
-        """Raise CallOrderError if ``unscale_`` comes too late for an optimizer."""
-        if earlier is not None and earlier.stage is not Stage.SCALED:
-            raise CallOrderError(
-                f"unscale_({name(optimizer)}): {earlier.stage.value} since the last update(). Call "
-                "unscale_() at most once an iteration, after the last backward() and before "
-                "step(); call update() at the end of the iteration"
-            )
-
     # --- the end of an iteration ------------------------------------------------------------------
 
     def update(self) -> None:
@@ -141,6 +112,7 @@ class Engine:
         if None in known:
             found_inf = [flag for each in iteration.checks for flag in each.flags().values()]
         waiting = self.unused.before_change(iteration, self.loss_scale)
+        self._left_out = self._left_out_by_caller() if OBSERVERS else []
         outliers = [each.outlier for each in iteration.steps.values() if each.outlier is not None]
         self.loss_scale.update(found_inf, outliers)
         if waiting or self.unused.waiting:
@@ -169,18 +141,30 @@ class Engine:
         if self.iteration.hooks:
             self.iteration.end()
         if self.buffers.watched:
-            for left_out in self.iteration.steps.values():
-                if left_out.skip is None:
-                    self.buffers.restore(left_out.decide())
+            for step in self.iteration.steps.values():
+                if step.skip is None:
+                    self.buffers.restore(step.decide())
             self.buffers.end()
         self.iteration = Iteration()
         outcomes, self.journal.open = self.journal.open, []
-        for outcome in outcomes:
+        left_out, self._left_out = self._left_out, []
+        for outcome in [*outcomes, *left_out]:
             outcome.after = outcome.loss_scale.snapshot()
         for observer in OBSERVERS:
-            observer.on_iteration(self.owner(), outcomes)
+            observer.on_iteration(self.owner(), outcomes, left_out)
 
-    def owner(self) -> GradScaler:
+    def _left_out_by_caller(self) -> list[Outcome]:
+        """Return outcomes of optimizers that were unscaled and not stepped: ``if finite: step``."""
+        found = []
+        for step in self.iteration.steps.values():
+            if step.stage is Stage.UNSCALED and step.optimizer is not None and step.checks:
+                step.decide()
+                outcome = Outcome(step.optimizer, self.names, step, None, can_measure_late=False)
+                outcome.is_left_out, outcome.num_losses = True, self.iteration.num_losses
+                found.append(outcome)
+        return found
+
+    def owner(self) -> Any:
         scaler = self._scaler()
         assert scaler is not None
         return scaler

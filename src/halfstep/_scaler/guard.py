@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from halfstep._pytorch.distributed import has_process_group
-from halfstep._pytorch.modes import is_fake
-from halfstep._pytorch.optim import tell_scheduler
-from halfstep._scaler.access import THIS_THREAD
-from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
-from halfstep._scaler.clipping import checked_max_norm
-from halfstep._scaler.closures import split_closure
-from halfstep._scaler.gradients import parameters
-from halfstep._scaler.optimizers import (
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import (
     Replacements,
     evaluates_first,
     members,
     name,
     require_optimizer,
 )
+from halfstep._pytorch.distributed import has_process_group
+from halfstep._pytorch.modes import is_fake
+from halfstep._pytorch.optim import tell_scheduler
+from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
+from halfstep._scaler.clipping import checked_max_norm
+from halfstep._scaler.closures import split_closure
+from halfstep._scaler.events import THIS_THREAD
 from halfstep._scaler.outcome import Counts, Outcome
 from halfstep._scaler.rules import Static
 from halfstep._scaler.scaler import GradScaler

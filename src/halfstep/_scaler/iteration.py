@@ -1,38 +1,28 @@
-"""The steps and gradient checks between two calls of ``update``, and the journal of all steps."""
+"""The steps and gradient checks between two calls of ``update``."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._common.numbers import things
+from halfstep._gradients import scalars
+from halfstep._gradients.gradients import NONE, Gradients, collect, parameters
+from halfstep._gradients.norms import Norms, norms_of
+from halfstep._gradients.optimizers import name
+from halfstep._gradients.scalars import Scalar, float32_from_bits
+from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
-from halfstep._scaler import scalars
 from halfstep._scaler.agreement import ALONE, NUM_NUMBERS, Agreement, Alone, Together
-from halfstep._scaler.earlier_norms import EarlyClipping
-from halfstep._scaler.gradients import Gradients, parameters
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.norms import Norms
-from halfstep._scaler.optimizers import makes_step_of, name
-from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
-from halfstep._scaler.scalars import Scalar, float32_from_bits
 from halfstep.errors import CallOrderError, NothingCheckedError
-
-HISTORY_LENGTH = 10_000
-"""Maximum number of outcomes in the history; each takes a few hundred bytes on the device."""
-
-if TYPE_CHECKING:
-    from halfstep._scaler.accumulation import Blocks
 
 
 @dataclass(eq=False, slots=True)
@@ -372,93 +362,66 @@ class Iteration:
         return self._check_of
 
 
-class Memory:
-    """The data about an optimizer that outlives an iteration."""
+@dataclass(eq=False)
+class Blocks:
+    """The blocks of one optimizer in an iteration.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self.outcome: Outcome | None = None  # of its last step
-        self.number = 0  # of that step in the order of all steps
-        self.early_clipping = EarlyClipping()
-        # After a step with a closure, by id of the parameter: its gradient and the version of it.
-        self.used: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+    Attributes:
+        bad: Number of dropped blocks.
+        overflowed: Number of dropped blocks whose loss was finite.
+        scale: The scale of the losses.
+        num_losses: Number of losses scaled in the iteration when the last block ended.
+        versions: The version counters of the gradients at that time.
+    """
 
-    def clear(self) -> None:
-        """Release the parameters: the optimizer no longer exists."""
-        if self.outcome is not None:
-            self.outcome.forget_gradients()
-            self.outcome = None
+    optimizer: torch.optim.Optimizer
+    scale: LossScale
+    count: int = 0
+    bad: int = 0
+    overflowed: int = 0
+    num_losses: int = 0
+    versions: list[int] = field(default_factory=list)
 
+    def note_end(self, iteration: Iteration) -> None:
+        self.num_losses, self.versions = iteration.num_losses, self._versions()
 
-class Journal:
-    """The outcomes in the order of the steps. Sync: none, except :meth:`entries`."""
-
-    def __init__(self) -> None:
-        # By id of the optimizer, until it no longer exists: data classes are not hashable.
-        self.memories: dict[int, Memory] = {}
-        self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
-        self.open: list[Outcome] = []  # of the iteration that has not ended
-        self._num_steps = 0
-
-    def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
-        memory = self.memories.get(id(optimizer))
-        if memory is None:
-            memory = self.memories[id(optimizer)] = Memory(optimizer)
-            # The callback must not keep the journal alive as long as the optimizer.
-            arguments = weakref.ref(self), id(optimizer), memory
-            weakref.finalize(optimizer, _forget, *arguments).atexit = False
-        return memory
-
-    def add(self, memory: Memory, outcome: Outcome) -> None:
-        if memory.outcome is not None:
-            memory.outcome.forget_gradients()
-        memory.outcome, memory.used = outcome, {}
-        self._num_steps += 1
-        memory.number = self._num_steps
-        self._all.append(outcome)
-        self.open.append(outcome)
-
-    def newest(self, count: int) -> list[Outcome]:
-        """Return the last ``count`` outcomes, newest last. Sync: none."""
-        return list(islice(reversed(self._all), count))[::-1]
-
-    def of(self, optimizer: torch.optim.Optimizer) -> Outcome:
-        """Return the outcome of the last step of an optimizer.
-
-        It may be the step of an optimizer that it wraps, or of a container that holds it.
+    def put_together(self, iteration: Iteration, ranks: Alone | Together) -> None:
+        """Turn the sum over the good blocks into an average over all blocks. Sync: none.
 
         Raises:
-            CallOrderError: ``step`` has not been called for it.
+            CallOrderError: There was a ``backward`` after the last block.
         """
-        outcome = self.last(optimizer)
-        if outcome is None:
+        if iteration.num_losses != self.num_losses and self._versions() != self.versions:
             raise CallOrderError(
-                f"outcome({name(optimizer)}): no step() of this optimizer has been seen by this "
-                "GradScaler. Call scaler.step(optimizer) first"
+                f"accumulate({name(self.optimizer)}): a loss was scaled and backward() called "
+                "after the last block, which adds scaled gradients to unscaled ones. Put every "
+                "backward() of the iteration into a block; zero_grad() and update(new_scale=...) "
+                "end this one"
             )
-        return outcome
+        optimizer, device = self.optimizer, self.scale.tensor.device
+        is_lost = self.bad == self.count
+        gradients = collect(parameters(optimizer))
+        rest, _ = iteration.split(gradients)  # another optimizer's blocks may share parameters
+        if self.bad and not is_lost:
+            rest.multiply_(self.count / (self.count - self.bad))
+        if is_lost and not self.overflowed:
+            self.scale.mark_loss_bad()
+        found = flag_on(self.scale, is_lost)
+        if gradients.grads and not is_lost:  # each block is finite, but their sum may not be
+            norm = norms_of(gradients, None).total(device)
+            found = {device: scalars.flag_nonfinite(norm, device)}
+        asked = set(map(id, parameters(optimizer))) if ranks.is_together else ()
+        check = GradientCheck(self.scale, gradients, found, asked=frozenset(asked))
+        check.agreement = ranks.agree_on(check)
+        iteration.add(check)
+        del iteration.blocks[id(optimizer)]
+        iteration.steps[id(optimizer)] = Step(optimizer, self.scale, NONE, checks=[check])
 
-    def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
-        """Return the outcome of the last step of an optimizer, None if there was none."""
-        own = self.memories.get(id(optimizer))
-        if own is not None and own.number == self._num_steps:  # as with one optimizer
-            return own.outcome
-        newest = None
-        for memory in self.memories.values():
-            stepped = memory.optimizer()
-            is_newer = newest is None or memory.number > newest.number
-            if memory.outcome is not None and is_newer and makes_step_of(stepped, optimizer):
-                newest = memory
-        return None if newest is None else newest.outcome
-
-    def entries(self) -> list[HistoryEntry]:
-        """Return all outcomes as history entries, oldest first. Sync: one."""
-        return read_all(list(self._all))
+    def _versions(self) -> list[int]:
+        return [version_of(p.grad) for p in parameters(self.optimizer) if p.grad is not None]
 
 
-def _forget(journal: weakref.ref[Journal], key: int, memory: Memory) -> None:
-    """Forget an optimizer that no longer exists."""
-    memory.clear()
-    alive = journal()
-    if alive is not None:
-        alive.memories.pop(key, None)
+def flag_on(scale: LossScale, is_bad: bool) -> dict[torch.device, Tensor]:
+    """Return a ``found_inf`` dict on the device of the scale."""
+    device = scale.tensor.device
+    return {device: scalars.as_tensor(is_bad, device)}

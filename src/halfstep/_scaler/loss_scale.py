@@ -19,14 +19,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep._pytorch.amp import increment_version
-from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._pytorch.devices import to_device
-from halfstep._pytorch.modes import is_inside_functorch
-from halfstep._pytorch.transfers import is_capturing
-from halfstep._scaler.earlier_norms import NormLimits
-from halfstep._scaler.rules import Rule
-from halfstep._scaler.scalars import (
+from halfstep._gradients.scalars import (
+    CPU,
     LARGEST_SCALE,
     READABLE,
     SMALLEST_SCALE,
@@ -40,12 +34,17 @@ from halfstep._scaler.scalars import (
     is_readable,
     zero_if_finite,
 )
+from halfstep._pytorch.amp import increment_version
+from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.devices import to_device
+from halfstep._pytorch.modes import is_inside_functorch
+from halfstep._pytorch.transfers import is_capturing
+from halfstep._scaler.earlier_norms import NormLimits
+from halfstep._scaler.rules import Rule
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.transition import changed, next_state
 from halfstep._scaler.updates import LAG, Kernel, Number, PendingUpdate
 from halfstep.errors import CallOrderError
-
-CPU = torch.device("cpu")
 
 Snapshot: TypeAlias = ScaleState | PendingUpdate
 """The state at one point in time, or the last update before it."""
@@ -103,9 +102,11 @@ class LossScale:
     @property
     def can_amplify(self) -> bool:
         """Whether unscaling may multiply by more than 1."""
+        if torch.compiler.is_compiling():  # a graph must hold for every scale
+            return self.state.min_scale < 1.0
         if self.state.can_amplify or self.device.type in READABLE or not self.is_created:
             return self.state.can_amplify
-        return not torch.compiler.is_compiling() and self._is_written()
+        return self._is_written()
 
     @keep_out_of_graphs
     def create(self, device: torch.device) -> None:
@@ -344,7 +345,7 @@ class LossScale:
         self._is_captured |= is_capturing(self.device)
         kernel = Kernel.of(self.state, self.device, is_captured=self._is_captured)
         if not self._is_captured:
-            self._under_way.append(PendingUpdate(self, values, kernel))
+            self._under_way.append(PendingUpdate(self.states_of, values, kernel))
         if kernel is None:
             increment_version((self._tensor,))
         else:

@@ -8,27 +8,25 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power
+from halfstep._gradients.gradients import collect
+from halfstep._gradients.norms import norms_of
+from halfstep._gradients.optimizers import Names
+from halfstep._gradients.scalars import Scalar, round_to_float32
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
 from halfstep._scaler.agreement import Agreement
-from halfstep._scaler.alarm import Culprit, culprits
-from halfstep._scaler.gradients import collect
+from halfstep._scaler.culprits import Culprit, culprits
+from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import Snapshot, state_of
-from halfstep._scaler.norms import norms_of
-from halfstep._scaler.optimizers import Names
-from halfstep._scaler.scalars import Scalar, round_to_float32
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep._scaler.updates import PendingUpdate
 from halfstep.errors import CallOrderError
-
-if TYPE_CHECKING:
-    from halfstep._scaler.iteration import Step
 
 NUM_WITNESSES = 512
 HOW_TO_MEASURE = "let step() measure them: scaler.step(optimizer, max_norm=math.inf)"
@@ -94,6 +92,9 @@ class Outcome:
 
     num_losses = 0
     """Number of losses that had been scaled in the iteration when the step was made."""
+
+    is_left_out = False
+    """Whether the caller has unscaled the gradients and then left out the step."""
 
     def __init__(
         self,
@@ -176,7 +177,8 @@ class Outcome:
         """Whether the optimizer's step was skipped."""
         if "entry" in vars(self):
             return not self.entry.taken
-        return any(bool(flag) for flag in (self._found_inf, self._outlier) if flag is not None)
+        flags = (self._found_inf, self._outlier, self.is_left_out)
+        return any(bool(flag) for flag in flags if flag is not None)
 
     @property
     def reason(self) -> Reason | None:
@@ -300,6 +302,8 @@ class Outcome:
         norm = round_to_float32(math.sqrt(squares) / scale)
         state, loss_is_finite = self._state_of_step(bool(found_inf))
         why = reason(state, bool(found_inf), loss_is_finite, bool(outlier))
+        if why is None and self.is_left_out:
+            why = Reason.LEFT_OUT
         number = state.num_taken + state.num_skipped + 1
         entry = HistoryEntry(number, self.optimizer_name, why is None, why, state.scale, norm)
         return entry, None if self.after is None else self.scale_after
@@ -344,7 +348,11 @@ class Outcome:
             "rank": self.rank,
         }
         before, loss_is_finite = self._state_of_step(self.skipped)
-        state |= {"_before": before, "_loss_is_finite": loss_is_finite}
+        state |= {
+            "is_left_out": self.is_left_out,
+            "_before": before,
+            "_loss_is_finite": loss_is_finite,
+        }
         state["after"] = None if self.after is None else state_of(self.after)
         for what in ("_found_inf", "_outlier", "_squares", "_measured_scale"):
             value = getattr(self, what)

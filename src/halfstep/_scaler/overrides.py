@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep._common.nested import tensors_in
+from halfstep._gradients import scalars
+from halfstep._gradients.gradients import collect, parameters
+from halfstep._gradients.optimizers import name, step_with_scale
 from halfstep._pytorch.amp import reciprocal_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler import scalars
-from halfstep._scaler.gradients import collect, parameters
+from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import GradientCheck, Stage, Step, nothing_checked
-from halfstep._scaler.optimizers import name, step_with_scale
 from halfstep._scaler.step import (
     add_check,
     gather,
@@ -32,15 +33,12 @@ from halfstep._scaler.step import (
     remember_failure,
     require_known,
     require_not_stepped,
+    require_scaled,
 )
 from halfstep.errors import CallOrderError
 
-if TYPE_CHECKING:
-    from halfstep._scaler.engine import Engine
-    from halfstep._scaler.scaler import GradScaler
 
-
-def refuse_overrides(scaler: GradScaler, call: str) -> None:
+def refuse_overrides(scaler: Any, call: str) -> None:
     """Raise if a call that unscales by itself would leave an override out."""
     left_out = scaler._overridden() & {"unscale_", "_unscale_grads_"}
     if left_out:
@@ -50,25 +48,25 @@ def refuse_overrides(scaler: GradScaler, call: str) -> None:
         )
 
 
-def is_ready(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+def is_ready(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the gradients of an optimizer are still scaled."""
     step = scaler._engine.iteration.step_of(optimizer)
     return step is None or step.stage is Stage.SCALED
 
 
 @keep_out_of_graphs
-def create_scale(scaler: GradScaler, outputs: Any) -> None:
+def create_scale(scaler: Any, outputs: Any) -> None:
     """Create the scale on the device of the first loss, if the method for it is overridden."""
     first = next(iter(tensors_in([outputs])), None)
     if first is not None and "_lazy_init_scale_growth_tracker" in scaler._overridden():
         scaler._lazy_init_scale_growth_tracker(first.device)
 
 
-def unscale_(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+def unscale_(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Divide the gradients of an optimizer with the overridden ``_unscale_grads_``."""
     engine = scaler._engine
     earlier = engine.iteration.step_of(optimizer)
-    engine.require_scaled(optimizer, earlier)
+    require_scaled(optimizer, earlier)
     scaler._check_scale_growth_tracker("unscale_")
     step = gather(engine, "unscale_", optimizer, earlier)
     if step.multiplier is None:
@@ -93,7 +91,7 @@ def flags_of(found: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]
 
 
 def step(
-    scaler: GradScaler,
+    scaler: Any,
     optimizer: torch.optim.Optimizer,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import ref
@@ -22,28 +20,16 @@ from halfstep._pytorch.distributed import (
     has_comm_hook,
     has_ranks,
     is_dtensor,
-    may_end_early,
     reduced_by,
-    spec_of,
 )
-from halfstep._scaler.agreement import (
-    ALONE,
-    CHECK_EVERY,
-    Alone,
-    Group,
-    Together,
-    describe,
-    listed,
-    ranks_of,
-)
+from halfstep._scaler.agreement import ALONE, CHECK_EVERY, Alone, Together, describe
+from halfstep._scaler.groups import Group, Layout, listed, ranks_of
+from halfstep._scaler.loss_scale import LossScale
 from halfstep.errors import HalfstepWarning, RanksError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-    from halfstep._scaler.gradients import Gradients
-    from halfstep._scaler.loss_scale import LossScale
 
 _T = TypeVar("_T")
 
@@ -57,80 +43,6 @@ CURE = (
 )
 
 REDUCED = Alone(sees_all_losses=False)
-
-
-@dataclass(eq=False)
-class Layout:
-    """The layout of one optimizer's parameters over the ranks."""
-
-    group: Group
-    """The ranks that decide its steps."""
-    sharing: Group | None
-    """The union of the ranks of its DTensors; None without any."""
-    copies: dict[int, int] = field(default_factory=dict)
-    """By id of a plain parameter: the number of ranks that have the same gradient."""
-    wrappers: list[ref[DistributedDataParallel]] = field(default_factory=list)
-    """Those that reduce its plain parameters."""
-
-    # By the id of a spec, together with the spec, so that the id is not reused.
-    _by_spec: dict[int, tuple[Any, float]] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def num_sharing(self) -> int:
-        """Number of ranks that hold a part or a copy of the same parameters."""
-        return 1 if self.sharing is None else len(self.sharing.ranks)
-
-    def require_all_ranks(self, call: str) -> None:
-        """Raise if some ranks may have left ``join()``, and would not take part in a collective."""
-        for wrapper in self.wrappers:
-            module = wrapper()
-            if module is not None and may_end_early(module):
-                raise RanksError(
-                    f"{call}: inside join(), ranks without batches take no steps, but all ranks "
-                    "decide together (process_group=, or a communication hook). Their collectives "
-                    "would not match, which can abort the process.\n"
-                    "Cure: give all ranks equally many batches, or end the epoch on all of them: "
-                    "model.join(throw_on_early_termination=True), and catch its RuntimeError; or "
-                    "let each rank decide by its averaged gradients: process_group='local'. If "
-                    "join() is over, tell PyTorch: with model.join(enable=False): pass"
-                )
-
-    def shares(self, gradients: Gradients) -> list[float]:
-        """Return for each gradient 1 / (number of ranks in the group that have the same one).
-
-        Empty if each gradient exists only on this rank.
-        """
-        if self.sharing is None and not self.copies:
-            return []
-        pairs = zip(gradients.params, gradients.grads, strict=True)
-        return [self._share(param, grad) for param, grad in pairs]
-
-    def owns_all(self, gradients: Gradients) -> bool:
-        """Return whether, as far as is known, all gradients exist only on this rank."""
-        return self.sharing is None and not any(id(p) in self.copies for p in gradients.params)
-
-    def _share(self, param: Tensor, grad: Tensor) -> float:
-        spec = spec_of(grad)
-        if spec is None:
-            # A plain parameter beside DTensors is one that tensor parallelism did not shard.
-            return 1.0 / max(self.copies.get(id(param), 1), self.num_sharing)
-        if spec is not spec_of(param):
-            return 1.0 / self._copies_of(grad)  # created for this gradient only
-        known = self._by_spec.get(id(spec))
-        if known is None:
-            known = self._by_spec[id(spec)] = spec, 1.0 / self._copies_of(grad)
-        return known[1]
-
-    def _copies_of(self, dtensor: Any) -> float:
-        mesh = dtensor.device_mesh
-        copies: int = math.prod(
-            mesh.size(dim)
-            for dim, placement in enumerate(dtensor.placements)
-            if placement.is_replicate()
-        )
-        # A DTensor on a part of the other DTensors' mesh is replicated on the other parts.
-        num_ranks: int = mesh.size()
-        return copies * self.num_sharing / num_ranks
 
 
 class Ranks:

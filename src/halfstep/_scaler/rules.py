@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from halfstep._scaler.scalars import checked_count, checked_number, checked_scale
+from halfstep._gradients.scalars import checked_count, checked_number, checked_scale
 
 DEFAULT_SCALE = 2.0**16
 """The default initial scale; compared by identity, so that an equal number counts as given."""
@@ -68,7 +68,8 @@ class Dynamic:
             consecutive steps; ``"step"``: after every taken step.
         probe_after: Number of consecutive overflows that backed off before one iteration runs at
             ``min_scale``; >= 1. If that overflows too, the scale returns to where it was. None:
-            no such iteration; the scale ends at ``min_scale``.
+            the scale only grows and backs off, as torch.amp's; it ends at ``min_scale``, and skips
+            with a bad loss lower it for good.
 
     Raises:
         TypeError: A value has the wrong type.

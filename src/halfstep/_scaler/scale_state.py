@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from halfstep._scaler.rules import Dynamic, Rule, Static, rule_from_dict
-from halfstep._scaler.scalars import (
+from halfstep._gradients.scalars import (
     LARGEST_SCALE,
     check_ascending,
     checked_count,
     checked_scale,
 )
+from halfstep._scaler.rules import Dynamic, Rule, Static, rule_from_dict
 
 FORMAT_VERSION = 1
 """Version of the data under the key ``"halfstep"`` of a state dict."""
@@ -26,6 +26,9 @@ FORMAT_VERSION = 1
 TORCH_TRACKER = "_growth_tracker"
 TORCH_RULE_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
 TORCH_KEYS = ("scale", *TORCH_RULE_KEYS, TORCH_TRACKER)
+
+MOST_UNKNOWN = 3
+"""Number of updates that may be unknown to the host when the next one is launched."""
 
 COUNTS = {
     "growth_tracker": 0,
@@ -48,12 +51,15 @@ class Reason(StrEnum):
         LOSS: The loss was inf or NaN before it was scaled.
         NON_FINITE: A gradient is inf or NaN, as it was at ``min_scale``.
         NORM: The gradients are finite, but their norm is implausibly large.
+        LEFT_OUT: The gradients are finite, and the caller unscaled them and did not step. Only
+            records have it.
     """
 
     OVERFLOW = "overflow"
     LOSS = "loss"
     NON_FINITE = "non-finite at any scale"
     NORM = "norm"
+    LEFT_OUT = "left out by the script"
 
 
 @dataclass(frozen=True)
@@ -165,8 +171,12 @@ class ScaleState:
 
     @property
     def can_amplify(self) -> bool:
-        """Whether unscaling may multiply by more than 1, so that a finite gradient may overflow."""
-        return self.min_scale < 1.0
+        """Whether unscaling may multiply by more than 1, so that a finite gradient may overflow.
+
+        The state may be some updates old, in each of which the scale may have backed off.
+        """
+        lowest = self.scale * self.rule.backoff_factor**MOST_UNKNOWN
+        return max(lowest, self.min_scale) < 1.0
 
     @property
     def is_probe(self) -> bool:

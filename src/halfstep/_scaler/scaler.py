@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,27 +17,27 @@ import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power
-from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._pytorch.distributed import saving_group
-from halfstep._scaler import clipping, overrides, step
-from halfstep._scaler.access import THIS_THREAD
-from halfstep._scaler.accumulation import accumulate
-from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
-from halfstep._scaler.alarm import Alarm, OnSkips
-from halfstep._scaler.closures import split_closure, step_with_closure
-from halfstep._scaler.engine import Engine
-from halfstep._scaler.loss_scale import Saved
-from halfstep._scaler.optimizers import (
+from halfstep._gradients.optimizers import (
     handles_scale,
     is_optimizer,
     name,
     require_optimizer,
     takes_scaler,
 )
+from halfstep._gradients.scalars import checked_count, checked_device
+from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.distributed import saving_group
+from halfstep._scaler import clipping, disabled, overrides, step
+from halfstep._scaler.accumulation import accumulate
+from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
+from halfstep._scaler.alarm import Alarm, OnSkips
+from halfstep._scaler.closures import split_closure, step_with_closure
+from halfstep._scaler.engine import Engine
+from halfstep._scaler.events import THIS_THREAD
+from halfstep._scaler.loss_scale import Saved
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.rules import DEFAULT_SCALE, Dynamic, Rule, scale_and_rule
-from halfstep._scaler.scalars import checked_device
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.torch_attributes import TorchAttributes
 from halfstep.errors import CallOrderError, HalfstepWarning
@@ -72,7 +72,8 @@ class GradScaler(TorchAttributes):
         growth_factor: >= 1.
         backoff_factor: In (0, 1]. The scale is constant if both factors are 1.
         growth_interval: Number of consecutive steps after which the scale grows, >= 1.
-        enabled: If False, nothing is scaled and ``step`` only calls ``optimizer.step``.
+        enabled: If False, every method works and nothing is scaled or checked: ``step`` only calls
+            ``optimizer.step``. To skip inf and NaN without a scale, use :func:`halfstep.guard`.
         rule: How the scale changes, instead of the three numbers above: ``Dynamic`` or ``Static``.
         min_scale: Lower limit of the scale. Default: 1, or ``init_scale`` if that is smaller.
         max_scale: Upper limit for growth. Default: the largest float32 number.
@@ -107,6 +108,9 @@ class GradScaler(TorchAttributes):
         65536.0
     """
 
+    _steps_like_torch = False
+    """Whether steps with wrong gradients that PyTorch does not notice are warned of, and taken."""
+
     def __init__(
         self,
         device: str | torch.device | None = None,
@@ -125,14 +129,8 @@ class GradScaler(TorchAttributes):
         process_group: ProcessGroup | Literal["local"] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        if type(self) is GradScaler and not enabled:
-            self._switch_off()
-        elif self.is_enabled() and not enabled:
-            raise TypeError(
-                f"{type(self).__name__}(enabled=False): a subclass of GradScaler cannot be "
-                "switched off this way, use halfstep.GradScaler(enabled=False)"
-            )
-        if not self.is_enabled():
+        self._is_enabled = bool(enabled)
+        if not enabled:
             device = None  # GradScaler("cuda", enabled=torch.cuda.is_available()) is usual
         self._device: str | None = None if device is None else checked_device(device)
         numbers = growth_factor, backoff_factor, growth_interval
@@ -142,18 +140,6 @@ class GradScaler(TorchAttributes):
         self._alarm = Alarm(max_consecutive_skips, on_skips)
         if module is not None:
             self.watch(module)
-
-    def _switch_off(self) -> None:
-        """Turn this object into a disabled scaler."""
-        # Imported here: DisabledGradScaler is a subclass of this class.
-        from halfstep._scaler.disabled import DisabledGradScaler
-
-        if type(self) is not GradScaler:
-            raise TypeError(
-                f"{type(self).__name__}._enabled = False: a subclass of GradScaler cannot be "
-                "switched off, use halfstep.GradScaler(enabled=False)"
-            )
-        self.__class__ = DisabledGradScaler
 
     # --- the iteration ----------------------------------------------------------------------------
 
@@ -176,6 +162,9 @@ class GradScaler(TorchAttributes):
 
         Sync: none.
         """
+        if not self._is_enabled:
+            disabled.note_loss(self._engine, outputs)
+            return outputs
         if not self._engine.loss_scale.is_created:
             overrides.create_scale(self, outputs)
         scaled = self._engine.scale(outputs)
@@ -207,11 +196,13 @@ class GradScaler(TorchAttributes):
 
         Sync: none.
         """
+        if not self._is_enabled:
+            return
         require_optimizer("unscale_", optimizer)
         if "_unscale_grads_" in self._overridden():
             overrides.unscale_(self, optimizer)
         else:
-            self._engine.unscale_(optimizer)
+            step.unscale(self._engine, optimizer)
 
     @keep_out_of_graphs
     def step(
@@ -252,6 +243,8 @@ class GradScaler(TorchAttributes):
         Sync: one; none for an optimizer that handles the scale itself; with a closure, one for each
         evaluation.
         """
+        if not self._is_enabled:
+            return disabled.step(self._engine, optimizer, args, kwargs, max_norm)
         if not (hasattr(optimizer, "param_groups") or handles_scale(optimizer)):
             require_optimizer("step", optimizer)
         if max_norm is not None and not (type(max_norm) is float and max_norm >= 0.0):
@@ -297,6 +290,8 @@ class GradScaler(TorchAttributes):
         Sync: none, unless there is something to report; one with several ranks and an ``on_skips``
         other than "warn".
         """
+        if not self._is_enabled:
+            return
         if new_scale is not None:
             self._engine.set_scale(new_scale)
             return
@@ -336,12 +331,13 @@ class GradScaler(TorchAttributes):
 
         Sync: none.
         """
-        if self._overridden():
+        clip = clipping.clip_grad_norm_ if self._is_enabled else disabled.clip_grad_norm_
+        if self._is_enabled and self._overridden():
             if not is_optimizer(optimizer_or_parameters):
                 overrides.refuse_overrides(self, "clip_grad_norm_(parameters)")
             elif overrides.is_ready(self, optimizer_or_parameters):  # type: ignore[arg-type]
                 self.unscale_(optimizer_or_parameters)  # type: ignore[arg-type]
-        return clipping.clip_grad_norm_(
+        return clip(
             self._engine,
             optimizer_or_parameters,
             clipping.checked_max_norm(max_norm),
@@ -380,6 +376,8 @@ class GradScaler(TorchAttributes):
             >>> scaler.outcome(optimizer).taken
             True
         """
+        if not self._is_enabled:
+            return nullcontext()
         require_optimizer("accumulate", optimizer)
         overrides.refuse_overrides(self, "accumulate()")
         return accumulate(self._engine, optimizer)
@@ -417,6 +415,9 @@ class GradScaler(TorchAttributes):
             >>> attempt, scaler.outcome(optimizer).taken
             (3, True)
         """
+        if not self._is_enabled:
+            checked_count("times", times, at_least=0)
+            return iter([0])
         require_optimizer("retry", optimizer)
         return retry(self._engine, optimizer, times)
 
@@ -431,6 +432,8 @@ class GradScaler(TorchAttributes):
         Raises:
             CallOrderError: ``step`` has not been called for this optimizer.
         """
+        if not self._is_enabled:
+            return disabled.outcome(self._engine, optimizer)
         return self._engine.journal.of(optimizer)
 
     @keep_out_of_graphs
@@ -460,7 +463,7 @@ class GradScaler(TorchAttributes):
             TypeError: The argument is not a module.
         """
         self._engine.names.watch(module)
-        if self.is_enabled():
+        if self._is_enabled:
             self._engine.buffers.watch(module)
 
     def replicated(self, params: Iterable[Tensor], process_group: ProcessGroup) -> None:
@@ -534,7 +537,8 @@ class GradScaler(TorchAttributes):
 
         Sync: one for "updates" with an optimizer that handles the scale itself.
         """
-        return call_after_step(self._engine.journal, optimizer, function, count)
+        journal = self._engine.journal if self._is_enabled else None
+        return call_after_step(journal, optimizer, function, count)
 
     @keep_out_of_graphs
     def step_scheduler(self, scheduler: Any, count: Count = "updates", *args: Any) -> bool:
@@ -559,7 +563,8 @@ class GradScaler(TorchAttributes):
 
         Sync: as :meth:`after_step`.
         """
-        return step_scheduler(self._engine.journal, scheduler, count, args)
+        journal = self._engine.journal if self._is_enabled else None
+        return step_scheduler(journal, scheduler, count, args)
 
     def set_norm_limit(self, times_median: float | None, window: int = 100) -> None:
         """Also skip steps whose gradient norm is far above the running median.
@@ -583,6 +588,8 @@ class GradScaler(TorchAttributes):
     @keep_out_of_graphs
     def get_scale(self) -> float:
         """Return the scale; 1.0 if the scaler is disabled. Sync: one."""
+        if not self._is_enabled:
+            return 1.0
         if "_get_scale_async" in self._overridden():
             scale = self._get_scale_async()
             return self._init_scale if scale is None else scale.item()
@@ -617,10 +624,12 @@ class GradScaler(TorchAttributes):
 
     def is_enabled(self) -> bool:
         """Return whether this object scales anything. Sync: none."""
-        return True
+        return self._is_enabled
 
     def __repr__(self) -> str:
         """Return a string with scale and rule. Sync: one."""
+        if not self._is_enabled:
+            return "GradScaler(enabled=False)"
         return f"GradScaler(scale={power(self.get_scale())}, rule={self._rule})"
 
     # --- saving and loading -----------------------------------------------------------------------
@@ -641,6 +650,8 @@ class GradScaler(TorchAttributes):
 
         Sync: one, and one for each optimizer with a norm limit.
         """
+        if not self._is_enabled:
+            return {}
         engine = self._engine
         now = engine.loss_scale.read()
         if self._overridden():
@@ -665,6 +676,8 @@ class GradScaler(TorchAttributes):
 
         Sync: none.
         """
+        if not self._is_enabled:
+            return
         if not state_dict:
             warnings.warn(
                 "GradScaler.load_state_dict({}): the checkpoint was saved by a disabled GradScaler "

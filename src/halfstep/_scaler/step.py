@@ -17,41 +17,34 @@ could not undo its division.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfstep._pytorch.distributed import has_process_group
-from halfstep._scaler import scalars
-from halfstep._scaler.agreement import ALONE, Alone, Together
-from halfstep._scaler.earlier_norms import NormLimit
-from halfstep._scaler.gradients import NONE, Gradients, collect, parameters, refuse_float16
-from halfstep._scaler.iteration import (
-    GradientCheck,
-    Iteration,
-    Memory,
-    Stage,
-    Step,
-    nothing_checked,
-)
-from halfstep._scaler.norms import (
+from halfstep._gradients import scalars
+from halfstep._gradients.gradients import NONE, Gradients, collect, parameters, refuse_float16
+from halfstep._gradients.norms import (
     Norms,
     clip_coefficient,
     largest,
     norms_of,
     overflows_when_divided,
 )
-from halfstep._scaler.optimizers import name, step_with_scale, writes_unscaled
+from halfstep._gradients.optimizers import name, step_with_scale, writes_unscaled
+from halfstep._gradients.scalars import Scalar
+from halfstep._pytorch.distributed import has_process_group
+from halfstep._scaler.agreement import ALONE, Alone, Together
+from halfstep._scaler.earlier_norms import NormLimit
+from halfstep._scaler.engine import Engine
+from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step, nothing_checked
+from halfstep._scaler.journal import Memory
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scalars import Scalar
-from halfstep.errors import CallOrderError, RanksError
-
-if TYPE_CHECKING:
-    from halfstep._scaler.engine import Engine
+from halfstep.errors import CallOrderError, HalfstepWarning, RanksError
 
 
 def take(
@@ -90,6 +83,31 @@ def take(
         raise
     remember(engine, optimizer, step, memory, is_fused=is_fused)
     return result
+
+
+def unscale(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Divide the gradients of an optimizer by the scale; see ``GradScaler.unscale_``."""
+    earlier = engine.iteration.step_of(optimizer)
+    require_scaled(optimizer, earlier)
+    step = gather(engine, "unscale_", optimizer, earlier)
+    refuse_half(engine, step)
+    if step.is_first and step.multiplier is not None:
+        measure(step)
+        multiply_(step)
+        step.norms = step.squares = None
+    else:
+        unscale_(step)
+    keep(engine.iteration, step, Stage.UNSCALED)
+
+
+def require_scaled(optimizer: torch.optim.Optimizer, earlier: Step | None) -> None:
+    """Raise CallOrderError if ``unscale_`` comes too late for an optimizer."""
+    if earlier is not None and earlier.stage is not Stage.SCALED:
+        raise CallOrderError(
+            f"unscale_({name(optimizer)}): {earlier.stage.value} since the last update(). Call "
+            "unscale_() at most once an iteration, after the last backward() and before step(); "
+            "call update() at the end of the iteration"
+        )
 
 
 def require_not_stepped(earlier: Step) -> None:
@@ -154,7 +172,7 @@ def gather(
         step = Step(optimizer, loss_scale, gradients, None, earlier.checks, ranks)
         step.norms, step.squares = earlier.norms, earlier.squares
         if iteration.num_losses > earlier.num_losses:
-            _require_no_new(iteration, step, params, f"{call}({name(owner)})")
+            _require_no_new(engine, step, params, f"{call}({name(owner)})")
         return step
     step = Step(optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks)
     # With a scale of 1, as that of a guard, clipping is never too early.
@@ -168,16 +186,19 @@ _grad = attrgetter("grad")
 _is_none = partial(is_, None)
 
 
-def _require_no_new(iteration: Iteration, step: Step, params: list[Tensor], call: str) -> None:
+def _require_no_new(engine: Engine, step: Step, params: list[Tensor], call: str) -> None:
     """Raise if a backward pass has added scaled gradients to those that were unscaled."""
-    new, later, _ = _split(iteration, step.gradients, step.ranks, params)
+    new, later, _ = _split(engine.iteration, step.gradients, step.ranks, params)
     if new.grads:
-        raise CallOrderError(
+        problem = (
             f"{call}: backward() of a scaled loss came after its gradients were unscaled, and "
             f"{len(new.grads)} of {len(step.gradients.grads)} are new and "
             "still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
             "give this iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
         )
+        if not engine.owner()._steps_like_torch:
+            raise CallOrderError(problem)
+        warnings.warn(problem, HalfstepWarning, stacklevel=5)
     # The new gradients may have been checked with another optimizer or a list of parameters.
     for check in later:
         _unscale_what_was_left(check)
@@ -338,7 +359,7 @@ def add_check(
     step.own_check = own
     if step.ranks is not ALONE:
         has_gradients = len(step.gradients.grads) + len(step.checks) > 0
-        step.ranks.agree_on(own, norms, has_gradients=has_gradients)
+        own.agreement = step.ranks.agree_on(own, norms, has_gradients=has_gradients)
 
 
 # --- decide, take ---------------------------------------------------------------------------------

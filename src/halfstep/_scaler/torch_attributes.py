@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from halfstep._gradients.gradients import NONE, collect, parameters, refuse_float16
+from halfstep._gradients.norms import overflows_when_divided
+from halfstep._gradients.optimizers import name
+from halfstep._gradients.scalars import READABLE
 from halfstep._pytorch import amp
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import NONE, collect, parameters, refuse_float16
 from halfstep._scaler.iteration import GradientCheck, Stage, Step, nothing_checked
-from halfstep._scaler.norms import overflows_when_divided
-from halfstep._scaler.optimizers import name
 from halfstep._scaler.overrides import flags_of
-from halfstep._scaler.scalars import READABLE
 from halfstep._scaler.step import remember, require_not_stepped
 from halfstep.errors import CallOrderError
 
@@ -161,7 +161,7 @@ def _set_enabled(scaler: Any, value: Any) -> None:
     if not value and scaler.is_enabled():
         scaler.update(1.0)  # remaining gradients continue without a scale
         scaler._engine.unused.use()
-        scaler._switch_off()
+        scaler._is_enabled = False
 
 
 def _set_states(scaler: Any, value: Any) -> None:
@@ -190,6 +190,7 @@ class TorchAttributes:
 
     _device: str | None
     _engine: Engine
+    _is_enabled: bool
 
     _enabled = property(lambda scaler: scaler.is_enabled(), _set_enabled)
     _scale = property(_scale, _set_scale)
@@ -292,7 +293,7 @@ class TorchAttributes:
     def _check_inf_per_device(
         self: Any, optimizer: torch.optim.Optimizer
     ) -> dict[torch.device, Tensor]:
-        return _check(self, optimizer)
+        return _check(self, optimizer) if self._is_enabled else {}
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
         step = self._engine.iteration.step_of(optimizer)
@@ -300,6 +301,8 @@ class TorchAttributes:
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str | None) -> None:
         # accelerate 1.15 calls this with self._device to load an FSDP2 checkpoint.
+        if not self._is_enabled:
+            return
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator or torch.device("cpu") if dev is None else torch.device(dev)
         self._device = self._device or device.type
@@ -331,7 +334,7 @@ def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, 
             if flag.device in found:
                 found[flag.device].clamp_(min=flag)
     check = GradientCheck(scale, gradients, found)
-    ranks.agree_on(check, has_gradients=bool(gradients.grads))
+    check.agreement = ranks.agree_on(check, has_gradients=bool(gradients.grads))
     check.gradients = NONE
     _keep_check(engine, id(optimizer), optimizer, check)
     return check.found_inf

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfstep._scaler.scalars import round_to_float32
+from halfstep._gradients.scalars import round_to_float32
 from halfstep._scaler.scale_state import NO_RUN, ScaleState
 
 
@@ -45,7 +45,8 @@ def next_state(
     )
     if not found_inf or state.rule.backoff_factor == 1.0:
         return state
-    return _after_overflow(changed(state, may_restore=state.may_restore and not loss_is_finite))
+    is_blameless = not loss_is_finite and state.rule.probe_after is not None
+    return _after_overflow(changed(state, may_restore=state.may_restore and is_blameless))
 
 
 def _after_overflow(state: ScaleState) -> ScaleState:
@@ -93,7 +94,7 @@ def _after_step(state: ScaleState) -> ScaleState:
     after = changed(
         after,
         growth_tracker=0 if is_test or is_growing else state.growth_tracker + 1,
-        may_restore=not is_growing,
+        may_restore=not is_growing and rule.probe_after is not None,
         run_scale=state.run_scale if keeps_run_scale else 0.0,
     )
     if not is_growing:

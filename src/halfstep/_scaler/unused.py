@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from halfstep._common.nested import tensors_in
+from halfstep._gradients.gradients import collect_local, parameters
+from halfstep._gradients.scalars import ratio
 from halfstep._pytorch.autograd import after_backward, is_view, leaves_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler.gradients import collect_local, parameters
-from halfstep._scaler.iteration import Iteration, Journal, Stage, Step
+from halfstep._scaler.iteration import Iteration, Stage, Step
+from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.scalars import ratio
 
 NUM_LOSSES = 16
 """Number of losses whose graphs are searched for parameters, which takes a few milliseconds each.

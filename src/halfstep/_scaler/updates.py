@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from halfstep._gradients.scalars import round_to_float32
 from halfstep._pytorch.amp import update_scale_
 from halfstep._pytorch.devices import can_move_scale
 from halfstep._pytorch.transfers import Transfer, to_host
-from halfstep._scaler.scalars import round_to_float32
-from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.scale_state import MOST_UNKNOWN, ScaleState
 
-if TYPE_CHECKING:
-    from halfstep._scaler.loss_scale import LossScale
-
-LAG = 2
+LAG = MOST_UNKNOWN - 1
 """Number of updates after which the flags of an update are read. They have two whole iterations to
 arrive, so the host hardly ever waits for them."""
 
-MOST_UNKNOWN = LAG + 1
-"""Number of updates that may be unknown to the host when the next one is launched."""
+
+States: TypeAlias = tuple[ScaleState, ScaleState]
+"""Those before and after an update."""
 
 
 class Found(NamedTuple):
@@ -117,19 +116,26 @@ class Kernel:
 class PendingUpdate:
     """An update whose flags are on their way to the host.
 
+    ``states_of`` returns the states before and after it, once the flags are known.
+
     Attributes:
         kernel: How the device has moved the scale, None if it has not.
         is_stale: Whether the host has set the scale since: then the iteration only counts.
     """
 
-    def __init__(self, scale: LossScale, values: dict[str, Tensor], kernel: Kernel | None) -> None:
+    def __init__(
+        self,
+        states_of: Callable[[PendingUpdate], States],
+        values: dict[str, Tensor],
+        kernel: Kernel | None,
+    ) -> None:
         self.kernel = kernel
         self.is_stale = False
-        self._scale = scale
+        self._states_of = states_of
         self._names = list(values)
         self._transfer: Transfer | None = to_host(torch.stack(list(values.values())))
         self._found: Found
-        self._states: tuple[ScaleState, ScaleState] | None = None
+        self._states: States | None = None
 
     def look(self) -> None:
         """Take what the iteration has found, if it has arrived. Sync: none."""
@@ -152,8 +158,8 @@ class PendingUpdate:
     def keep(self, before: ScaleState, after: ScaleState) -> None:
         """Keep the states before and after it, and let the scale go."""
         self._states = before, after
-        del self._scale
+        del self._states_of
 
-    def states(self) -> tuple[ScaleState, ScaleState]:
+    def states(self) -> States:
         """Return the states before and after the update. Sync: as :meth:`found`."""
-        return self._scale.states_of(self) if self._states is None else self._states
+        return self._states_of(self) if self._states is None else self._states

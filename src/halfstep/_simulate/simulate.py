@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from halfstep._autocast import kernels
-from halfstep._autocast.context import default_device
+from halfstep._autocast import Policy, default_device, kernels
 from halfstep._autocast.kernels import observed_by
 from halfstep._autocast.modules import name_modules
 from halfstep._autocast.plans import PolicyOnDevice
-from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import Region
 from halfstep._autocast.rule import Rule
 from halfstep._autocast.scopes import Settings

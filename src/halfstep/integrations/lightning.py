@@ -14,10 +14,10 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep import Diagnosis, GradScaler, Policy, autocast, record
-from halfstep._autocast.context import settled_policy
+from halfstep._autocast import settled_policy
 from halfstep._diagnose.watch import warn
+from halfstep._scaler import DueSchedules
 from halfstep._scaler.access import is_unscaled
-from halfstep._scaler.after_step import DueSchedules
 from halfstep.errors import CallOrderError
 from halfstep.integrations import needs
 from halfstep.sinks import prefixed

@@ -21,6 +21,8 @@ from halfstep._pytorch.amp import reciprocal_of
 from halfstep._pytorch.devices import has_float64, to_device
 from halfstep._pytorch.modes import is_inside_functorch, is_jit_tracing, num_dispatch_modes
 
+CPU = torch.device("cpu")
+
 # The reciprocal of a smaller scale, which gradients are multiplied by, may be inf. A larger scale
 # is inf itself.
 SMALLEST_SCALE = 2.0**-126

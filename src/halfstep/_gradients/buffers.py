@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from halfstep._gradients.scalars import READABLE, Scalar, any_of, as_tensor
 from halfstep._pytorch import modes
 from halfstep._pytorch.amp import copy_to_each_, norms_of_each
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modules import registers_of
-from halfstep._scaler.scalars import READABLE, Scalar, any_of, as_tensor
 
 _FLOATS = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep._gradients.optimizers import HOLDERS, members, name
+from halfstep._gradients.scalars import Scalar, describe, reciprocal
 from halfstep._pytorch.amp import (
     check_and_unscale_,
     check_each_,
@@ -25,8 +27,6 @@ from halfstep._pytorch.amp import (
 from halfstep._pytorch.devices import facts, to_device
 from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, settle
 from halfstep._pytorch.storages import values_of_sparse
-from halfstep._scaler.optimizers import HOLDERS, members, name
-from halfstep._scaler.scalars import Scalar, describe, reciprocal
 
 NUM_NAMED = 3
 """Maximum number of parameters named in an error message; the rest are counted."""

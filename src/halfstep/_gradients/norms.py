@@ -21,10 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._pytorch.amp import norms_of_each
-from halfstep._pytorch.devices import has_float64, to_device, widest_float
-from halfstep._scaler.gradients import Gradients
-from halfstep._scaler.scalars import (
+from halfstep._gradients.gradients import Gradients
+from halfstep._gradients.scalars import (
     Scalar,
     as_tensor,
     is_nonfinite,
@@ -32,6 +30,8 @@ from halfstep._scaler.scalars import (
     root,
     scalar,
 )
+from halfstep._pytorch.amp import norms_of_each
+from halfstep._pytorch.devices import has_float64, to_device, widest_float
 
 CLIP_EPSILON = 1e-6
 """The epsilon that PyTorch adds to the norm before it divides by it."""

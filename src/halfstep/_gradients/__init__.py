@@ -1,0 +1,4 @@
+"""Gradients of an optimizer's parameters: found, unscaled, checked, added up and measured.
+
+It knows no scaler: a multiplier is a number that the caller gives.
+"""

@@ -1,0 +1,76 @@
+"""Events of all scalers, for recorders and diagnoses: losses, ends of iterations, steps.
+
+Scalers stand above this file, so their type has no name here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+from halfstep._scaler.outcome import Outcome
+
+
+class Observer(Protocol):
+    """An observer of the losses and iterations of all scalers. It must not wait for the device.
+
+    Attributes:
+        is_diagnosing: Whether it explains what goes bad.
+    """
+
+    is_diagnosing: bool
+
+    def on_loss(self, scaler: Any, outputs: Any) -> None:
+        """Handle the argument of ``scale`` before it is scaled."""
+
+    def on_iteration(
+        self, scaler: Any, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
+    ) -> None:
+        """Handle the end of an iteration, with the outcomes of its steps.
+
+        ``left_out``: those of optimizers that were only unscaled.
+        """
+
+
+OBSERVERS: list[Observer] = []
+"""The active observers, oldest first."""
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Notify an observer while the block runs."""
+    OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # a replay removes all observers
+            OBSERVERS.remove(observer)
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Suspend all observers while the block runs."""
+    observers = OBSERVERS[:]
+    OBSERVERS.clear()
+    try:
+        yield
+    finally:
+        OBSERVERS[:] = observers
+
+
+class _Thread(threading.local):
+    stepping: Any = None
+
+
+THIS_THREAD = _Thread()
+"""State of the current thread: the GradScaler (also of a guard) that is stepping an optimizer."""
+
+
+def is_in_step() -> bool:
+    """Return whether a scaler is making a step in this thread.
+
+    A pipeline stage scales no loss, so nothing else distinguishes its steps from plain ones.
+    """
+    return THIS_THREAD.stepping is not None

@@ -1,0 +1,110 @@
+"""The outcomes of all steps, and what is remembered of an optimizer from one to the next."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from halfstep._gradients.optimizers import makes_step_of, name
+from halfstep._scaler.earlier_norms import EarlyClipping
+from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
+from halfstep.errors import CallOrderError
+
+HISTORY_LENGTH = 10_000
+"""Maximum number of outcomes in the history; each takes a few hundred bytes on the device."""
+
+
+class Memory:
+    """The data about an optimizer that outlives an iteration."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.outcome: Outcome | None = None  # of its last step
+        self.number = 0  # of that step in the order of all steps
+        self.early_clipping = EarlyClipping()
+        # After a step with a closure, by id of the parameter: its gradient and the version of it.
+        self.used: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def clear(self) -> None:
+        """Release the parameters: the optimizer no longer exists."""
+        if self.outcome is not None:
+            self.outcome.forget_gradients()
+            self.outcome = None
+
+
+class Journal:
+    """The outcomes in the order of the steps. Sync: none, except :meth:`entries`."""
+
+    def __init__(self) -> None:
+        # By id of the optimizer, until it no longer exists: data classes are not hashable.
+        self.memories: dict[int, Memory] = {}
+        self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
+        self.open: list[Outcome] = []  # of the iteration that has not ended
+        self._num_steps = 0
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
+        memory = self.memories.get(id(optimizer))
+        if memory is None:
+            memory = self.memories[id(optimizer)] = Memory(optimizer)
+            # The callback must not keep the journal alive as long as the optimizer.
+            arguments = weakref.ref(self), id(optimizer), memory
+            weakref.finalize(optimizer, _forget, *arguments).atexit = False
+        return memory
+
+    def add(self, memory: Memory, outcome: Outcome) -> None:
+        if memory.outcome is not None:
+            memory.outcome.forget_gradients()
+        memory.outcome, memory.used = outcome, {}
+        self._num_steps += 1
+        memory.number = self._num_steps
+        self._all.append(outcome)
+        self.open.append(outcome)
+
+    def newest(self, count: int) -> list[Outcome]:
+        """Return the last ``count`` outcomes, newest last. Sync: none."""
+        return list(islice(reversed(self._all), count))[::-1]
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Outcome:
+        """Return the outcome of the last step of an optimizer.
+
+        It may be the step of an optimizer that it wraps, or of a container that holds it.
+
+        Raises:
+            CallOrderError: ``step`` has not been called for it.
+        """
+        outcome = self.last(optimizer)
+        if outcome is None:
+            raise CallOrderError(
+                f"outcome({name(optimizer)}): no step() of this optimizer has been seen by this "
+                "GradScaler. Call scaler.step(optimizer) first"
+            )
+        return outcome
+
+    def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
+        """Return the outcome of the last step of an optimizer, None if there was none."""
+        own = self.memories.get(id(optimizer))
+        if own is not None and own.number == self._num_steps:  # as with one optimizer
+            return own.outcome
+        newest = None
+        for memory in self.memories.values():
+            stepped = memory.optimizer()
+            is_newer = newest is None or memory.number > newest.number
+            if memory.outcome is not None and is_newer and makes_step_of(stepped, optimizer):
+                newest = memory
+        return None if newest is None else newest.outcome
+
+    def entries(self) -> list[HistoryEntry]:
+        """Return all outcomes as history entries, oldest first. Sync: one."""
+        return read_all(list(self._all))
+
+
+def _forget(journal: weakref.ref[Journal], key: int, memory: Memory) -> None:
+    """Forget an optimizer that no longer exists."""
+    memory.clear()
+    alive = journal()
+    if alive is not None:
+        alive.memories.pop(key, None)
