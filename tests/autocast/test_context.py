@@ -553,11 +553,6 @@ def test_recurrent_layers_do_what_they_do_under_torch_autocast(
         torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-8)  # PyTorch's: in bfloat16
 
 
-def test_a_recurrent_cell_runs_in_lower_precision_as_on_cuda() -> None:
-    with autocast(DEVICE, BF16):
-        assert nn.LSTMCell(8, 4)(torch.randn(3, 8))[0].dtype == BF16
-
-
 def test_transformer_layer_in_evaluation() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     x = torch.randn(2, 3, 8)

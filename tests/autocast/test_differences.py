@@ -309,6 +309,24 @@ class LstmInFloat16OnTheCpu:
         assert lstm(autocast).isfinite().all()
 
 
+def last_column(context: Any) -> float:
+    with context(DEVICE, dtype=BF16):
+        grid = F.affine_grid(torch.eye(2, 3)[None], [1, 1, 512, 512], align_corners=False)
+    return grid[0, 0, -1, 0].item()
+
+
+@difference("C12")
+class CoordinatesOfAnImage:
+    @staticmethod
+    def pytorch() -> None:
+        """Half a pixel outside of the image."""
+        assert last_column(torch.autocast) == 1
+
+    @staticmethod
+    def halfstep() -> None:
+        assert last_column(autocast) == 511 / 512
+
+
 def bce_gradient(context: Any) -> float:
     p = torch.tensor([1e-5], dtype=FP16, requires_grad=True)
     with context(DEVICE, dtype=FP16):

@@ -253,6 +253,11 @@ def test_a_module_that_fsdp2_has_wrapped(tmp_path: Any) -> None:
             r"no module .* is named like 'hed'; did you mean 'h",
         ),
         (lambda m: keep(m, "zzz*"), ValueError, r"'zzz\*'; its modules are blocks, blocks.0, "),
+        (
+            lambda m: keep(m, "blocks"),
+            ValueError,
+            r"blocks is a ModuleList, which has no forward .* the modules in it are 'blocks\.\*'",
+        ),
         (lambda m: keep(m), ValueError, r"say which modules to keep"),
         (lambda m: keep(m, "head", dtype=torch.int8), TypeError, r"pass a floating dtype"),
         (lambda m: keep("head", m), TypeError, r"keep\(str\): pass the model"),
@@ -270,6 +275,20 @@ def test_wrong_calls(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(model)
     assert in_fp32(model) == []
+
+
+def test_a_forward_on_the_instance() -> None:
+    """As accelerate's hooks put it there."""
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
+    original = model[0].forward
+    model[0].forward = lambda x: original(x) + 1
+    expected, before = model(x), dict(vars(model[0]))
+    with autocast(DEVICE, torch.bfloat16):
+        with keep(model, "0"):
+            assert torch.equal(model(x), expected)
+        assert model(x).dtype is torch.bfloat16
+    assert torch.equal(model(x), expected)
+    assert vars(model[0]) == before
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -73,7 +73,6 @@ def run(
     [
         ("softmax@head:lower", [FP32, FP32, FP32, BF16]),
         ("softmax@blocks.1:lower", [FP32, BF16, FP32, FP32]),
-        ("softmax@blocks:lower", [FP32, FP32, FP32, FP32]),  # ModuleList is never called
         ("softmax@blocks.*:lower", [BF16, BF16, BF16, FP32]),
         ("softmax:lower; softmax@head:fp32", [BF16, BF16, BF16, FP32]),
         ("softmax@*:lower; softmax@blocks.?:fp32", [FP32, FP32, FP32, BF16]),
@@ -353,6 +352,13 @@ def test_a_trace_names_the_rule() -> None:
 def test_what_is_wrong(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         autocast(DEVICE, BF16, policy="standard; softmax@haed:lower", **options)
+
+
+def test_a_container_that_never_runs() -> None:
+    with pytest.raises(
+        ValueError, match=r"blocks is a ModuleList.* modules in it are 'blocks\.\*'"
+    ):
+        run("softmax@blocks:lower")
 
 
 def test_an_island_whose_parameters_are_in_another_dtype() -> None:

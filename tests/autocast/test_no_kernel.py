@@ -52,6 +52,44 @@ def test_a_product_with_a_sparse_matrix(name: str, layout: torch.layout, has: to
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("has", HALVES)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_product_with_a_sparse_matrix_in_lower_precision(
+    layout: torch.layout, has: torch.dtype
+) -> None:
+    """As that of edge weights that a linear layer computed; its gradient comes back to them."""
+    indices, x = torch.arange(8).expand(2, 8), torch.randn(8, 4).to(has).float()
+
+    def gradient(weights: Tensor) -> Tensor:
+        matrix = torch.sparse_coo_tensor(indices, weights, (8, 8), check_invariants=True)
+        matrix = matrix if layout is torch.sparse_coo else matrix.to_sparse_csr()
+        (matrix @ x).sum().backward()
+        assert weights.grad is not None
+        return weights.grad
+
+    with autocast(DEVICE, has):
+        found = gradient(torch.ones(8, dtype=has, requires_grad=True))
+    expected = gradient(torch.ones(8, requires_grad=True))
+    assert torch.equal(found, expected.to(has))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_distributions_are_drawn_as_in_float32(dtype: torch.dtype) -> None:
+    def draw() -> list[Tensor]:
+        torch.manual_seed(0)
+        one = torch.ones(4, dtype=dtype)
+        return [
+            torch.distributions.Gamma(one, one).rsample(),
+            torch.distributions.Beta(one, one).rsample(),
+            torch.distributions.Dirichlet(one).rsample(),
+            torch.binomial(one * 5, one / 2),
+        ]
+
+    with autocast(DEVICE, dtype):
+        assert all(each.isfinite().all() for each in draw())
+
+
 def test_rules_take_the_names_of_torch_sparse() -> None:
     policy = Policy.parse("standard; torch.sparse.mm:leave")
     assert policy.action("_sparse_mm.default", "cpu", torch.bfloat16) == "leave"

@@ -132,6 +132,10 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
         ("aten::mm", "mm"),
         ("torch.ops.aten.softmax.int", "softmax.int"),
         ("F.cross_entropy", "cross_entropy_loss"),
+        ("F.fold", "col2im"),
+        ("F.unfold", "im2col"),
+        ("unfold", "unfold"),  # of a tensor
+        ("F.affine_grid", "affine_grid_generator"),
         ("mylib::attention", "mylib::attention"),
     ],
 )

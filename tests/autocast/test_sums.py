@@ -49,6 +49,8 @@ BACKWARD: dict[str, tuple[tuple[int, ...], Call]] = {
     "max_pool1d": ((1, 1, 2 * N - 1), lambda h: F.max_pool1d(peak(h), N, 1)),
     "max_pool2d": ((1, 1, 127, 127), lambda h: F.max_pool2d(peak(h), 64, 1)),
     "max_pool3d": ((1, 1, 31, 31, 31), lambda h: F.max_pool3d(peak(h), 16, 1)),
+    "adaptive_max_pool2d": ((1, 1, 1, 1), lambda h: F.adaptive_max_pool2d(h, 64)),
+    "adaptive_max_pool3d": ((1, 1, 1, 1, 1), lambda h: F.adaptive_max_pool3d(h, 16)),
     "bilinear": ((2, 2), lambda h: F.bilinear(h, h[:, :1].detach(), h.new_ones(N, 2, 1))),
     "grid_sample": ((1, 1, 1, 1), lambda h: F.grid_sample(h, POINTS.to(h), align_corners=True)),
 }  # fmt: skip

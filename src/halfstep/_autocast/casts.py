@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from operator import methodcaller
 from typing import Any
 
@@ -62,9 +62,16 @@ def _leave(name: str, device: str) -> Kernel:
 def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
     match rule.action:
         case "lower":
-            if needs_fp32_sums(rule, name, device, dtype):
-                return _lower_with_fp32_sums(name, device, dtype)
-            return _cast_to(name, device, dtype, use_cache=_is_product(name))
+            if lowers_as_pytorch(rule, name, device, dtype):
+                return _cast_to(name, device, dtype, use_cache=_is_product(name))
+            op = name.partition(".")[0]
+            if op == "einsum":
+                return _lower_what_contracts(name, device, dtype)
+            if op in _CELLS:
+                return _leave(name, device)
+            if op == "mkldnn_rnn_layer":
+                return _cast_to(name, device, torch.float32)
+            return _lower_with_fp32_sums(name, device, dtype)
         case "fp32":
             return _cast_to(name, device, torch.float32)
         case "fp32-dtype":
@@ -81,10 +88,49 @@ def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
             return _leave(name, device)
 
 
-def needs_fp32_sums(rule: Rule, name: str, device: str, dtype: torch.dtype) -> bool:
-    """Return whether a rule that lowers must keep PyTorch's kernel from rounding partial sums."""
-    # The rules of the preset "torch" are PyTorch's to the bit.
-    return sums.are_products_rounded(name, device, dtype) and rule not in rules_of("torch")
+_CELLS = frozenset({"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"})
+
+
+def lowers_as_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype) -> bool:
+    """Return whether a rule that lowers does what PyTorch does on CUDA.
+
+    Not where PyTorch's kernel would round partial sums; for an einsum, which may be no product at
+    all; and on the CPU for a cell of a recurrent network, whose ops are each lowered there while
+    its state stays as wide as it is, and for the recurrent layer that a CPU has no kernel for.
+    """
+    if rule in rules_of("torch"):  # the rules of the preset "torch" are PyTorch's to the bit
+        return True
+    op = name.partition(".")[0]
+    if op == "einsum" or (op in _CELLS and device == "cpu"):
+        return False
+    if op == "mkldnn_rnn_layer":
+        return dispatch.has_onednn(dtype)
+    return not sums.are_products_rounded(name, device, dtype)
+
+
+def _lower_what_contracts(name: str, device: str, dtype: torch.dtype) -> Kernel:
+    """Lower an einsum that multiplies and adds; one operand or an outer product keeps its dtype."""
+    lower = _cast_to(name, device, dtype, use_cache=True)
+    leave = _leave(name, device)
+
+    def einsum(keys: Keys, equation: str, *args: Any, **kwargs: Any) -> Any:
+        kernel = lower if contracts(equation) else leave
+        return kernel(keys, equation, *args, **kwargs)
+
+    return einsum
+
+
+@lru_cache(maxsize=1000)
+def contracts(equation: str) -> bool:
+    """Return whether an einsum adds up products of several operands.
+
+    >>> contracts("bij,bjk->bik"), contracts("i,j->ij"), contracts("ij->j")
+    (True, False, False)
+    """
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    shared = {index for index in inputs if sum(index in term for term in terms) > 1}
+    return not shared - {",", "."} <= set(output)
 
 
 @cache
@@ -353,6 +399,8 @@ def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
         if has is dtype or not has.is_floating_point or value.device.type != device:
             return value
         if has is not torch.float64:
+            if value.requires_grad and value.layout in _SPARSE:
+                return _SparseCast.apply(value, dtype)  # type: ignore[no-untyped-call]
             return _TO[dtype](value)
         if value.dim() > 0:
             raise Float64Met
@@ -361,6 +409,19 @@ def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
     if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
         return type(value)(cast(item, device, dtype) for item in value)
     return value
+
+
+class _SparseCast(torch.autograd.Function):
+    """The cast of a sparse tensor, whose gradient may be dense: PyTorch's cast refuses that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return _TO[dtype](x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.to(ctx.dtype), None
 
 
 def lowered(value: Any, device: str, dtype: torch.dtype) -> Any:

@@ -8,7 +8,7 @@ Hooks run after the module's own hooks, and break ``torch.compile``.)
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cache
 from itertools import chain
@@ -179,10 +179,12 @@ class Wrapped:
     """Its name in the model, if a policy has rules for it."""
     _dtypes: frozenset[torch.dtype] = frozenset()
     """Those of its parameters and buffers when it was wrapped."""
+    _own_forward: Callable[..., Any] | None = None
+    """The one on the instance, as accelerate's hooks put it there, which would run instead."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own ``forward`` under its rules."""
-        run = super().forward  # type: ignore[misc]
+        run = self._own_forward or super().forward  # type: ignore[misc]
         if self._islands:
             return _run_on_island(self, self._islands[-1], run, args, kwargs)
         device = _device_of(self, args, kwargs) if self._path else None
@@ -237,6 +239,8 @@ def wrap(module: nn.Module) -> Any:
         )
     if not isinstance(module, Wrapped):
         _swap(module, _dtypes=find_tensors(module).dtypes)
+    if "forward" in vars(module):
+        _set(module, _own_forward=vars(module).pop("forward"))
     return module
 
 
@@ -244,8 +248,11 @@ def unwrap(module: Any) -> None:
     """Restore the class of ``module`` if nothing needs to be looked up."""
     if not module._islands and not module._path and type(module) is _wrapped(_base(module)):
         object.__setattr__(module, "__class__", _base(module))
+        own = vars(module)
+        if "_own_forward" in own:
+            own.setdefault("forward", own.pop("_own_forward"))
         for name in _SETTINGS:
-            vars(module).pop(name, None)
+            own.pop(name, None)
 
 
 _SETTINGS = ("_islands", "_path", "_dtypes")

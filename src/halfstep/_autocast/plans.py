@@ -6,7 +6,7 @@ from functools import cache, cached_property, partial
 
 import torch
 
-from halfstep._autocast.casts import carry_out, lower_with_pytorch, needs_fp32_sums
+from halfstep._autocast.casts import carry_out, lower_with_pytorch, lowers_as_pytorch
 from halfstep._autocast.policy import Policy, meant_by, preset
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
 from halfstep._pytorch import dispatch
@@ -97,7 +97,7 @@ class PolicyOnDevice:
         if (native and _is_native(rule, theirs)) or (rule.action, theirs) == ("leave", "leave"):
             return None
         is_native = native and rule.action == theirs == "lower"
-        if is_native and not needs_fp32_sums(rule, op, self.device, dtype):
+        if is_native and lowers_as_pytorch(rule, op, self.device, dtype):
             return lower_with_pytorch(op, self.device, dtype)
         return carry_out(rule, op, self.device, dtype)
 

@@ -43,6 +43,7 @@ _PREFIXES = {
     "F.": "",
 }
 _ALIASES = {
+    "affine_grid": "affine_grid_generator",
     "cross_entropy": "cross_entropy_loss",
     "grid_sample": "grid_sampler*",
     "interpolate": "*upsample_*",
@@ -230,6 +231,8 @@ def canonical(name: str) -> str:
     for prefix, instead in _PREFIXES.items():
         if name.startswith(prefix):
             name = instead + name.removeprefix(prefix)
+            if prefix.endswith(("functional.", "F.")):  # not those of Tensor
+                name = {"fold": "col2im", "unfold": "im2col"}.get(name, name)
             break
     return _ALIASES.get(name, name)
 

@@ -40,6 +40,12 @@ _BACKWARD: dict[str, Callable[..., Any]] = {
     "_adaptive_avg_pool2d": lambda grad, like, _: callable_of(
         overload("_adaptive_avg_pool2d_backward.default")
     )(grad, like),
+    "adaptive_max_pool2d": lambda grad, like, _, indices: _aten.adaptive_max_pool2d_backward(
+        grad, like.contiguous(), indices
+    ),
+    "adaptive_max_pool3d": lambda grad, like, _, indices: _aten.adaptive_max_pool3d_backward(
+        grad, like.contiguous(), indices
+    ),
     "im2col": lambda grad, like, *window: _aten.col2im(grad, like.shape[-2:], *window),
     "unfold": lambda grad, like, *window: _aten.unfold_backward(grad, like.shape, *window),
 }

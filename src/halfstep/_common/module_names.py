@@ -31,7 +31,8 @@ def matching(model: nn.Module, pattern: str, asker: str) -> dict[str, nn.Module]
     """Return the modules of ``model`` whose names match a glob; its ``*`` also matches dots.
 
     Raises:
-        ValueError: None matches; the message lists similar names.
+        ValueError: None matches; the message lists similar names. Or all that match are containers,
+            as nn.ModuleList, whose modules the program calls one by one.
     """
     modules = replicated(model).named_modules(remove_duplicate=False)
     names = {without_wrappers(name): module for name, module in modules if name}
@@ -41,4 +42,16 @@ def matching(model: nn.Module, pattern: str, asker: str) -> dict[str, nn.Module]
         raise ValueError(
             f"{asker}: no module of this {type(model).__name__} is named like {pattern!r}{near}"
         )
-    return found
+    can_run = {name: module for name, module in found.items() if _has_forward(module)}
+    if not can_run:
+        name, container = next(iter(found.items()))
+        raise ValueError(
+            f"{asker}: {name} is a {type(container).__name__}, which has no forward and does "
+            f"nothing itself; the modules in it are {pattern + '.*'!r}"
+        )
+    return can_run
+
+
+def _has_forward(module: nn.Module) -> bool:
+    of_class = getattr(type(module), "forward", None)  # a script has none
+    return "forward" in vars(module) or of_class is not nn.Module.forward
