@@ -337,7 +337,7 @@ def test_a_trace_names_the_rule() -> None:
         "blocks.0": "softmax:fp32-dtype",
         "blocks.1": "softmax@blocks.1:lower",
         "blocks.2": "softmax:fp32-dtype",
-        "head": None,
+        "head": "@head:fp32",
     }
 
 

@@ -164,7 +164,7 @@ class Session:
             self._shown_folder = folder
             file = file_of(folder, machine.rank())
             require_writable(file)
-            if not options.is_appending:
+            if file.exists() and not options.is_appending:
                 _require_same_program(file, command.target)
             sys.argv = [command.target, *command.arguments]  # stored in the record
         self._options = options
