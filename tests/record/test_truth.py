@@ -185,3 +185,45 @@ def test_steps_that_the_script_leaves_out_are_steps(tmp_path):
     assert [step.scale for step in steps][-1] == 2.0**14
     told = forked.python("-m", "halfstep", "report", "out", cwd=tmp_path).out
     assert "The script left out 3 steps whose gradients were finite" in told
+
+
+GUARDED = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(40):
+    x = torch.full((8, 4), float("nan")) if step % 10 == 3 else torch.randn(8, 4)
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), torch.ones(8)).backward()
+    if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+        optimizer.step()
+"""
+
+
+def test_steps_that_the_script_leaves_out_without_a_scaler(tmp_path):
+    """Their losses are not added to those of later steps. The program's warning is told."""
+    (tmp_path / "train.py").write_text(GUARDED)
+    done = forked.python("-m", "halfstep", "run", "-o", "out", "train.py", cwd=tmp_path)
+    assert "UserWarning: Using a target size" in done.err
+    assert "36 steps recorded, 0 skipped" in done.err
+    steps = read_run(tmp_path / "out").steps
+    assert len(steps) == 36
+    assert all(step.loss < 5 for step in steps)
+    told = forked.python("-m", "halfstep", "report", "out", "--md", cwd=tmp_path).out
+    assert "dropped before a step used them 4 times, first before step 4" in told
+    assert "printed a UserWarning (train.py, line 11): Using a target size" in told
+
+
+def test_a_loss_that_rises_in_a_few_steps(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.optimizer.param_groups[0].update(lr=0.3, maximize=True)
+
+    def step() -> None:
+        loop.loss().backward()
+        loop.optimizer.step()
+
+    severity, text, _ = recorded(tmp_path, step, 5)
+    assert (severity, text[:13]) == ("warning", "The loss rose")

@@ -21,7 +21,7 @@ from halfstep._autocast import Policy
 from halfstep._autocast.modules import unused_rules
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
-from halfstep._common.numbers import power
+from halfstep._common.numbers import power, things
 from halfstep._diagnose.diagnosis import Diagnosis, line_text
 from halfstep._diagnose.user_code import user_line
 from halfstep._gradients.gradients import collect, parameters
@@ -126,6 +126,7 @@ class Recorder:
         self._loss_scaler: GradScaler | None = None  # which scaled the losses of this iteration
         self._num_scaled = 0
         self._num_backward = self._num_waits = 0
+        self._dropped: list[int] = []  # the steps before which gradients were dropped
         self._stepped: set[int] = set()
         self._bad_buffers: list[str] = []
         self._first_in_turn = self._num_in_turn = 1
@@ -155,6 +156,7 @@ class Recorder:
             self._discard_sample()
             self.say(f"no step of an optimizer was seen in {MOST_BACKWARD} backward passes")
         if self._counts_plain_steps():
+            self._leave_out_what_was_dropped()
             self._add_losses(tensors_in([roots]))
 
     @_aside
@@ -207,6 +209,15 @@ class Recorder:
         self._add_step(optimizer, type(optimizer).__name__, None, self._loss, norm)
         self._stepped.add(id(optimizer))
         self._end_iteration(1.0)
+
+    def _leave_out_what_was_dropped(self) -> None:
+        """Forget the loss of backward passes whose gradients are gone, though no step was made."""
+        if self._loss is None or self._is_old or optim.optimizer_step_depth() > 0:
+            return
+        tensors = [p for optimizer in self._numbers for p in parameters(optimizer)]
+        if tensors and all(tensor.grad is None for tensor in tensors):
+            self._loss = None
+            self._dropped.append(self.num_steps + 1)
 
     def _is_past_scaler(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer stepped with gradients of scaled losses, and say so.
@@ -266,6 +277,12 @@ class Recorder:
             self._write_buffers(self.num_steps)
         except Exception as failure:  # a device error may have ended the run
             self.say(f"the last steps could not be read: {failure}")
+        if self._dropped:
+            num = things(len(self._dropped), "time")
+            self.say(
+                f"gradients were dropped before a step used them {num}, first before step "
+                f"{self._dropped[0]}: their losses are not recorded"
+            )
         self._write({"event": "end", "time": self._time(), "steps": self.num_steps, "error": error})
         self._writer.close()
 

@@ -118,13 +118,21 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
 def about_rise(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence if the loss ended above where it began."""
     loss = summary.loss
-    if loss is None or summary.losses or loss.early_max is None or loss.recent is None:
+    if loss is None or summary.losses or not math.isfinite(loss.last):
         return  # the losses of a GAN rise and fall
-    if loss.recent > loss.early_max and math.isfinite(loss.last):
+    rose = ""
+    if loss.early_max is not None and loss.recent is not None:
+        if loss.recent > loss.early_max:
+            rose = (
+                f"the mean of the last 20 is {number(loss.recent)}, the largest of the first 20 "
+                f"was {number(loss.early_max)}"
+            )
+    elif summary.steps.num > 2 and loss.min == loss.first > 0 and loss.last > 2 * loss.first:
+        rose = f"the first was {number(loss.first)}, the smallest, and the last {number(loss.last)}"
+    if rose:
         yield say(
             "warning",
-            f"The loss rose: the mean of the last 20 is {number(loss.recent)}, the largest of the "
-            f"first 20 was {number(loss.early_max)}.",
+            f"The loss rose: {rose}.",
             cure=(
                 " If it should fall, lower the learning rate, clip the gradients, and compare with "
                 "a run in float32.",

@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -18,8 +19,9 @@ from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
+from textwrap import shorten
 from types import CodeType, ModuleType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -39,7 +41,7 @@ from halfstep._record.files import (
 )
 from halfstep._run.launch import make_folder, show_once
 from halfstep._run.stand_ins import replaced
-from halfstep.errors import RanksError, RecordError
+from halfstep.errors import HalfstepWarning, RanksError, RecordError
 from halfstep.sinks import MLflow, Sink, TensorBoard, WandB
 
 if TYPE_CHECKING:
@@ -225,6 +227,7 @@ class Session:
             self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
         if self._watch is not None:
             self._stack.enter_context(self._watch)
+        self._stack.enter_context(noting_warnings(lambda text: self._record.add_note(text)))
 
     def _tell(self, diagnosis: Diagnosis, step: int) -> None:
         """Record and print the diagnosis of a step on the rank that made it."""
@@ -331,6 +334,37 @@ def require_writable(file: Path) -> None:
     LineWriter(file).close()
     if is_new:
         file.unlink()
+
+
+MOST_WARNINGS = 10
+
+
+@contextmanager
+def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
+    """Note the first warnings that the program prints; they are printed as ever."""
+    show, seen = warnings.showwarning, set[str]()
+
+    def showwarning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        text = shorten(str(message), 200, placeholder=" ...")
+        if not issubclass(category, HalfstepWarning) and len(seen) < MOST_WARNINGS:
+            seen.add(text)
+            where = f"{Path(filename).name}, line {lineno}"
+            note(f"the program printed a {category.__name__} ({where}): {text}")
+        show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = showwarning
+    try:
+        yield
+    finally:
+        if warnings.showwarning is showwarning:
+            warnings.showwarning = show
 
 
 # --- processes that the program starts ------------------------------------------------------------
