@@ -283,6 +283,8 @@ class Session:
         others = things(len(of_others), "process", "processes")
         if not steps and of_others:
             return f"{others} of the program recorded: {view}"
+        if not steps and isinstance(self._failure, Exception):
+            return "the program ended before its first step of an optimizer"
         if not steps:
             return (
                 "no optimizer step was seen: the program made none, steps by hand, or trains in "
