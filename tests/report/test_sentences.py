@@ -227,9 +227,9 @@ def test_optimizers_that_step_by_one_loss_have_one(tmp_path):
         step((n + 1) // 2, optimizer="Adam", number=2 - n % 2, loss=4.0 - n // 21)
         for n in range(1, 61)
     ]
-    one = [{**each, "loss": 1.0 + each["step"]} for each in steps]
+    one = [{**each, "loss": 41.0 - each["step"]} for each in steps]
     (good, *_) = short_run(tmp_path, *one)
-    assert "the loss went from 2 to 31" in good.text
+    assert "the loss went from 40 to 11" in good.text
 
 
 def short_run(folder, *steps):
