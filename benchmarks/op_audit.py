@@ -225,7 +225,7 @@ def windows() -> Iterator[Case]:
                 op, f"window {window}, stride 1", lambda x, p=pool, w=window: p(x, w, 1), (x,)
             )
             adaptive = getattr(F, f"adaptive_{kind}_pool{dims}d")
-            for out in (1, 3) if kind == "max" else (1, 3, shape[-1] * (2 if dims == 3 else 8)):
+            for out in (1, 3, shape[-1] * (2 if dims == 3 else 8)):
                 yield Case(
                     f"nn.functional.adaptive_{kind}_pool{dims}d",
                     f"to {out}",

@@ -862,7 +862,7 @@ def test_an_island_shows_the_rule_that_makes_it_one() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
     x = torch.ones(2, 4, requires_grad=True)
     with halfstep.trace(model) as ran:
-        with halfstep.autocast("cpu", torch.bfloat16, policy="standard; @1:fp32", module=model):
+        with halfstep.autocast(DEVICE, torch.bfloat16, policy="standard; @1:fp32", module=model):
             model(x).sum().backward()
         with torch.no_grad():
             model(x)  # outside of autocast, no rule acts

@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
     @property
     def line(self) -> Line:
-        code, number = self.code, _span_of(self.code, self.instruction)[0]
+        code, number = self.code, span_of(self.code, self.instruction)[0]
         number = code.co_firstlineno if number is None else number
         text = linecache.getline(code.co_filename, number).strip()
         return Line(code.co_filename, number, code.co_name, text)
@@ -71,7 +71,8 @@ class Place(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def _span_of(code: CodeType, instruction: int) -> tuple[int | None, ...]:
+def span_of(code: CodeType, instruction: int) -> tuple[int | None, ...]:
+    """Return the first and last line, and the first and last column, of an instruction's code."""
     return next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
 
 
@@ -101,7 +102,7 @@ def user_spot() -> Spot | None:
     if frame is None or place is None:
         return None
     names = place.names if frame.f_code in CALLED_AGAIN else {**place.names, **frame.f_locals}
-    span = _span_of(place.code, place.instruction)
+    span = span_of(place.code, place.instruction)
     if None in span:
         return Spot(place.line)
     modules = (n for n in place.code.co_names if isinstance(names.get(n), (ModuleType, type)))

@@ -30,6 +30,7 @@ from halfstep._common import machine
 from halfstep._common.numbers import things
 from halfstep._common.text import tell
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._diagnose.dtype_error import DtypeError, explain
 from halfstep._pytorch import listeners
 from halfstep._record.files import (
     LateWriter,
@@ -157,6 +158,7 @@ class Session:
         self._began, self._is_closed = time.time(), False
         self._is_launched = machine.num_ranks() > 1
         self._watch: Watch | None = None
+        self._explanation: DtypeError | None = None
         self._stderr = sys.stderr  # the program may replace it
         self._stack = ExitStack()
         if command is not None:
@@ -205,6 +207,7 @@ class Session:
             execute(command.target, command.arguments, is_module=command.is_module)
         except BaseException as error:
             self._failure = error
+            self._explanation = explain(error)
             hide_our_frames()
             if isinstance(error, RanksError):
                 show_once(error)
@@ -260,6 +263,8 @@ class Session:
             if self._command is not None and not has_run:
                 self._remove_folder()
             elif self._command is not None and not self._options.is_quiet:
+                if self._explanation is not None:
+                    self._say_of_rank(str(self._explanation))
                 self._say(self._last_line(of_others))
 
     def _records_of_others(self) -> list[Path]:
