@@ -673,3 +673,11 @@ def test_the_cure_runs(tmp_path):
                 optimizer.step()
         said.append(the_one(said_of(tmp_path / folder), "of the updates"))
     assert [sentence.severity for sentence in said] == ["bad", "good"]
+
+
+def test_a_few_steps_do_not_show_that_all_is_well(tmp_path):
+    steps = [step(n, loss=4.0 - n / 10) for n in range(1, 11)]
+    (few, *_) = short_run(tmp_path / "few", *steps[:9])
+    assert few.text.startswith("Nothing bad was seen: 9 steps; none skipped; the loss went from")
+    (enough, *_) = short_run(tmp_path / "enough", *steps)
+    assert enough.text.startswith("All is well: 10 steps")

@@ -41,6 +41,8 @@ SCHEMA = 1
 BEST = " *"
 """The mark after the number of the better run."""
 NUM_WORST = 5
+ENOUGH = 10
+"""Number of steps from which a run without problems is called well."""
 _KINDS = {
     "parameter": "weight",
     "parameter_gradient": "gradient",
@@ -145,7 +147,8 @@ def _notes(summary: Summary) -> Iterator[Sentence]:
 
 def _all_is_well(summary: Summary) -> Sentence:
     steps = summary.steps
-    parts = [f"All is well: {things(steps.num, 'step')}"]
+    found = "All is well" if steps.num >= ENOUGH else "Nothing bad was seen"
+    parts = [f"{found}: {things(steps.num, 'step')}"]
     num = count(steps.num_skipped) if steps.num_skipped else "none"
     parts.append(f"{num} skipped{about_steps.kinds_of_skips(steps)}")
     course = about_steps.about_course(summary)

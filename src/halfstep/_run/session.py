@@ -289,7 +289,7 @@ class Session:
         if not steps and of_others:
             return f"{others} of the program recorded: {view}"
         if not steps and isinstance(self._failure, Exception):
-            return "the program ended before its first step of an optimizer"
+            return "no step of an optimizer was seen before the error"
         if not steps:
             return (
                 "no optimizer step was seen: the program made none, steps by hand, or trains in "
@@ -360,7 +360,8 @@ def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
         line: str | None = None,
     ) -> None:
         text = shorten(str(message), 200, placeholder=" ...")
-        if not issubclass(category, HalfstepWarning) and len(seen) < MOST_WARNINGS:
+        is_new = text not in seen and len(seen) < MOST_WARNINGS
+        if is_new and not issubclass(category, HalfstepWarning):
             seen.add(text)
             where = f"{Path(filename).name}, line {lineno}"
             note(f"the program printed a {category.__name__} ({where}): {text}")
