@@ -225,8 +225,9 @@ def test_other_errors_are_not_explained(tmp_path: Path) -> None:
     assert explain(KeyboardInterrupt()) is None
 
 
-def test_nothing_is_written_by_a_try(tmp_path: Path) -> None:
-    source = "out = torch.zeros(2, 2)\nout.addmm_(x, half.T)"
+@pytest.mark.parametrize("call", ["out.addmm_(x, half.T)", "torch.mm(x, half.T, out=out)"])
+def test_nothing_is_written_by_a_try(call: str, tmp_path: Path) -> None:
+    source = f"out = torch.zeros(2, 2)\n{call}"
     found = explain(failing(source, tmp_path / "train.py"))
     assert found is not None
     assert found.cures == ()

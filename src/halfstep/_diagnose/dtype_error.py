@@ -293,7 +293,8 @@ def _again(failing: _Call) -> Callable[[Callable[[Tensor], Tensor]], Any] | None
                 return None
     except (LookupError, TypeError):
         return None
-    if getattr(function, "__name__", "_").endswith("_"):  # it would write to its argument
+    # It would write to its argument, or may run code of the user.
+    if "out" in named or getattr(function, "__name__", "_").endswith("_"):
         return None
 
     def call(change: Callable[[Tensor], Tensor]) -> Any:
