@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import halfstep
-from halfstep._diagnose import bad_steps
+from halfstep._diagnose import skips
 from halfstep._diagnose.watch import Watch
 
 
@@ -96,12 +96,13 @@ def summary(watch: Watch) -> tuple[list[Any], list[str]]:
 
 
 def watched(rank: int, kind: str, bad: str) -> tuple[list[Any], list[str]]:
-    bad_steps.START_STEPS = 0  # no skip is part of finding the scale
+    before = skips.SETTLED, skips.MOST_FALLS
+    skips.SETTLED, skips.MOST_FALLS = 1, 0  # no skip is part of finding the scale
     loop = Loop(rank, kind)
     with loop.scaler.diagnose(loop.model, tell=lambda *_: None) as watch:
         for each in ("", bad, bad, bad, "", ""):
             loop.step(each)
-    bad_steps.START_STEPS = 50
+    skips.SETTLED, skips.MOST_FALLS = before
     return summary(watch)
 
 

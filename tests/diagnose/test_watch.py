@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep._diagnose import bad_steps
-from halfstep._diagnose.bad_steps import START_SKIPS
+from halfstep._diagnose import skips
 from halfstep._diagnose.replay import is_replaying
+from halfstep._diagnose.skips import LONGEST_START
 from halfstep._diagnose.watch import Watch
 from halfstep.errors import DiagnosisWarning
 
@@ -136,7 +136,8 @@ def test_each_batch_of_an_accumulation_is_replayed() -> None:
 def test_a_loss_that_outgrows_the_scale_is_cured_by_a_smaller_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bad_steps, "START_STEPS", 1)
+    monkeypatch.setattr(skips, "SETTLED", 1)
+    monkeypatch.setattr(skips, "MOST_FALLS", 0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     scaler = halfstep.GradScaler(init_scale=4096.0)
@@ -221,7 +222,7 @@ def test_an_overflow_that_no_smaller_scale_cures_is_a_fault_at_the_start_too() -
     optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler(init_scale=16.0)
     with scaler.diagnose(tell=lambda *_: None) as watch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for _ in range(START_SKIPS + 2):
+        for _ in range(LONGEST_START + 2):
             optimizer.zero_grad()
             scaler.scale(model(torch.ones(2, 4))).backward()
             scaler.step(optimizer)
@@ -231,7 +232,9 @@ def test_an_overflow_that_no_smaller_scale_cures_is_a_fault_at_the_start_too() -
     assert (found.verdict, found.bad.phase, found.bad.forward_op) == ("maths", "backward", "sqrt")
 
 
-def scaled_steps(loss: Callable[[Tensor, int], Tensor], num: int, **options: Any) -> Watch:
+def scaled_steps(
+    loss: Callable[[Tensor, int], Tensor], num: int, **options: Any
+) -> tuple[Watch, halfstep.GradScaler]:
     """Train a layer under float16 and a scaler, whose step ``i`` has the loss ``loss(out, i)``."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
@@ -249,6 +252,12 @@ def scaled_steps(loss: Callable[[Tensor, int], Tensor], num: int, **options: Any
     return watch
 
 
+def skipped_in(watch: Watch) -> list[int]:
+    """Return the numbers of the skipped steps of the scaler that is watched."""
+    (scaler,) = watch._skips
+    return [entry.step for entry in scaler.history() if not entry.taken]
+
+
 def test_a_nan_gradient_of_a_finite_loss_is_told_in_the_first_skip() -> None:
     def loss(out: Tensor, i: int) -> Tensor:
         return (out.float() * float(i != 2)).square().sum(dim=1).sqrt().mean()
@@ -260,6 +269,45 @@ def test_a_nan_gradient_of_a_finite_loss_is_told_in_the_first_skip() -> None:
     assert (found.bad.phase, found.ends) == ("backward", ("weight", "bias"))
     assert found.bad.forward_line is not None
     assert ".sqrt()" in found.bad.forward_line.text
+
+
+@pytest.mark.parametrize("late", [0, 1, 9])
+def test_an_overflow_long_after_growth_is_no_fault(late: int) -> None:
+    def loss(out: Tensor, i: int) -> Tensor:
+        is_large = i in (12 + late, 40 + late)  # the scale doubles after each 12 steps
+        return out.float().square().mean() * (2.0**15 if is_large else 1.0)
+
+    watch = scaled_steps(loss, 60, init_scale=16.0, growth_interval=12)
+    assert skipped_in(watch) == [13 + late, 41 + late]
+    assert watch.found == []
+
+
+def test_gradients_that_have_become_larger_are_no_fault() -> None:
+    def loss(out: Tensor, i: int) -> Tensor:
+        return out.float().mean() * (2.4e4 if i >= 15 else 1.0)
+
+    watch = scaled_steps(loss, 30, init_scale=64.0)
+    assert skipped_in(watch) == [16, 17, 18]
+    assert watch.found == []
+
+
+def test_a_scale_that_falls_on_and_on_is_a_fault() -> None:
+    def loss(out: Tensor, i: int) -> Tensor:
+        return out.float().mean() * 2.0 ** max(i - 4, 0)  # overflows from step 13 on
+
+    watch = scaled_steps(loss, 16 + skips.MOST_FALLS, init_scale=2.0**10)
+    assert len(skipped_in(watch)) > skips.MOST_FALLS
+    assert watch.found
+    assert watch.found[0].verdict == "scale"
+
+
+def test_a_late_overflow_that_no_smaller_scale_cures_is_a_fault() -> None:
+    def loss(out: Tensor, i: int) -> Tensor:
+        return out.float().sum() * (1e6 if i == 15 else 1.0)
+
+    watch = scaled_steps(loss, 20, init_scale=16.0)
+    (found,) = watch.found
+    assert (found.verdict, found.bad is not None and found.bad.phase) == ("range", "backward")
 
 
 def test_most_steps_skipped_is_no_search_for_a_scale() -> None:

@@ -3,46 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
+from halfstep._diagnose.skips import ScaleSearch, Search, are_a_start, are_rare
 from halfstep._numerics.measure import NAN, badness, is_finite
 from halfstep._pytorch import amp, modes
 from halfstep._scaler import Outcome, Reason
 
-START_STEPS = 50
-"""The number of steps that count as the start of a run."""
-START_SKIPS = 16
-"""The largest number of skips at the start that count as the search for a usable scale."""
-MOST_SKIPPED = 0.75
-"""The largest share of skipped steps that counts as the search for a usable scale."""
 
-
-class ExpectedSkips:
-    """Classifier of skips as part of dynamic scaling or not."""
+class Skips:
+    """Skips of one scaler, judged as they happen."""
 
     def __init__(self) -> None:
-        self._num_steps = self._num_skips = 0
-        self._last_taken: Outcome | None = None
+        self._search = ScaleSearch()
+        self._num = 0
+        self._kinds: Counter[Search | None] = Counter()
 
-    def is_bad(self, outcome: Outcome) -> bool:
-        """Return whether a finished step is bad. Sync: one for a fused optimizer."""
-        self._num_steps += 1
-        if outcome.taken:
-            self._last_taken = outcome  # the scale is read only if a skip follows
-            return False
-        if outcome.reason is not Reason.OVERFLOW:
-            return outcome.reason is not Reason.NORM
-        self._num_skips += 1
-        if self._num_skips <= START_SKIPS and self._num_steps <= START_STEPS:
-            return False
-        taken = self._last_taken
-        has_just_grown = taken is not None and outcome.scale > taken.scale
-        is_rare = self._num_skips <= max(START_SKIPS, MOST_SKIPPED * self._num_steps)
-        return not (has_just_grown and is_rare)
+    def judge(self, outcomes: Sequence[Outcome]) -> tuple[Search | None, list[Outcome]]:
+        """Return which part of the search for a scale an iteration is, and its bad outcomes.
+
+        A skip is bad if dynamic scaling does not explain it. Sync: one for a fused optimizer.
+        """
+        self._num += 1
+        skipped = [outcome for outcome in outcomes if not outcome.taken]
+        kind = self._search.kind_of(
+            outcomes[-1].scale,
+            skipped[-1].scale_after if skipped else 0.0,
+            is_taken=not skipped,
+            is_overflow=all(outcome.reason is Reason.OVERFLOW for outcome in skipped),
+        )
+        self._kinds[kind] += 1
+        are_few = are_a_start if kind == "start" else are_rare
+        if kind is not None and are_few(self._kinds[kind], self._num):
+            return kind, []
+        return None, [outcome for outcome in skipped if outcome.reason is not Reason.NORM]
 
 
 # --- checks of losses and gradients, hidden from the loop -----------------------------------------

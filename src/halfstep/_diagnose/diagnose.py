@@ -168,15 +168,15 @@ def why_not_replayed(calls: Sequence[KeptCall], model: nn.Module | None) -> str 
     return together or why_not_again(calls)
 
 
-def is_bad_in_float32(calls: Sequence[KeptCall], model: nn.Module) -> bool:
-    """Return whether a replay of kept calls in float32, at scale 1, is not finite."""
+def is_bad_at_scale_1(calls: Sequence[KeptCall], model: nn.Module | None) -> bool:
+    """Return whether a replay of kept calls at scale 1 is not finite."""
     replayer = Replayer(step_of(calls, None, 1.0), model, is_kept=True)
     with (
         replaying(),
         outside_of_contexts(),
         suppress(Exception),
     ):  # raised by the user's code; the replay for the diagnosis reports it
-        return scan(replayer, Variant(torch.float32, scale=1.0)).blame is not None
+        return scan(replayer, Variant(scale=1.0)).blame is not None
     return False
 
 

@@ -23,9 +23,9 @@ from torch.optim.optimizer import (
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import things
 from halfstep._common.patches import Patches
-from halfstep._diagnose.bad_steps import ExpectedSkips, are_finite, has_nan, have_finite_gradients
+from halfstep._diagnose.bad_steps import Skips, are_finite, has_nan, have_finite_gradients
 from halfstep._diagnose.capture import Capture
-from halfstep._diagnose.diagnose import diagnosis_of_calls, is_bad_in_float32, why_not_replayed
+from halfstep._diagnose.diagnose import diagnosis_of_calls, is_bad_at_scale_1, why_not_replayed
 from halfstep._diagnose.diagnosis import Diagnosis, Line, line_text
 from halfstep._diagnose.kept_calls import (
     KeptCall,
@@ -37,6 +37,7 @@ from halfstep._diagnose.kept_calls import (
 )
 from halfstep._diagnose.live import LiveTrace
 from halfstep._diagnose.observer import is_compiled_together
+from halfstep._diagnose.skips import Search
 from halfstep._diagnose.user_code import user_line
 from halfstep._gradients.gradients import parameters
 from halfstep._pytorch import optim
@@ -63,8 +64,9 @@ class Watch:
 
     A step is bad if its loss is not finite, if its gradients are not finite and no scaler would
     skip it, or if it is skipped for an overflow that is not part of dynamic scaling. Overflows at
-    the start of a run or right after the scale has grown are expected, unless they also occur in
-    float32. A bad loss that the loop reads and drops without a backward pass, as in
+    the start of a run, after the scale has grown, and of gradients that have become larger are part
+    of it, unless a replay at scale 1 is not finite or the scale keeps falling. A bad loss that the
+    loop reads and drops without a backward pass, as in
     ``if not math.isfinite(loss.item()): sys.exit(1)``, counts too.
 
     A bad step is replayed immediately, before its state changes, from the calls that the loop made.
@@ -112,7 +114,7 @@ class Watch:
             self._before_update,
             self._after_read,
         )
-        self._start = ExpectedSkips()
+        self._skips: weakref.WeakKeyDictionary[GradScaler, Skips] = weakref.WeakKeyDictionary()
         self._live: LiveTrace | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -176,11 +178,11 @@ class Watch:
         """Check the outcomes of an iteration, and diagnose the iteration if it went bad."""
         if not outcomes or not self._is_watching(scaler):
             return
-        bad = [outcome for outcome in outcomes if self._start.is_bad(outcome)]
+        kind, bad = self._skips.setdefault(scaler, Skips()).judge(outcomes)
         skipped = [outcome for outcome in outcomes if not outcome.taken]
         bad = skipped if self._bad_ends else [] if self._is_bad else bad
         scale = bad[0].scale if bad else None
-        if skipped and not (bad or self._is_bad) and self._is_fault_at_any_scale():
+        if skipped and not (bad or self._is_bad) and self._is_fault_at_any_scale(kind):
             bad, scale = skipped, 1.0
         if bad and any(outcome.taken for outcome in outcomes):
             self.notes.append("another optimizer has stepped before the replay")
@@ -393,16 +395,19 @@ class Watch:
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
         return self._model or self._capture.log.model_of(calls)
 
-    def _is_fault_at_any_scale(self) -> bool:
-        """Return whether a skipped step is also bad in float32 at scale 1."""
+    def _is_fault_at_any_scale(self, kind: Search | None) -> bool:
+        """Return whether a skipped step is also bad at scale 1.
+
+        At the start and after growth, an overflow without a NaN is not replayed to see that.
+        """
         calls = needed_for(self._capture.ends)
         model = self._model_of(calls)
-        if self._num_checked >= MOST_CHECKED or model is None:
+        if self._num_checked >= MOST_CHECKED or why_not_replayed(calls, model) is not None:
             return False
-        if why_not_replayed(calls, model) is not None or not has_nan(model):
+        if kind != "fall" and (model is None or not has_nan(model)):
             return False
         self._num_checked += 1
-        return is_bad_in_float32(calls, model)
+        return is_bad_at_scale_1(calls, model)
 
     @property
     def _step(self) -> int:

@@ -16,16 +16,9 @@ from halfstep._common.numbers import (
     things,
 )
 from halfstep._common.text import Code, Sentence, Severity, names, say
+from halfstep._diagnose.skips import ENDLESS, MANY
 from halfstep._report.layers import power_below
-from halfstep._report.summary import (
-    ENDLESS,
-    FEW,
-    MANY,
-    Facts,
-    Origin,
-    StepCounts,
-    Summary,
-)
+from halfstep._report.summary import FEW, Facts, Origin, StepCounts, Summary
 
 _DEFAULT_SCALE = 2.0**16
 

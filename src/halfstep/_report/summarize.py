@@ -12,11 +12,10 @@ from statistics import fmean, median, quantiles
 from typing import NamedTuple, TypeAlias
 
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._diagnose.skips import ENDLESS, ScaleSearch, Search, are_a_start, are_rare
 from halfstep._record.run import Culprits, Measured, Note, PolicySeen, Run, Step
 from halfstep._report.layers import layers_and_gradients, lower_of
 from halfstep._report.summary import (
-    ENDLESS,
-    MANY,
     OTHER_CAUSES,
     BadBuffers,
     BadPlace,
@@ -32,12 +31,6 @@ from halfstep._report.summary import (
 )
 from halfstep._trace.rows import grouped
 
-SETTLED = 10
-"""The number of taken steps in a row that ends the start-up of dynamic scaling."""
-LONGEST_START = 16
-"""The number of skips that brings PyTorch's initial scale down to 1.
-
-If there are more skips than that, and more than half of the run, they are not a start-up."""
 RECENT = 20
 """The number of steps that recent values average over."""
 _OVERFLOW, _STUCK = "overflow", "non-finite at any scale"  # values of halfstep.Reason
@@ -136,12 +129,12 @@ def _steps(run: Run) -> StepCounts:
     skipped = [(each[0].step, not all(step.taken for step in each)) for each in iterations]
     scalers = _by_scaler(iterations, run.starts)
     others = {each.step for each in run.diagnoses if each.diagnosis.verdict in OTHER_CAUSES}
-    start_up = tuple(step for each in scalers for step in _start_up(each) if step not in others)
-    if len(start_up) > max(LONGEST_START, len(iterations) / 2):
+    kinds = [(step, kind) for each in scalers for step, kind in _search(each) if step not in others]
+    start_up = tuple(step for step, kind in kinds if kind == "start")
+    after_growth = tuple(step for step, kind in kinds if kind == "growth")
+    if not are_a_start(len(start_up), len(iterations)):
         start_up = ()
-    grown = (step for each in scalers for step in _after_growth(each))
-    after_growth = tuple(step for step in grown if step not in others.union(start_up))
-    if len(after_growth) > max(ENDLESS, MANY * len(iterations)):
+    if not are_rare(len(after_growth), len(iterations)):
         after_growth = ()
     normal = {*start_up, *after_growth}
     later = [is_skipped and step not in normal for step, is_skipped in skipped]
@@ -206,50 +199,26 @@ def _by_scaler(
     return found
 
 
-def _start_up(iterations: Iterable[list[Step]]) -> tuple[int, ...]:
-    """Return the overflows at the start, while none is at a scale above the lowest so far.
+def _search(iterations: Iterable[list[Step]]) -> list[tuple[int, Search]]:
+    """Return the iterations by which dynamic scaling searched for the largest usable scale.
 
-    The start-up ends with the first ten taken iterations in a row. Unending skips are not a
-    start-up, unless they are few: the run may have been too short.
+    Unending skips are not a start, unless they are few: the run may have been too short.
     """
-    found: list[int] = []
-    lowest, taken_in_a_row = math.inf, 0
-    for iteration in iterations:
-        skipped = [step for step in iteration if not step.taken]
-        if not skipped:
-            taken_in_a_row += 1
-            if taken_in_a_row == SETTLED:
-                break
-            continue
-        scale = skipped[0].scale
-        if any(s.reason != _OVERFLOW for s in skipped) or scale is None or scale > lowest:
-            break
-        lowest, taken_in_a_row = scale, 0
-        found.append(iteration[0].step)
-    return tuple(found) if taken_in_a_row or len(found) < ENDLESS else ()
-
-
-def _after_growth(iterations: Iterable[list[Step]]) -> Iterator[int]:
-    """Yield the iterations that overflowed after growth and brought the scale back."""
-    before: float | None = None
-    was_skipped = is_probe = False  # a probe: one iteration at a far lower scale, after a skip
-    grown_from: list[float] = []
+    search = ScaleSearch()
+    found: list[tuple[int, Search]] = []
     for iteration in iterations:
         scales = [step.scale for step in iteration if step.scale is not None]
-        if not scales:
-            continue
-        scale = scales[-1]
-        if before is not None and before < scale <= (2 * before if is_probe else math.inf):
-            grown_from.append(before)
         skipped = [step for step in iteration if not step.taken]
-        before, is_probe, was_skipped = scale, was_skipped, bool(skipped)
-        if not skipped:
-            continue
-        back_at = skipped[-1].scale_after or 0.0
-        is_back = bool(grown_from) and back_at >= grown_from[-1]
-        grown_from = [scale for scale in grown_from if scale < back_at]
-        if is_back and all(step.reason == _OVERFLOW for step in skipped):
-            yield iteration[0].step
+        kind = search.kind_of(
+            scales[-1] if scales else None,
+            (skipped[-1].scale_after or 0.0) if skipped else 0.0,
+            is_taken=not skipped,
+            is_overflow=all(step.reason == _OVERFLOW for step in skipped),
+        )
+        if kind is not None:
+            found.append((iteration[0].step, kind))
+    is_endless = search.is_starting and not search.taken_in_a_row and len(found) >= ENDLESS
+    return [] if is_endless else found
 
 
 def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | None:

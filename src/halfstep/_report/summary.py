@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._diagnose.skips import ENDLESS
 from halfstep._numerics.formats import FORMATS_BY_DTYPE
 from halfstep._record.run import Kind, Note, PolicySeen
 
 NOTABLE = 0.01
 """The share of lost gradient entries or updates from which on it is mentioned."""
-ENDLESS = 5
-"""The number of skipped iterations at the end from which on skips count as unending."""
-FEW, MANY = 0.01, 0.1
-"""Shares of skipped steps: a few are normal in dynamic scaling, many slow down learning."""
+FEW = 0.01
+"""The share of skipped steps that is normal in dynamic scaling."""
 OTHER_CAUSES = ("absorbed", "range", "maths", "data")
 """The verdicts of diagnoses that found a cause other than the scale."""
 State: TypeAlias = Literal["ended", "failed", "no end"]
