@@ -106,3 +106,54 @@ def test_what_does_no_harm_is_not_told(name: str) -> None:
 
     found = halfstep.diagnose(step, model=layer)
     assert found.verdict == "none", str(found)
+
+
+class RootMeanSquare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def through_a_norm(x: Tensor) -> Tensor:
+    y = RootMeanSquare()(x * 400).float()  # inf in the square makes a row of zeros
+    return y.sum() / y.square().mean()
+
+
+def ratio_to_a_sum(x: Tensor) -> Tensor:
+    e = torch.exp(x.clamp(9.5, 10))
+    return -torch.log(e[:, 0] / e.sum(1)).mean()  # 0 where the sum is inf
+
+
+@pytest.mark.parametrize(("loss", "op"), [(through_a_norm, "pow"), (ratio_to_a_sum, "sum")])
+def test_an_overflow_that_an_op_swallows_is_the_cause_of_what_goes_bad_later(
+    loss: Callable[[Tensor], Tensor], op: str
+) -> None:
+    layer = nn.Linear(16, 16)
+
+    def step() -> None:
+        with halfstep.autocast(DEVICE, torch.float16, policy="torch; pow:leave; sum:leave"):
+            loss(layer(torch.ones(4, 16))).backward()
+
+    found = halfstep.diagnose(step)
+    assert found.bad is not None
+    assert (found.verdict, found.bad.op) == ("range", op)
+    assert found.cure is not None
+    assert found.cure.policy is not None
+    assert found.cure.is_finite
+    assert f"{op}:fp32" in found.cure.policy
+    assert any(note.startswith("an op makes finite numbers of it") for note in found.notes)
+
+
+def test_in_float32_an_argument_is_limited_where_it_overflows() -> None:
+    layer = nn.Linear(16, 16)
+
+    def step() -> None:
+        e = torch.exp(layer(torch.full((4, 16), 1.0)).abs() + 100)  # e^100 is inf in float32
+        torch.log(1 / e.sum(1)).mean().backward()
+
+    found = halfstep.diagnose(step)
+    assert found.bad is not None
+    assert (found.verdict, found.bad.op) == ("maths", "exp")
+    assert str(found).startswith("maths: exp, forward is not finite\n")
+    assert found.cure is not None
+    assert found.cure.is_finite
+    assert "clamp_max" in found.cure.text

@@ -49,7 +49,10 @@ def test_the_output_that_overflowed_is_part_of_the_headline(tmp_path):
     events = [step(n, loss=math.nan) for n in range(31, 101)]
     first, outputs = said(tmp_path, *events, sample(40, rows))
     assert "The outputs of `embed` overflowed: keep that module in float32" in first.text
-    assert outputs.text == "The outputs of `embed` contained 2 inf, first sampled at step 40."
+    assert (
+        outputs.text
+        == "The outputs of `embed` contained 2 inf in 4 samples together, first sampled at step 40."
+    )
     assert outputs.follows
 
 

@@ -24,6 +24,7 @@ from halfstep._common.nested import tensors_in
 from halfstep._diagnose.diagnosis import NO_END
 from halfstep._diagnose.observer import OpCall, OpKey, OpObserver
 from halfstep._diagnose.replay import Replayer, StepRun
+from halfstep._diagnose.user_code import called_by_user
 from halfstep._diagnose.variant import Variant
 from halfstep._numerics.measure import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
 from halfstep._pytorch import modes
@@ -438,4 +439,7 @@ def _names_of(leaves: list[Tensor], model: nn.Module | None) -> tuple[str, ...]:
     """Return the names of leaves that are parameters, and descriptions of the others."""
     named = () if model is None else model.named_parameters()
     known = {id(param): without_wrappers(name) for name, param in named}
-    return tuple(known.get(id(leaf), f"a leaf of shape {tuple(leaf.shape)}") for leaf in leaves)
+    return tuple(
+        known.get(id(leaf)) or called_by_user(leaf) or f"a leaf of shape {tuple(leaf.shape)}"
+        for leaf in leaves
+    )

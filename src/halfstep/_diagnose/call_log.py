@@ -389,8 +389,8 @@ class BufferCopies:
             weakref.WeakKeyDictionary()
         )
 
-    def of(self, model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
-        """Return the current buffers of a model, each with a copy of its values.
+    def of(self, model: nn.Module) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
+        """Return the current buffers of a model, each with its version and a copy of its values.
 
         The modules with buffers are looked up once per model.
         """
@@ -405,14 +405,14 @@ class BufferCopies:
         for owner, name in self._owners[model]:
             buffer = getattr(owner, name, None)
             if isinstance(buffer, Tensor):
-                found.append((owner, name, buffer, self._copy_of(buffer)))
+                found.append((owner, name, buffer, *self._copy_of(buffer)))
         return found
 
-    def _copy_of(self, buffer: Tensor) -> Tensor:
-        """Return a copy of a buffer; reuse the last one unless the buffer was written to."""
+    def _copy_of(self, buffer: Tensor) -> tuple[int, Tensor]:
+        """Return version and copy of a buffer; reuse the last copy unless it was written to."""
         known = self._copies.get(id(buffer))
         if known is None or known[0]() is not buffer or known[1] != autograd.version_of(buffer):
             copied = buffer.detach().clone()
             known = (weakref.ref(buffer), autograd.version_of(buffer), copied)
             self._copies[id(buffer)] = known
-        return known[2]
+        return known[1:]

@@ -23,7 +23,7 @@ from halfstep._autocast import Policy, autocast, preset
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import power
 from halfstep._diagnose.blame import OUTSIDE, Blame, scan
-from halfstep._diagnose.diagnosis import BadOp, Cure
+from halfstep._diagnose.diagnosis import BadOp, Cure, short_error
 from halfstep._diagnose.edits import IN_FLOAT32, LAST_RESORTS, OF_RESULTS, Edit, edits_of, has_row
 from halfstep._diagnose.replay import Replayer, StepRun
 from halfstep._diagnose.rounding import Origin, Origins, lost_number, makers_of, origins_in
@@ -107,7 +107,7 @@ class CureTrial:
         error = found.run.error
         if error is not None and found.blame is None:
             if not isinstance(error, NotApplicable):
-                self.replayer.notes.append(f"a replay ended with {type(error).__name__}: {error}")
+                self.replayer.notes.append(f"a replay ended with {short_error(error)}")
             return _OUTSIDE
         return found.blame
 
@@ -204,6 +204,22 @@ def _of_half_model(trial: CureTrial) -> Cure | None:
     return Cure("dtype", text, is_finite=True, policy=policy)
 
 
+def of_swallowed(trial: CureTrial, first: Blame, call: UserCall | None) -> Cure | None:
+    """Return one rule or edit as the cure that makes an earlier overflow and the step finite."""
+    if trial.entered:
+        policy = trial.entered[0].policy or preset("standard")
+        cure = _of_rules(trial, first, policy, most=1)
+        if cure is not None:
+            return cure
+    if call is None:
+        return None
+    for edit in islice(edits_of(call.function), MOST_EDITS_TRIED):
+        tried = trial.edited(((call, (edit,)),), trial.scale)
+        if tried.blame is None:
+            return _of_placed(tried.calls, is_finite=True)
+    return None
+
+
 MOST_ORIGINS = 4
 """The largest number of ops before the bad one for which a rule is tried."""
 
@@ -218,10 +234,10 @@ def _of_origin(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
     return None
 
 
-def _of_rules(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
+def _of_rules(trial: CureTrial, blame: Blame, base: Policy, most: int = MOST_RULES) -> Cure | None:
     """Add rules until a replay is finite; for each bad op, try the narrowest rule first."""
     rules: list[str] = []
-    for _ in range(MOST_RULES):
+    for _ in range(most):
         for rule in _rules_for(blame.place, blame.op, trial.model):
             policy = _with_rules(base, [*rules, rule])
             if policy is None or rule in rules:

@@ -18,7 +18,16 @@ from halfstep._diagnose import cure_search
 from halfstep._diagnose.absorbed import find_absorbed
 from halfstep._diagnose.blame import OUTSIDE, Blame, Scan, scan
 from halfstep._diagnose.cure_search import CureTrial
-from halfstep._diagnose.diagnosis import A_NUMBER, BadOp, Cure, Diagnosis, Verdict, source_of
+from halfstep._diagnose.diagnosis import (
+    A_NUMBER,
+    BY_THE_OP_ALONE,
+    BadOp,
+    Cure,
+    Diagnosis,
+    Verdict,
+    short_error,
+    source_of,
+)
 from halfstep._diagnose.inspect_op import (
     InspectingTracker,
     described,
@@ -150,7 +159,7 @@ def diagnosis_of_calls(
     except RanksError:
         return None, "the model or the loss waits for other ranks"
     except Exception as error:  # raised by the user's code
-        return None, f"a replay raised {type(error).__name__}: {error}"
+        return None, f"a replay raised {short_error(error)}"
     gap = gap_in(calls)
     if gap is not None and found.verdict == "unknown":
         return None, gap
@@ -226,7 +235,7 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
         return _of_no_blame(replayer, found, with_underflow)
     if error is not None:
         replayer.notes.append(
-            f"the step ended with {type(error).__name__}: {error}; the first value "
+            f"the step ended with {short_error(error)}; the first value "
             "that was not finite is named"
         )
     if blame.reader == OUTSIDE:
@@ -241,11 +250,37 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
     if blame.number == OUTSIDE or tensor is not None:
         verdict, cure = judge_data(bad, tensor, is_of_batch=inspection.is_of_batch)
         return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)
+    swallowed = _of_swallowed(replayer, found, blame, bad, calls)
+    if swallowed is not None:
+        return swallowed
     verdict, cure = judge(replayer, found, blame, bad, inspection.call)
     diagnosis = Diagnosis(verdict, bad, None, found.ends, scale, cure)
     if verdict == "scale" and cure is not None:
         diagnosis = replace(diagnosis, underflow=find_underflow(replayer, cure.scale))
     return diagnosis
+
+
+def _of_swallowed(
+    replayer: Replayer, found: Scan, blame: Blame, bad: BadOp, calls: UserCalls
+) -> Diagnosis | None:
+    """Return the diagnosis of an earlier overflow that an op made finite, such as 1 / inf.
+
+    It is the cause if a change that makes it finite makes the step finite.
+    """
+    first, scale = found.first, found.run.scale
+    if first is None or not 0 <= first.number < blame.reader or bad.is_beyond_its_dtype:
+        return None
+    inspection = inspect(replayer, first, scale)
+    needs, limit = inspection.bad.needs, inspection.bad.limit
+    if needs is None or limit is None or needs <= limit:
+        return None  # not an overflow, but such as log(0)
+    call = call_of(calls, first)
+    cure = cure_search.of_swallowed(CureTrial(replayer, found.run), first, call)
+    if cure is None:
+        return None
+    replayer.notes.append(f"an op makes finite numbers of it, and {bad.op} then goes bad")
+    verdict: Verdict = "range" if inspection.bad.is_beyond_its_dtype else "maths"
+    return Diagnosis(verdict, named_by(call, inspection.bad), None, found.ends, scale, cure)
 
 
 # --- the verdict ----------------------------------------------------------------------------------
@@ -284,12 +319,11 @@ def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | N
     if not bad.is_beyond_its_dtype:
         return False
     if wide is None:
-        replayer.notes.append("no autocast was entered: judged by the op alone")
+        replayer.notes.append(f"no autocast was entered: {BY_THE_OP_ALONE}")
     elif wide.blame is None:
-        error = wide.run.error
+        why = "it was not seen whole" if wide.run.error is None else short_error(wide.run.error)
         replayer.notes.append(
-            "the step could not be replayed in float32 "
-            f"({type(error).__name__}: {error}): judged by the op alone"
+            f"the step could not be replayed in float32 ({why}): {BY_THE_OP_ALONE}"
         )
     elif wide.blame.where != blame.where:  # casts in the user's code stay in every replay
         place = wide.blame.place.module or "the model's own forward"

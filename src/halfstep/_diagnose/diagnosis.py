@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from halfstep._common.json import Count, Finite, Positive, decoded, to_plain
 from halfstep._common.numbers import percent, power, things
-from halfstep._common.text import preformatted
+from halfstep._common.text import one_line, preformatted
 from halfstep._trace.rows import Phase, short
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -23,6 +23,8 @@ Verdict = Literal["none", "absorbed", "scale", "range", "maths", "data", "unknow
 """The cause: see :class:`Diagnosis`."""
 
 A_NUMBER = "the number nan"
+BY_THE_OP_ALONE = "judged by the op alone"
+"""The end of a note: no replay of the whole step in float32 was finite."""
 """The text that stands for the tensor's name if a Python number is NaN."""
 
 NO_END = (
@@ -81,6 +83,7 @@ class Operand:
         nan: The number of entries that are NaN.
         inf: The number of entries that are inf or -inf.
         zeros: The number of entries that are zero.
+        negative_inf: The number of entries that are -inf.
     """
 
     name: str
@@ -91,6 +94,7 @@ class Operand:
     nan: Count
     inf: Count
     zeros: Count
+    negative_inf: Count = 0
 
 
 @dataclass(frozen=True)
@@ -299,9 +303,10 @@ def _headline(found: Diagnosis) -> str:
         case "range" if bad is not None and _is_rounded(bad):
             return f"range: {where} is finite in float32; here, what it reads was rounded before"
         case "range":
-            return f"range of {dtype}: {where} needs a wider dtype, in float32 it is finite"
+            alone = "alone " if any(note.endswith(BY_THE_OP_ALONE) for note in found.notes) else ""
+            return f"range of {dtype}: {where} needs a wider dtype, in float32 it {alone}is finite"
         case "maths":
-            return f"maths: {where} is not finite in float32 either"
+            return f"maths: {where} is not finite{either(dtype)}"
         case "data":
             if found.tensor == A_NUMBER:
                 return f"data: {where} is given {A_NUMBER}"
@@ -309,6 +314,11 @@ def _headline(found: Diagnosis) -> str:
             return f"data: {found.tensor} was bad before the step{reader}"
         case _:
             return f"unknown: {where}" if where else "unknown, see the notes"
+
+
+def either(dtype: str) -> str:
+    """Return the end of a sentence about an op that is not finite in float32."""
+    return "" if dtype in ("float32", "float64") else " in float32 either"
 
 
 def _is_rounded(bad: BadOp) -> bool:
@@ -333,9 +343,11 @@ def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
     if bad.output is not None:
         yield "returns", _operand(bad.output)
     if bad.needs is not None and bad.limit is not None and bad.output is not None:
-        end = f"{bad.output.dtype} ends at {_number(bad.limit)}"
+        factor = f"{bad.needs / bad.limit:.3g}"
+        times = "" if factor == "1" else f": {factor} times as much"
         if bad.needs > bad.limit:
-            yield "needs", f"{_number(bad.needs)}, {end}: {bad.needs / bad.limit:.3g} times as much"
+            needs, limit = _number(bad.needs), _number(bad.limit)
+            yield "needs", f"{needs}, {bad.output.dtype} ends at {limit}{times}"
     if found.scale is not None:
         yield "scale", power(found.scale)
     if found.ends:
@@ -373,8 +385,17 @@ def _underflow(flushes: tuple[Flush, ...]) -> Iterator[str]:
         yield f"  and {len(worth) - MOST_FLUSHES} more"
 
 
+MOST_OF_AN_ERROR = 160
+"""The number of characters of an error's message that are shown."""
 _AROUND = 2
 """The number of lines of source that are shown before and after the bad one."""
+
+
+def short_error(error: BaseException) -> str:
+    """Return the type and the message of an error, without a tensor or the like in full."""
+    text = one_line(str(error))
+    text = text if len(text) <= MOST_OF_AN_ERROR else f"{text[:MOST_OF_AN_ERROR]} ..."
+    return f"{type(error).__name__}: {text}"
 
 
 def line_text(line: Line) -> str:
@@ -423,7 +444,12 @@ def _operand(operand: Operand) -> str:
         parts.append("empty")
     if operand.low is not None and operand.high is not None:
         parts.append(f"{_number(operand.low)} to {_number(operand.high)}")
-    for count, what in ((operand.nan, "NaN"), (operand.inf, "inf"), (operand.zeros, "zero")):
+    for count, what in (
+        (operand.nan, "NaN"),
+        (operand.inf - operand.negative_inf, "inf"),
+        (operand.negative_inf, "-inf"),
+        (operand.zeros, "zero"),
+    ):
         if count:
             parts.append(f"{count} {what}")
     return f"{name}{operand.dtype}[{shape}]: {', '.join(parts)}"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import map_plain, tensors_in
 from halfstep._diagnose.blame import OUTSIDE, Blame, BlameTracker, has_nan_number
-from halfstep._diagnose.diagnosis import A_NUMBER, BadOp, Operand
+from halfstep._diagnose.diagnosis import A_NUMBER, BadOp, Operand, short_error
 from halfstep._diagnose.edits import row_name
 from halfstep._diagnose.observer import OpCall, OpObserver
 from halfstep._diagnose.replay import Replayer
@@ -97,7 +97,7 @@ def inspect(replayer: Replayer, blame: Blame, scale: float | None) -> OpInspecti
     with replayer.run(Variant(scale=scale), inspection, calls.active()) as run:
         inspection.call = call_of(calls, blame)
         if not inspection.has_seen:
-            error = f" ({type(run.error).__name__}: {run.error})" if run.error else ""
+            error = f" ({short_error(run.error)})" if run.error else ""
             replayer.notes.append(f"a second replay did not reach this op{error}")
         replayer.notes += inspection.notes
         return inspection
@@ -166,11 +166,12 @@ def operand(tensor: Tensor, name: str) -> Operand:
         return Operand(name, dtype, shape, None, None, 0, 0, 0)
     values = values.float() if values.element_size() == 1 else values
     finite = values[values.isfinite()]
-    nan, inf, zeros = int(values.isnan().sum()), int(values.isinf().sum()), int((values == 0).sum())
+    counted = (values.isnan(), values.isinf(), values == 0, values == -math.inf)
+    counts = torch.stack([each.sum() for each in counted]).tolist()
     low, high = None, None
     if finite.numel():
         low, high = torch.stack(torch.aminmax(finite)).tolist()
-    return Operand(name, dtype, shape, low, high, nan, inf, zeros)
+    return Operand(name, dtype, shape, low, high, *counts)
 
 
 def _needs(call: OpCall) -> float | None:

@@ -103,7 +103,8 @@ class KeptCall:
         settings: The settings of autocast around it.
         random: The states of random generators, if it draws numbers.
         generators: The generators among its arguments, with their states.
-        buffers: The buffers of the model: module, name, tensor and a copy of the values.
+        buffers: The buffers of the model: module, name, tensor, its version, and a copy of the
+            values.
         forward: The replacement of the model's own ``forward``, if there was one at the call.
         writes: The positions of the tensor arguments that it wrote to.
         gap: The reason why it cannot be repeated exactly; None if it can.
@@ -121,7 +122,7 @@ class KeptCall:
     has_grad: bool = True
     random: RandomStates | None = None
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
-    buffers: Sequence[tuple[nn.Module, str, Tensor, Tensor]] = ()
+    buffers: Sequence[tuple[nn.Module, str, Tensor, int, Tensor]] = ()
     forward: Callable[..., Any] | None = None
     is_training: bool = True
     writes: tuple[int, ...] = ()
@@ -176,7 +177,7 @@ def needed_for(ends: Sequence[KeptCall]) -> list[KeptCall]:
 
 
 def weights_of(calls: Iterable[KeptCall]) -> list[Tensor]:
-    """Return the parameters of the called modules and the tensors given to calls.
+    """Return the parameters and buffers of the called modules and the tensors given to calls.
 
     There may be duplicates.
     """
@@ -184,7 +185,7 @@ def weights_of(calls: Iterable[KeptCall]) -> list[Tensor]:
     for call in calls:
         found += [given.tensor for given in call.given]
         if isinstance(call.function, nn.Module):
-            found += call.function.parameters()
+            found += [*call.function.parameters(), *(buffer for _, _, buffer, *_ in call.buffers)]
     return found
 
 
@@ -337,9 +338,10 @@ def _again(
     at = call.at  # noqa: F841 - read from the frame, see CALLED_AGAIN
     if call.random is not None:
         call.random.restore()
-    for module, name, buffer, values in call.buffers:
-        with torch.no_grad():
-            buffer.copy_(values)
+    for module, name, buffer, version, values in call.buffers:
+        if autograd.version_of(buffer) != version:
+            with torch.no_grad():
+                buffer.copy_(values)
         if getattr(module, name) is not buffer:  # the call replaced the buffer
             setattr(module, name, buffer)
     function: Callable[..., Any] = call.function

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfstep._autocast.rule import HALVES
-from halfstep._diagnose.diagnosis import Flush, Line
+from halfstep._diagnose.diagnosis import Flush, Line, short_error
 from halfstep._diagnose.inspect_op import in_wider
 from halfstep._diagnose.observer import OpCall, OpObserver
 from halfstep._diagnose.replay import Replayer
@@ -246,7 +246,7 @@ def find_underflow(replayer: Replayer, scale: float | None) -> tuple[Flush, ...]
     counter = FlushCounter(scale)
     with replayer.run(Variant(scale=scale), counter) as run:
         if run.error is not None:
-            error = f"{type(run.error).__name__}: {run.error}"
+            error = short_error(run.error)
             replayer.notes.append(f"the replay for underflow ended with {error}")
         return counter.found()
 

@@ -37,6 +37,7 @@ from halfstep._diagnose.kept_calls import (
 )
 from halfstep._diagnose.live import LiveTrace
 from halfstep._diagnose.observer import is_compiled_together
+from halfstep._diagnose.optimizer_side import Growth, with_bad_setting
 from halfstep._diagnose.skips import Search
 from halfstep._diagnose.user_code import user_line
 from halfstep._gradients.gradients import parameters
@@ -86,7 +87,7 @@ class Watch:
         notes: Remarks for the next diagnosis.
         is_ending: Whether a scaler is ending the step that is diagnosed.
 
-    Sync: two per step without a scaler, one per step with a scaler.
+    Sync: two per step without a scaler, one per step with a scaler; one more in steps 1, 2, 4 ...
     """
 
     is_diagnosing = True
@@ -116,6 +117,7 @@ class Watch:
         )
         self._skips: weakref.WeakKeyDictionary[GradScaler, Skips] = weakref.WeakKeyDictionary()
         self._live: LiveTrace | None = None
+        self._growth = Growth()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._num_live = self._num_tried = self._num_checked = self._bad_step = 0
@@ -249,6 +251,11 @@ class Watch:
         if not self._is_outermost_step():
             return None
         self._pause(is_stepping=True)
+        self._growth.before_step(optimizer, self._step)
+        setting = with_bad_setting(optimizer)
+        if setting is not None:
+            self._is_spoiled = self._is_bad = True
+            self._report(setting)
         if is_in_step() or not self._counts_plain_steps():
             return None
         closure, others, kwargs = split_closure(args[1:], kwargs)
@@ -373,6 +380,10 @@ class Watch:
         if found is not None:
             if found.verdict == "data":
                 self._note_writes(calls)
+            elif found.verdict in ("maths", "range"):
+                found = self._growth.explain(found, self._step)
+                if found is None:
+                    return
             self._report(found)
             return
         self.notes.append(f"step {self._step} was not replayed: {why_not}")
@@ -390,7 +401,7 @@ class Watch:
         places = map(self._capture.log.written_at.get, bad)
         place = next(filter(None, places), None)
         if place is not None:
-            self.notes.append(f"the loop itself last wrote to it: {line_text(place.line)}")
+            self.notes.append(f"the loop last wrote to it: {line_text(place.line)}")
 
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
         return self._model or self._capture.log.model_of(calls)

@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from halfstep._common.numbers import at_steps, things
 from halfstep._common.text import SEVERITIES, Code, Sentence, Severity, say
-from halfstep._diagnose.diagnosis import BadOp, Cure, Diagnosis
+from halfstep._diagnose.diagnosis import BadOp, Cure, Diagnosis, either
 from halfstep._report.about_steps import severity_of_skips
 from halfstep._report.summary import BadPlace, Summary
 
@@ -88,15 +88,15 @@ def _what(found: Diagnosis) -> Iterator[str | Code]:
             " went bad in ",
             f": {needs or 'what it reads was rounded before; it '}is finite in float32",
         ),
-        "maths": (" went bad in ", ", which is not finite in float32 either"),
+        "maths": (" went bad in ", f", which is not finite{either(dtype)}"),
         "data": (" went bad because ", ""),
         "unknown": (" went bad in ", ", for an unknown reason"),
     }[found.verdict]
     yield before
     if found.verdict == "data":
         yield Code(found.tensor or "a tensor")
-        yield " was already bad; the first op to read it is "
-    if found.verdict != "none":
+        yield " was already bad" + ("" if bad is None else "; the first op to read it is ")
+    if found.verdict != "none" and not (found.verdict == "data" and bad is None):
         yield from _op(bad)
     yield after
     if found.verdict in ("none", "unknown") and found.notes:

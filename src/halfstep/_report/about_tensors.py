@@ -249,7 +249,8 @@ def _non_finite(
 ) -> Sentence:
     first = bad[0]
     counts = [f"{count(n)} {what}" for n, what in ((first.inf, "inf"), (first.nan, "NaN")) if n]
-    what = f" contained {listed(counts)}, first sampled at step {first.non_finite_step}"
+    num = "" if first.num_samples == 1 else f" in {things(first.num_samples, 'sample')} together"
+    what = f" contained {listed(counts)}{num}, first sampled at step {first.non_finite_step}"
     too = " later in the model contained some too"
     others = ("; ", *_names(bad[1:]), too) if len(bad) > 1 else ()
     return say(
