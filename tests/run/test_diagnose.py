@@ -108,7 +108,7 @@ def test_a_script_that_steps_by_hand(halfstep_run, tmp_path):
     assert done.code == 0, done.err
     first, second, *facts = done.err.splitlines()
     assert first == "halfstep: step 3 went bad:"
-    assert second == "maths: sqrt (div), backward is not finite in float32 either"
+    assert second == "maths: sqrt (div), backward is not finite"
     assert any("train.py:5 in <module>: loss = " in fact for fact in facts)
     (only,) = read_run(tmp_path / "out").diagnoses
     assert only.step == 3

@@ -380,7 +380,7 @@ class Watch:
         if found is not None:
             if found.verdict == "data":
                 self._note_writes(calls)
-            elif found.verdict in ("maths", "range"):
+            elif found.verdict == "maths":
                 found = self._growth.explain(found, self._step)
                 if found is None:
                     return
