@@ -56,6 +56,11 @@ def own(text: str) -> str:
 
 
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    "
+CHECKED = (
+    "scaler.scale(loss).backward()\nscaler.unscale_(optimizer)\n"
+    "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+)
+"""A step that the loop checks by hand follows."""
 STEP_IF = "scaler.step(optimizer)\n    scaler.update()\n"
 ELSEWHERE = "def take_step(model, scaler, optimizer):\n    {}\n"
 """A step whose backward pass is in another file."""
@@ -200,9 +205,10 @@ WRONG = [
     ),
     ("gradients-dropped:5", body(SCALED + "model.zero_grad()\n" + STEP)),
     (
-        "scaler-bypassed:6",
+        "step-unchecked:6",
         body(SCALED + "scaler.unscale_(optimizer)\noptimizer.step()\nscaler.update()\n"),
     ),
+    ("step-unchecked:7", body(CHECKED + "optimizer.step()\nscaler.update()\n")),
     ("scaler-bypassed:5", body(SCALED + "opt.step()\n")),
     ("scaler-bypassed:9", own(SCALED + "optimizer.step()\nscaler.update()\n")),
     (
@@ -315,6 +321,13 @@ def test_a_mistake_is_found(wanted: str, source: str) -> None:
 
 
 RIGHT = {
+    "a step that is checked by hand": body(
+        CHECKED + "if torch.isfinite(norm):\n    optimizer.step()\nscaler.update()\n"
+    ),
+    "a bad step that is left out by hand": body(
+        CHECKED + "if not norm.isfinite():\n    scaler.update()\n    continue\n"
+        "optimizer.step()\nscaler.update()\n"
+    ),
     "accumulation": body(
         SCALED + "if (i + 1) % 4 == 0:\n    scaler.unscale_(optimizer)\n"
         "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import io
 import json
+import os
+import shutil
 import sys
+import tempfile
+import tokenize
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep._cli.exits import CommandError, reason
+from halfstep._common.numbers import things
 from halfstep._common.text import tell
 
 if TYPE_CHECKING:
+    from halfstep._doctor.deprecated import Target
     from halfstep._doctor.finding import Checkup
     from halfstep._doctor.hardware import MachineReport
 
@@ -27,14 +36,19 @@ To ignore a finding, put a comment in its line, with the name in brackets:
   # halfstep: allow update-missing
 docs/doctor.md has a section on each finding.
 
+--fix rewrites deprecated names (torch.cuda.amp, torch.cpu.amp) and prints the
+changes. Layout and comments stay; what is not understood stays too, and its
+line is named. --to halfstep writes halfstep's names, also for torch.amp's.
+
 Exit code: 0 if there is no bad finding and no warning, 1 if there is, 2 if a
-file cannot be read.
+file cannot be read. With --diff: 1 if there is something to change.
 
 examples:
   halfstep doctor train.py                 the machine and a script
   halfstep doctor                          only the machine
   halfstep doctor --no-machine src/*.py    only scripts, for CI
   halfstep doctor --json train.py          everything as JSON
+  halfstep doctor --diff src/*.py          what --fix would change
 """
 
 
@@ -43,12 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scripts", type=Path, nargs="*", metavar="SCRIPT", help="a Python file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--no-machine", action="store_true", help="do not measure the machine")
+    parser.add_argument("--fix", action="store_true", help="rewrite deprecated names in scripts")
+    parser.add_argument("--diff", action="store_true", help="print what --fix would change")
+    parser.add_argument(
+        "--to", choices=("torch", "halfstep"), default="torch", help="whose names --fix writes"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
-    if arguments.no_machine and not arguments.scripts:
-        raise CommandError("--no-machine leaves nothing to do: name a script")
+    changes = arguments.fix or arguments.diff
+    if (arguments.no_machine or changes) and not arguments.scripts:
+        option = "--no-machine" if not changes else "--fix" if arguments.fix else "--diff"
+        raise CommandError(f"{option} leaves nothing to do: name a script")
+    if changes:
+        return _fix(arguments.scripts, arguments.to, is_dry=arguments.diff)
     checkup = _read(arguments.scripts)
     machine = None if arguments.no_machine else _measured()
     if arguments.json:
@@ -67,16 +90,68 @@ def _read(scripts: list[Path]) -> Checkup:
 
     findings = []
     for path in scripts:
-        try:
+        with _readable(path):
             findings += check_file(path)
-        except OSError as error:
-            raise CommandError(f"{path}: {reason(error, path)}") from None
-        except SyntaxError as error:
-            line = "" if error.lineno is None else f":{error.lineno}"
-            raise CommandError(f"{path}{line}: not Python: {error.msg}") from None
-        except ValueError as error:  # a file with null bytes
-            raise CommandError(f"{path}: not Python: {error}") from None
     return Checkup(findings)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn errors of reading, parsing and writing a script into those of the command."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{path}: {reason(error, path)}") from None
+    except SyntaxError as error:
+        line = "" if error.lineno is None else f":{error.lineno}"
+        raise CommandError(f"{path}{line}: not Python: {error.msg}") from None
+    except ValueError as error:  # a file with null bytes
+        raise CommandError(f"{path}: not Python: {error}") from None
+
+
+# --- rewriting ------------------------------------------------------------------------------------
+
+
+def _fix(scripts: list[Path], to: Target, *, is_dry: bool) -> int:
+    """Rewrite scripts, or only show the changes; return the exit code."""
+    from halfstep._doctor.deprecated import rewritten
+
+    num_changed = 0
+    for path in scripts:
+        with _readable(path):
+            source = path.read_bytes()
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+            text = source.decode(encoding)
+            new = rewritten(text, to)
+        for line, why in new.left:
+            print(f"{path}:{line}: left as it is: {why}", file=sys.stderr)
+        if new.text == text:
+            continue
+        num_changed += 1
+        before, after = (each.splitlines(keepends=True) for each in (text, new.text))
+        tell("".join(difflib.unified_diff(before, after, str(path), str(path))).rstrip("\n"))
+        if not is_dry:
+            with _readable(path):
+                _write(path.resolve(), new.text.encode(encoding))
+    what = "to change" if is_dry else "changed"
+    print(f"{things(num_changed, 'file')} {what}", file=sys.stderr)
+    return 1 if is_dry and num_changed else 0
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace a file by new content at once; its mode stays."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        shutil.copymode(path, name)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+# --- the machine ----------------------------------------------------------------------------------
 
 
 def _measured() -> MachineReport:

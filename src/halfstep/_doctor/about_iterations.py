@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from halfstep._doctor.finding import Finding
 from halfstep._doctor.follow_iterations import IterationWalk, optimizer_of
 from halfstep._doctor.iteration import Iteration, finding, next_iteration
-from halfstep._doctor.read_names import dotted
+from halfstep._doctor.read_names import arguments, dotted
 from halfstep._doctor.read_program import Program, Root
 from halfstep._doctor.read_sites import Site
 
 _LOOKS = r"load|resume|restart|restore|recover|print|isinstance"
 _NO_UPDATE = re.compile(rf"save|checkpoint|{_LOOKS}", re.I)
 """A pattern for functions that take a scaler without updating it."""
+_CLEARS = re.compile(r"zero_?grad|^zero_$|set_to_none|clear_?grad|^grad$", re.I)
+"""A pattern for names in code that clears gradients."""
 _NO_SAVE = re.compile(_LOOKS, re.I)
 """A pattern for functions that take a scaler without saving it."""
 
@@ -35,6 +37,7 @@ def findings(program: Program) -> Iterator[Finding]:
                 walk.run(root.node, *map(next_iteration, ends))
             yield from {(each.id, each.line): each for each in walk.found}.values()
         yield from _schedules(program, root)
+        yield from _never_zeroed(program, root)
     yield from _never_updated(program)
     yield from _never_saved(program)
     yield from _closures(program)
@@ -98,6 +101,31 @@ def _schedules(program: Program, root: Root) -> Iterator[Finding]:
             (scheduler, scaler),
             line=site.line,
         )
+
+
+def _never_zeroed(program: Program, root: Root) -> Iterator[Finding]:
+    """Yield a finding about a loop whose gradients are never cleared."""
+    makes = program.meaning.makes_optimizer
+    looped = [site for site in root.sites if site.around("loop")]
+    steps = [s for s in looped if program.is_optimizer_step(s) or program.is_scaler_step(s)]
+    backward = next(filter(program.is_backward, looped), None)
+    is_own = any(makes(site.call, site.scope) for site in program.sites)
+    if not (steps and backward and is_own) or any(map(_CLEARS.search, program.words)):
+        return
+    step = steps[0]
+    optimizer = optimizer_of(step) if program.is_scaler_step(step) else dotted(step.owner)
+    passed = (dotted(each) for s in looped if s not in steps for each in arguments(s.call))
+    if optimizer in passed:  # another function may clear them
+        return
+    yield Finding(
+        "gradients-never-zeroed",
+        f"the gradients of `{optimizer}` are never cleared: each `backward` adds to those of all "
+        "steps before, so they grow without end, and overflow",
+        "clear them in each iteration, before `backward` or after the step",
+        f"{optimizer}.zero_grad()",
+        (optimizer,),
+        line=step.line,
+    )
 
 
 def _gated(scaler: str, scheduler: str, is_torch: bool) -> str:
@@ -182,7 +210,8 @@ def _closures(program: Program) -> Iterator[Finding]:
             scales = next(filter(None, map(program.scaled_by, inner)), "")
             if scales:
                 stepped = dotted(site.owner)
-                yield finding("scaler-bypassed", site.line, scaler=scales, optimizer=stepped)
+                known = program.known_of(scales)
+                yield finding("scaler-bypassed", site.line, known, scaler=scales, optimizer=stepped)
         if not program.is_scaler_step(site) or len(site.call.args) < 2:
             continue
         scaler = program.meaning.scaler(site.owner, site.scope)

@@ -19,6 +19,8 @@ _FRAMEWORKS = re.compile(r"deepspeed|accelerat|lightning|fabric|colossalai|apex|
 
 _BF16 = re.compile(r"bf_?16|bfloat", re.I)
 _DEVICES = re.compile(r"cuda|cpu|gpu|device", re.I)
+_MOVING = re.compile(rf"^to$|cuda|gpu|device|parallel|rank|prepare|{_FRAMEWORKS.pattern}", re.I)
+"""A pattern for names in code that moves a model to a device, or that has others do so."""
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp)
 
 
@@ -29,6 +31,7 @@ def findings(program: Program) -> Iterator[Finding]:
     yield from _without_scaler(program)
     yield from _scaler_with_bf16(program)
     yield from _other_device(program)
+    yield from _not_entered(program)
     for root in program.roots:
         yield from _without_forward(program, root)
     for root in program.roots:
@@ -184,6 +187,28 @@ def _may_be_on(name: str, scaler: SourceScaler, switches: set[str]) -> bool:
     return is_theirs or is_elsewhere or bool(scaler.switch and scaler.switch in switches)
 
 
+def _not_entered(program: Program) -> Iterator[Finding]:
+    """Yield findings about contexts that ``with A and B`` drops."""
+    for site in program.sites:
+        node = site.statement
+        for item in node.items if isinstance(node, ast.With | ast.AsyncWith) else ():
+            whole = item.context_expr
+            if not isinstance(whole, ast.BoolOp):
+                continue
+            entered = program.meaning.possible(whole, site.scope)
+            left = [ast.unparse(value) for value in whole.values if value not in entered]
+            if left:
+                yield Finding(
+                    "context-not-entered",
+                    f"`with {ast.unparse(whole)}` enters only `{ast.unparse(entered[-1])}`: `and` "
+                    f"and `or` return one of their operands, so `{left[0]}` has no effect",
+                    "separate contexts by commas",
+                    f"with {', '.join(map(ast.unparse, whole.values))}:\n    ...",
+                    (left[0],),
+                    line=whole.lineno,
+                )
+
+
 def _other_device(program: Program) -> Iterator[Finding]:
     """Yield findings about autocasts for a device other than that of the training."""
     regions: dict[NameScope, dict[int, str]] = {}
@@ -220,8 +245,17 @@ def _elsewhere(program: Program, lowered: str) -> str:
         return "" if is_right else f"the model is moved to {others}"
     if lowered == "cpu" and any(site.method == "cuda" for site in program.sites):
         return "tensors are moved to cuda"
+    if lowered == "cuda" and not moves and _stays_on_cpu(program):
+        return "the model stays on cpu"
     scalers = [name for name, scaler in program.scalers.items() if scaler.device == "cuda"]
     return f"`{scalers[0]}` is made for cuda" if lowered == "cpu" and scalers else ""
+
+
+def _stays_on_cpu(program: Program) -> bool:
+    """Return whether the file makes the optimizer, and nothing in it names a device."""
+    makes = program.meaning.makes_optimizer
+    is_own = any(makes(site.call, site.scope) for site in program.sites)
+    return is_own and not any(map(_MOVING.search, {*program.words, *program.imported}))
 
 
 def _moved_to(program: Program, site: Site) -> set[str] | None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep._doctor import about_iterations, about_precision, hardware, objects
+from halfstep._doctor import about_iterations, about_precision, deprecated, hardware, objects
 from halfstep._doctor.finding import Checkup, Finding
 from halfstep._doctor.objects import Training
 from halfstep._doctor.read_names import Function
@@ -220,7 +220,11 @@ def _definition(tree: ast.Module, name: str, line: int) -> Function | None:
 def _check(program: Program, source: str, file: str) -> list[Finding]:
     if _NEEDED.isdisjoint(program.words):
         return []
-    found = (*about_iterations.findings(program), *about_precision.findings(program))
+    found = (
+        *about_iterations.findings(program),
+        *about_precision.findings(program),
+        *deprecated.findings(program, source),
+    )
     lines = source.splitlines()
     kept = (replace(each, file=file) for each in found if not _is_allowed(each, lines))
     return list(dict.fromkeys(kept))

@@ -163,18 +163,19 @@ class IterationWalk(LossWalk):
         key = self.key(site.owner, site.scope, path.names)
         if self.meaning.is_scaler(site.owner, site.scope, key):
             is_on = self.meaning.may_be_on(site.owner, site.scope)
-            return self._of_scaler(now, site, key, path.names) if is_on else now
+            return self._of_scaler(now, site, key, path) if is_on else now
         is_optimizer = self.meaning.is_optimizer(site.owner, site.scope)
         if site.method == "step" and (is_optimizer or is_optimizer_name(key)):
             if not now.line and path.facts.get(_AMP):  # an iteration without a scaler
                 return now
-            return iteration.after_plain_step(now, self._call_of(site, optimizer=key), self._report)
+            call = replace(self._call_of(site, optimizer=key), decided=frozenset(path.facts))
+            return iteration.after_plain_step(now, call, self._report)
         if site.method == "zero_grad":
             is_named = is_optimizer_name(key)
             of = {key} if is_named else self._program.optimizers_of(site.owner)
             return iteration.after_zero_grad(now, of, site.line)
         if kind == "clip":
-            return iteration.after_clip(now, site.line)
+            return iteration.after_clip(now, Call(site.line, decided=frozenset(path.facts)))
         is_known = self.followed(site) is not None or not self._may_change(site)
         return now if is_known else iteration.after_unknown(now)
 
@@ -230,10 +231,10 @@ class IterationWalk(LossWalk):
                 return self.key(scaler, scope, names)
         return ""
 
-    def _of_scaler(self, now: Iteration, site: Site, key: str, names: Names) -> Iteration:
+    def _of_scaler(self, now: Iteration, site: Site, key: str, path: Path) -> Iteration:
         given = argument(site.call, "optimizer", 0)
-        optimizer = "" if given is None else self.key(given, site.scope, names)
-        call = self._call_of(site, key, optimizer)
+        optimizer = "" if given is None else self.key(given, site.scope, path.names)
+        call = replace(self._call_of(site, key, optimizer), decided=frozenset(path.facts))
         match site.method:
             case "unscale_" if given is not None:
                 return iteration.after_unscale(now, call, self._report)
@@ -300,7 +301,8 @@ class IterationWalk(LossWalk):
         return not self.meaning.is_scheduler(site.owner, site.scope)
 
     def _report(self, id: str, line: int, **values: object) -> None:
-        self.found.append(finding(id, line, **values))
+        known = self._program.known_of(str(values.get("scaler", "")))
+        self.found.append(finding(id, line, known, **values))
 
 
 def optimizer_of(site: Site) -> str:

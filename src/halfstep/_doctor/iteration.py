@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from halfstep._common.numbers import power
 from halfstep._doctor.finding import Finding
 
 UNKNOWN = -1
@@ -31,6 +32,7 @@ class Iteration:
     is_uncertain: bool = False  # an unknown call may have changed the gradients
     unscaled: _Calls = frozenset()  # calls of unscale_ since update
     is_unscaled: bool = False  # unscale_ was called since the last backward pass
+    decided: frozenset[str] = frozenset()  # the conditions decided at unscale_, or else the clip
     stepped: _Calls = frozenset()  # calls of scaler.step since update
     clipped: int = 0  # the line that clipped scaled gradients
     has_clip: bool = False  # gradients were clipped since update
@@ -68,6 +70,7 @@ class Call:
     names: Mapping[str, str] = field(default_factory=dict)
     has_closure: bool = False
     sets_scale: bool = False  # update(new_scale)
+    decided: frozenset[str] = frozenset()  # the conditions that are decided
 
     @property
     def is_one(self) -> bool:
@@ -112,7 +115,8 @@ def after_unscale(now: Iteration, call: Call, report: Report) -> Iteration:
         _check_scale(now, call, report)
     unscaled = now.unscaled | {(call.scaler, call.optimizer, call.line)}
     # Clear `updated`: these gradients come from a backward pass that is not visible.
-    return replace(now, updated=frozenset(), unscaled=unscaled, is_unscaled=True)
+    now = replace(now, updated=frozenset(), unscaled=unscaled, is_unscaled=True)
+    return replace(now, decided=call.decided)
 
 
 def after_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> Iteration:
@@ -138,7 +142,8 @@ def _check_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> No
     elif is_unscaled and not now.is_dropped:
         report("loss-not-scaled", now.line, **{**call.names, "loss": now.loss})
     elif now.clipped:
-        report("clip-before-unscale", now.clipped, **call.names)
+        where = ", both only where the step is" if call.decided - now.decided else ""
+        report("clip-before-unscale", now.clipped, where=where, **call.names)
 
 
 def _check_scale(now: Iteration, call: Call, report: Report) -> bool:
@@ -169,7 +174,10 @@ def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
     is_known = bool(now.losses) and not now.is_uncertain and not call.has_closure
     if is_known and steps:
         report("step-twice", call.line, first=steps[0], **names)
-    elif is_known and ((now.is_scaled and not is_late) or (is_unscaled and not now.is_used)):
+    elif is_known and is_unscaled and not now.is_used:
+        if call.decided <= now.decided:  # no condition since unscale_, such as isfinite(norm)
+            report("step-unchecked", call.line, **names)
+    elif is_known and now.is_scaled and not is_late:
         report("scaler-bypassed", call.line, **names)
     elif is_known and not now.is_used and _zeroed_at(now, call.optimizer):
         _dropped(now, call, report)
@@ -218,10 +226,10 @@ def after_zero_grad(now: Iteration, optimizers: Iterable[str], line: int) -> Ite
     return replace(now, zeroed=now.zeroed | {(each, line) for each in optimizers}, is_dropped=True)
 
 
-def after_clip(now: Iteration, line: int) -> Iteration:
+def after_clip(now: Iteration, call: Call) -> Iteration:
     """Return the state after gradients were clipped without unscaling them."""
     if now.is_scaled and not now.is_unscaled and not now.is_used:
-        now = replace(now, clipped=line)
+        now = replace(now, clipped=call.line, decided=call.decided)
     return replace(now, has_clip=True)
 
 
@@ -251,8 +259,18 @@ def _shown(key: str) -> str:
 # --- findings -------------------------------------------------------------------------------------
 
 
-def finding(id: str, line: int, **values: object) -> Finding:
-    """Return a finding; ``values`` are inserted into its text: scaler, optimizer, loss, lines."""
+def finding(
+    id: str, line: int, known: tuple[float | None, bool] = (None, False), **values: object
+) -> Finding:
+    """Return a finding.
+
+    ``known`` is the scaler's first scale, None if it is unknown, and whether the file updates it.
+    The other values are inserted into the text: scaler, optimizer, loss, lines.
+    """
+    scale, is_updated = known
+    values["update"] = "" if is_updated else f"\n{values.get('scaler')}.update()"
+    values["at_first"] = "" if scale is None else f" ({power(scale)} at first)"
+    values["too_large"] = f"{scale:g} times too large" if scale else "too large by the scale"
     text, cure, code = (part.format(**values) for part in _TEXTS[id])
     names = [str(values[each]) for each in ("scaler", "optimizer", "loss") if each in values]
     return Finding(id, text, cure, code, tuple(names), line=line)
@@ -260,10 +278,10 @@ def finding(id: str, line: int, **values: object) -> Finding:
 
 _TEXTS = {
     "clip-before-unscale": (
-        "gradients are clipped while they are still multiplied by the scale (2^16 at first) of "
+        "gradients are clipped while they are still multiplied by the scale{at_first} of "
         "`{scaler}`: after unscaling they are almost zero, and training looks stuck",
-        "unscale before you clip, or let halfstep's `{scaler}` clip, in one pass less",
-        "{scaler}.unscale_({optimizer})  # before clipping\n"
+        "unscale before you clip{where}; or let halfstep's `{scaler}` clip, in one pass less",
+        "{scaler}.unscale_({optimizer})  # before clipping{where}\n"
         "# or: {scaler}.step({optimizer}, max_norm=1.0)",
     ),
     "gradients-dropped": (
@@ -273,28 +291,34 @@ _TEXTS = {
         "",
     ),
     "loss-not-scaled": (
-        "`{scaler}` divides the gradients of `{optimizer}` by its scale (2^16 at first), but the "
+        "`{scaler}` divides the gradients of `{optimizer}` by its scale{at_first}, but the "
         "loss of this `backward` was not multiplied by it: the updates are almost zero",
         "scale the loss whose gradients this step uses",
         "{scaler}.scale({loss}).backward()",
     ),
     "scaled-twice": (
         "`{loss}` is multiplied by the scale of `{scaler}` twice, and divided by it once: the "
-        "gradients are 65536 times too large, or inf",
+        "gradients are {too_large}, or inf",
         "scale each loss once, in the call of `backward`",
         "{scaler}.scale(loss).backward()",
     ),
     "scaler-bypassed": (
         "`{optimizer}.step()` takes gradients that `{scaler}` has multiplied by the scale: "
-        "they are 65536 times too large, and inf and NaN get through",
-        "step through the scaler, then call `{scaler}.update()`",
-        "{scaler}.step({optimizer})\n{scaler}.update()",
+        "they are {too_large}, and inf and NaN get through",
+        "step through the scaler, and call `{scaler}.update()` after it",
+        "{scaler}.step({optimizer}){update}",
     ),
     "scaler-in-loop": (
-        "a new `{scaler}` is made for each step: the scale starts at 2^16 every time, never "
+        "a new `{scaler}` is made for each step: the scale starts anew{at_first}, never "
         "learns from an overflow, and the same steps are skipped again and again",
         "make one scaler before the loop, beside the optimizer",
         "",
+    ),
+    "step-unchecked": (
+        "`{optimizer}.step()` follows `{scaler}.unscale_` by hand: the gradients are divided by "
+        "the scale, but the step is taken when they are inf or NaN too, as at the first overflow",
+        "step through the scaler, which leaves such steps out; or check the norm of the gradients",
+        "{scaler}.step({optimizer}){update}",
     ),
     "step-twice": (
         "`{optimizer}` is stepped a second time with the same gradients (first in line {first}): "

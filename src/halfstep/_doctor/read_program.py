@@ -213,6 +213,12 @@ class Program:
                 found.setdefault(dotted(site.owner), scaler)
         return found
 
+    def known_of(self, scaler: str) -> tuple[float | None, bool]:
+        """Return the first scale of a scaler, None if unknown, and whether the file updates it."""
+        made = self.scalers.get(scaler)
+        updated = (dotted(site.owner) for site in self.sites if site.method == "update")
+        return None if made is None else made.init_scale, scaler in updated
+
 
 def _first(site: Site) -> str:
     return dotted(site.call.args[0]) if site.call.args else ""

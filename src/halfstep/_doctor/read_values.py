@@ -18,6 +18,11 @@ from halfstep._scaler import GradScaler
 
 _Seen: TypeAlias = frozenset[tuple[str, NameScope]]
 _MISSING: Any = object()
+_CONTEXTS = (
+    *("autocast", "no_grad", "enable_grad", "inference_mode", "set_grad_enabled"),
+    *("nullcontext", "profile", "record_function", "sdpa_kernel"),
+)
+"""The names of functions that return a context."""
 
 
 class Values:
@@ -41,8 +46,8 @@ class Values:
             case ast.IfExp(body=body, orelse=orelse):
                 yield from self._follow(body, scope, seen)
                 yield from self._follow(orelse, scope, seen)
-            case ast.BoolOp(values=values):
-                for value in values:
+            case ast.BoolOp():
+                for value in self.possible(node, scope):
                     yield from self._follow(value, scope, seen)
             case ast.NamedExpr(value=value):
                 yield from self._follow(value, scope, seen)
@@ -50,6 +55,19 @@ class Values:
                 yield from self._follow_name(node, scope, seen)
             case _:
                 yield node, scope
+
+    def possible(self, node: ast.BoolOp, scope: NameScope) -> list[ast.expr]:
+        """Return the operands that ``and`` or ``or`` may return: a context is always true."""
+        is_and, found = isinstance(node.op, ast.And), list[ast.expr]()
+        for value in node.values:
+            called = value.func if isinstance(value, ast.Call) else value
+            name = self._qualified_as_written(called, scope) if value is not called else ""
+            is_true = name.rpartition(".")[2] in _CONTEXTS
+            if not (is_true and is_and and value is not node.values[-1]):
+                found.append(value)
+            if is_true and not is_and:
+                break
+        return found
 
     def _follow_name(
         self, node: ast.Name | ast.Attribute, scope: NameScope, seen: _Seen
@@ -141,6 +159,10 @@ def _only(names: Iterable[str]) -> str:
 def _literal(node: ast.expr, known: object) -> Any:
     if isinstance(known, bool | int | float | str):
         return known
+    match node:
+        case ast.BinOp(ast.Constant(value=int() | float() as base), ast.Pow(), right):
+            exponent = _literal(right, None)
+            return base**exponent if exponent in range(64) else _MISSING
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError):
@@ -184,6 +206,7 @@ class SourceScaler:
     line: int = 0  # where it is created; 0 if elsewhere
     switch: str = ""  # the source of ``enabled``
     device: str = ""  # "cuda", "cpu"; empty if uncertain
+    init_scale: float | None = None  # None if uncertain
 
 
 _AUTOCASTS = re.compile(r"^(?!.*(disabl|no_|without|enabled|get_)).*auto_?cast(?!\w*dtype)", re.I)
@@ -319,14 +342,15 @@ class Meaning(Values):
     def _scaler_as_written(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
         known = self.object(node)
         if isinstance(known, GradScaler | torch.amp.GradScaler):
-            return SourceScaler(isinstance(known, torch.amp.GradScaler), known.is_enabled())
+            is_torch = isinstance(known, torch.amp.GradScaler)
+            return SourceScaler(is_torch, known.is_enabled(), init_scale=known.get_scale())
         name = self._maker(node, scope)
         if not isinstance(node, ast.Call) or not name.endswith("GradScaler"):
             return None
-        position = 4 if ".cuda.amp." in name or ".cpu.amp." in name else 5
+        first = 0 if ".cuda.amp." in name or ".cpu.amp." in name else 1  # after the device
         rule = argument(node, "rule")
         is_static = isinstance(rule, ast.Call) and dotted(rule.func).endswith("Static")
-        given = argument(node, "enabled", position)
+        given, scale = argument(node, "enabled", first + 4), argument(node, "init_scale", first)
         return SourceScaler(
             name.startswith("torch."),
             self._flag(given, scope),
@@ -334,7 +358,12 @@ class Meaning(Values):
             node.lineno,
             self._switch(given, scope),
             self._device_of_scaler(node, name, scope),
+            2.0**16 if scale is None else self._number(scale, scope),
         )
+
+    def _number(self, node: ast.expr, scope: NameScope) -> float | None:
+        value = self.constant(node, scope)
+        return float(value) if isinstance(value, int | float) and value > 0 else None
 
     def _device_of_scaler(self, call: ast.Call, name: str, scope: NameScope) -> str:
         if ".amp." in name and name.split(".")[1] in ("cuda", "cpu"):
