@@ -4,6 +4,8 @@ import math
 import os
 import signal
 import warnings
+from collections import Counter
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -853,21 +855,106 @@ def test_an_optimizer_that_is_made_anew_has_the_number_of_the_old_one(tmp_path: 
     assert [step.number for step in read_run(tmp_path).steps] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("names_modules", [True, False])
-def test_rules_that_no_module_looks_up_are_recorded(names_modules, tmp_path):
-    """They are part of the text, and do not act: modules have to be given to autocast."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+def record_rules(folder: Path, policy: str, model: nn.Module, steps: int = 1) -> dict[str, int]:
+    """Train under a policy that the model's modules know; return the calls of each rule."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    policy = "standard; @1:fp32; linear@0:fp32"
-    inner = halfstep.autocast("cpu", torch.bfloat16, policy=policy, module=model)
-    if not names_modules:
-        for module in model:
-            vars(module).update(_path="")  # as where only the policy is in force
-    with halfstep.record(tmp_path, model=model):
-        with inner:
-            loss = model(torch.ones(2, 4)).float().sum()
+    context = halfstep.autocast("cpu", torch.bfloat16, policy=policy, module=model)
+    with halfstep.record(folder, every=2):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with context:
+                loss = torch.softmax(model(torch.ones(2, 4)), -1).float().square().sum()
+            loss.backward()
+            optimizer.step()
+    calls: Counter[str] = Counter()
+    for each in read_run(folder).rules:
+        calls.update(each.calls)
+    return dict(calls)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def test_how_often_each_added_rule_acted_is_recorded(tmp_path: Path) -> None:
+    policy = "torch; softmax:fp32; linear:lower; linear@0:fp32; @1:fp32; exp:fp32"
+    assert record_rules(tmp_path, policy, net()) == {
+        "softmax:fp32": 1,
+        "linear:lower": 0,  # overruled in one module, and the other is an island
+        "linear@0:fp32": 1,
+        "@1:fp32": 1,
+        "exp:fp32": 0,
+    }
+
+
+def test_rules_are_counted_in_sampled_steps_only(tmp_path: Path) -> None:
+    assert record_rules(tmp_path, "torch; softmax:fp32", net(), steps=5) == {"softmax:fp32": 3}
+    assert [each.step for each in read_run(tmp_path).rules] == [1, 2, 4]
+
+
+def test_rules_that_do_nothing_new_are_counted_too(tmp_path: Path) -> None:
+    """PyTorch would do the same, and so it runs no kernel of ours outside of sampled steps."""
+    policy = "standard; tanh:leave; linear:lower; softmax:fp32-dtype"
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    calls = {"tanh:leave": 1, "linear:lower": 1, "softmax:fp32-dtype": 1}
+    assert record_rules(tmp_path, policy, model) == calls
+
+
+def test_rules_for_elsewhere_are_not_said_to_be_idle(tmp_path: Path) -> None:
+    policy = "standard; linear[cuda]:fp32; linear[fp16]:fp32; linear[eval]:fp32; linear[bf16]:fp32"
+    assert record_rules(tmp_path, policy, net()) == {"linear[bf16]:fp32": 2}
+
+
+def test_rules_are_counted_inside_of_vmap(tmp_path: Path) -> None:
+    class PerSample(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.func.vmap(lambda row: torch.softmax(row, -1))(super().forward(x))
+
+    assert record_rules(tmp_path, "torch; softmax:fp32", PerSample(4, 4)) == {"softmax:fp32": 2}
+
+
+def test_rules_inside_of_compiled_models_are_not_said_to_be_idle(tmp_path: Path) -> None:
+    model = torch.compile(net(), backend="eager")
+    assert record_rules(tmp_path, "torch; softmax:fp32; exp:fp32", model) == {"softmax:fp32": 1}
+
+
+def test_a_policy_without_added_rules_counts_nothing(tmp_path: Path) -> None:
+    assert record_rules(tmp_path, "standard", net()) == {}
+    assert read_run(tmp_path).policies
+
+
+@pytest.mark.parametrize("policy", ["torch", "standard"])
+def test_counting_rules_changes_no_number(policy: str, tmp_path: Path) -> None:
+    def losses(folder: Path | None) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        text, found = f"{policy}; *:leave; linear:lower; exp:fp32", []
+        with nullcontext() if folder is None else halfstep.record(folder, every=1):
+            for _ in range(3):
+                x = torch.randn(16, 64)
+                with halfstep.autocast("cpu", torch.bfloat16, policy=text):
+                    loss = (torch.exp(model(x)) * 2).log_softmax(-1).square().mean()
+                loss.backward()
+                optimizer.step()
+                found.append(loss.item())
+        return found
+
+    assert losses(tmp_path) == losses(None)
+    [_, _, last] = read_run(tmp_path).rules
+    assert last.calls["linear:lower"] == 2
+
+
+@pytest.mark.parametrize("is_outside", [True, False], ids=["outside", "inside"])
+def test_rules_are_counted_once_while_a_trace_runs(is_outside: bool, tmp_path: Path) -> None:
+    model, context = net(), halfstep.autocast("cpu", torch.bfloat16, policy="torch; linear:fp32")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    entered = [halfstep.trace(model), halfstep.record(tmp_path)]
+    with ExitStack() as stack:
+        for each in entered if is_outside else reversed(entered):
+            stack.enter_context(each)
+        with context:
+            loss = model(torch.ones(2, 4)).sum()
         loss.backward()
         optimizer.step()
-    [seen] = read_run(tmp_path).policies
-    assert seen.text == policy
-    assert seen.unused == (() if names_modules else ("@1:fp32", "linear@0:fp32"))
+    assert [each.calls for each in read_run(tmp_path).rules] == [{"linear:fp32": 2}]

@@ -67,6 +67,10 @@ def policy(dtype: str = "float16", text: str = "standard", **values: Any) -> Eve
     return {"event": "policy", "step": 1, "device": "cpu", "dtype": dtype, "text": text} | values
 
 
+def rules(number: int, calls: Mapping[str, int]) -> Event:
+    return {"event": "rules", "step": number, "calls": calls}
+
+
 def step(number: int, /, **values: Any) -> Event:
     return {
         "event": "step",

@@ -545,11 +545,14 @@ def test_outputs_and_weights_that_are_not_finite(tmp_path):
 def test_rules_that_never_acted_are_no_rules_of_the_run(tmp_path):
     text = "standard; @nosuch:fp32; exp@head:fp32"
     assert not [s for s in said(tmp_path / "a", records.policy(text=text)) if "acted" in s.text]
-    seen = records.policy(text=text, unused=["@nosuch:fp32"])
-    sentence = the_one(said(tmp_path / "b", seen), "never acted")
+    seen = [{"@nosuch:fp32": 0, "exp@head:fp32": 2}, {"@nosuch:fp32": 0, "exp@head:fp32": 0}]
+    rules = [records.rules(step, calls) for step, calls in enumerate(seen, start=1)]
+    sentence = the_one(said(tmp_path / "b", records.policy(text=text), *rules), "never acted")
     assert sentence.severity == "warning"
-    assert sentence.text.startswith(
-        "No module looked up `@nosuch:fp32`, so this rule of the policy never acted. Check"
+    assert sentence.text == (
+        "`@nosuch:fp32` of the policy never acted: no op and no module was decided by it in 2 "
+        "sampled steps. Compare the names with `model.named_modules()` and with the ops of "
+        "`halfstep.trace`; a later rule may overrule an earlier one."
     )
 
 

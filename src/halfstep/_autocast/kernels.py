@@ -26,7 +26,7 @@ from halfstep._autocast.casts import (
     pytorch_kernel,
 )
 from halfstep._autocast.plans import PolicyOnDevice
-from halfstep._autocast.policy import Policy, check
+from halfstep._autocast.policy import Policy, check, meant_by
 from halfstep._autocast.rule import LOWER_PRECISIONS, Phase, Rule
 from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._pytorch import autograd, compiler, dispatch
@@ -98,6 +98,8 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
             _numbers[key] = number
             if _observed_kernels is not None:
                 _register_observed(on_device, _observed_kernels)
+            if _counting_kernels is not None:
+                _register_counting(on_device, _counting_kernels)
         return _numbers[key]
 
 
@@ -109,6 +111,12 @@ def number_within(
     if active.policy.island(module, active.device, dtype, phase):
         return None
     return prepare(active.policy, active.device, module, only_observed=active.only_observed)
+
+
+def count_module(policy: PolicyOnDevice, module: str) -> None:
+    """Count the rule about a module as a whole, which is called."""
+    if _counters:
+        _count(policy.policy.whole_module_rule(module, policy.device, *policy.now()))
 
 
 def prepared(number: int) -> PolicyOnDevice:
@@ -165,17 +173,89 @@ def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch
     rule = policy.rule(name)
     if rule is None:
         return kernel
-    names = [argument.name for argument in schema_of(overload(name)).arguments]
 
     def run(keys: Keys, *args: Any, **kwargs: Any) -> Any:
-        # An fp32-dtype rule does not apply if the caller passes a dtype, as cross_entropy does.
-        asked = (dict(zip(names, args, strict=False)) | kwargs).get("dtype")
-        if rule.action == "fp32-dtype" and asked is not None:
+        if not _applies(rule, name, args, kwargs):
             return kernel(keys, *args, **kwargs)
+        _count(rule)
         with observer(name, rule, policy):
             return kernel(keys, *args, **kwargs)
 
     return run
+
+
+def _applies(rule: Rule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the rule for an op applies to a call of it.
+
+    An fp32-dtype rule does not if the caller passes a dtype, as cross_entropy does.
+    """
+    if rule.action != "fp32-dtype":
+        return True
+    names = [argument.name for argument in schema_of(overload(name)).arguments]
+    return (dict(zip(names, args, strict=False)) | kwargs).get("dtype") is None
+
+
+# --- counting -------------------------------------------------------------------------------------
+
+_counters: list[Callable[[Rule], object]] = []
+_counting_kernels: dispatch.TemporaryKernels | None = None
+
+
+@contextmanager
+def counted_by(counter: Callable[[Rule], object]) -> Iterator[None]:
+    """Pass each rule to ``counter`` when it decides for an op, or for a module as a whole.
+
+    Only rules that a policy has beyond its preset are certain to be passed. Ops run as they do
+    without a counter. Outside of the block nothing is counted, and nothing costs time.
+    """
+    global _counting_kernels
+    with _lock:
+        _counters.append(counter)
+        if _counting_kernels is None:
+            _counting_kernels = dispatch.TemporaryKernels()
+            for policy in _prepared:
+                _register_counting(policy, _counting_kernels)
+    try:
+        yield
+    finally:
+        with _lock:
+            _counters.remove(counter)
+            if not _counters:
+                _counting_kernels.remove()
+                _counting_kernels = None
+
+
+def _register_counting(policy: PolicyOnDevice, kernels: dispatch.TemporaryKernels) -> None:
+    key = dispatch.autocast_key(policy.device)
+    for op in sorted(meant_by(policy.added)):
+        kernels.register(overload(op), key, _counting_kernel(op, policy.device))
+
+
+@cache
+def _counting_kernel(name: str, device: str) -> Kernel:
+    """Return the kernel of an overload that also counts the rule that decides."""
+    kernel = _kernel(name, device)
+
+    @compiler.do_not_compile_alone
+    def counting(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+        policy = scopes.policies().get(device)
+        if policy is not None and _observer is None:  # an observed op is counted where it runs
+            _count_op(policy, name, args, kwargs)
+        return kernel(keys, *args, **kwargs)
+
+    return counting
+
+
+def _count_op(policy: PolicyOnDevice, name: str, args: Any, kwargs: Any) -> None:
+    rule = policy.rule(name) if _counters else None
+    if rule is not None and _applies(rule, name, args, kwargs):
+        _count(rule)
+
+
+def _count(rule: Rule | None) -> None:
+    if rule is not None:
+        for counter in _counters:
+            counter(rule)
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -280,7 +360,9 @@ def _register_at(name: str, key: Key) -> None:
         device = _device_of((*args, *kwargs.values()))
         if device is None:
             return pytorch(keys, *args, **kwargs)
-        casts = scopes.policies()[device].casts()
+        policy = scopes.policies()[device]
+        _count_op(policy, name, args, kwargs)
+        casts = policy.casts()
         cast = casts.get(name)
         if cast is not None:
             return cast(keys, *args, **kwargs)

@@ -8,7 +8,7 @@ Hooks run after the module's own hooks, and break ``torch.compile``.)
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from itertools import chain
@@ -21,7 +21,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from halfstep._autocast.islands import InDtype, active, carry, find_tensors
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import ModuleRegion, settings_within
-from halfstep._autocast.rule import Rule
 from halfstep._autocast.scopes import Settings
 from halfstep._common.module_names import matching, without_wrappers
 from halfstep._common.nested import map_tensors, tensors_in
@@ -146,13 +145,6 @@ def name_modules(model: nn.Module | None, policy: Policy) -> None:
     for rule in policy.module_rules:
         for name, module in matching(model, rule.module or "", f"policy rule {rule}").items():
             _set(wrap(module), _path=name)
-
-
-def unused_rules(policy: Policy, models: Iterable[nn.Module]) -> list[Rule]:
-    """Return the rules for modules that no module of the models looks up."""
-    modules = (module for model in models for module in model.modules())
-    paths = {module._path for module in modules if isinstance(module, Wrapped)}
-    return [rule for rule in policy.module_rules if not any(map(rule.is_about, paths))]
 
 
 # --- wrapped modules ------------------------------------------------------------------------------

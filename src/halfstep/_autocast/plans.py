@@ -9,6 +9,7 @@ import torch
 from halfstep._autocast.casts import carry_out, lower_with_pytorch, lowers_as_pytorch
 from halfstep._autocast.policy import Policy, meant_by, preset
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
+from halfstep._autocast.written import split_preset
 from halfstep._pytorch import dispatch
 from halfstep._pytorch.dispatch import Kernel
 
@@ -45,6 +46,11 @@ class PolicyOnDevice:
         self._casts_for = cache(self._casts)
         self._native = native
         self._ruled = meant_by(policy.rules)
+
+    @cached_property
+    def added(self) -> tuple[Rule, ...]:
+        """The rules that the policy has beyond its preset."""
+        return split_preset(self.policy.rules)[1]
 
     @cached_property
     def fingerprint(self) -> str:

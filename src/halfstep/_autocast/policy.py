@@ -177,10 +177,17 @@ class Policy:
         self, module: str, device: str, dtype: torch.dtype, phase: Phase = "train"
     ) -> Rule | None:
         """Return the rule that makes a module, given by name, an island, or None."""
+        rule = self.whole_module_rule(module, device, dtype, phase)
+        return rule if rule is not None and rule.action == "fp32" else None
+
+    def whole_module_rule(
+        self, module: str, device: str, dtype: torch.dtype, phase: Phase = "train"
+    ) -> Rule | None:
+        """Return the rule that decides for a module as a whole, given by name, or None."""
         for rule in reversed(self.module_rules):
             is_meant = rule.is_for_whole_module and rule.is_about(module)
             if is_meant and rule.holds_where(device, dtype, phase):
-                return rule if rule.action == "fp32" else None
+                return rule
         return None
 
     @cached_property

@@ -123,7 +123,7 @@ def _by_op(overloads: frozenset[str]) -> dict[str, list[str]]:
     return found
 
 
-def _base(rules: tuple[Rule, ...]) -> tuple[str, tuple[Rule, ...]]:
+def split_preset(rules: tuple[Rule, ...]) -> tuple[str, tuple[Rule, ...]]:
     """Return the longest preset that the rules begin with, and the remaining rules."""
     begun = (name for name in PRESETS if rules[: len(rules_of(name))] == rules_of(name))
     preset = max(begun, key=lambda name: len(rules_of(name)))  # "fp32" is empty and always matches
@@ -193,7 +193,7 @@ def by_action(rules: Sequence[Rule]) -> dict[str, list[str]]:
 
 def to_text(rules: tuple[Rule, ...]) -> str:
     """Return the text from which :func:`parse` gets these rules."""
-    preset, rest = _base(rules)
+    preset, rest = split_preset(rules)
     runs = (",".join(rule.op for rule in run) + run[0].limits_and_action for run in _runs(rest))
     return "; ".join([preset, *runs])
 
@@ -279,7 +279,7 @@ def parse_toml(text: str, source: str) -> tuple[str, list[Rule]]:
 
 def to_toml(rules: tuple[Rule, ...]) -> str:
     """Return the TOML from which :func:`parse_toml` gets these rules."""
-    preset, rest = _base(rules)
+    preset, rest = split_preset(rules)
     tables = [f'preset = "{preset}"\n']
     for run in _runs(rest):
         rule, ops = run[0], ", ".join(_quoted(rule.op) for rule in run)

@@ -26,6 +26,7 @@ from halfstep._record.run import (
     Model,
     Note,
     PolicySeen,
+    RulesActed,
     Sample,
     Step,
 )
@@ -52,6 +53,7 @@ _Line: TypeAlias = (
     | Device
     | Model
     | PolicySeen
+    | RulesActed
     | Note
     | End
 )
@@ -89,6 +91,7 @@ class RankRecord:
     starts: list[int] = field(default_factory=list)
     models: list[Model] = field(default_factory=list)
     policies: list[PolicySeen] = field(default_factory=list)
+    rules: list[RulesActed] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     culprits: list[Culprits] = field(default_factory=list)
@@ -223,6 +226,8 @@ class RankRecord:
                 self.models.append(replace(event, rank=None))
             case PolicySeen():
                 self.policies.append(event)
+            case RulesActed():
+                self.rules.append(event)
             case Note():
                 self.notes.append(event)
             case End():

@@ -107,6 +107,7 @@ def _joined(folder: Path, ranks: Mapping[int, RankRecord]) -> Run:
         ranks=tuple(ranks),
         models=tuple(_joined_models(ranks.values())),
         policies=tuple(first.policies),
+        rules=tuple(each for rank in ranks.values() for each in rank.rules),
         steps=tuple(_joined_steps(ranks)),
         samples=joined_samples(rank.samples for rank in ranks.values()),
         culprits=tuple(sorted(culprits, key=lambda each: each.step)),

@@ -17,8 +17,6 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from halfstep._autocast import Policy
-from halfstep._autocast.modules import unused_rules
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power, things
@@ -418,8 +416,10 @@ class Recorder:
             if self._policies.get(device) != policy:
                 dtype, text = self._policies[device] = policy
                 event = {"event": "policy", "step": self.num_steps, "device": device}
-                unused = [*map(str, unused_rules(Policy.parse(text), self._models))]
-                self._write(event | {"dtype": dtype, "text": text, "unused": unused})
+                self._write(event | {"dtype": dtype, "text": text})
+        if self._sampler.acted:
+            calls = self._sampler.acted
+            self._write({"event": "rules", "step": self.num_steps, "calls": calls})
         if tensors:
             event = {"event": "sample", "step": self.num_steps, "scale": scale}
             rows = [

@@ -70,7 +70,13 @@ class PolicySeen(_Event, tag="policy", frozen=True):
     device: str
     dtype: str
     text: str
-    unused: tuple[str, ...] = ()  # its rules for modules that no module looked up
+
+
+class RulesActed(_Event, tag="rules", frozen=True):
+    """How often rules that a policy has beyond its preset decided in a sampled step."""
+
+    step: Count
+    calls: dict[str, Count]  # by the text of the rule: calls of ops, or of modules as a whole
 
 
 class Step(_Event, tag="step", frozen=True):
@@ -189,6 +195,7 @@ class Run:
     ranks: tuple[int, ...]  # ranks that have written
     models: tuple[Model, ...]  # of the first rank, and those that only others have
     policies: tuple[PolicySeen, ...]  # of the first rank
+    rules: tuple[RulesActed, ...]  # of all ranks
     steps: tuple[Step, ...]  # of the first rank, with the losses of all
     samples: tuple[Sample, ...]  # of all ranks together
     culprits: tuple[Culprits, ...]  # of all ranks, by step

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep._autocast import default_device, kernels, scopes
 from halfstep._autocast.region import LISTENERS
+from halfstep._autocast.rule import Rule
 from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
 from halfstep._master_weights.lost_updates import Counted, OpenSteps
@@ -79,12 +80,17 @@ class Sampler:
         # Number of calls by device, dtype and policy number; None is PyTorch's policy.
         self._ran_under: Counter[tuple[str, torch.dtype, int | None]] = Counter()
         self.policies: dict[str, tuple[str, str]] = {}  # lower precision and text, by device type
+        self._counting = ExitStack()
+        self._decided: Counter[Rule] = Counter()  # how often each rule decided in the step
+        self.acted: dict[str, int] = {}  # the same of the rules that policies have beyond presets
 
     def begin(self, is_measuring: bool) -> None:
         """Begin a step; without measuring, it only finds models and policies."""
         self.is_open, self._is_measuring = True, is_measuring
         self._depth, self._depth_of_region = 0, -1
         self._ran_under.clear()
+        self._decided.clear()
+        self._counting.enter_context(kernels.counted_by(self._count_rule))
         LISTENERS.append(self._enter_region)
         self._global_hooks.install()
         self._watch_models()
@@ -94,7 +100,9 @@ class Sampler:
         self.is_open = False
         if self._enter_region in LISTENERS:
             LISTENERS.remove(self._enter_region)
+        self._counting.close()
         self._settle_policies()
+        self._settle_rules()
         self._global_hooks.remove()
         for hooks in (self._forward_hooks, self._parameter_hooks, self._output_hooks):
             _remove(hooks)
@@ -222,6 +230,22 @@ class Sampler:
             counts[device, dtype_name(dtype), text] += num_calls
         for (device, name, text), _ in reversed(counts.most_common()):
             self.policies[device] = name, text
+
+    def _count_rule(self, rule: Rule) -> None:
+        self._decided[rule] += self._is_listening()
+
+    def _settle_rules(self) -> None:
+        """Keep the counts of added rules that can act on the device, in the dtype, in training.
+
+        Calls inside of compiled code are not seen, so there zero has no meaning.
+        """
+        is_eager = len(self._models) > 0 and not self._models.has_compiled
+        self.acted = {
+            str(rule): self._decided[rule]
+            for device, dtype, number in self._ran_under
+            for rule in (() if number is None else kernels.prepared(number).added)
+            if rule.holds_where(device, dtype, "train") and (is_eager or self._decided[rule])
+        }
 
 
 class _ForwardHook:

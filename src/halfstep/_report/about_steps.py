@@ -381,18 +381,20 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
 
 def about_policy(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence if rules of the policy never acted."""
-    unused = summary.policy.unused if summary.policy else ()
+    unused = [each for each in summary.rules if not each.calls]
     if unused:
+        num_steps = max(each.num_steps for each in unused)
         yield say(
             "warning",
-            "No module looked up ",
-            *names(unused),
-            f", so {'this rule' if len(unused) == 1 else 'these rules'} of the policy never acted.",
+            *names([each.rule for each in unused]),
+            " of the policy never acted: no op and no module was decided by "
+            f"{'it' if len(unused) == 1 else 'them'} in {things(num_steps, 'sampled step')}.",
             cure=(
-                " Check the names against model.named_modules(). A script with an autocast or a "
-                "scaler of its own has to pass the policy itself, ",
-                Code("halfstep.autocast(..., policy=..., module=model)"),
-                ".",
+                " Compare the names with ",
+                Code("model.named_modules()"),
+                " and with the ops of ",
+                Code("halfstep.trace"),
+                "; a later rule may overrule an earlier one.",
             ),
             evidence="policy",
         )

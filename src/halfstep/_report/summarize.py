@@ -24,6 +24,7 @@ from halfstep._report.summary import (
     ModelFacts,
     OptimizerLoss,
     Origin,
+    RuleActed,
     ScaleCourse,
     State,
     StepCounts,
@@ -54,6 +55,7 @@ def summarize(run: Run) -> Summary:
             for each in run.models
         ),
         policies=policies,
+        rules=tuple(_rules(run)),
         lower=lower_of(policies),
         has_scaler=any(step.scale is not None for step in run.steps),
         steps=_steps(run),
@@ -119,6 +121,13 @@ def _policies(run: Run) -> tuple[PolicySeen, ...]:
     """Return the policies in order, without repetitions due to restarts."""
     by_policy = groupby(run.policies, lambda seen: (seen.device, seen.dtype, seen.text))
     return tuple(next(alike) for _, alike in by_policy)
+
+
+def _rules(run: Run) -> Iterator[RuleActed]:
+    for rule in dict.fromkeys(rule for each in run.rules for rule in each.calls):
+        having = [each for each in run.rules if rule in each.calls]
+        calls = sum(each.calls[rule] for each in having)
+        yield RuleActed(rule, calls, len({each.step for each in having}))
 
 
 # --- steps ----------------------------------------------------------------------------------------

@@ -319,6 +319,9 @@ def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
             yield name, ", ".join(text(summary.at(f"{part}.{key}")) for key in keys)
     yield "time per step", seconds(facts.seconds_per_step)
     yield "policy", f"{plain(policy.dtype)}, {code(policy.text)}" if policy else NONE
+    for rule in summary.rules:
+        steps_seen = things(rule.num_steps, "sampled step")
+        yield "rule", f"{code(rule.rule)}: {things(rule.calls, 'call')} in {steps_seen}"
     versions = f"halfstep {facts.halfstep}, torch {facts.torch}, Python {facts.python}"
     yield "versions", plain(versions)
     processes = things(len(facts.ranks), "process", "processes")
