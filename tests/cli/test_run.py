@@ -80,7 +80,6 @@ def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
     [
         (["--policy", "no-such-preset", "train.py"], "'no-such-preset'"),
         (["--policy", "no-such.toml", "train.py"], "no-such.toml: No such file"),
-        (["--policy", "standard; @head:fp32", "train.py"], "--policy has rules for modules"),
         (["no-such.py"], "can't open file 'no-such.py': No such file or directory"),
         (["-o", "train.py/x", "train.py"], "cannot write the record to "),
     ],

@@ -111,7 +111,7 @@ def test_they_come_back_after_an_exception():
         raise KeyError
     assert meanings() == ORIGINALS
     assert sys.meta_path == finders
-    assert stand_ins._policy == STANDARD
+    assert stand_ins._use.policy == STANDARD
 
 
 @pytest.mark.parametrize("key", ALL, ids=".".join)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep._autocast import Policy, autocast, settled_policy
-from halfstep._autocast.modules import name_modules
+from halfstep._autocast import Policy, autocast
 from halfstep._autocast.scopes import current as current_scope
 from halfstep._common.nested import map_leaves
 from halfstep._common.patches import TopLevelCalls, not_compiled
@@ -35,7 +34,6 @@ class Forward(TopLevelCalls):
     ) -> None:
         super().__init__()
         self._dtype, self._policy, self._script = dtype, policy, script
-        self._policy_to_name = None if policy is None else settled_policy(policy)
         self._contexts: dict[str, autocast] = {}
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -90,8 +88,6 @@ class Forward(TopLevelCalls):
         if param is None:
             return None
         if not self._may_enter(param.device.type):
-            if self._script.has_own_autocast:
-                self._name_modules(module)  # for the autocast of the script
             return None
         if module not in self._checked:
             self._checked.add(module)
@@ -127,15 +123,9 @@ class Forward(TopLevelCalls):
             return False
         return True
 
-    def _name_modules(self, module: nn.Module) -> None:
-        policy, self._policy_to_name = self._policy_to_name, None
-        if policy is not None and policy.module_rules:
-            name_modules(module, policy)
-
     def _context(self, device: str, module: nn.Module | None) -> autocast:
         if device not in self._contexts:
             context = autocast(device, self._dtype, policy=self._policy, module=module)
-            self._policy_to_name = None
             self._contexts[device] = context
         return self._contexts[device]
 

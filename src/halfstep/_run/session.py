@@ -41,6 +41,7 @@ from halfstep._record.files import (
     programs_in,
 )
 from halfstep._run.launch import make_folder, show_once
+from halfstep._run.policy_use import PolicyUse
 from halfstep._run.stand_ins import replaced
 from halfstep.errors import HalfstepWarning, RanksError, RecordError
 from halfstep.sinks import MLflow, Sink, TensorBoard, WandB
@@ -158,6 +159,7 @@ class Session:
         self._began, self._is_closed = time.time(), False
         self._is_launched = machine.num_ranks() > 1
         self._watch: Watch | None = None
+        self._policy_use: PolicyUse | None = None
         self._explanation: DtypeError | None = None
         self._stderr = sys.stderr  # the program may replace it
         self._stack = ExitStack()
@@ -223,7 +225,7 @@ class Session:
             from halfstep._diagnose.watch import Watch
 
             self._watch = Watch(tell=self._tell)
-        self._stack.enter_context(replaced(policy))
+        self._policy_use = self._stack.enter_context(replaced(policy))
         if self._command is not None and self._options.has_children:
             self._stack.enter_context(reaching_children(self._options))
         if amp is not None:
@@ -250,7 +252,7 @@ class Session:
             if self._watch is not None:
                 self._watch.stop(type(failure) if failure else None)
             self._stack.close()
-            for note in [] if self._watch is None else self._watch.notes:
+            for note in self._notes():
                 self._record.add_note(note)
                 self._say_of_rank(note)
         finally:
@@ -266,6 +268,14 @@ class Session:
                 if self._explanation is not None:
                     self._say_of_rank(str(self._explanation))
                 self._say(self._last_line(of_others))
+
+    def _notes(self) -> Iterator[str]:
+        if self._watch is not None:
+            yield from self._watch.notes
+        use = self._policy_use
+        if use is not None and self._record.num_steps:
+            if use.has_autocast or self._options.amp is None:
+                yield from use.problems()
 
     def _records_of_others(self) -> list[Path]:
         """Return the files that other processes of the program have written."""

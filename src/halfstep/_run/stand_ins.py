@@ -31,6 +31,7 @@ from halfstep._common.machine import has_device
 from halfstep._common.patches import Patches
 from halfstep._gradients.scalars import SMALLEST_SCALE
 from halfstep._pytorch import amp, compiler
+from halfstep._run.policy_use import PolicyUse
 from halfstep.errors import HalfstepWarning
 
 _TorchAutocast = autocast_mode.autocast
@@ -39,8 +40,8 @@ _TorchGradScaler = torch.amp.GradScaler
 # --- autocast -------------------------------------------------------------------------------------
 
 _TORCH = preset("torch")
-_policy = preset("standard")
-"""The policy of :class:`Autocast` where no surrounding context sets one."""
+_use = PolicyUse(preset("standard"))
+"""The policy of :class:`Autocast` where no surrounding context sets one, and its use."""
 
 
 class Autocast(halfstep.autocast):
@@ -60,7 +61,7 @@ class Autocast(halfstep.autocast):
     def __enter__(self) -> Self:
         # The program that torch.export makes knows PyTorch's autocast only.
         is_traced = torch.compiler.is_dynamo_compiling()  # strict=True: see _export
-        if is_traced or not compiler.is_exporting() or _policy != _TORCH:
+        if is_traced or not compiler.is_exporting() or _use.policy != _TORCH:
             return super().__enter__()
         self._traced.append(amp.enter_autocast(*self._settings.switches))
         return self
@@ -105,12 +106,13 @@ def _settings(
             enabled = False
     if dtype not in LOWER_PRECISIONS:
         dtype = None  # autocast is off, or the default dtype is meant
-    # Module rules need a model; --amp binds them at the first call of one.
-    policy = None if _policy.module_rules else _policy
+    _use.has_autocast |= bool(enabled)
+    # Rules for modules need a model, and get one at its first call.
+    policy = None if _use.policy.module_rules else _use.policy
     ours = halfstep.autocast(device_type, dtype, bool(enabled), cache_enabled, policy=policy)
     settings = ours._settings
     if policy is None and settings.policy is not None:
-        settings = settings._replace(policy=kernels.prepare(_policy, settings.switches.device))
+        settings = settings._replace(policy=kernels.prepare(_use.policy, settings.switches.device))
     # A surrounding halfstep context of the script takes precedence.
     return settings._replace(inherit=True)
 
@@ -285,13 +287,13 @@ _SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 
 
 @contextmanager
-def replaced(policy: Policy) -> Iterator[None]:
+def replaced(policy: Policy) -> Iterator[PolicyUse]:
     """Replace PyTorch's autocast and GradScaler under all their names inside the block.
 
     Args:
         policy: The policy of ``torch.autocast`` where the script sets none.
     """
-    global _policy
+    global _use
     patches = Patches()
     _put(NAMES, patches)
 
@@ -304,11 +306,13 @@ def replaced(policy: Policy) -> Iterator[None]:
     if _SHARDED in sys.modules:
         when_loaded(_SHARDED)
     sys.meta_path.insert(0, finder)
-    before, _policy = _policy, policy
+    before, _use = _use, PolicyUse(policy)
+    if policy.module_rules:
+        _use.install(patches)
     try:
-        yield
+        yield _use
     finally:
-        _policy = before
+        _use = before
         sys.meta_path.remove(finder)
         patches.undo()
 
@@ -316,7 +320,7 @@ def replaced(policy: Policy) -> Iterator[None]:
 def _export(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Export with PyTorch's own names in place, if the policy is PyTorch's too."""
     patches = Patches()
-    if _policy == _TORCH:
+    if _use.policy == _TORCH:
         _put(_ORIGINALS, patches)
     try:
         return original(*args, **kwargs)
