@@ -272,10 +272,9 @@ class Session:
     def _notes(self) -> Iterator[str]:
         if self._watch is not None:
             yield from self._watch.notes
-        use = self._policy_use
-        if use is not None and self._record.num_steps:
-            if use.has_autocast or self._options.amp is None:
-                yield from use.problems()
+        use, is_needed = self._policy_use, self._options.amp is None  # --amp enters one of ours
+        if use is not None and self._record.num_steps and (is_needed or use.has_autocast):
+            yield from use.problems()
 
     def _records_of_others(self) -> list[Path]:
         """Return the files that other processes of the program have written."""
