@@ -151,7 +151,12 @@ def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
         )
     call = island(overflowed.name, summary)
     keep = () if call is None else (": keep that module in float32, ", call)
-    return (" The outputs of ", Code(overflowed.name), " overflowed", *keep, ".")
+    outputs = summary.of_kind("output")
+    later = outputs[outputs.index(overflowed) + 1 :]
+    # What these would do with finite inputs is not known: a replay finds it.
+    are_bad = any(x.inf or x.nan for x in later)
+    more = " Later modules had inf or NaN too, and may overflow next." if are_bad else ""
+    return (" The outputs of ", Code(overflowed.name), " overflowed", *keep, f".{more}")
 
 
 def about_skips(summary: Summary) -> Iterator[Sentence]:
