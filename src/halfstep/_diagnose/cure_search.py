@@ -296,8 +296,16 @@ def _of_policy(
     module = ", module=model" if policy.module_rules else ""
     text = f'halfstep.autocast({region}, policy="{policy}"{module})'
     if scale is not None:
-        text += f"  # at a scale of {power(scale)}; a GradScaler backs off to it by itself"
+        text += _at_scale(scale)
     return Cure("policy", text, is_finite, policy=str(policy), scale=scale)
+
+
+def _at_scale(scale: float) -> str:
+    """Return a remark on a cure with which the step is finite only at a smaller scale."""
+    return (
+        f"  # finite at a loss scale of {power(scale)}, not at the present one; a GradScaler backs "
+        "off to it by itself"
+    )
 
 
 # --- edits ----------------------------------------------------------------------------------------
@@ -398,8 +406,7 @@ def _of_placed(
         return None
     cure = _of_text(placed)
     if scale is not None:
-        text = f"{cure.text}  # at a scale of {power(scale)}"
-        cure = replace(cure, text=text, scale=scale)
+        cure = replace(cure, text=cure.text + _at_scale(scale), scale=scale)
     return replace(cure, is_finite=is_finite)
 
 

@@ -26,6 +26,7 @@ from halfstep._diagnose.edits import (
 from halfstep._diagnose.source import Placed, parameters_of
 from halfstep._diagnose.user_code import (
     Place,
+    is_called_by_a_scaler,
     is_given_to_module,
     torch_modules,
     user_place,
@@ -106,7 +107,7 @@ class UserCalls(TorchFunctionMode):
 
     def _note(self, name: str, ops: range) -> None:
         place = user_place()
-        if place is not None:
+        if place is not None and not is_called_by_a_scaler():
             self._calls.append(UserCall(place, name, ops))
 
     @contextmanager

@@ -150,7 +150,15 @@ def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
             *(_IF_IT_DEPENDS_ON_THE_SCALE if summary.has_scaler else ()),
         )
     call = island(overflowed.name, summary)
-    keep = () if call is None else (": keep that module in float32, ", call)
+    keep = (
+        ()
+        if call is None
+        else (
+            ": keep that module in float32, ",
+            call,
+            ", unless its inputs had inf already",
+        )
+    )
     outputs = summary.of_kind("output")
     later = outputs[outputs.index(overflowed) + 1 :]
     # What these would do with finite inputs is not known: a replay finds it.
@@ -167,7 +175,7 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
         where = at_steps(scale.stuck)
         cure = (
             " Check the backward pass for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by "
-            "where(), and NaN in the parameters."
+            "where(), values too large for float16, and NaN in the parameters."
         )
         yield say(
             "bad",
@@ -340,8 +348,6 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     known = known_origins(summary, later)
     cures: list[tuple[str | Code, ...]] = []
     call = island(known[0][0].module, summary) if known else None
-    if call is not None:
-        cures.append((" keep that module in float32, ", call))
     gradients = summary.gradients
     is_possible = gradients is None or not gradients.window.is_empty
     if is_possible and scale and scale.overflowed_at is not None and scale.overflowed_at > 1:
@@ -349,6 +355,8 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
         first = "" if below >= _DEFAULT_SCALE else f"init_scale={literal(below)}, "
         option = Code(f"halfstep.GradScaler({first}max_scale={literal(below)})")
         cures.append((" stay below the scales that overflow, ", option))
+    elif call is not None:  # where the scale alone is too large, other modules overflow next
+        cures.append((" keep that module in float32, ", call))
     cures.append((" use bf16 where the device has it",))
     yield " What helps:"
     for position, cure in enumerate(cures):

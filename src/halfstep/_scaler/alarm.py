@@ -25,7 +25,10 @@ NUM_SEARCHED = 16
 
 DROPPED = "skipped or taken without some blocks of accumulate()"
 
-WHICH_OP = "with scaler.diagnose(model): around the loop, or halfstep run --diagnose, names the op"
+WHICH_OP = (
+    "To find the op, put `with scaler.diagnose(model):` around the loop, or use halfstep run "
+    "--diagnose"
+)
 
 CURES = {
     Reason.OVERFLOW: (
@@ -41,7 +44,8 @@ CURES = {
     Reason.NON_FINITE: (
         "the gradients were inf or NaN at the smallest scale too, while the loss was finite. Check "
         "the backward pass for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by where() or "
-        f"masked_fill(), and NaN in the parameters. {WHICH_OP}"
+        "masked_fill(), values too large for float16, and NaN in the parameters. "
+        f"{WHICH_OP}"
     ),
     Reason.NORM: (
         "the norm of the gradients is far above its median. Look at these batches, lower the "
