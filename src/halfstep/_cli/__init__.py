@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK: activate-global-python-argcomplete looks for this word.
 """The ``halfstep`` command.
 
 Each subcommand is a module of this package, listed in ``_build_parser``. It has ``HELP``,
@@ -12,6 +13,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from halfstep import __version__
@@ -35,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_script = words[:1] == ["run"]
     with ending_at_interrupts(by_signal=is_script):
         parser = _build_parser()
+        if "_ARGCOMPLETE" in os.environ:
+            _complete(parser)
         arguments = parser.parse(argv)
         function: Callable[[argparse.Namespace], int] | None = getattr(arguments, "run", None)
         if function is None:
@@ -59,6 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The reader of a pipe has ended (`| head -1`), or the disk is full.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_USAGE if isinstance(error, BrokenPipeError) else _tell(arguments.command, error)
+
+
+def _complete(parser: argparse.ArgumentParser) -> NoReturn:
+    """Answer a shell that asks which words may come next, and end the process."""
+    with suppress(ImportError):  # the shell may have been set up from another environment
+        from argcomplete import autocomplete
+
+        autocomplete(parser)
+    raise SystemExit(EXIT_USAGE)
 
 
 def _tell(command: str, error: Exception) -> int:
