@@ -556,6 +556,14 @@ def test_rules_that_never_acted_are_no_rules_of_the_run(tmp_path):
     )
 
 
+def test_a_rule_whose_reason_is_known_is_named_once(tmp_path):
+    text = "the policy's rule @nosuch:fp32 never acted: no module of this GPT is named like it"
+    note = {"event": "note", "step": 100, "text": text}
+    rules = records.rules(1, {"@nosuch:fp32": 0})
+    sentence = the_one(said(tmp_path, rules, note), "never acted")
+    assert (sentence.severity, sentence.text) == ("warning", f"{text}.")
+
+
 def test_weights_that_fp16_cannot_hold(tmp_path):
     rows = [tensor("parameter", "head.weight", counted({20: 3, 0: 7}))]
     sentence = the_one(said(tmp_path, sample(40, rows)), "exceed the largest value of fp16")

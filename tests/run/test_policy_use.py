@@ -46,6 +46,24 @@ def test_rules_go_to_the_first_model_that_has_such_modules() -> None:
         assert list(use.problems()) == []
 
 
+def test_rules_name_modules_from_the_whole_on_that_calls_them() -> None:
+    """As diagnoses name them: a method such as Lightning's training_step calls a part."""
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self) -> tuple[torch.dtype, torch.dtype]:
+            return call(self.net)
+
+    with replaced(Policy.parse("torch; @net.head:fp32")) as use:
+        assert Whole().training_step() == (BF16, FP32)
+        assert list(use.problems()) == []
+    with replaced(Policy.parse("torch; @head:fp32")):
+        assert Whole().training_step() == (BF16, FP32)
+
+
 def test_a_model_that_is_compiled_has_rules_too() -> None:
     model = Net()
     with replaced(Policy.parse("torch; @head:fp32")):
@@ -59,6 +77,13 @@ def test_a_rule_that_names_no_module_breaks_nothing_and_is_reported() -> None:
             "the policy's rule @haed:fp32 never acted: no module of this Net is named like 'haed'; "
             "did you mean 'head'?"
         ]
+
+
+def test_a_model_without_modules_is_said_to_have_none() -> None:
+    with replaced(Policy.parse("torch; @head:fp32")) as use, torch.autocast("cpu", BF16):
+        nn.Linear(4, 4)(torch.ones(2, 4))
+        (said,) = use.problems()
+    assert said.endswith("no module of this Linear is named like 'head'; it has none")
 
 
 def test_without_a_call_of_a_model_rules_for_modules_never_act() -> None:

@@ -38,7 +38,8 @@ def matching(model: nn.Module, pattern: str, asker: str) -> dict[str, nn.Module]
     names = {without_wrappers(name): module for name, module in modules if name}
     found = {name: module for name, module in names.items() if fnmatchcase(name, pattern)}
     if not found:
-        near = did_you_mean(pattern, names) or f"; its modules are {', '.join(list(names)[:8])}"
+        own = f"its modules are {', '.join(list(names)[:8])}" if names else "it has none"
+        near = did_you_mean(pattern, names) or f"; {own}"
         raise ValueError(
             f"{asker}: no module of this {type(model).__name__} is named like {pattern!r}{near}"
         )

@@ -21,6 +21,8 @@ from halfstep._report.layers import power_below
 from halfstep._report.summary import FEW, Facts, Origin, StepCounts, Summary
 
 _DEFAULT_SCALE = 2.0**16
+NEVER_ACTED = "never acted"
+"""What is said of a rule, also by a note of ``halfstep run`` that knows the reason."""
 
 
 def about_end(summary: Summary) -> Iterator[Sentence]:
@@ -394,13 +396,18 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
 
 def about_policy(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence if rules of the policy never acted."""
-    unused = [each for each in summary.rules if not each.calls]
+    known = [note.text for note in summary.notes if NEVER_ACTED in note.text]
+    unused = [
+        each
+        for each in summary.rules
+        if not each.calls and not any(f"rule {each.rule} {NEVER_ACTED}" in text for text in known)
+    ]
     if unused:
         num_steps = max(each.num_steps for each in unused)
         yield say(
             "warning",
             *names([each.rule for each in unused]),
-            " of the policy never acted: no op and no module was decided by "
+            f" of the policy {NEVER_ACTED}: no op and no module was decided by "
             f"{'it' if len(unused) == 1 else 'them'} in {things(num_steps, 'sampled step')}.",
             cure=(
                 " Compare the names with ",

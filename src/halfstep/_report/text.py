@@ -140,8 +140,9 @@ def _badness(sentence: Sentence) -> int:
 def _notes(summary: Summary) -> Iterator[Sentence]:
     for note in summary.notes:
         is_bad = "ranks disagree" in note.text or note.text.startswith("steps were taken past")
-        severity: Severity = "bad" if is_bad else "notice"
-        is_dated = not note.step or re.search(r"\bstep \d", note.text) is not None
+        is_idle = about_steps.NEVER_ACTED in note.text
+        severity: Severity = "bad" if is_bad else "warning" if is_idle else "notice"
+        is_dated = is_idle or not note.step or re.search(r"\bstep \d", note.text) is not None
         yield say(severity, "" if is_dated else f"Step {note.step}: ", f"{note.text.rstrip('.')}.")
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from halfstep._autocast import Policy, preset
 from halfstep._autocast.modules import name_modules
 from halfstep._common.patches import TopLevelCalls, not_compiled
+from halfstep._diagnose.user_code import whole_model
 
 
 class PolicyUse(TopLevelCalls):
@@ -49,13 +50,16 @@ class PolicyUse(TopLevelCalls):
         is_first = not self._seen
         self._seen.add(module)
         for rule in [*self._missing]:
-            try:
-                name_modules(module, Policy([rule]))
-            except ValueError as error:
-                if is_first:
-                    self._missing[rule] = str(error)
-            else:
-                del self._missing[rule]
+            # Diagnoses name modules from the whole on, which a method such as training_step calls.
+            for model in dict.fromkeys((module, whole_model(module))):
+                try:
+                    name_modules(model, Policy([rule]))
+                except ValueError as error:
+                    if is_first:
+                        self._missing[rule] = str(error)
+                else:
+                    del self._missing[rule]
+                    break
 
     def problems(self) -> Iterator[str]:
         """Yield why the policy, or a rule of it, never acted on the script's own autocast."""
