@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -256,15 +257,23 @@ def _library(namespace: str) -> torch.library.Library:
     return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
+_has_warned = False
+
+
 def _implement(
     library: torch.library.Library,
     op: torch._ops.OpOverload,
     key: torch._C.DispatchKey,
     kernel: Kernel,
 ) -> None:
-    with warnings.catch_warnings():
+    global _has_warned
+    with ExitStack() as stack:
         # PyTorch warns once per process that a kernel was overridden, which is intended here.
-        warnings.simplefilter("ignore")
+        # Python then shows again what it has shown once, so this is not done in each sampled step.
+        if not _has_warned and has_kernel(op, key):
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            _has_warned = True
         library.impl(  # type: ignore[no-untyped-call]
             op, kernel, key.name, with_keyset=True, allow_override=True
         )
