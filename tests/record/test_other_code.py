@@ -112,7 +112,7 @@ def test_warnings_as_errors_do_not_end_a_run_whose_record_fails(tmp_path: Path) 
 def test_a_warning_is_shown_as_often_as_without_a_record(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     (optimizer,) = sgd(model)
-    context = halfstep.autocast("cpu", torch.bfloat16, policy="standard; linear:fp32")
+    context = halfstep.autocast(DEVICE, torch.bfloat16, policy="standard; linear:fp32")
     with warnings.catch_warnings(record=True) as shown, halfstep.record(tmp_path, every=1):
         warnings.simplefilter("default")
         for _ in range(4):

@@ -858,7 +858,7 @@ def test_an_optimizer_that_is_made_anew_has_the_number_of_the_old_one(tmp_path: 
 def record_rules(folder: Path, policy: str, model: nn.Module, steps: int = 1) -> dict[str, int]:
     """Train under a policy that the model's modules know; return the calls of each rule."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    context = halfstep.autocast("cpu", torch.bfloat16, policy=policy, module=model)
+    context = halfstep.autocast(DEVICE, torch.bfloat16, policy=policy, module=model)
     with halfstep.record(folder, every=2):
         for _ in range(steps):
             optimizer.zero_grad()
@@ -901,7 +901,7 @@ def test_rules_that_do_nothing_new_are_counted_too(tmp_path: Path) -> None:
 
 
 def test_rules_for_elsewhere_are_not_said_to_be_idle(tmp_path: Path) -> None:
-    policy = "standard; linear[cuda]:fp32; linear[fp16]:fp32; linear[eval]:fp32; linear[bf16]:fp32"
+    policy = "standard; linear[mps]:fp32; linear[fp16]:fp32; linear[eval]:fp32; linear[bf16]:fp32"
     assert record_rules(tmp_path, policy, net()) == {"linear[bf16]:fp32": 2}
 
 
@@ -933,7 +933,7 @@ def test_counting_rules_changes_no_number(policy: str, tmp_path: Path) -> None:
         with nullcontext() if folder is None else halfstep.record(folder, every=1):
             for _ in range(3):
                 x = torch.randn(16, 64)
-                with halfstep.autocast("cpu", torch.bfloat16, policy=text):
+                with halfstep.autocast(DEVICE, torch.bfloat16, policy=text):
                     loss = (torch.exp(model(x)) * 2).log_softmax(-1).square().mean()
                 loss.backward()
                 optimizer.step()
@@ -947,7 +947,7 @@ def test_counting_rules_changes_no_number(policy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_outside", [True, False], ids=["outside", "inside"])
 def test_rules_are_counted_once_while_a_trace_runs(is_outside: bool, tmp_path: Path) -> None:
-    model, context = net(), halfstep.autocast("cpu", torch.bfloat16, policy="torch; linear:fp32")
+    model, context = net(), halfstep.autocast(DEVICE, torch.bfloat16, policy="torch; linear:fp32")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     entered = [halfstep.trace(model), halfstep.record(tmp_path)]
     with ExitStack() as stack:
