@@ -436,6 +436,7 @@ def hostile(folder: Path) -> Path:
             header(command=[HOSTILE], machine=HOSTILE, device=HOSTILE, torch=HOSTILE),
             model(names, name=HOSTILE, note=HOSTILE),
             policy(text=HOSTILE),
+            rules(1, {"![x](http://x)|`": 0, HOSTILE: 2}),
             *(step(n) for n in range(1, 20)),
             *(sample(n, layers(names)) for n in (1, 10)),
             skip(20, optimizer=HOSTILE),

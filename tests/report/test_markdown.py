@@ -113,3 +113,10 @@ def test_json_has_the_whole_diagnosis_of_each_place(tmp_path):
 
 def test_json_has_nan_as_a_string(tmp_path):
     assert summary_json(summary_of(records.failed(tmp_path)))["loss"]["last"] == "nan"
+
+
+def test_how_often_rules_acted_is_there(tmp_path):
+    rules = records.rules(1, {"softmax:fp32": 1, "@head:fp32": 0})
+    text = summary_markdown(summary_of(records.write(tmp_path, [records.header(), rules])))
+    assert "| rule | `softmax:fp32`: 1 call in 1 sampled step |" in text
+    assert "| rule | `@head:fp32`: 0 calls in 1 sampled step |" in text

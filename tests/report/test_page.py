@@ -240,6 +240,14 @@ def test_rows_of_maps_have_their_full_names_as_titles(skips):
     assert titles == list(records.LAYERS[:-1])
 
 
+def test_how_often_rules_acted_is_a_table(tmp_path):
+    rules = [records.rules(n, {"softmax:fp32": 2, "@head:fp32": 0}) for n in (1, 2)]
+    page = page_of(records.write(tmp_path, [records.header(), records.policy(), *rules]))
+    rows = page.tree.one("section", id="policy").one("tbody").all("tr")
+    found = [[cell.text for cell in cells(row)] for row in rows]
+    assert found == [["softmax:fp32", "4", "2"], ["@head:fp32", "0", "2"]]
+
+
 def test_many_skips_are_counted(tmp_path):
     steps = (records.skip(n) for n in range(1, MOST_SKIPS + 51))
     page = page_of(records.write(tmp_path, [records.header(), *steps]))
