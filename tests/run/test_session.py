@@ -101,6 +101,7 @@ def test_diagnoses_are_recorded_and_printed_unless_quiet(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("halfstep._diagnose.watch.Watch", FakeWatch)
     monkeypatch.setattr(halfstep.record, "num_steps", 2)
+    monkeypatch.setattr(halfstep.record, "current_step", 3)
     given = {"policy": preset("torch"), "is_quiet": quiet, "folder": tmp_path / "out"}
     Session(COMMAND, options(is_diagnosing=True, **given)).run()
     seen.close()

@@ -189,6 +189,11 @@ class record:
         return 0 if self._recorder is None else self._recorder.num_steps
 
     @property
+    def current_step(self) -> int:
+        """The number of the iteration that is running, from 1."""
+        return 1 if self._recorder is None else self._recorder.current_step
+
+    @property
     def num_skipped(self) -> int:
         """Number of iterations with a step known to be skipped; complete after the block."""
         return 0 if self._recorder is None else len(self._recorder.skipped)

@@ -103,7 +103,8 @@ class Recorder:
         every: int,
         sinks: Sequence[Sink],
     ) -> None:
-        self.num_steps = 0
+        self.num_steps = self._num_ended = 0
+        self._round: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.skipped: set[int] = set()
         self._writer, self._scaler, self._every, self._sinks = writer, scaler, every, list(sinks)
         self._models, self._waiting = models, PendingSteps()
@@ -182,10 +183,13 @@ class Recorder:
             norm = self._norm_of(outcome.optimizer)
             if norm is None and self._sampler.is_open and not outcome.is_measured:
                 norm = _norm_of_outcome(outcome)
-            self._add_step(outcome.optimizer, outcome.optimizer_name, outcome, loss, norm)
+            name = outcome.optimizer_name
+            self._add_step(self.num_steps + 1, outcome.optimizer, name, outcome, loss, norm)
             if _may_be_skipped(outcome):
                 self._write_culprits(outcome)
                 self._write_buffers(self.num_steps + 1)
+        self.num_steps += 1
+        self._round.clear()
         self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
 
     @_aside
@@ -204,9 +208,29 @@ class Recorder:
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
             norm = _norm_of_gradients(optimizer)
-        self._add_step(optimizer, type(optimizer).__name__, None, self._loss, norm)
+        if not self._is_of_round(optimizer):
+            self._round.clear()
+            self.num_steps += 1
+        self._round.add(optimizer)
+        name = type(optimizer).__name__
+        self._add_step(self.num_steps, optimizer, name, None, self._loss, norm)
         self._stepped.add(id(optimizer))
         self._end_iteration(1.0)
+
+    def _is_of_round(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a step without a scaler belongs to the iteration of the steps before it.
+
+        In an iteration each optimizer steps once. One that has not stepped before begins another
+        iteration, unless it is the first.
+        """
+        is_known = optimizer in self._numbers or self.num_steps == 1
+        return len(self._round) > 0 and optimizer not in self._round and is_known
+
+    @property
+    def current_step(self) -> int:
+        """The number of the iteration that is running."""
+        is_begun = 0 < len(self._round) < len(self._numbers)
+        return self.num_steps + (not is_begun)
 
     def _leave_out_what_was_dropped(self) -> None:
         """Forget the loss of backward passes whose gradients are gone, though no step was made."""
@@ -351,19 +375,20 @@ class Recorder:
 
     def _add_step(
         self,
+        step: int,
         optimizer: torch.optim.Optimizer | None,
         name: str,
         outcome: Outcome | None,
         loss: Tensor | None,
         norm: Tensor | None,
     ) -> None:
-        step, number = self.num_steps + 1, self._number_of(optimizer)
+        number = self._number_of(optimizer)
         lost = self._updates.share_lost(optimizer)
         self._waiting.add(PendingStep(step, self._time(), name, number, outcome, loss, norm, lost))
 
     def _end_iteration(self, scale: float) -> None:
-        self.num_steps += 1
-        if self.num_steps == 1:
+        self._num_ended += 1
+        if self._num_ended == 1:
             self._write_device()
         # A second optimizer may use the same backward pass: keep the loss until the next pass.
         self._norms, self._scaled, self._is_old, self._is_scaled = [], [], True, False
@@ -386,7 +411,7 @@ class Recorder:
         """
         if not self._every:
             return False
-        step = self.num_steps + 1
+        step = self._num_ended + 1
         is_multiple = step % self._every == 0
         if is_multiple or (step < self._every and step.bit_count() == 1):
             self._first_in_turn = step

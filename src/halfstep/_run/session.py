@@ -238,7 +238,8 @@ class Session:
         """Record and print the diagnosis of a step on the rank that made it."""
         assert self._watch is not None
         if self._record.num_steps:  # zero in the first step, and if the loop steps by hand
-            step = self._record.num_steps + (not self._watch.is_ending)
+            is_ending = self._watch.is_ending
+            step = self._record.num_steps if is_ending else self._record.current_step
         self._record.add_diagnosis(diagnosis, step=step)
         self._say_of_rank(f"step {step} went bad:\n{diagnosis}")
 
