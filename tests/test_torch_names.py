@@ -263,7 +263,7 @@ def test_what_is_kept_out_of_graphs_ends_them_and_is_not_compiled() -> None:
     assert seen == [False, False]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # before it and after it
     (reason,) = torch._dynamo.utils.counters["graph_break"]
-    assert "it keeps books in Python" in reason
+    assert "it updates Python state" in reason
 
 
 def test_the_classes_of_checkpoint_that_keep_a_function() -> None:

@@ -273,7 +273,7 @@ def test_the_policy_in_force_can_be_asked_for() -> None:
         ({"dtype": "bfloat16", "enabled": False}, ValueError, r"got dtype='bfloat16'"),
         ({"enabled": "no"}, TypeError, r"enabled is True or False, got 'no'"),
         ({"cache_enabled": "no"}, TypeError, r"cache_enabled is True or False"),
-        ({"policy": "fast"}, ValueError, r"starts with a preset.*not with 'fast'"),
+        ({"policy": "fast"}, ValueError, r"must start with a preset .*; got 'fast'"),
         ({"policy": ["softmax"]}, TypeError, r"a Policy or its text, such as"),
     ],
 )

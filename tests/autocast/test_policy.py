@@ -219,8 +219,8 @@ def test_text_and_file_give_back_the_policy(name: str, more: list[Rule]) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"starts with a preset, one of standard, torch, .* and not with ''"),
-        ("softmax:lower", r"starts with a preset.* not with 'softmax:lower'"),
+        ("", r"must start with a preset \(standard, torch, .*\); got ''"),
+        ("softmax:lower", r"must start with a preset .*; got 'softmax:lower'"),
         ("standart; exp:fp32", r"not with 'standart'; did you mean 'standard'\?"),
         ("standard; exp", r"rule 'exp' is not of the form op,op@module\[condition,\.\.\.\]:action"),
         ("standard; @head:lower", r"as a whole it can be an island, 'fp32', or 'leave'"),

@@ -180,4 +180,4 @@ def test_an_option_after_a_script_that_does_not_know_it(source, is_told, tmp_pat
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     _note_options(str(script), ["--amp=fp16", "--other"], parser)
-    assert ("--amp stands after" in capsys.readouterr().err) == is_told
+    assert ("--amp comes after" in capsys.readouterr().err) == is_told

@@ -240,10 +240,10 @@ def test_an_option_after_the_script_is_noted(halfstep_run, tmp_path):
     (tmp_path / "train.py").write_text("print('ran')")
     done = halfstep_run("train.py", "--diagnose", "--every=3", "--lr", "3")
     assert (done.code, done.out) == (0, "ran\n")
-    assert "--diagnose stands after train.py, which gets it as an argument" in done.err
+    assert "--diagnose comes after train.py, so the script receives it" in done.err
     assert "halfstep run --every ... train.py" in done.err
     assert "--lr" not in done.err
     (tmp_path / "train.py").write_text("parser = '--diagnose'")
-    assert "stands after" not in halfstep_run("train.py", "--diagnose").err
+    assert "comes after" not in halfstep_run("train.py", "--diagnose").err
     (tmp_path / "train.py").write_text("")
     assert halfstep_run("-q", "train.py", "--diagnose").err == ""

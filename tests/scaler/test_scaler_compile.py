@@ -186,7 +186,7 @@ def test_a_norm_limit_is_one_graph() -> None:
 
 # --- the scaler -----------------------------------------------------------------------------------
 
-OURS = "it keeps books in Python"
+OURS = "it updates Python state"
 
 THEIRS = (
     "Tensor.backward()",

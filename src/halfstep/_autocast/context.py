@@ -364,7 +364,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
                 "so its autocast is not known. Decorate forward with halfstep.custom_fwd"
             )
         if torch.compiler.is_compiling():
-            # The only context of ours that torch.compile can enter in the backward of a Function.
+            # Our only context that torch.compile can enter in the backward of a Function.
             with in_graph(settings):
                 return bwd(ctx, *gradients)
         with Region(settings):

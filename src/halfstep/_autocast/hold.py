@@ -253,7 +253,7 @@ def _call(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
             if not modes.is_making_graph():
                 raise
             raise CallOrderError(
-                "make_fx records no weights that hold_casts holds. Call make_fx outside of the "
+                "make_fx cannot trace weights held by hold_casts. Call make_fx outside of the "
                 "hold, or after release(), or give it the weights as arguments"
             ) from error
 

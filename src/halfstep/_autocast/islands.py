@@ -1,7 +1,7 @@
 """Computation in one dtype with parameters of another.
 
-A mode sees the calls of PyTorch functions from Python, whoever makes them, and casts the parameters
-among the arguments. No parameter is replaced, so hooks, checkpoints, sharding, other threads and
+A mode sees all calls of PyTorch functions from Python and casts the parameters among the
+arguments. No parameter is replaced, so hooks, checkpoints, sharding, other threads and
 optimizers see the same model, and each gradient has the dtype of its parameter. Other tensors are
 the program's own: it may write to them, or through them, and needs their dtypes.
 """

@@ -162,7 +162,7 @@ def parse(text: str) -> tuple[str, list[Rule]]:
     preset, *parts = _parts(text) or [""]
     if preset not in PRESETS:
         raise ValueError(
-            f"policy {text!r}: it starts with a preset, one of {', '.join(PRESETS)}, and not with "
+            f"policy {text!r}: it must start with a preset ({', '.join(PRESETS)}); got "
             f"{preset!r}{did_you_mean(preset, PRESETS)}"
         )
     return preset, [rule for part in parts for rule in _rules(part)]

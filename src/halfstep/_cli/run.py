@@ -191,7 +191,7 @@ def _note_options(script: str, rest: list[str], parser: argparse.ArgumentParser)
         mention = rf"(?<![\w.]){re.escape(option.removeprefix('--'))}(?!\w)"  # not torch.amp
         if option in ours and re.search(mention, text) is None:
             tell(
-                f"halfstep: {option} stands after {script}, which gets it as an argument; if it is "
+                f"halfstep: {option} comes after {script}, so the script receives it; if it is "
                 f"for halfstep: halfstep run {option} ... {script}",
                 sys.stderr,
             )

@@ -301,7 +301,7 @@ def _headline(found: Diagnosis) -> str:
         case "scale":
             return f"scale: {where} overflows {dtype} because the loss is scaled by too much"
         case "range" if bad is not None and _is_rounded(bad):
-            return f"range: {where} is finite in float32; here, what it reads was rounded before"
+            return f"range: {where} is finite in float32; here, its inputs were already rounded"
         case "range":
             alone = "alone " if any(note.endswith(BY_THE_OP_ALONE) for note in found.notes) else ""
             return f"range of {dtype}: {where} needs a wider dtype, in float32 it {alone}is finite"

@@ -1,7 +1,7 @@
 """Undo log of a replay, which saves and restores all state that the replay changes.
 
 Memory that existed before the replay is copied just before the first op writes to it. This covers
-every write by PyTorch, whoever owns the memory. Python state is restored too: the ``grad`` of
+every write by PyTorch to any memory. Python state is restored too: the ``grad`` of
 parameters, the attributes of modules with their contents, and the states of random generators.
 """
 

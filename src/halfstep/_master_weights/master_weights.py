@@ -141,8 +141,8 @@ def master_weights(
         raise TypeError(f"master_weights({type(optimizer).__name__}): pass a torch.optim.Optimizer")
     if len(members(optimizer)) > 1:
         raise TypeError(
-            f"master_weights({type(optimizer).__name__}): it holds several optimizers, and a "
-            "checkpoint of theirs would not have its state. Pass each of them, one by one"
+            f"master_weights({type(optimizer).__name__}): it holds several optimizers, and "
+            "their checkpoints would not contain its state. Pass each of them, one by one"
         )
     if not is_whole(optimizer):
         raise TypeError(

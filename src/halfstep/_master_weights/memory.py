@@ -1,4 +1,4 @@
-"""Memory of a training, in bytes per parameter."""
+"""Memory of training, in bytes per parameter."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class BytesPerParameter:
 def bytes_per_parameter(
     model: torch.nn.Module, *optimizers: torch.optim.Optimizer
 ) -> BytesPerParameter:
-    """Return the current memory of a training per parameter.
+    """Return the current memory of training per parameter.
 
     Call it after a step and before ``zero_grad``, when all of the memory is in use. For DTensors,
     the part on this rank counts. Casts of autocast and activations do not count.

@@ -102,7 +102,7 @@ def keep_out_of_graphs(function: Callable[_Params, _Result]) -> Callable[_Params
     Like ``torch.compiler.disable``, which would import all of torch.compile.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "it keeps books in Python"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "it updates Python state"  # type: ignore[attr-defined]
     return do_not_compile_alone(function)
 
 
