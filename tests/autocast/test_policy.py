@@ -221,7 +221,7 @@ def test_text_and_file_give_back_the_policy(name: str, more: list[Rule]) -> None
     [
         ("", r"must start with a preset \(standard, torch, .*\); got ''"),
         ("softmax:lower", r"must start with a preset .*; got 'softmax:lower'"),
-        ("standart; exp:fp32", r"not with 'standart'; did you mean 'standard'\?"),
+        ("standart; exp:fp32", r"got 'standart'; did you mean 'standard'\?"),
         ("standard; exp", r"rule 'exp' is not of the form op,op@module\[condition,\.\.\.\]:action"),
         ("standard; @head:lower", r"as a whole it can be an island, 'fp32', or 'leave'"),
         ("standard; exp@a..b:fp32", r"a module is a name such as .*got 'a\.\.b'"),
