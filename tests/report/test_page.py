@@ -223,7 +223,7 @@ def test_tabs_work_without_script(skips):
     assert [label.text.split("s ")[-1] for label in heat.all("label")] == [
         "5",
         "5",
-        "6 1 to look at",
+        "6 1 to check",
         "5",
     ]
     style = skips.tree.one("style").text

@@ -157,7 +157,7 @@ def test_gradients_that_are_gone_are_not_taken_for_those_of_the_step(what: str) 
     if what == "new backward":
         setup.backward()
     for name in ("norm", "norms", "culprits"):
-        with pytest.raises(CallOrderError, match=r"are gone: look at norm, norms and culprits"):
+        with pytest.raises(CallOrderError, match=r"are gone: read norm, norms and culprits"):
             getattr(outcome, name)
     assert outcome.taken
     assert outcome.entry.norm != outcome.entry.norm

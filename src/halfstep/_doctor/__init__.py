@@ -1,4 +1,4 @@
-"""``halfstep doctor``: findings about the objects and the source of a training, and the machine.
+"""``halfstep doctor``: findings about objects, training scripts and the machine.
 
 ``doctor`` is the entry point, ``objects`` checks objects, and ``hardware`` measures the machine.
 The ``read_`` modules parse source without running it, ``follow_iterations`` tracks iterations

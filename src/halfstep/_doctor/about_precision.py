@@ -168,7 +168,7 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
         if not scaler.is_guard and _may_be_on(name, scaler, switches):
             yield Finding(
                 "scaler-with-bf16",
-                f"`{name}` scales losses of a training in bfloat16, which has the range of "
+                f"`{name}` scales losses of training in bfloat16, which has the range of "
                 "float32: nothing underflows, and each overflow of the scale costs a step",
                 "leave the scaler out; or keep one that scales nothing and only skips bad steps",
                 "from halfstep import GradScaler, Static\n"
@@ -235,7 +235,7 @@ def _other_device(program: Program) -> Iterator[Finding]:
 
 
 def _elsewhere(program: Program, lowered: str) -> str:
-    """Return the evidence that a training is not on the device ``lowered``, empty if none."""
+    """Return the evidence that training is not on the device ``lowered``, empty if none."""
     moves = [devices for site in program.sites if (devices := _moved_to(program, site)) is not None]
     devices = set().union(*moves)
     if moves and all(moves):

@@ -1,4 +1,4 @@
-"""``halfstep.doctor``: a check of a training before it starts, and of source without running it."""
+"""``halfstep.doctor``: a check of objects before training, and of source without running it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def doctor(
     step_fn: Callable[..., Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Checkup:
-    """Check a training for mixed-precision mistakes before it starts.
+    """Check objects for mixed-precision mistakes before training starts.
 
     All arguments are optional, and only the given ones are checked. Nothing is run or changed.
 

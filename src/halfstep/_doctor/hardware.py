@@ -101,7 +101,7 @@ def is_flushing() -> bool:
 def findings(
     device_type: str, dtype: torch.dtype | None, card: Card | None = None
 ) -> Iterator[Finding]:
-    """Yield findings about the switches and the card, for a training on a device.
+    """Yield findings about the switches and the card, for training on a device.
 
     ``dtype`` is the lower precision, None if unknown; ``card`` is that of a CUDA device.
     """

@@ -280,12 +280,12 @@ _TEXTS = {
     "clip-before-unscale": (
         "gradients are clipped while they are still multiplied by the scale{at_first} of "
         "`{scaler}`: after unscaling they are almost zero, and training looks stuck",
-        "unscale before you clip{where}; or let halfstep's `{scaler}` clip, in one pass less",
+        "unscale before you clip{where}; or let halfstep's `{scaler}` clip, saving one pass",
         "{scaler}.unscale_({optimizer})  # before clipping{where}\n"
         "# or: {scaler}.step({optimizer}, max_norm=1.0)",
     ),
     "gradients-dropped": (
-        "`zero_grad` stands between `backward` (line {first}) and the step of `{optimizer}` (line "
+        "`zero_grad` comes between `backward` (line {first}) and the step of `{optimizer}` (line "
         "{step}): the gradients are gone before they are used, and nothing is learned",
         "call it before `backward`, or after the step",
         "",

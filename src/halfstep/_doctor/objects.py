@@ -1,4 +1,4 @@
-"""Checks of the objects of a training: model, optimizers, scaler and schedules."""
+"""Checks of the objects of training: model, optimizers, scaler and schedules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 
 @dataclass(frozen=True)
 class Training:
-    """The known objects of a training."""
+    """The known objects of training."""
 
     model: nn.Module | None = None
     optimizers: tuple[Optimizer, ...] = ()
@@ -75,7 +75,7 @@ class Training:
 
 
 def findings(training: Training) -> Iterator[Finding]:
-    """Yield problems with the objects of a training."""
+    """Yield problems with the objects of training."""
     yield from _scalers(training)
     yield from _low_parameters(training)
     yield from _eps_of_optimizers(training)
@@ -104,7 +104,7 @@ def _scalers(training: Training) -> Iterator[Finding]:
     if dtype == torch.bfloat16 and training.scales and not is_guard:
         yield Finding(
             "scaler-with-bf16",
-            "a scaler in a training in bfloat16, which has the range of float32: nothing "
+            "a scaler for training in bfloat16, which has the range of float32: nothing "
             "underflows, and each overflow of the scale costs a step",
             "leave the scaler out; or keep one that scales nothing and only skips bad steps",
             "scaler = halfstep.GradScaler(init_scale=1.0, rule=halfstep.Static())",

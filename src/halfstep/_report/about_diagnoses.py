@@ -86,7 +86,7 @@ def _what(found: Diagnosis) -> Iterator[str | Code]:
         "scale": (" overflowed in ", ", since the scale was too large"),
         "range": (
             " went bad in ",
-            f": {needs or 'what it reads was rounded before; it '}is finite in float32",
+            f": {needs or 'its inputs were already rounded; it '}is finite in float32",
         ),
         "maths": (" went bad in ", f", which is not finite{either(dtype)}"),
         "data": (" went bad because ", ""),

@@ -210,7 +210,7 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
         yield say(
             "notice",
             f"{things(too_large, 'step')} had a norm far above the median and {were(too_large)} "
-            f"left out: look at the {'batch' if too_large == 1 else 'batches'}, lower the learning "
+            f"left out: check the {'batch' if too_large == 1 else 'batches'}, lower the learning "
             "rate, or raise the limit, ",
             Code("scaler.set_norm_limit(...)"),
             ".",
@@ -344,7 +344,7 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     if summary.lower == "bf16":
         yield (
             " bf16 has the range of fp32, so no smaller scale helps: lower the learning rate, clip "
-            "the gradients, and look at the batches of these steps."
+            "the gradients, and check the batches of these steps."
         )
         return
     known = known_origins(summary, later)
@@ -388,7 +388,7 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
             "bad",
             f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "
             "no gradient from underflow. Overflow at every scale is not caused by the scale.",
-            cure=(" Look at where the skips began, keep that module in float32, or use bf16.",),
+            cure=(" Check where the skips began, keep that module in float32, or use bf16.",),
             evidence="steps",
             follows=summary.went_bad_at is not None or summary.steps.num_skipped_later > 0,
         )

@@ -41,7 +41,7 @@ _Line: TypeAlias = tuple[str, Callable[[Any], str], *tuple[str, ...]]
 SEVERITY_WORDS: dict[Severity, tuple[str, str]] = {
     "good": ("Good", "nothing to worry about"),
     "notice": ("Note", "fine, with notes"),
-    "warning": ("Warning", "something to look at"),
+    "warning": ("Warning", "something to check"),
     "bad": ("Problem", "something is wrong"),
 }
 """By severity, the label of a sentence, and the verdict on a run in which it is the worst."""

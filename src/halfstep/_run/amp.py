@@ -109,15 +109,15 @@ def _note_steps(patches: Patches, script: ScriptState) -> None:
 
 
 def _watch_scalers(patches: Patches, ours: GradScaler | None, script: ScriptState) -> None:
-    """Switch off if the script has a scaler of its own."""
+    """Switch off if the script has its own scaler."""
 
     def look(scaler: Any) -> None:
         if not script.is_training or scaler is ours or not scaler.is_enabled():
             return
         if not isinstance(scaler, GuardScaler):
-            script.switch_off("the script has a GradScaler of its own")
+            script.switch_off("the script has its own GradScaler")
         elif script.is_scaling:  # the guard and our scaler would both skip steps
-            script.switch_off("the script has a guard, which looks at unscaled gradients")
+            script.switch_off("the script has a guard, which checks unscaled gradients")
 
     def init(original: Callable[..., None], scaler: Any, *args: Any, **kwargs: Any) -> None:
         original(scaler, *args, **kwargs)

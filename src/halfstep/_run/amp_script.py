@@ -70,7 +70,7 @@ class ScriptState:
         if not self.has_own_autocast:
             self.has_own_autocast = True
             self._say(
-                f"the script has an autocast of its own, to {dtype_name(dtype)}, which stays "
+                f"the script has its own autocast, to {dtype_name(dtype)}, which stays "
                 f"unchanged{'; the loss is scaled anyway' if self.is_scaling else ''}"
             )
 

@@ -273,7 +273,7 @@ class Session:
     def _notes(self) -> Iterator[str]:
         if self._watch is not None:
             yield from self._watch.notes
-        use, is_needed = self._policy_use, self._options.amp is None  # --amp enters one of ours
+        use, is_needed = self._policy_use, self._options.amp is None  # --amp enters its own
         if use is not None and self._record.num_steps and (is_needed or use.has_autocast):
             yield from use.problems()
 

@@ -156,8 +156,8 @@ class AutocastInMode(Autocast, metaclass=_PlaceInMode):
 class GradScaler(halfstep.GradScaler):
     """Stand-in for ``torch.amp.GradScaler``, whose scale moves as that one's does.
 
-    It only stays in the range in which it can be divided by, and where PyTorch trains wrongly
-    without a word, this one warns and does the same.
+    It only stays in the range in which it can be divided by, and where PyTorch silently trains
+    wrongly, this one warns and does the same.
     """
 
     _steps_like_torch = True

@@ -143,7 +143,7 @@ class Together:
         if not sharing.parts:
             raise RanksError(
                 f"{self.call}: the norms of single layers or parameters are spread over the ranks "
-                f"{list(sharing.ranks)}, and no mesh of theirs has just these. Clip per='all'"
+                f"{list(sharing.ranks)}, no device mesh covers exactly these. Clip per='all'"
             )
         given = [
             n if isinstance(n, Tensor) else torch.tensor(n, dtype=torch.float64) for n in norms

@@ -48,14 +48,14 @@ CURES = {
         f"{WHICH_OP}"
     ),
     Reason.NORM: (
-        "the norm of the gradients is far above its median. Look at these batches, lower the "
+        "the norm of the gradients is far above its median. Check these batches, lower the "
         "learning rate, or raise the limit (set_norm_limit)"
     ),
 }
 
 
 UNSCALED = (
-    "look at the batch, at the parameters for inf and NaN, and at log(), division and sqrt() at 0; "
+    "check the batch, the parameters for inf and NaN, and log(), division and sqrt() at 0; "
     "clip (max_norm), or lower the learning rate. halfstep run --diagnose names the op"
 )
 """Advice where no loss is scaled."""

@@ -122,7 +122,7 @@ class Reduction:
                 "Cause: a rank has died, hangs, or has not made this call. All ranks are to call "
                 "step() in the same order, and of a GradScaler unscale_(), clip_grad_norm_() and "
                 "update() too, also those without a loss or without gradients.\n"
-                "Cure: look at what the other ranks printed last; the first error is the cause."
+                "Cure: read what the other ranks printed last; the first error is the cause."
             )
             raise self._error from error
 

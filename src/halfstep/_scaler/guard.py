@@ -1,4 +1,4 @@
-"""Skipping of steps with inf or NaN gradients, for trainings without loss scaling."""
+"""Skipping of steps with inf or NaN gradients, for training without loss scaling."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ class Guard:
         if is_scalers or getattr(optimizer, "found_inf", None) is not None:
             raise CallOrderError(
                 f"{type(optimizer).__name__} has a guard and is stepped by a GradScaler, which "
-                "skips bad steps by itself: leave one of them out (guard.remove())"
+                "skips non-finite steps by itself: leave one of them out (guard.remove())"
             )
         tell_scheduler(optimizer)
         loss = None

@@ -334,7 +334,7 @@ class Outcome:
             return self._measured.unscaled()
         if not self.has_its_gradients():
             raise CallOrderError(
-                "the gradients of this step were not measured and are gone: look at norm, "
+                "the gradients of this step were not measured and are gone: read norm, "
                 "norms and culprits of an outcome before zero_grad() and the next backward(), "
                 "or " + HOW_TO_MEASURE
             )

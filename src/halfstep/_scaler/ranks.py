@@ -37,7 +37,7 @@ CURE = (
     "Cure: say which ranks step together: "
     "halfstep.GradScaler(process_group=torch.distributed.group.WORLD), "
     "after init_process_group(), for all of them, or another process group; "
-    "process_group='local' if this rank trains something of its own. halfstep.guard takes it too. "
+    "process_group='local' if this rank trains separately. halfstep.guard takes it too. "
     "A GradScaler also takes device_mesh=... and, if gradients are averaged by hand, "
     "scaler.replicated(model.parameters(), process_group) for their norm"
 )
@@ -115,7 +115,7 @@ class Ranks:
         if not concerned <= set(group.ranks):
             raise RanksError(
                 f"{call}: its parameters are spread over the ranks {listed(sorted(concerned))}, "
-                f"and the GradScaler was told that {listed(group.ranks)} step together.\n{CURE}"
+                f"and the GradScaler was created for only {listed(group.ranks)}.\n{CURE}"
             )
         if len(group.ranks) == 1:
             return ALONE

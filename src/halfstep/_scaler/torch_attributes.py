@@ -367,8 +367,8 @@ def _finish(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     if not checks and any(param.grad is not None for param in parameters(optimizer)):
         raise CallOrderError(
             f"step({name(optimizer)}): its step() takes the scaler (grad_scaler=...) and did "
-            "not use it: nobody has looked for inf and NaN, and if it has changed parameters, "
-            "it has done so with gradients that are multiplied by the scale.\n"
+            "not use it: gradients were not checked for inf or NaN; if parameters were updated, "
+            "still-scaled gradients were used.\n"
             "Cure: leave _step_supports_amp_scaling out of the optimizer, and the scaler "
             "unscales and checks; or call grad_scaler.unscale_(self) in its step(), and skip "
             "if one of grad_scaler._found_inf_per_device(self).values() is 1."

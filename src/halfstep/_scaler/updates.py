@@ -119,7 +119,7 @@ class PendingUpdate:
     ``states_of`` returns the states before and after it, once the flags are known.
 
     Attributes:
-        kernel: How the device has moved the scale, None if it has not.
+        kernel: How the device has moved the scale, None if it did not move.
         is_stale: Whether the host has set the scale since: then the iteration only counts.
     """
 
