@@ -6,7 +6,7 @@ Rules to remember:
 - `scaler.unscale_(optimizer)` once, before the first norm is taken; then clip as you like.
 - Each layer is clipped by the norm of its own parameters only. An overflow in one layer (norm inf)
   skips the step of all.
-- Look at gradients, log or change them between `unscale_` and `step`: there they are real.
+- Read, log or change gradients between `unscale_` and `step`: there they are real.
 
 Run: python examples/clip_per_layer.py
 """

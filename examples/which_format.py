@@ -5,7 +5,7 @@ which this machine sees one part in 4096: the gradients are as small.
 
 Rules to remember:
 - Forward pass, loss and backward pass stand in the block, and `autocast` need not; the step of the
-  optimizer stands after it.
+  optimizer comes after it.
 - The second line of the table names the worst module: what became inf there, or zero.
 - In float16 gradients that become zero call for a `GradScaler`, in eight bits for `scale_by_amax`.
 - A simulation says what is lost, not how fast the hardware is: every step takes longer here.

@@ -5,7 +5,7 @@ Task: learn what an attention layer with other weights does.
 Rules to remember:
 - Trace a step or two, not the run: a trace makes every op slower, and changes no result.
 - `t.casts()` names the rule that saves most; a rule that lowers an op also rounds its results, so
-  look at the loss before you keep it.
+  check the loss before you keep it.
 - `t.diff(other)` shows whether the rule did what was said.
 
 Run: python examples/why_is_it_slow.py

@@ -46,15 +46,18 @@ PATTERNS = {
     for phrase, instead in PHRASES.items()
 }
 
-TEXTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "cookbook"),
-    *(
-        file
-        for kind in ("py", "toml", "jinja", "js")
-        for file in sorted((ROOT / "src").rglob(f"*.{kind}"))
-    ),
-]
+TEXTS = sorted(
+    {
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "cookbook"),
+        *(file for kind in ("md", "py") for file in (ROOT / "examples").rglob(f"*.{kind}")),
+        *(
+            file
+            for kind in ("py", "toml", "jinja", "js")
+            for file in (ROOT / "src").rglob(f"*.{kind}")
+        ),
+    }
+)
 
 
 def found_in(text: str) -> Iterator[tuple[int, str]]:

@@ -2,7 +2,7 @@
 
 Rules to remember:
 - `GradScaler()`: the gradients are DTensors, and a DTensor knows the ranks that hold its parts.
-  Each rank sees the inf of its own part only; the scaler sees to it that all ranks skip.
+  Each rank sees the inf of its own part only; the scaler makes sure that all ranks skip.
 - `max_norm` is the norm over the parts of all ranks.
 - Parameters stay float32, and autocast casts the gathered weights: no MixedPrecisionPolicy.
 - Make the optimizer after `fully_shard`.

@@ -1,10 +1,10 @@
 """accelerate: halfstep's scaler in an Accelerator, under a policy, with a record.
 
-Task: name handwritten digits. One batch is broken: it contains inf.
+Task: classify handwritten digits. One batch is corrupt: it contains inf.
 
 Rules to remember:
 - `use_scaler(accelerator)` before `prepare`; on a CPU it also switches float16 on, which accelerate
-  leaves out there without a word.
+  silently leaves out there.
 - The policy is that of `halfstep.use_policy` around the training, as accelerate enters autocast.
 - accelerate's own `optimizer_step_was_skipped` and schedules know of skipped steps, but not with a
   fused optimizer, which skips on the device: ask `scaler.outcome(optimizer)` there.

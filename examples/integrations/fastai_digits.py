@@ -1,6 +1,6 @@
 """fastai: a Learner with halfstep's callback for mixed precision.
 
-Task: name handwritten digits, those of scikit-learn. One batch is broken: a pixel of it is inf.
+Task: classify scikit-learn's handwritten digits. One batch is corrupt: one pixel is inf.
 
 Rules to remember:
 - `Learner(..., cbs=MixedPrecision())` instead of `.to_fp16()`. It works on a CPU as well.

@@ -1,6 +1,6 @@
 """ignite: an `Engine` with an update function that has halfstep's autocast and scaler.
 
-Task: name handwritten digits, those of scikit-learn. One batch is broken: a pixel of it is inf.
+Task: classify scikit-learn's handwritten digits. One batch is corrupt: one pixel is inf.
 
 Rules to remember:
 - `create_supervised_trainer(amp_mode="amp", scaler=GradScaler())` works too, on CUDA, in float16

@@ -1,6 +1,6 @@
 """Lightning: halfstep as the precision of a Trainer, with a record and diagnoses.
 
-Task: name handwritten digits. One batch is broken: it contains inf.
+Task: classify handwritten digits. One batch is corrupt: it contains inf.
 
 Rules to remember:
 - `HalfstepPrecision("16-mixed")` is a plugin: nothing else of the module or the Trainer changes.

@@ -1,6 +1,6 @@
 """timm: a training loop like that of its train.py, with halfstep's `NativeScaler`.
 
-Task: name handwritten digits, those of scikit-learn. One batch is broken: a pixel of it is inf.
+Task: classify scikit-learn's handwritten digits. One batch is corrupt: one pixel is inf.
 
 Rules to remember:
 - One import changes: `NativeScaler` is that of `halfstep.integrations.timm`, its call the same.

@@ -1,10 +1,10 @@
 """transformers: halfstep's scaler in a Trainer, under a policy, with a record.
 
-Task: name handwritten digits. One of them is broken: its picture contains inf.
+Task: classify handwritten digits. One of them is corrupt: its image contains inf.
 
 Rules to remember:
 - `use_scaler(trainer)` before `train`, with `TrainingArguments(fp16=True)`; on a CPU it also
-  switches float16 on, which is left out there without a word.
+  switches float16 on, which is silently left out there.
 - `halfstep.use_policy` and `halfstep.record` go around `trainer.train()`; the `TrainerSink` writes
   scale, skipped steps and underflow into what the Trainer logs.
 - In bfloat16 there is nothing to scale: `halfstep.guard(optimizer)`, given to the Trainer in

@@ -1,6 +1,6 @@
 """ultralytics: its trainer with halfstep's scaler, by one callback.
 
-Task: name handwritten digits, those of scikit-learn, written as images to a folder.
+Task: classify scikit-learn's handwritten digits, written as images to a folder.
 
 Rules to remember:
 - `model.add_callback("on_train_start", use_scaler)`: where the trainer has a scaler, it is
