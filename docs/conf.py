@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import sys
 from inspect import getmembers, isclass
 from pathlib import Path
@@ -20,6 +21,24 @@ sys.path.insert(0, str(DOCS))
 from notebook import notebook  # noqa: E402
 
 EXAMPLES = DOCS.parent / "examples"
+
+# Pages below others in the sidebar: relative paths, with a title where the page's own is too long.
+BELOW = {
+    "install": ["versions"],
+    "concepts": ["One run, four precisions <demo>"],
+    "coming_from": ["What torch.amp does not do <beyond_torch_amp>"],
+    "scaler": ["Details <scaler_details>"],
+    "autocast": ["Details <autocast_details>", "Audit of ops <op_audit>"],
+    "half_parameters": ["Details <half_parameters_details>"],
+    "distributed": ["Details <distributed_details>"],
+    "integrations": ["The frameworks' own tests <integrations_peers>"],
+    "run": ["record <record>"],
+    "diagnose": ["Details <diagnose_details>"],
+    "tune": ["compare <compare>"],
+    "trace": ["simulate <simulate>"],
+    "api/index": ["At a glance <../at_a_glance>"],
+    "architecture": ["benchmarks", "changelog"],
+}
 
 project = "halfstep"
 author = "The halfstep developers"
@@ -73,23 +92,29 @@ def write_pages(app: Sphinx) -> None:
 
 
 def write_cookbook() -> None:
-    """Write a page for each script of examples/, from its docstring and its code."""
-    folder = DOCS / "cookbook"
-    folder.mkdir(exist_ok=True)
-    index = re.sub(
-        r"\]\(([\w/]+)\.py\)",
-        lambda link: f"]({link[1].replace('/', '_')}.md)",
-        (EXAMPLES / "README.md").read_text(encoding="utf-8").replace("](../docs/", "](../"),
-    )
-    toctree = "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
-    write(folder / "index.md", index.replace("# Examples", "# Cookbook", 1) + toctree)
-    for script in EXAMPLES.rglob("*.py"):
-        path = script.relative_to(EXAMPLES)
+    """Write one page of examples/: its README, then the docstring and the code of each script."""
+    page = link_scripts((EXAMPLES / "README.md").read_text(encoding="utf-8"), "")
+    page = page.replace("](../docs/", "](../").replace("# Examples", "# Cookbook", 1)
+    for script in sorted(EXAMPLES.rglob("*.py")):
         code = script.read_text(encoding="utf-8")
         text = ast.get_docstring(ast.parse(code)) or ""
         code = code.split('"""', 2)[2].strip()
-        page = f"# {path}\n\n{text}\n\n```python\n{code}\n```\n"
-        write(folder / (path.as_posix().replace("/", "_")[:-3] + ".md"), page)
+        path = script.relative_to(EXAMPLES).as_posix()
+        page += f"\n## {path}\n\n{text}\n\n```python\n{code}\n```\n"
+    folder = DOCS / "cookbook"
+    shutil.rmtree(folder, ignore_errors=True)  # a page that was once written is in no toctree
+    folder.mkdir()
+    write(folder / "index.md", page)
+
+
+def link_scripts(text: str, folder: str) -> str:
+    """Point links to scripts in ``folder`` to their sections of the cookbook."""
+    page = "cookbook/index.md" if folder else ""
+    return re.sub(
+        rf"\]\({re.escape(folder)}([\w/]+)\.py\)",
+        lambda link: f"]({page}#{link[1].replace('/', '')}py)",
+        text,
+    )
 
 
 def write(path: Path, text: str) -> None:
@@ -106,11 +131,11 @@ def move_links(app: Sphinx, page: str, source: list[str]) -> None:
     # A file of the site, which a checkout has only after `make docs`.
     made = "`make docs` makes a notebook of it, `docs/ten_minutes.ipynb`"
     text = text.replace(made, "It is also [a notebook](ten_minutes.ipynb)")
-    source[0] = re.sub(
-        r"\]\(\.\./examples/([\w/]+)\.py\)",
-        lambda link: f"](cookbook/{link[1].replace('/', '_')}.md)",
-        text,
-    )
+    source[0] = link_scripts(text, "../examples/")
+    if page in BELOW:
+        source[0] += (
+            "\n```{toctree}\n:hidden:\n:titlesonly:\n\n" + "\n".join(BELOW[page]) + "\n```\n"
+        )
 
 
 def find_public(

@@ -35,6 +35,8 @@ def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
         )
         assert loaded, page
         assert not [url for url in loaded if "//" in url], page
+    front = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert 0 < len(re.findall('<li class="toctree-l1', front)) <= 20  # entries of the sidebar
     printed = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert 'class="highlight-none' in printed
     assert 'class="highlight-default' not in printed

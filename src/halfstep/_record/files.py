@@ -1,7 +1,7 @@
 """The files of a record: JSON Lines, one event per line, one file per rank.
 
 JSON has no NaN and no inf: they are written as the strings "nan", "inf" and "-inf". The last key of
-a line is a checksum of everything before it. The format is described in docs/record_details.md.
+a line is a checksum of everything before it. The format is described in docs/record.md.
 """
 
 from __future__ import annotations

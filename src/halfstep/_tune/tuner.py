@@ -59,7 +59,7 @@ def tune(
     although its inputs are not becomes an island, until no module is out of bounds. Islands that
     are not needed are then dropped. For a module that contains modules, rules for a few of its ops
     are tried instead. Then the cost of the islands is measured. The model, its gradients and all
-    random numbers are restored bit for bit. docs/tune_details.md explains the method.
+    random numbers are restored bit for bit. docs/tune.md explains the method.
 
     Args:
         model: The model, with float32 parameters, preferably trained for a while.
