@@ -78,6 +78,8 @@ test-ranks: $(READY)  ## the tests with four ranks, on the CPU
 	$(BIN)/pytest -m ranks4 $(ARGS)
 
 bench: $(READY)  ## the published figures (benchmarks/README.md)
+	$(BIN)/python benchmarks/code_counts.py
+	$(BIN)/python benchmarks/accelerator_ops.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/step_calls.py
 	$(BIN)/python benchmarks/step_time.py --compile --rounds 16
