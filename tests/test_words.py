@@ -37,6 +37,7 @@ PHRASES = {
     r"can(?:not)? bear": "name what fails",
     r"implemented anew": "its own",
     r"the very (?:numbers?|same)": "bitwise identical, exactly the same",
+    r"bad values": "inf and NaN, non-finite values",
     r"[Bb]est (?:undo|leave|keep)": "preferably",
 }
 

@@ -98,7 +98,7 @@ _OF_NO_OP = Blame(OUTSIDE, "", OpPlace(), "backward", OUTSIDE)
 
 
 class BlameTracker(OpObserver):
-    """Observer that checks the outputs of every op and tracks the blame for bad values.
+    """Observer that checks the outputs of every op and tracks the blame for non-finite values.
 
     Attributes:
         has_end: Whether the step has a loss, gradient or result to judge it by.
@@ -227,7 +227,7 @@ class BlameTracker(OpObserver):
 
     @property
     def is_absorbed(self) -> bool:
-        """Whether a module returned bad values but the step, which has no loss, ends finite."""
+        """Whether a module returned inf or NaN but the step, which has no loss, ends finite."""
         is_judged_by_outputs = not (self._has_loss or self._gradients or self._results)
         return is_judged_by_outputs and bool(self._outputs) and self.has_end
 
@@ -377,7 +377,7 @@ def _is_all_of_its_memory(tensor: Tensor) -> bool:
 # --- the search -----------------------------------------------------------------------------------
 
 ABSORBED = (
-    "what the step returns is finite: the bad values are replaced on the way, as by nan_to_num, "
+    "what the step returns is finite: inf and NaN are replaced on the way, as by nan_to_num, "
     "clamp, or a cast to integers, which makes 0 of NaN"
 )
 

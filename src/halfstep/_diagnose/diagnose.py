@@ -53,7 +53,7 @@ from halfstep._pytorch import compiler, distributed
 from halfstep.errors import RanksError
 
 OF_NO_OP = (
-    "no op that was seen made the bad values: they were there before the step, or were made where "
+    "no op that was seen made the inf or NaN: they were there before the step, or were made where "
     "ops are not seen (another thread, a library outside of PyTorch)"
 )
 TO_SEE_MORE = "return its values from the function as a plain tensor on a device"
@@ -214,7 +214,7 @@ def _of_no_blame(replayer: Replayer, found: Scan, with_underflow: bool) -> Diagn
 
 
 def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
-    """Return the diagnosis of a step with bad values that no observed op made."""
+    """Return the diagnosis of a step with non-finite values that no observed op made."""
     name = "" if blame.tensor is None else names_in(replayer.model)(blame.tensor)
     if not name:
         replayer.notes.append(OF_NO_OP)

@@ -29,7 +29,7 @@ class LiveTrace:
     """Trace of the ops of this thread from :meth:`begin` to :meth:`end`.
 
     Attributes:
-        came_from_elsewhere: Whether the bad values came from another rank; set by :meth:`end`.
+        came_from_elsewhere: Whether the inf or NaN came from another rank; set by :meth:`end`.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -74,7 +74,7 @@ class LiveTrace:
         blame = self._tracker.root()
         if blame is None:
             return None
-        # Either another rank sent the bad values, or no op of this rank made them.
+        # Either another rank sent the inf or NaN, or no op of this rank made them.
         self.came_from_elsewhere = blame.number == ELSEWHERE or (
             blame.reader == OUTSIDE and has_ranks()
         )

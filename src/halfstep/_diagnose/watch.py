@@ -434,7 +434,7 @@ class Watch:
         if found is not None:
             self._report(found)
         elif live.came_from_elsewhere:
-            self.notes.append(f"the bad values in step {self._step} came from another rank")
+            self.notes.append(f"the inf or NaN in step {self._step} came from another rank")
             self._came_from_elsewhere = True
         elif self._num_live:
             self._waiting = [live.model]

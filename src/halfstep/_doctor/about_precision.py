@@ -170,7 +170,7 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
                 "scaler-with-bf16",
                 f"`{name}` scales losses of training in bfloat16, which has the range of "
                 "float32: nothing underflows, and each overflow of the scale costs a step",
-                "leave the scaler out; or keep one that scales nothing and only skips bad steps",
+                "leave the scaler out; or keep one that scales nothing and skips steps with NaN",
                 "from halfstep import GradScaler, Static\n"
                 f"{name} = GradScaler(init_scale=1.0, rule=Static())",
                 (name,),

@@ -106,7 +106,7 @@ def _scalers(training: Training) -> Iterator[Finding]:
             "scaler-with-bf16",
             "a scaler for training in bfloat16, which has the range of float32: nothing "
             "underflows, and each overflow of the scale costs a step",
-            "leave the scaler out; or keep one that scales nothing and only skips bad steps",
+            "leave the scaler out; or keep one that scales nothing and skips steps with NaN",
             "scaler = halfstep.GradScaler(init_scale=1.0, rule=halfstep.Static())",
         )
     is_torch = type(training.scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
