@@ -78,6 +78,13 @@ def test_a_setting_that_is_not_finite_is_named_before_the_step(
     assert str(found).startswith(f"data: {name} of AdamW was bad before the step\n")
 
 
+def test_a_number_that_no_step_computes_with_may_be_infinite() -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "max_norm": math.inf}], 1e-3)
+    watch, _ = train(model, optimizer)
+    assert watch.found == []
+
+
 def test_a_rate_that_is_too_high_is_the_cause_not_the_op_that_overflows() -> None:
     model = perceptron()
     watch, steps = train(model, torch.optim.SGD(model.parameters(), 30.0))

@@ -20,6 +20,10 @@ from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import members
 from halfstep._pytorch import distributed, modes
 
+_SETTINGS = frozenset(
+    ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha", "betas", "rho", "lambd")
+)
+"""The numbers in a group that steps compute with; others may be infinite on purpose."""
 EXPLODED = 100.0
 """The growth of the largest weight (of 1, if it is smaller) that is an explosion."""
 
@@ -41,14 +45,19 @@ def with_bad_setting(optimizer: Optimizer) -> Diagnosis | None:
 
 
 def _settings(optimizer: Optimizer) -> Iterator[tuple[str, float]]:
-    for group in (group for each in members(optimizer) for group in each.param_groups):
-        for name, value in group.items():
+    for group in _groups(optimizer):
+        for name in _SETTINGS.intersection(group):
+            value = group[name]
             values: Iterable[Any] = value if isinstance(value, tuple) else (value,)
-            for each in values if name != "params" else ():
+            for each in values:
                 if isinstance(each, Tensor) and each.device.type == "cpu" and each.numel() == 1:
                     yield name, float(each)
                 elif isinstance(each, float):
                     yield name, each
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [group for each in members(optimizer) for group in each.param_groups]
 
 
 @dataclass(frozen=True)
@@ -89,12 +98,12 @@ class Growth:
             if self.was_explained:
                 return None
             self.was_explained = True
-            rate = max(float(group.get("lr", math.nan)) for group in optimizer.param_groups)
+            rates = [float(group["lr"]) for group in _groups(optimizer) if "lr" in group]
             name = type(optimizer).__name__
             note = (
                 f"the run diverges: the largest weight of {name} grew from {number(before.amax)} "
-                f"before step {before.step} to {number(amax)} before step {step}, at a learning "
-                f"rate of {number(rate)}"
+                f"before step {before.step} to {number(amax)} before step {step}"
+                + (f", at a learning rate of {number(max(rates))}" if rates else "")
             )
             text = (
                 f"lower the learning rate of {name}, or clip the gradients before its step:\n"
