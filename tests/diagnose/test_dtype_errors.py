@@ -1,17 +1,25 @@
 """Errors about dtypes are explained from the frames of their traceback."""
 
+import ast
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from tests import forked
+from tests.diagnose import dtype_programs as hostile
+from torch import nn
 
+import halfstep
 from halfstep._diagnose.dtype_error import DtypeError, explain
 
 BEGIN = """
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import halfstep
 
 x = torch.randn(2, 4)
 half = x.half()
@@ -39,7 +47,7 @@ PROGRAMS = {
         "model = nn.Linear(4, 2).half()\ny = model(x)",
         "y = model(x)",
         (
-            "x: float32 [2, 4], of line 6: x = torch.randn(2, 4)",
+            "x: float32 [2, 4], of line 8: x = torch.randn(2, 4)",
             "weight of Linear: float16 [2, 4], a parameter",
             "bias of Linear: float16 [2], a parameter",
         ),
@@ -60,7 +68,7 @@ Net()(half)
 """,
         "return self.head(h)",
         (
-            "h: float16 [2, 4], of line 15: h = self.body(x).relu()",
+            "h: float16 [2, 4], of line 17: h = self.body(x).relu()",
             "head.weight of Net: float32 [2, 4], a parameter",
         ),
         ("h.to(torch.float32) in place of h",),
@@ -101,19 +109,22 @@ nn.Sequential(Rotated())(half)
     "attention": Program(
         "q = half.view(1, 1, 2, 4)\nk = q.float()\nF.scaled_dot_product_attention(q, k, k)",
         "F.scaled_dot_product_attention(q, k, k)",
-        ("q: float16 [1, 1, 2, 4], of line 8", "k: float32 [1, 1, 2, 4], of line 9: k = q.float()"),
+        (
+            "q: float16 [1, 1, 2, 4], of line 10",
+            "k: float32 [1, 1, 2, 4], of line 11: k = q.float()",
+        ),
         ("q.to(torch.float32) in place of q",),
     ),
     "a convolution": Program(
         "image = torch.ones(1, 3, 8, 8).half()\nnn.Conv2d(3, 1, 3)(image)",
         "nn.Conv2d(3, 1, 3)(image)",
-        ("image: float16 [1, 3, 8, 8], of line 8", "weight of Conv2d: float32"),
+        ("image: float16 [1, 3, 8, 8], of line 10", "weight of Conv2d: float32"),
         ("image.to(torch.float32) in place of image",),
     ),
     "an assignment to an index": Program(
         "out = torch.zeros(4, 4).half()\nrows = torch.tensor([0, 1])\nout[rows] = x",
         "out[rows] = x",
-        ("out: float16 [4, 4], of line 8", "x: float32 [2, 4], of line 6"),
+        ("out: float16 [4, 4], of line 10", "x: float32 [2, 4], of line 8"),
     ),
     "a keyword": Program(
         "model = nn.Linear(4, 2).half()\nF.linear(x, weight=model.weight)",
@@ -124,12 +135,13 @@ nn.Sequential(Rotated())(half)
     "no kernel": Program(
         "torch.linalg.det(torch.eye(2).half())",
         "torch.linalg.det(torch.eye(2).half())",
-        (),
+        ("torch.eye(2).half(): float16 [2, 2]",),
+        ("torch.eye(2).half().to(torch.float32) in place of torch.eye(2).half()",),
     ),
     "no kernel for a variable": Program(
         "matrix = torch.eye(2).half()\ntorch.linalg.det(matrix)",
         "torch.linalg.det(matrix)",
-        ("matrix: float16 [2, 2], of line 8: matrix = torch.eye(2).half()",),
+        ("matrix: float16 [2, 2], of line 10: matrix = torch.eye(2).half()",),
         ("matrix.to(torch.float32) in place of matrix",),
     ),
     "the variable of a caller": Program(
@@ -144,7 +156,7 @@ def train():
 train()
 """,
         "return a @ b",
-        ("a: float32 [2, 4], of line 6: x = ", "b: bfloat16 [4, 3], of line 13: table = "),
+        ("a: float32 [2, 4], of line 8: x = ", "b: bfloat16 [4, 3], of line 15: table = "),
         ("b.to(torch.float32) in place of b",),
     ),
     "an item": Program(
@@ -155,7 +167,7 @@ train()
     "a recurrent layer": Program(
         "model = nn.GRU(4, 3)\nmodel(half)",
         "model(half)",
-        ("input: float16 [2, 1, 4]",),
+        ("half: float16 [2, 4], of line 9",),
     ),
     "an addition at an index": Program(
         "sums = torch.zeros(2, 4)\nindex = torch.tensor([0, 0])\nsums.index_add_(0, index, half)",
@@ -183,17 +195,57 @@ for norm in norms:
 def failing(source: str, file: Path) -> BaseException:
     file.write_text(BEGIN + source)
     with pytest.raises((RuntimeError, ValueError)) as caught:
-        exec(compile(file.read_text(), str(file), "exec"), {"__name__": "program"})
+        runs(file)
     return caught.value
+
+
+def runs(file: Path) -> None:
+    """Run a program in this process."""
+    exec(compile(file.read_text(), str(file), "exec"), {"__name__": "__main__"})
+
+
+def pasted(text: str, line: int, cure: str, *, only_last: bool = False) -> str:
+    """Return a program with a cure at a line: wherever a tensor stands, or only once."""
+    lines = text.split("\n")
+    if at := re.search(r" at line (\d+)$", cure):
+        line, cure = int(at[1]), cure[: at.start()]
+    for decorator, kind, method in re.findall(r"(@halfstep\.\w+\(.*?\)) on (\w+)\.(\w+)", cure):
+        first = lines.index(f"class {kind}(torch.autograd.Function):")
+        where = next(n for n in range(first, len(lines)) if f"def {method}(" in lines[n])
+        lines.insert(where, "    " + decorator)
+    nodes = [node for node in ast.walk(ast.parse(text)) if hasattr(node, "lineno")]
+    statement = max(
+        (n for n in nodes if isinstance(n, SIMPLE) and n.lineno <= line <= n.end_lineno),
+        key=lambda n: n.lineno,
+    )
+    first, last = statement.lineno - 1, statement.end_lineno
+    if cure.startswith("the call inside "):
+        indent = " " * statement.col_offset
+        lines[first:last] = ["    " + each for each in lines[first:last]]
+        lines.insert(first, f"{indent}with halfstep.{cure.removeprefix('the call inside ')}:")
+    for new, old in re.findall(
+        r"(?:^|, )(\S.*?) in place of (.*?)(?=, [^ ]+ in place of |$)", cure
+    ):
+        inside = [n for n in ast.walk(statement) if isinstance(n, ast.expr)]
+        same = [n for n in inside if ast.unparse(n) == old and not is_target(n)]
+        same.sort(key=lambda n: (-n.lineno, -n.col_offset))
+        for n in same[:1] if only_last else same:
+            row = lines[n.lineno - 1]
+            lines[n.lineno - 1] = row[: n.col_offset] + new + row[n.end_col_offset :]
+    return "\n".join(lines)
+
+
+def is_target(node: ast.expr) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Return)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_tensors_and_what_was_tried(name: str, tmp_path: Path) -> None:
     program = PROGRAMS[name]
     found = explain(failing(program.source, tmp_path / "train.py"))
-    if not program.operands:  # nothing has a name
-        assert found is None
-        return
     assert isinstance(found, DtypeError)
     assert found.where.startswith("train.py, line ")
     assert found.text == program.text
@@ -203,20 +255,35 @@ def test_the_tensors_and_what_was_tried(name: str, tmp_path: Path) -> None:
     assert set(program.cures) <= set(found.cures)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, p in PROGRAMS.items() if any(" in place of " in c for c in p.cures)]
-)
+@pytest.mark.parametrize("name", [name for name, p in PROGRAMS.items() if p.cures])
 def test_a_cure_runs_when_it_is_pasted(name: str, tmp_path: Path) -> None:
     program = PROGRAMS[name]
-    new, _, old = next(c for c in program.cures if " in place of " in c).partition(" in place of ")
-    line = program.text
-    changed = line[: line.rindex(f"{old}")] + new + line[line.rindex(old) + len(old) :]
-    if old in ("x", "q", "b"):  # a name that other words contain
-        place = {"x": "x @" if "x @" in line else "(x", "q": "(q", "b": "@ b"}[old]
-        changed = line.replace(place, place.replace(old, new))
-    (tmp_path / "train.py").write_text(BEGIN + program.source.replace(program.text, changed))
-    done = forked.python("train.py", cwd=tmp_path)
-    assert (done.code, done.err) == (0, ""), changed
+    text = BEGIN + program.source
+    line = text[: text.rindex(program.text)].count("\n") + 1
+    for number, cure in enumerate(program.cures):
+        changed = pasted(text, line, cure, only_last=" @ " in program.text)
+        (file := tmp_path / f"{number}.py").write_text(changed)
+        runs(file)
+
+
+@pytest.mark.parametrize("name", hostile.PROGRAMS)
+def test_hostile_programs(name: str, tmp_path: Path) -> None:
+    text, marks, said = hostile.PROGRAMS[name].read()
+    (file := tmp_path / "train.py").write_text(text)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        runs(file)
+    found = explain(caught.value)
+    assert found is not None
+    assert found.where == f"train.py, line {marks['!']}"
+    assert [part for part in said if part not in str(found)] == []
+    errors = []
+    for number, cure in enumerate(found.cures):
+        (file := tmp_path / f"{number}.py").write_text(pasted(text, marks["!"], cure))
+        try:
+            runs(file)
+        except Exception as error:  # the next call has the same problem
+            errors.append(error)
+    assert len(errors) < len(found.cures) or not hostile.PROGRAMS[name].is_curable, errors
 
 
 def test_other_errors_are_not_explained(tmp_path: Path) -> None:
@@ -225,14 +292,45 @@ def test_other_errors_are_not_explained(tmp_path: Path) -> None:
     assert explain(KeyboardInterrupt()) is None
 
 
-@pytest.mark.parametrize("call", ["out.addmm_(x, half.T)", "torch.mm(x, half.T, out=out)"])
-def test_nothing_is_written_by_a_try(call: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "is_tried"), [("out.addmm_(x, half.T)", True), ("torch.mm(x, half.T, out=out)", False)]
+)
+def test_nothing_is_written_by_a_try(call: str, is_tried: bool, tmp_path: Path) -> None:
     source = f"out = torch.zeros(2, 2)\n{call}"
     found = explain(failing(source, tmp_path / "train.py"))
     assert found is not None
-    assert found.cures == ()
+    assert bool(found.cures) is is_tried
     out = next(each.tensor for each in found.operands if each.name == "out")
     assert out.eq(0).all()
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_the_error_of_a_diagnosed_step_has_it_as_a_note(loop: bool) -> None:
+    model, x = nn.Linear(4, 2).half(), torch.ones(2, 4)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    def steps() -> None:
+        with halfstep.GradScaler("cpu").diagnose(model):
+            step()
+
+    run = steps if loop else lambda: halfstep.diagnose(step, model=model)
+    with pytest.raises(RuntimeError, match="must have the same dtype") as caught:
+        run()
+    [note] = caught.value.__notes__
+    assert note.startswith("halfstep: the tensors that the error is about, at test_dtype_errors.py")
+    assert "> model(x).sum().backward()" in note
+    assert "  x: float32 [2, 4], of line " in note
+    assert "  weight of Linear: float16 [2, 4], a parameter" in note
+    assert "tried, and it runs: x.to(torch.float16) in place of x" in note
+    assert explain(caught.value) is None  # halfstep run does not tell it again
+
+
+def test_other_errors_of_a_diagnosed_step_have_no_note() -> None:
+    with pytest.raises(ZeroDivisionError) as caught, halfstep.GradScaler("cpu").diagnose():
+        print(1 / 0)
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_a_run_tells_it_after_the_traceback(tmp_path: Path) -> None:
@@ -243,7 +341,7 @@ def test_a_run_tells_it_after_the_traceback(tmp_path: Path) -> None:
     assert done.code == alone.code == 1
     traceback, told = done.err.split("halfstep: ", 1)
     assert traceback.splitlines()[-3:] == alone.err.splitlines()[-3:]
-    assert told.startswith("the tensors that the error is about, at train.py, line 16:\n")
+    assert told.startswith("the tensors that the error is about, at train.py, line 18:\n")
     assert "tried, and it runs: h.to(torch.float32) in place of h" in told
     quiet = forked.python("-m", "halfstep", "run", "-q", "train.py", cwd=tmp_path)
     assert quiet.err == traceback

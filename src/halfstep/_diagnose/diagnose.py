@@ -28,6 +28,7 @@ from halfstep._diagnose.diagnosis import (
     short_error,
     source_of,
 )
+from halfstep._diagnose.dtype_error import explaining
 from halfstep._diagnose.inspect_op import (
     InspectingTracker,
     described,
@@ -83,7 +84,8 @@ def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -
         CallOrderError: A trace is running.
         RanksError: The step needs other ranks: the model is sharded, or the step calls a
             collective.
-        Exception: Any error of ``step_fn``, if no value was bad before it.
+        Exception: Any error of ``step_fn``, if no value was bad before it. One about dtypes has
+            an explanation as a note: its tensors, where they come from, and what was tried.
 
     Sync: one for each op.
 
@@ -116,7 +118,8 @@ def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -
         why = why_together(owner) if isinstance(owner, nn.Module) else None
         if why is not None:
             raise waits_for_others(why)
-    return _merged(diagnosis_of(step_fn, model))
+    with explaining():
+        return _merged(diagnosis_of(step_fn, model))
 
 
 def diagnosis_of(

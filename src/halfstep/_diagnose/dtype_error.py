@@ -6,29 +6,46 @@ They are read from the frames of the traceback, so nothing has to be recorded be
 from __future__ import annotations
 
 import ast
-import linecache
 import re
-import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep._autocast import autocast
-from halfstep._diagnose.user_code import is_users, span_of
+from halfstep._autocast.region import current_policy
+from halfstep._common.machine import RandomStates, accelerators
+from halfstep._diagnose.failing_call import (
+    Call,
+    Context,
+    Named,
+    calls_of,
+    contexts_of,
+    member_of,
+    nodes_of,
+    origin_of,
+)
+from halfstep._diagnose.user_code import is_same_view
 from halfstep._numerics.formats import dtype_name
+from halfstep._pytorch import autograd
 
 _ABOUT_DTYPES = re.compile(
     r"must have the same (dtype|scalar type)|to have (the )?same dtype|should be the same"
-    r"|expected scalar type|expected dtype|to have scalar type|(D|d)types (match|must be the same)"
+    r"|expected scalar type|[Ee]xpected .*dtype|to have scalar type"
+    r"|[Dd]types (match|must be the same)"
     r"|self.dtype to be equal to|Type promoting not supported|not the same dtype"
-    r"|does not match weight dtype|parameter types mismatch|not implemented for '(Half|BFloat16)'"
+    r"|does not match weight dtype|parameter types mismatch"
+    r"|not implemented for '(Half|BFloat16)'|Low precision dtypes not supported"
+    r"|Unsupported dtype (Half|BFloat16)|must be either float or double dtype"
 )
+_ABOUT_ONE = re.compile(
+    "not implemented for|weight dtype|Low precision|Unsupported dtype|float or double dtype"
+)
+_IN_BACKWARD = re.compile(r"Found dtype (\w+) but expected (\w+)")
 
 
 @dataclass(frozen=True)
@@ -58,257 +75,302 @@ class DtypeError:
         where: The line of the user's code.
         text: Its text.
         operands: The floating-point tensors of the failing call.
+        notes: Why autocast did not cast them.
         cures: Changes with which the call was tried again, and ran.
     """
 
     where: str
     text: str
     operands: tuple[Operand, ...]
+    notes: tuple[str, ...]
     cures: tuple[str, ...]
 
     def __str__(self) -> str:
         lines = [f"the tensors that the error is about, at {self.where}:", f"> {self.text}"]
         lines += [f"  {operand}" for operand in self.operands]
-        return "\n".join(lines + [f"tried, and it runs: {cure}" for cure in self.cures])
+        return "\n".join([*lines, *self.notes, *(f"tried, and it runs: {c}" for c in self.cures)])
+
+
+_NOTE = "halfstep: the tensors that the error is about"
+
+
+def is_explained(error: BaseException) -> bool:
+    """Return whether an error has an explanation as a note."""
+    return any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+
+
+def add_explanation(error: BaseException) -> None:
+    """Add the explanation of an error about dtypes to the error, once, as a note."""
+    if (found := explain(error)) is not None:
+        error.add_note(f"halfstep: {found}")
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Add the explanation of an error about dtypes that ends the block to the error."""
+    try:
+        yield
+    except Exception as error:
+        add_explanation(error)
+        raise
 
 
 def explain(error: BaseException) -> DtypeError | None:
     """Explain an error of PyTorch about dtypes; None for others, or if no operand is known.
 
-    The failing call is tried again with other dtypes, without gradients. Sync: that of the call.
+    None too for one that has its explanation as a note.
+
+    The failing call is tried again with other dtypes. Sync: that of the call.
     """
-    if not isinstance(error, (RuntimeError, ValueError)) or not _ABOUT_DTYPES.search(str(error)):
+    in_backward = _IN_BACKWARD.search(str(error))
+    is_known = in_backward or _ABOUT_DTYPES.search(str(error))
+    if not isinstance(error, (RuntimeError, ValueError)) or not is_known or is_explained(error):
         return None
-    calls = [*_calls(error.__traceback__)]
-    users = [call for call in calls if is_users(call.frame.f_code.co_filename)]
+    calls = calls_of(error.__traceback__)
+    users = [call for call in calls if call.is_users]
     if not users:
         return None
-    user = users[-1]
-    # The innermost one that names tensors: a check of PyTorch may raise, in Python.
-    failing, found = next(
-        ((call, found) for call in reversed(calls) if (found := call.floats())), (user, [])
-    )
-    operands = tuple(_operand(name, tensor, calls, users) for name, tensor in found)
-    if not operands:
-        return None
-    is_about_one = re.search("not implemented for|weight dtype", str(error)) is not None
-    if not is_about_one and len({operand.tensor.dtype for operand in operands}) == 1:
-        return None
-    cures = tuple(_cures(failing, operands)) if failing is calls[-1] else ()
-    path = Path(user.frame.f_code.co_filename).name
-    return DtypeError(f"{path}, line {user.line}", user.text, operands, cures)
+    user, made = users[-1], None
+    with ExitStack() as stack:
+        stack.callback(RandomStates(accelerators()).restore)
+        stack.enter_context(torch.no_grad())
+        contexts = contexts_of(calls)
+        for each in contexts:
+            if each.is_here:
+                stack.enter_context(each.context)
+        # The innermost call that names tensors: a check of PyTorch may raise, in Python.
+        inner = [c for c in reversed(calls[calls.index(user) :]) if not c.is_between]
+        found = next((named for call in inner if (named := [*call.tensors()])), [])
+        if in_backward and len({each.tensor.dtype for each in found}) == 1:
+            made, found = _of_loss(users, in_backward)
+        operands = tuple(_operand(each, calls, users) for each in found)
+        is_about_one = _ABOUT_ONE.search(str(error)) is not None
+        if not operands or (len({o.tensor.dtype for o in operands}) == 1 and not is_about_one):
+            return None
+        function = _function_of(calls)
+        notes = tuple(_why_not_cast(contexts, operands[0].tensor.device.type, function))
+        again = _again(made or (user if user.has_no_effects else inner[0]))
+        cures = () if again is None else tuple(_cures(again, made or user, operands, function))
+    if made is not None and isinstance(made.other, ast.Call):
+        cures = tuple(f"{cure} at line {made.other.lineno}" for cure in cures)
+    line = user.place.line
+    where = f"{Path(line.file).name}, line {line.number}"
+    return DtypeError(where, line.text, operands, notes, cures)
 
 
-# --- what the frames show -------------------------------------------------------------------------
+# --- operands -------------------------------------------------------------------------------------
+
+
+def _operand(named: Named, calls: list[Call], users: list[Call]) -> Operand:
+    """Name an operand as the user's line does, else as a member of a module."""
+    own = next((each for each in users[-1].tensors() if _is_it(each, named.tensor)), None)
+    known = own or named
+    within = [*users[-1].within(known)]
+    for each in within:
+        member, kind = member_of(each.tensor, calls)
+        if member:
+            origin = f"a {kind}, {member}" if own else f"a {kind}"
+            return Operand(own.name if own else member, known.tensor, origin)
+    origins = (origin_of(each, users) for each in within)
+    return Operand(known.name, known.tensor, next(filter(None, origins), ""))
+
+
+def _is_it(known: Named, tensor: Tensor) -> bool:
+    """Return whether PyTorch has been given a known tensor, perhaps in another shape."""
+    if known.tensor.dtype is not tensor.dtype or known.tensor.numel() != tensor.numel():
+        return False
+    other = known.tensor.reshape(tensor.shape)
+    is_result = isinstance(known.node, (ast.Call, ast.BinOp))
+    return is_same_view(tensor, other) or (is_result and torch.equal(tensor, other))
+
+
+def _of_loss(users: list[Call], found: re.Match[str]) -> tuple[Call | None, list[Named]]:
+    """Return the call that made a loss of two dtypes, if it is known, and its tensors.
+
+    The node of autograd that fails still has them.
+    """
+    wanted = {getattr(torch, word.lower(), None) for word in found.groups()}
+    losses = [each for each in users[-1].tensors() if each.tensor.grad_fn is not None]
+    made = next((call for loss in losses for call in _made_by(loss.tensor, users)), None)
+    names = (made or users[-1]).local
+    waiting: list[Any] = [each.tensor.grad_fn for each in losses]
+    for node in waiting:
+        saved = autograd.saved_by(node)
+        if {tensor.dtype for tensor in saved.values()} >= wanted:
+            of = re.sub(r"Backward\d*$", "", type(node).__name__)
+            named = [_named_in(names, t, f"{name} of {of}") for name, t in saved.items()]
+            return made, named + losses[:1]
+        waiting += [n for n, _ in node.next_functions if n is not None and n not in waiting]
+    return None, losses
+
+
+def _named_in(names: dict[str, Any], tensor: Tensor, otherwise: str) -> Named:
+    tensors = {name: value for name, value in names.items() if isinstance(value, Tensor)}
+    same = (name for name, value in tensors.items() if is_same_view(tensor, value))
+    return Named(next(same, otherwise), tensor)
+
+
+def _made_by(tensor: Tensor, users: list[Call]) -> Iterator[Call]:
+    """Yield the calls of PyTorch whose result is a variable that has a tensor."""
+    for call in users:
+        for node in nodes_of(call.place.code):
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as value):
+                    made = replace(call, other=value)
+                    if call.local.get(name) is tensor and made.has_no_effects:
+                        yield made
+
+
+# --- why autocast did not cast --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Call:
-    """The expression that a frame of a traceback was computing."""
+class _Function:
+    """A ``torch.autograd.Function`` without the decorators of autocast, in the failing frames."""
 
-    frame: FrameType
-    line: int
-    node: ast.AST | None
-
-    @property
-    def text(self) -> str:
-        return linecache.getline(self.frame.f_code.co_filename, self.line).strip()
-
-    def value(self, node: ast.AST) -> Any:
-        """Return the value of a name or an attribute; raise ``LookupError`` for other code."""
-        match node:
-            case ast.Name(id=name):
-                return {**self.frame.f_builtins, **self.frame.f_globals, **self.frame.f_locals}[
-                    name
-                ]
-            case ast.Attribute(value=of, attr=attribute):
-                with suppress(AttributeError):
-                    return getattr(self.value(of), attribute)
-            case ast.Constant(value=value):
-                return value
-            case ast.Subscript(value=of, slice=ast.Constant(value=key)):
-                return self.value(of)[key]
-        raise LookupError(ast.dump(node))
-
-    def floats(self) -> list[tuple[str, Tensor]]:
-        """Return the floating-point tensors that the expression names, each once."""
-        found = {id(t): (name, t) for name, t in self.tensors() if t.is_floating_point()}
-        return [*found.values()]
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the expression names, longest names first."""
-        waiting: list[ast.AST] = [] if self.node is None else [self.node]
-        while waiting:
-            node = waiting.pop(0)
-            value = None
-            with suppress(LookupError, TypeError):
-                value = self.value(node)
-            if isinstance(value, Tensor):
-                yield ast.unparse(node), value
-            else:
-                waiting += ast.iter_child_nodes(node)
+    name: str
+    is_backward: bool
 
 
-def _calls(traceback: TracebackType | None) -> Iterator[_Call]:
-    while traceback is not None:
-        frame, line = traceback.tb_frame, traceback.tb_lineno
-        span = span_of(frame.f_code, traceback.tb_lasti)
-        yield _Call(frame, line, _node_at(frame.f_code.co_filename, span))
-        traceback = traceback.tb_next
-
-
-def _node_at(file: str, span: tuple[int | None, ...]) -> ast.AST | None:
-    with suppress(SyntaxError, ValueError):
-        tree = ast.parse("".join(linecache.getlines(file)))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.expr):
-                place = (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
-                if place == span:
-                    parent = _statement_of(tree, node)
-                    return node if parent is None else parent
+def _function_of(calls: list[Call]) -> _Function | None:
+    for call in (call for call in reversed(calls) if call.is_users):
+        function = autograd.function_without_autocast(next(iter(call.local.values()), None))
+        if function is not None:
+            return _Function(function.__name__, call.place.code.co_name != "forward")
     return None
 
 
-def _statement_of(tree: ast.AST, target: ast.expr) -> ast.AST | None:
-    """Return the assignment of which an expression is the target: ``x[index] = y``."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and target in node.targets:
-            return node
-    return None
-
-
-def _operand(name: str, tensor: Tensor, calls: list[_Call], users: list[_Call]) -> Operand:
-    """Name an operand as the user's line does, else as a member of a module."""
-    own = next((n for n, value in users[-1].tensors() if value is tensor), "")
-    member, kind = _as_member(tensor, calls)
-    if member:
-        return Operand(own or member, tensor, f"a {kind}" + (f", {member}" if own else ""))
-    return Operand(own or name, tensor, _as_variable(tensor, users))
-
-
-def _as_member(tensor: Tensor, calls: list[_Call]) -> tuple[str, str]:
-    """Return the name of a parameter or buffer in the outermost module of the traceback."""
-    for call in calls:
-        for owner in call.frame.f_locals.values():
-            if not isinstance(owner, nn.Module):
-                continue
-            for kind, members in (
-                ("parameter", owner.named_parameters()),
-                ("buffer", owner.named_buffers()),
-            ):
-                for name, member in members:
-                    if member is tensor:
-                        return f"{name} of {type(owner).__name__}", kind
-    return "", ""
-
-
-def _as_variable(tensor: Tensor, users: list[_Call]) -> str:
-    """Return the line that assigned a tensor to a variable, in the outermost function that did.
-
-    Not if another line of the function may have done so.
-    """
-    for call in users:
-        names = {name for name, value in call.frame.f_locals.items() if value is tensor}
-        nodes = [*_nodes_of(call.frame.f_code)] if names else []
-        bound = [each for each in nodes if _binds(each, names)]
-        found = next((each for each in nodes if _assigns(each, names)), None)
-        if found is not None and len(bound) == 1:
-            return f"of line {found.lineno}: {textwrap.shorten(ast.unparse(found), 80)}"
-    return ""
-
-
-def _nodes_of(code: CodeType) -> Iterator[ast.AST]:
-    """Yield the nodes of a function, or of a file, without those of the functions in it."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-    waiting: list[ast.AST] = []
-    with suppress(SyntaxError, ValueError):
-        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
-        waiting = [tree]
-        if code.co_name != "<module>":
-            waiting = [
-                node
-                for node in ast.walk(tree)
-                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-                and code.co_firstlineno in (node.lineno, *(d.lineno for d in node.decorator_list))
-            ]
-    for first in waiting[:1]:
-        rest = [*ast.iter_child_nodes(first)]
-        while rest:
-            node = rest.pop(0)
-            yield node
-            if not isinstance(node, functions):
-                rest += ast.iter_child_nodes(node)
-
-
-def _binds(node: ast.AST, names: set[str]) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names
-
-
-def _assigns(node: ast.AST, names: set[str]) -> TypeGuard[ast.Assign]:
-    return isinstance(node, ast.Assign) and any(_binds(each, names) for each in node.targets)
+def _why_not_cast(
+    contexts: list[Context], device: str, function: _Function | None
+) -> Iterator[str]:
+    is_on = torch.is_autocast_enabled(device)
+    if function is not None and function.is_backward and not is_on:
+        yield f"{function.name}.backward has no custom_bwd: it is outside of its forward's autocast"
+    elif function is not None and is_on:
+        yield f"{function.name}.forward has no custom_fwd: its arguments come as they are"
+    here = [each for each in contexts if each.is_here]
+    others = [c for c in contexts if not c.is_here and c.switches.enabled]
+    if is_on:
+        return
+    if here and here[-1].switches.device == device:
+        yield f"autocast is off here: {here[-1].text}"
+    elif any(each.switches.device == device for each in others):
+        yield f"autocast is off here: another thread entered it ({others[-1].text})"
+    elif here:
+        yield f"autocast is off here: {here[-1].text} is not for {device}"
 
 
 # --- cures ----------------------------------------------------------------------------------------
 
+_Change = Callable[[Tensor], Tensor]
 
-def _cures(failing: _Call, operands: tuple[Operand, ...]) -> Iterator[str]:
-    """Yield the changes of dtypes with which the call runs."""
-    call = _again(failing)
-    if call is None:
-        return
-    dtypes = [operand.tensor.dtype for operand in operands]
-    fixed = [o.tensor.dtype for o in operands if isinstance(o.tensor, nn.Parameter)]
-    wanted = fixed[0] if fixed else max(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+
+@dataclass(frozen=True)
+class _Again:
+    """The failing call as a function of what happens to its tensors.
+
+    Attributes:
+        name: The name of its function.
+        call: The function. It writes to a copy of what the failing call writes to.
+        written: The tensor to which the failing call writes.
+    """
+
+    name: str
+    call: Callable[[_Change], Any]
+    written: Tensor | None = None
+
+
+def _cures(
+    again: _Again, line: Call, operands: tuple[Operand, ...], function: _Function | None
+) -> Iterator[str]:
+    """Yield the changes of a line of the user with which the failing call runs."""
+    tensors = [operand.tensor for operand in operands]
+    dtypes = [tensor.dtype for tensor in tensors]
+    fixed = [t for t in tensors if t is again.written]
+    fixed += [t for t in tensors if isinstance(t, nn.Parameter)]
+    wanted = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
     if len(set(dtypes)) == 1:
         wanted = torch.float32
-    changed = [o for o in operands if o.tensor.dtype is not wanted]
-    if changed and _runs(lambda: call(lambda t: t.to(wanted) if t.is_floating_point() else t)):
-        yield ", ".join(f"{o.name}.to({wanted}) in place of {o.name}" for o in changed)
+    elif fixed:
+        wanted = fixed[0].dtype
+    device = tensors[0].device.type
+    is_on, policy = torch.is_autocast_enabled(device), current_policy(device)
+    written = {ast.unparse(each) for each in ast.walk(line.node or ast.Module([], []))}
+    changed = [o for o in operands if o.tensor.dtype is not wanted and o.name in written]
+    if _runs(lambda: again.call(lambda t: t.to(wanted) if t.is_floating_point() else t)):
+        if changed:
+            yield ", ".join(f"{o.name}.to({wanted}) in place of {o.name}" for o in changed)
+        if function is not None and not function.is_backward and is_on:
+            arguments = f'device_type="{device}", cast_inputs={wanted}'
+            yield f"@halfstep.custom_fwd({arguments}) on {function.name}.forward"
     lower = next((d for d in dtypes if d in (torch.float16, torch.bfloat16)), None)
-    device = operands[0].tensor.device.type
-    if lower is not None and len(set(dtypes)) > 1:
+    ours = f"{policy}; {again.name}:fp32"
+    for rules in (None, ours)[: 0 if lower is None else 2 if is_on and policy else 1]:
 
-        def under_autocast() -> Any:
-            with autocast(device, lower):
-                return call(lambda t: t)
+        def under_autocast(rules: str | None = rules) -> Any:
+            with autocast(device, lower, policy=rules):
+                return again.call(lambda t: t)
 
-        if _runs(under_autocast):
-            yield f'the call inside autocast("{device}", {lower})'
+        if not _runs(under_autocast):
+            continue
+        arguments = f'"{device}", {lower}' + ("" if rules is None else f', policy="{rules}"')
+        yield f"the call inside autocast({arguments})"
+        if function is not None and function.is_backward:
+            yield (
+                f'@halfstep.custom_fwd(device_type="{device}") on {function.name}.forward, '
+                f'@halfstep.custom_bwd(device_type="{device}") on {function.name}.backward'
+            )
 
 
-def _again(failing: _Call) -> Callable[[Callable[[Tensor], Tensor]], Any] | None:
-    """Return the failing call as a function of what happens to its tensors, if it is simple."""
-    try:
+def _again(failing: Call) -> _Again | None:
+    """Return the failing call as a function, if it is simple and writes to no ``out``."""
+    with suppress(Exception):
         match failing.node:
-            case ast.Call(func=func, args=args, keywords=keywords):
+            case ast.Assign(targets=[ast.Subscript(value=of, slice=key)], value=given):
+                written, index, value = failing.value(of), failing.value(key), failing.value(given)
+
+                def put(change: _Change) -> None:
+                    written.clone()[index] = change(value)
+
+                return _Again("index_put_", put, written)
+            case ast.Call(func=func) as node:
                 function = failing.value(func)
-                values = [failing.value(arg) for arg in args]
-                named = {k.arg: failing.value(k.value) for k in keywords if k.arg is not None}
-                if len(named) != len(keywords):
-                    return None
+                args, named = failing.arguments(node)
             case ast.BinOp(left=left, op=ast.MatMult(), right=right):
                 function, named = torch.matmul, {}
-                values = [failing.value(left), failing.value(right)]
+                args = [failing.value(left), failing.value(right)]
             case _:
                 return None
-    except (LookupError, TypeError):
-        return None
-    # It would write to its argument, or may run code of the user.
-    if "out" in named or getattr(function, "__name__", "_").endswith("_"):
-        return None
+        if "out" in named or isinstance(function, type):  # such as an exception
+            return None
+        name, written = getattr(function, "__name__", ""), None
+        if name.endswith("_"):
+            written = function.__self__
+            if not isinstance(written, Tensor):  # it may run code of the user
+                return None
+            function, args = getattr(Tensor, name), [written, *args]
 
-    def call(change: Callable[[Tensor], Tensor]) -> Any:
-        def changed(value: Any) -> Any:
-            return change(value) if isinstance(value, Tensor) else value
+        def call(change: _Change) -> Any:
+            def changed(value: Any) -> Any:
+                if written is not None and value is written:
+                    return value.clone()
+                if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+                    return type(value)(map(changed, value))
+                return change(value) if isinstance(value, Tensor) else value
 
-        given = {name: changed(value) for name, value in named.items()}
-        return function(*map(changed, values), **given)
+            return function(*map(changed, args), **{k: changed(v) for k, v in named.items()})
 
-    return call
+        def call_and_backward(change: _Change) -> None:
+            with torch.enable_grad():
+                loss = call(lambda t: change(t.detach().requires_grad_(t.is_floating_point())))
+                torch.autograd.backward(loss.sum())
+
+        return _Again(name, call if failing.other is None else call_and_backward, written)
+    return None
 
 
 def _runs(call: Callable[[], Any]) -> bool:
-    with suppress(Exception), torch.no_grad():
+    with suppress(Exception):
         call()
         return True
     return False

@@ -186,11 +186,11 @@ def called_by_user(tensor: Tensor) -> str | None:
     The tensor itself is preferred to others in the same memory, a direct name to an item in nested
     containers, and a parameter of a module to a name that a loop may have assigned.
     """
-    for is_it, depth in ((_is_same_view, 0), (_is_part_of, 0), (_is_same_view, 2)):
+    for is_it, depth in ((is_same_view, 0), (_is_part_of, 0), (is_same_view, 2)):
         found = None
         for code, line, names in _known_names():
             for name, value in sorted(names.items(), key=lambda item: _is_module(item[1])):
-                path = _path_to(partial(is_it, tensor), name, value, depth)
+                path = path_to(partial(is_it, tensor), name, value, depth)
                 if path is not None:
                     found = f"{path} in {code.co_name} ({Path(code.co_filename).name}:{line})"
         if found is not None:
@@ -239,7 +239,7 @@ def is_users(file: str) -> bool:
     return any(part in file for part in _PACKAGES) or not file.startswith(_LIBRARY)
 
 
-def _path_to(is_it: Callable[[Tensor], bool], name: str, value: Any, depth: int) -> str | None:
+def path_to(is_it: Callable[[Tensor], bool], name: str, value: Any, depth: int) -> str | None:
     """Return the expression of a tensor in a value, such as ``batch['x']``; None if not found.
 
     Containers are searched up to ``depth`` levels below the outermost one.
@@ -261,13 +261,13 @@ def _path_to(is_it: Callable[[Tensor], bool], name: str, value: Any, depth: int)
     for path, part in parts:
         is_inner = depth > 0 and isinstance(part, (dict, list, tuple))
         if isinstance(part, Tensor) or is_inner:
-            found = _path_to(is_it, path, part, depth - 1)
+            found = path_to(is_it, path, part, depth - 1)
             if found is not None:
                 return found
     return None
 
 
-def _is_same_view(tensor: Tensor, other: Tensor) -> bool:
+def is_same_view(tensor: Tensor, other: Tensor) -> bool:
     if tensor is other:
         return True
     if tensor.shape != other.shape or not _is_part_of(tensor, other):

@@ -27,6 +27,7 @@ from halfstep._diagnose.bad_steps import Skips, are_finite, has_nan, have_finite
 from halfstep._diagnose.capture import Capture
 from halfstep._diagnose.diagnose import diagnosis_of_calls, is_bad_at_scale_1, why_not_replayed
 from halfstep._diagnose.diagnosis import Diagnosis, Line, line_text
+from halfstep._diagnose.dtype_error import add_explanation
 from halfstep._diagnose.kept_calls import (
     KeptCall,
     Made,
@@ -149,8 +150,12 @@ class Watch:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         self.stop(kind)
+        if error is not None:
+            add_explanation(error)
 
     def stop(self, error: type[BaseException] | None = None) -> None:
         """Stop watching; ``error`` is the type of the error that ended the loop, if any."""

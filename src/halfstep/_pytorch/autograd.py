@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial, wraps
 from types import FrameType
 from typing import Any
@@ -224,3 +224,19 @@ def wrap_recomputed(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
 
     reentrant.forward = staticmethod(wrapping_forward)  # type: ignore[method-assign]
     frame.__init__ = wrapping_init  # type: ignore[method-assign,assignment]
+
+
+def saved_by(node: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a node has for its backward pass, by the names of its formula."""
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    found = {}
+    for name in names:
+        with suppress(RuntimeError):  # released by a backward pass
+            found[name.removeprefix("_saved_")] = getattr(node, name)
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def function_without_autocast(context: object) -> type | None:
+    """Return the ``autograd.Function`` of a ``ctx``; None if ``custom_fwd`` has marked it."""
+    function: type | None = getattr(type(context), "_forward_cls", None)
+    return None if hasattr(context, "_fwd_used_autocast") else function

@@ -487,7 +487,8 @@ class GradScaler(TorchAttributes):
 
         A step is replayed at once if its loss is not finite, or if it is skipped beyond what
         dynamic scaling normally skips at its start and after growth; :func:`halfstep.diagnose` does
-        the same for one step on request.
+        the same for one step on request. An error about dtypes that ends the block gets a note with
+        its tensors and where they come from.
 
         Args:
             model: The model. Default: the first called module that has parameters.
