@@ -82,6 +82,14 @@ CALLS: dict[str, Callable[[], object]] = {
     "mat1 and mat2": lambda: nn.Linear(4, 1).half()(SINGLE),
     "expected scalar type": lambda: torch.bmm(HALF[None], SINGLE.T[None]),
     "expected m1": lambda: HALF @ SINGLE.T,
+    "expected dtype float for": lambda: SINGLE.lerp(HALF, 0.5),
+    "Expected attn_mask": lambda: F.scaled_dot_product_attention(
+        *[SINGLE[None].bfloat16()] * 3, attn_mask=HALF[:, :2]
+    ),
+    "RNN input": lambda: nn.GRU(4, 1)(HALF),
+    "Found dtype": lambda: F.binary_cross_entropy(HALF, SINGLE),
+    "Unsupported dtype": lambda: torch.fft.fft(HALF),
+    "quantile()": lambda: HALF.quantile(0.5),
     "Expected query": lambda: F.scaled_dot_product_attention(HALF[None], SINGLE[None], HALF[None]),
     "Index put": put,
     "index_add_()": lambda: SINGLE.clone().index_add_(0, torch.tensor([0]), HALF[:1]),

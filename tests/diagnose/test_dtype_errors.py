@@ -327,6 +327,20 @@ def test_the_error_of_a_diagnosed_step_has_it_as_a_note(loop: bool) -> None:
     assert explain(caught.value) is None  # halfstep run does not tell it again
 
 
+def test_an_object_that_cannot_be_read_leaves_the_error_as_it_is(tmp_path: Path) -> None:
+    source = """
+class Broken:
+    def __getattribute__(self, name):
+        raise KeyError(name)
+
+broken = Broken()
+nn.Linear(4, 2)(half)
+"""
+    error = failing(source, tmp_path / "train.py")
+    explain(error)
+    assert "same dtype" in str(error)
+
+
 def test_other_errors_of_a_diagnosed_step_have_no_note() -> None:
     with pytest.raises(ZeroDivisionError) as caught, halfstep.GradScaler("cpu").diagnose():
         print(1 / 0)

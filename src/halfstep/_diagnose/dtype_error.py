@@ -35,7 +35,7 @@ from halfstep._pytorch import autograd
 
 _ABOUT_DTYPES = re.compile(
     r"must have the same (dtype|scalar type)|to have (the )?same dtype|should be the same"
-    r"|expected scalar type|[Ee]xpected .*dtype|to have scalar type"
+    r"|expected scalar type|[Ee]xpected .*dtype|Found dtype .* expected|to have scalar type"
     r"|[Dd]types (match|must be the same)"
     r"|self.dtype to be equal to|Type promoting not supported|not the same dtype"
     r"|does not match weight dtype|parameter types mismatch"
@@ -122,10 +122,16 @@ def explain(error: BaseException) -> DtypeError | None:
 
     The failing call is tried again with other dtypes. Sync: that of the call.
     """
-    in_backward = _IN_BACKWARD.search(str(error))
-    is_known = in_backward or _ABOUT_DTYPES.search(str(error))
+    is_known = _ABOUT_DTYPES.search(str(error)) is not None
     if not isinstance(error, (RuntimeError, ValueError)) or not is_known or is_explained(error):
         return None
+    with suppress(Exception):  # of objects of the user that are read; the error comes first
+        return _explained(error)
+    return None
+
+
+def _explained(error: BaseException) -> DtypeError | None:
+    in_backward = _IN_BACKWARD.search(str(error))
     calls = calls_of(error.__traceback__)
     users = [call for call in calls if call.is_users]
     if not users:

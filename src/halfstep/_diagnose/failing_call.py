@@ -26,7 +26,7 @@ from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run r
 from halfstep._autocast.region import Region
 from halfstep._autocast.scopes import Settings
 from halfstep._diagnose.user_code import Place, is_same_view, is_users, path_to, span_of
-from halfstep._pytorch import modules
+from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
 
 _OURS = f"{Path(__file__).parents[1]}/"
@@ -109,7 +109,7 @@ class Call:
     @property
     def is_between(self) -> bool:
         """Whether it passes a call of the user on, by halfstep or by PyTorch's dispatcher."""
-        return self.place.code.co_filename.startswith((_OURS, torch._ops.__file__))
+        return self.place.code.co_filename.startswith((_OURS, dispatch.DISPATCHER_FILE))
 
     @property
     def has_no_effects(self) -> bool:
@@ -132,7 +132,9 @@ class Call:
             case ast.Constant(value=value):
                 return value
             case ast.Subscript(value=of, slice=key):
-                return self.value(of)[self.value(key)]
+                whole = self.value(of)
+                if isinstance(whole, (Tensor, list, tuple, dict, nn.Module)):
+                    return whole[self.value(key)]  # type: ignore[index]
             case ast.Slice(lower=lower, upper=upper, step=step):
                 return slice(*(part and self.value(part) for part in (lower, upper, step)))
             case ast.Tuple(elts=parts):

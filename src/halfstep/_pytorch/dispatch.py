@@ -280,3 +280,7 @@ def _implement(
     # Before 2.13 PyTorch fails to register its own kernel where a Python one exists, and its first
     # vmap registers some. Removed from PyTorch's list, ours is overwritten, as in 2.13 and later.
     torch.library._impls.difference_update(library._op_impls)
+
+
+# The file of Python code that passes calls of ops on, in modes and in kernels.
+DISPATCHER_FILE: str = torch._ops.__file__

@@ -151,6 +151,6 @@ def _without_hooks(export: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def can_be_called_again(module: torch.nn.Module) -> bool:
     """Return whether a module is one of PyTorch whose call has no effect: no buffers, no hooks."""
     parts = [*module.modules()]
-    return all(type(part).__module__.startswith("torch.nn.") for part in parts) and not any(
+    return all(type(part).__module__.startswith("torch.nn.modules.") for part in parts) and not any(
         part._buffers or part._forward_hooks or part._forward_pre_hooks for part in parts
     )
