@@ -594,4 +594,13 @@ fuse(half, x)
 """,
         ("parts[0]: float16 [2, 4], of line 13", "weight of Bilinear"),
     ),
+    "an item that is set later": Hostile(
+        """
+batch = {"image": x}  #1
+batch["mask"] = torch.ones(2, 4)
+batch["image"] = batch["image"].bfloat16()
+nn.Linear(4, 2)(batch["image"])  #!
+""",
+        ("batch['image']: bfloat16 [2, 4]\n", "weight of Linear: float32"),
+    ),
 }

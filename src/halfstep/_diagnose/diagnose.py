@@ -28,7 +28,7 @@ from halfstep._diagnose.diagnosis import (
     short_error,
     source_of,
 )
-from halfstep._diagnose.dtype_error import explaining
+from halfstep._diagnose.dtype_error import add_explanation
 from halfstep._diagnose.inspect_op import (
     InspectingTracker,
     described,
@@ -118,8 +118,11 @@ def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -
         why = why_together(owner) if isinstance(owner, nn.Module) else None
         if why is not None:
             raise waits_for_others(why)
-    with explaining():
+    try:
         return _merged(diagnosis_of(step_fn, model))
+    except Exception as error:
+        add_explanation(error)
+        raise
 
 
 def diagnosis_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,22 +105,11 @@ def add_explanation(error: BaseException) -> None:
         error.add_note(f"halfstep: {found}")
 
 
-@contextmanager
-def explaining() -> Iterator[None]:
-    """Add the explanation of an error about dtypes that ends the block to the error."""
-    try:
-        yield
-    except Exception as error:
-        add_explanation(error)
-        raise
-
-
 def explain(error: BaseException) -> DtypeError | None:
     """Explain an error of PyTorch about dtypes; None for others, or if no operand is known.
 
-    None too for one that has its explanation as a note.
-
-    The failing call is tried again with other dtypes. Sync: that of the call.
+    None too for one that has its explanation as a note. The failing call is tried again with other
+    dtypes. Sync: that of the call.
     """
     is_known = _ABOUT_DTYPES.search(str(error)) is not None
     if not isinstance(error, (RuntimeError, ValueError)) or not is_known or is_explained(error):

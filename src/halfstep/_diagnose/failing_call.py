@@ -250,31 +250,33 @@ def origin_of(named: Named, users: list[Call]) -> str:
             return ", or ".join(found)
     match named.node:
         case ast.Attribute(value=of, attr=attribute):
-            for code in _methods(users[-1], of):
-                for each in nodes_of(code):
-                    if isinstance(each, ast.Attribute) and each.attr == attribute:
-                        by = _tree_of(code).parents[each]
-                        if isinstance(by, ast.Assign) and each in by.targets:
-                            return _described(by, by.lineno)
+            with suppress(Exception):
+                methods = vars(type(users[-1].value(of))).values()
+                codes = [each.__code__ for each in methods if isinstance(each, FunctionType)]
+                found = [
+                    _described(by, by.lineno)
+                    for by in (node for code in codes for node in nodes_of(code))
+                    if isinstance(by, ast.Assign)
+                    and attribute in {getattr(target, "attr", None) for target in by.targets}
+                ]
+                return ", or ".join(found) if len(found) < 3 else ""
     return ""
-
-
-def _methods(call: Call, of: ast.AST) -> list[CodeType]:
-    with suppress(Exception):
-        methods = vars(type(call.value(of))).values()
-        return [each.__code__ for each in methods if isinstance(each, FunctionType)]
-    return []
 
 
 def _bindings(call: Call, names: set[str]) -> Iterator[str]:
     """Yield the lines of a function that bind one of the names, as text."""
     tree = _tree_of(call.place.code)
     for node in nodes_of(call.place.code):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names:
+        target = node
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            is_item = not isinstance(call.local.get(node.value.id), Tensor)  # ``batch["x"] = y``
+            target = node.value if is_item else node
+        is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
+        if is_stored and isinstance(target, ast.Name) and target.id in names:
             by = next((each for each in tree.around(node) if isinstance(each, _BINDING)), node)
             is_failing = by in call.around() and not isinstance(by, (*_LOOPS, ast.withitem))
             if not is_failing or any(isinstance(each, _LOOPS) for each in tree.around(by)):
-                yield _described(by, node.lineno)
+                yield _described(by, target.lineno)
 
 
 def _described(by: ast.AST, line: int) -> str:
@@ -331,7 +333,7 @@ def contexts_of(calls: list[Call]) -> list[Context]:
 
 
 def _entered_by(call: Call) -> Iterator[tuple[str, torch_autocast | Region]]:
-    match call.local:  # of PyTorch's decorator, of ours
+    match call.local:  # of PyTorch's decorator, or of halfstep's
         case {"autocast_instance": torch_autocast() as given, "func": function}:
             yield f"the decorator of {function.__name__}", given
         case {"settings": Settings() as settings, "function": function}:
