@@ -5,6 +5,7 @@ Sync: none, in all of these functions.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -157,6 +158,22 @@ class Gradients:
 
 NONE = Gradients([], [], [], {}, frozenset())
 """No gradients."""
+
+
+Seen: TypeAlias = tuple[weakref.ref[Tensor], int]
+"""A gradient and its version at one time."""
+
+
+def seen(grads: Iterable[Tensor]) -> list[Seen]:
+    """Return what :func:`is_as_seen` needs later, without keeping the gradients alive."""
+    grads = list(grads)
+    return list(zip(map(weakref.ref, grads), map(attrgetter("_version"), grads), strict=True))
+
+
+def is_as_seen(earlier: Seen, grad: Tensor | None) -> bool:
+    """Return whether a gradient is the tensor of that time and was not written since."""
+    ref, version = earlier
+    return grad is not None and ref() is grad and grad._version == version
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -200,11 +200,11 @@ class ScaledSteps:
         self._script.note_step(optimizer)
         if access.has_stepped(self._scaler, optimizer):
             self._scaler.update()
-        check = access.add_check(self._scaler, optimizer, *found)
+        entry = access.add_check(self._scaler, optimizer, *found)
         with self._stepping():
             result = self._scaler.step(optimizer, *args, **kwargs)
             was_called = self._thread.was_called
-        check.gradients = NONE  # the script owns their memory
+        entry.gradients = NONE  # the script owns their memory
         self._finish(optimizer, was_called)
         return result
 
@@ -265,8 +265,8 @@ class ScaledSteps:
         def require_finite() -> None:
             found = self._fresh.take(optimizer)
             if found is not None:
-                check = access.add_check(self._scaler, optimizer, *found)
-                if combine(check.found_inf.values(), CPU):
+                entry = access.add_check(self._scaler, optimizer, *found)
+                if combine(entry.check.found_inf.values(), CPU):
                     raise UnusableEvaluationError
 
         def evaluate() -> Any:

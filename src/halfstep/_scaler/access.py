@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from halfstep._gradients.gradients import Gradients, parameters
-from halfstep._scaler.iteration import GradientCheck, Stage
+from halfstep._scaler.iteration import Stage
+from halfstep._scaler.ledger import Entry, GradientCheck
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.scaler import GradScaler
 
@@ -50,17 +51,16 @@ def add_check(
     optimizer: torch.optim.Optimizer,
     gradients: Gradients,
     found_inf: dict[torch.device, Tensor],
-) -> GradientCheck:
-    """Add a check of all gradients of an optimizer that were unscaled elsewhere, and return it.
+) -> Entry:
+    """Add a check of all gradients of an optimizer that were unscaled elsewhere.
 
     ``found_inf``: device to float32 scalar, 1 if a gradient on the device is inf or NaN.
     """
     engine = scaler._engine
-    check = GradientCheck(engine.loss_scale, gradients, found_inf)
+    check = GradientCheck(engine.loss_scale, found_inf)
     ranks = engine.ranks_of("step", optimizer, parameters(optimizer))
-    check.agreement = ranks.agree_on(check)
-    engine.iteration.add(check)
-    return check
+    check.agreement = ranks.agree_on(check, gradients)
+    return engine.iteration.ledger.mark(gradients, check)
 
 
 def end_iteration(scaler: GradScaler) -> None:

@@ -14,7 +14,8 @@ from halfstep._gradients.optimizers import makes_step_of, name
 from halfstep._pytorch.amp import add_to_each_
 from halfstep._pytorch.distributed import is_dtensor, local_part
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Blocks, GradientCheck, Iteration, Stage, Step, flag_on
+from halfstep._scaler.iteration import Blocks, Iteration, Stage, Step, flag_on
+from halfstep._scaler.ledger import GradientCheck
 from halfstep._scaler.step import gather, refuse_half, unscale_
 from halfstep.errors import CallOrderError
 
@@ -39,7 +40,7 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
     for param, _ in earlier:
         param.grad = None
     bad_loss = _take_bad_loss(engine)
-    block.root.watch()
+    block.root.ledger.watch()
     buffers = engine.buffers.copies()
     engine.iteration = block
     try:
@@ -74,10 +75,9 @@ class _Block(Iteration):
     """
 
     def __init__(self, around: Iteration, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
+        super().__init__(around.ledger.inner())
         self.around = around
         self.root: Iteration = around.root if isinstance(around, _Block) else around
-        self.hooks = self.root.hooks  # removed by whichever ends first
         self.optimizer = optimizer
         while isinstance(around, _Block):
             open_one = around.optimizer
@@ -100,9 +100,8 @@ class _Block(Iteration):
         self.around.num_losses += self.num_losses
         if isinstance(self.around, _Block):
             # A parameter of both optimizers is unscaled only once.
-            for check in self.checks:
-                self.around.add(check)
-            self.around.watch()
+            self.around.ledger.take_over(self.ledger.entries)
+            self.around.ledger.watch()
 
 
 def _require_untouched(iteration: Iteration, optimizer: torch.optim.Optimizer) -> None:
@@ -137,7 +136,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
             f"{call}: no loss was scaled in the block. Call scaler.scale(loss).backward() in it"
         )
     step = gather(engine, "accumulate", block.optimizer, None)
-    if any(map(block.is_fresh, parameters(block.optimizer))):
+    if any(map(block.ledger.is_fresh, parameters(block.optimizer))):
         raise CallOrderError(
             f"{call}: backward() has added scaled gradients to those that a block inside this one "
             "has unscaled. Put every backward() that reaches parameters of both optimizers into "
@@ -152,7 +151,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
             "loss that depends on these parameters"
         )
     if step.own_check is not None:
-        block.add(step.own_check)
+        block.ledger.mark(step.checked, step.own_check)
     is_bad, loss_is_bad = step.read([step.decide(), scale.take_loss_flag()])
     if loss_is_bad and block.around is not block.root:
         scale.mark_loss_bad()  # for the surrounding block
@@ -162,9 +161,9 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     blocks.overflowed += overflowed
     # An overflow must reduce the scale even if the step is taken without this block. A non-finite
     # loss must not, while other blocks are finite at this scale.
-    check = GradientCheck(scale, NONE, flag_on(scale, overflowed))
+    check = GradientCheck(scale, flag_on(scale, overflowed))
     check.note(overflowed)
-    block.root.add(check)
+    block.root.ledger.mark(NONE, check)
     return not is_bad
 
 

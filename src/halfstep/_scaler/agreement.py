@@ -53,7 +53,6 @@ class Findings(Protocol):
     """What a rank has found in some gradients."""
 
     scale: LossScale
-    gradients: Gradients
     found_here: dict[torch.device, Tensor]
 
 
@@ -70,7 +69,12 @@ class Alone:
     is_together: ClassVar[Literal[False]] = False
 
     def agree_on(
-        self, found: Findings, norms: Norms | None = None, *, has_gradients: bool = True
+        self,
+        found: Findings,
+        gradients: Gradients,
+        norms: Norms | None = None,
+        *,
+        has_gradients: bool = True,
     ) -> None:
         """Return None: what this rank has found holds. The methods are those of `Together`."""
         if not self.sees_all_losses:
@@ -105,14 +109,19 @@ class Together:
         self.has_scale, self.next_number = has_scale, next_number
 
     def agree_on(
-        self, found: Findings, norms: Norms | None = None, *, has_gradients: bool = True
+        self,
+        found: Findings,
+        gradients: Gradients,
+        norms: Norms | None = None,
+        *,
+        has_gradients: bool = True,
     ) -> Agreement:
         """Return the combined result of all ranks, which arrives asynchronously. Sync: none.
 
         ``has_gradients``: whether this check or an earlier one has gradients.
         """
         own_norm = None
-        if norms is not None and self._layout.owns_all(found.gradients):
+        if norms is not None and self._layout.owns_all(gradients):
             own_norm = norms.total(found.scale.tensor.device)
         return Agreement(self, found, own_norm, has_gradients)
 

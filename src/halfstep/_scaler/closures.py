@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from halfstep._gradients.gradients import NONE, parameters
+from halfstep._gradients.gradients import NONE, is_as_seen, parameters, seen
 from halfstep._gradients.optimizers import evaluates_first, handles_scale, is_pytorchs, name
 from halfstep._scaler.after_step import snapshot_of
 from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
+from halfstep._scaler.iteration import Iteration, Stage, Step
 from halfstep._scaler.journal import Journal, Memory
+from halfstep._scaler.ledger import GradientCheck
 from halfstep._scaler.overrides import is_ready
 from halfstep._scaler.step import (
     gather,
@@ -122,7 +122,7 @@ class _Evaluations:
     ) -> None:
         self.last: Step | None = None  # with the gradients that the optimizer uses
         self._iteration = Iteration()  # of the last evaluation
-        self._earlier: list[GradientCheck] = []
+        self._earlier: list[GradientCheck] = []  # of evaluations whose gradients are gone
         # New gradients from before the step, until an evaluation makes others.
         self._held: list[tuple[Tensor, Tensor]] = []
         # Of the current evaluation, by id of the parameter: the versions of these before it, and
@@ -172,7 +172,7 @@ class _Evaluations:
                 self._put_back()
         finally:
             self._engine.iteration = around
-            inner.end()
+            inner.ledger.close()
         return loss.detach() if isinstance(loss, Tensor) else loss
 
     def finish(self) -> None:
@@ -182,8 +182,9 @@ class _Evaluations:
         # The scale of the closure's losses also applies to other optimizers that use its last
         # gradients.
         iteration.num_losses += self._iteration.num_losses
-        for check in [*self._earlier, *self._iteration.checks]:
-            iteration.add(check)
+        for check in self._earlier:
+            iteration.ledger.mark(NONE, check)
+        iteration.ledger.take_over(self._iteration.ledger.entries)
         is_fused = handles_scale(self._optimizer)
         memory = self._engine.journal.memory(self._optimizer)
         remember(self._engine, self._optimizer, self.last, memory, is_fused=is_fused)
@@ -232,10 +233,9 @@ class _Evaluations:
 
     def _forget_last_gradients(self) -> None:
         """Forget the gradients in favor of new ones; keep the checks for the scale."""
-        checks = self._iteration.checks
+        self._earlier += self._iteration.checks
         if self.last is not None and self.last.own_check is not None:
-            checks.append(self.last.own_check)
-        self._earlier += [replace(check, gradients=NONE) for check in checks]
+            self._earlier.append(self.last.own_check)
         self.last, self._iteration, self._held = None, Iteration(), []
 
     @torch.enable_grad()
@@ -280,7 +280,8 @@ class _Evaluations:
             scale = self.last.loss_scale
             scale.mark_loss_bad()
             found_inf = {scale.device: torch.ones((), device=scale.device)}
-            self.last.own_check = GradientCheck(scale, self.last.gradients, found_inf)
+            self.last.own_check = GradientCheck(scale, found_inf)
+            self.last.checked = self.last.gradients
             self.last.decide()
             raise UnusableEvaluationError
 
@@ -338,11 +339,8 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 def note_used(optimizer: torch.optim.Optimizer, memory: Memory) -> None:
     """Remember the current gradients, which the optimizer has used. Sync: none."""
-    memory.used = {
-        id(param): (weakref.ref(param.grad), param.grad._version)
-        for param in parameters(optimizer)
-        if param.grad is not None
-    }
+    used = {id(p): p.grad for p in parameters(optimizer) if p.grad is not None}
+    memory.used = dict(zip(used, seen(used.values()), strict=True))
 
 
 def drop_used(journal: Journal, optimizer: torch.optim.Optimizer) -> None:
@@ -353,9 +351,8 @@ def drop_used(journal: Journal, optimizer: torch.optim.Optimizer) -> None:
             drop_gradients(optimizer)
         return
     for param in parameters(optimizer):
-        ref, version = memory.used.get(id(param), (None, 0))
-        grad = param.grad
-        if ref is not None and grad is not None and ref() is grad and grad._version == version:
+        earlier = memory.used.get(id(param))
+        if earlier is not None and is_as_seen(earlier, param.grad):
             param.grad = None
 
 

@@ -50,8 +50,8 @@ class Engine:
         """Multiply all tensors in ``outputs`` by the scale. Sync: none."""
         iteration, unused = self.iteration, self.unused
         is_traced = torch.compiler.is_dynamo_compiling()
-        if iteration.checks:
-            iteration.watch()
+        if iteration.ledger.entries:
+            iteration.ledger.watch()
         if OBSERVERS and not is_traced:
             for observer in OBSERVERS:
                 observer.on_loss(self.owner(), outputs)
@@ -100,7 +100,7 @@ class Engine:
     def update(self) -> None:
         """Back off, count or grow the scale. Sync: none."""
         iteration = self.iteration
-        if not iteration.checks:
+        if not iteration.ledger.entries:
             raise NothingCheckedError(
                 "update(): no gradients were checked since the last update(). Call "
                 "scaler.step(optimizer) for at least one optimizer first, or give a scale: "
@@ -138,8 +138,7 @@ class Engine:
 
     def end_iteration(self) -> None:
         """Clear the state of the iteration, complete its outcomes and notify the observers."""
-        if self.iteration.hooks:
-            self.iteration.end()
+        self.iteration.ledger.close()
         if self.buffers.watched:
             for step in self.iteration.steps.values():
                 if step.skip is None:

@@ -9,7 +9,6 @@ from enum import Enum
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from halfstep._common.numbers import things
 from halfstep._gradients import scalars
@@ -18,70 +17,10 @@ from halfstep._gradients.norms import Norms, norms_of
 from halfstep._gradients.optimizers import name
 from halfstep._gradients.scalars import Scalar, float32_from_bits
 from halfstep._pytorch.autograd import version_of
-from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._pytorch.devices import to_device
 from halfstep._scaler.agreement import ALONE, NUM_NUMBERS, Agreement, Alone, Together
+from halfstep._scaler.ledger import GradientCheck, Ledger
 from halfstep._scaler.loss_scale import LossScale
 from halfstep.errors import CallOrderError, NothingCheckedError
-
-
-@dataclass(eq=False, slots=True)
-class GradientCheck:
-    """A check of gradients that share one scale; the result updates that scale.
-
-    Attributes:
-        gradients: Referenced until the iteration ends, so that the ``id`` of a gradient is not
-            reused.
-        found_here: Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0.
-        first: The unscaled norm and largest magnitude, measured if the step is one of the first.
-        read: Whether a step has read inf or NaN in the flags, and their versions at that time.
-        left_scaled: Whether the step that made the check was skipped, and the number by which its
-            gradients are still multiplied in that case.
-        agreement: The combined result of all ranks, if several decide.
-        asked: In that case, the ids of all parameters of the check. A rank may have no gradients
-            for them, but must still find the check.
-    """
-
-    scale: LossScale
-    gradients: Gradients
-    found_here: dict[torch.device, Tensor]
-    first: tuple[Scalar, Tensor] | None = None
-    left_scaled: tuple[Scalar, Scalar] | None = None
-    read: tuple[bool, list[int]] | None = None
-    agreement: Agreement | None = None
-    asked: frozenset[int] = frozenset()
-
-    @property
-    def found_inf(self) -> dict[torch.device, Tensor]:
-        """Device to float32 scalar: 1 if a gradient on any rank is inf or NaN, else 0."""
-        if self.agreement is None:
-            return self.found_here
-        found = self.agreement.found_inf()
-        return {device: to_device(found, device) for device in self.found_here or [found.device]}
-
-    def flags(self) -> dict[torch.device, Tensor]:
-        """Return the flags that move the scale: those of all ranks, if several decide."""
-        return self.found_here if self.agreement is None else self.found_inf
-
-    def note(self, found_inf: bool) -> None:
-        """Note what a step has read in the flags, which existing code may still change."""
-        self.read = found_inf, [flag._version for flag in self.found_here.values()]
-
-    def on_host(self) -> bool | None:
-        """Return whether inf or NaN was found, None if only a device knows.
-
-        Sync: none; one for flags on a device if the scale is on the CPU.
-        """
-        if self.read is not None:
-            found_inf, versions = self.read
-            if versions == [flag._version for flag in self.found_here.values()]:
-                return found_inf
-        is_here, found_inf = self.scale.device.type in scalars.READABLE, False
-        for device, flag in self.flags().items():
-            if not is_here and device.type not in scalars.READABLE:
-                return None
-            found_inf |= flag.item() != 0.0
-        return found_inf
 
 
 class Stage(Enum):
@@ -107,7 +46,8 @@ class Step:
         asked: Ids of the parameters, with or without gradients, if several ranks decide.
         is_first: Whether norm and largest magnitude are measured, as in the first steps.
         num_losses: Number of losses that had been scaled when the call ended.
-        own_check: The check of the gradients that were still scaled, once it exists.
+        own_check: The check of this call, once it exists.
+        checked: The gradients that were still scaled when it was made.
         norms: Norms of the gradients before any clipping, if measured.
         squares: The sum of all their squares, as measured.
         coefficient: The clip coefficient, None without clipping.
@@ -127,6 +67,7 @@ class Step:
     stage: Stage = Stage.SCALED
     num_losses: int = 0
     own_check: GradientCheck | None = None
+    checked: Gradients = NONE
     norms: Norms | None = None
     squares: Scalar | None = None
     coefficient: Scalar | None = None
@@ -259,32 +200,24 @@ class Iteration:
         blocks: The ``accumulate`` blocks that have not been combined yet, by ``id`` in the same
             way.
         num_losses: Number of scaled losses.
-        hooks: Hooks that detect a backward pass adding to checked gradients.
-        in_doubt: Gradients whose multiplier is unknown.
+        ledger: What the gradients are multiplied by.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger | None = None) -> None:
         self.steps: dict[int, Step] = {}
         self.blocks: dict[int, Blocks] = {}
-        self.checks: list[GradientCheck] = []
         self.num_losses = 0
         self.newest_loss: weakref.ref[Tensor] | None = None
-        # Built only for a second optimizer, since it is slow for thousands of gradients.
-        self._check_of: dict[int, GradientCheck] = {}
-        self._num_checks_in_it = 0
-        # By parameter, the id of its gradient if backward has added to it since the check.
-        self._fresh: dict[int, int] = {}
-        self.hooks: list[RemovableHandle] = []
-        self._num_watched = 0
-        self.in_doubt: list[Gradients] = []
+        self.ledger = Ledger() if ledger is None else ledger
+
+    @property
+    def checks(self) -> list[GradientCheck]:
+        """All checks, in order."""
+        return [entry.check for entry in self.ledger.entries]
 
     def step_of(self, optimizer: torch.optim.Optimizer) -> Step | None:
         """Return the step of the last call for an optimizer, None if nothing has been done."""
         return self.steps.get(id(optimizer))
-
-    def check_of(self, param: Tensor) -> GradientCheck | None:
-        """Return the check by whose scale the gradient was divided, None if there is none."""
-        return None if self.is_fresh(param) else self._checks_by_gradient().get(id(param.grad))
 
     def blocks_with(self, params: list[Tensor]) -> list[Blocks]:
         """Return the blocks of optimizers that have any of the parameters."""
@@ -295,71 +228,11 @@ class Iteration:
             if not wanted.isdisjoint(map(id, parameters(blocks.optimizer)))
         ]
 
-    def split(self, gradients: Gradients) -> tuple[Gradients, list[GradientCheck]]:
-        """Return the gradients that are still scaled, and the checks that unscaled the others.
-
-        A parameter that is in two optimizers, or in an optimizer and a wrapper of it, is unscaled
-        only once.
-        """
-        check_of = self._checks_by_gradient()
-        if not check_of:
-            return gradients, []
-        seen = check_of.keys() & set(map(id, gradients.grads))
-        if self._fresh:
-            seen -= {id(param.grad) for param in gradients.params if self.is_fresh(param)}
-        found = {check_of[key] for key in seen}
-        # In the order of the checks: a set is unordered.
-        return gradients.without(seen), [check for check in self.checks if check in found]
-
-    def add(self, check: GradientCheck) -> None:
-        """Record a check; its gradients no longer count as fresh."""
-        self.checks.append(check)
-        if self._fresh:
-            for param in check.gradients.params:
-                self._fresh.pop(id(param), None)
-
-    @keep_out_of_graphs
-    def watch(self) -> None:
-        """Detect backward passes that add to checked gradients: what they add is still scaled.
-
-        ``zero_grad(set_to_none=False)``, buckets and flat buffers reuse the same gradient tensor.
-        """
-        for check in self.checks[self._num_watched :]:
-            for param in check.gradients.params:
-                if param.is_leaf and param.requires_grad:
-                    hook = param.register_post_accumulate_grad_hook(self._note_fresh)  # type: ignore[no-untyped-call]
-                    self.hooks.append(hook)
-        self._num_watched = len(self.checks)
-
     def forget(self, key: int) -> None:
         """Forget the step of an optimizer, by its ``id``, and what was found for it."""
         step = self.steps.pop(key, None)
         if step is not None:
-            self.checks = [check for check in self.checks if check not in step.checks]
-            self._check_of, self._num_checks_in_it, self._num_watched = {}, 0, 0
-
-    def is_fresh(self, param: Tensor) -> bool:
-        """Return whether a backward pass has added to the gradient since it was checked."""
-        return self._fresh.get(id(param)) == id(param.grad)
-
-    def _note_fresh(self, param: Tensor) -> None:
-        self._fresh[id(param)] = id(param.grad)
-
-    def is_in_doubt(self, gradients: Gradients) -> bool:
-        """Return whether the multiplier of any of these gradients is unknown."""
-        ids = {id(grad) for doubted in self.in_doubt for grad in doubted.grads}
-        return not ids.isdisjoint(map(id, gradients.grads))
-
-    def end(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-    def _checks_by_gradient(self) -> dict[int, GradientCheck]:
-        # Built on demand, which never happens with one optimizer.
-        for check in self.checks[self._num_checks_in_it :]:
-            self._check_of.update(dict.fromkeys(map(id, check.gradients.grads), check))
-        self._num_checks_in_it = len(self.checks)
-        return self._check_of
+            self.ledger.forget(step.checks)
 
 
 @dataclass(eq=False)
@@ -401,7 +274,9 @@ class Blocks:
         optimizer, device = self.optimizer, self.scale.tensor.device
         is_lost = self.bad == self.count
         gradients = collect(parameters(optimizer))
-        rest, _ = iteration.split(gradients)  # another optimizer's blocks may share parameters
+        rest, _ = iteration.ledger.split(
+            gradients
+        )  # another optimizer's blocks may share parameters
         if self.bad and not is_lost:
             rest.multiply_(self.count / (self.count - self.bad))
         if is_lost and not self.overflowed:
@@ -411,9 +286,9 @@ class Blocks:
             norm = norms_of(gradients, None).total(device)
             found = {device: scalars.flag_nonfinite(norm, device)}
         asked = set(map(id, parameters(optimizer))) if ranks.is_together else ()
-        check = GradientCheck(self.scale, gradients, found, asked=frozenset(asked))
-        check.agreement = ranks.agree_on(check)
-        iteration.add(check)
+        check = GradientCheck(self.scale, found, asked=frozenset(asked))
+        check.agreement = ranks.agree_on(check, gradients)
+        iteration.ledger.mark(gradients, check)
         del iteration.blocks[id(optimizer)]
         iteration.steps[id(optimizer)] = Step(optimizer, self.scale, NONE, checks=[check])
 

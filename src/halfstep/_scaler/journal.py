@@ -7,8 +7,8 @@ from collections import deque
 from itertools import islice
 
 import torch
-from torch import Tensor
 
+from halfstep._gradients.gradients import Seen
 from halfstep._gradients.optimizers import makes_step_of, name
 from halfstep._scaler.earlier_norms import EarlyClipping
 from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
@@ -27,7 +27,7 @@ class Memory:
         self.number = 0  # of that step in the order of all steps
         self.early_clipping = EarlyClipping()
         # After a step with a closure, by id of the parameter: its gradient and the version of it.
-        self.used: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.used: dict[int, Seen] = {}
 
     def clear(self) -> None:
         """Release the parameters: the optimizer no longer exists."""

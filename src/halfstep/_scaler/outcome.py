@@ -7,14 +7,13 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power
-from halfstep._gradients.gradients import collect
+from halfstep._gradients.gradients import collect, is_as_seen, seen
 from halfstep._gradients.norms import norms_of
 from halfstep._gradients.optimizers import Names
 from halfstep._gradients.scalars import Scalar, round_to_float32
@@ -142,8 +141,7 @@ class Outcome:
             params, grads = params[:1], grads[:1]
         elif len(grads) > NUM_WITNESSES:
             params, grads = [params[0], params[-1]], [grads[0], grads[-1]]
-        versions = map(attrgetter("_version"), grads)
-        self._witnesses = list(zip(params, map(weakref.ref, grads), versions, strict=True))
+        self._witnesses = list(zip(params, seen(grads), strict=True))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -158,8 +156,7 @@ class Outcome:
     def has_its_gradients(self) -> bool:
         """Return whether the gradients are still those of the step. Sync: none."""
         return self._params is not None and all(
-            param.grad is not None and ref() is param.grad and param.grad._version == version
-            for param, ref, version in self._witnesses
+            is_as_seen(earlier, param.grad) for param, earlier in self._witnesses
         )
 
     def forget_gradients(self) -> None:

@@ -23,7 +23,8 @@ from halfstep._gradients.optimizers import name, step_with_scale
 from halfstep._pytorch.amp import reciprocal_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import GradientCheck, Stage, Step, nothing_checked
+from halfstep._scaler.iteration import Stage, Step, nothing_checked
+from halfstep._scaler.ledger import GradientCheck
 from halfstep._scaler.step import (
     add_check,
     gather,
@@ -104,8 +105,7 @@ def step(
     earlier = engine.iteration.step_of(optimizer)
     if earlier is not None:
         require_not_stepped(earlier)
-    if engine.iteration.in_doubt:
-        require_known(engine.iteration, "step", collect(parameters(optimizer)))
+    require_known(engine.iteration.ledger, "step", parameters(optimizer))
     scaler._check_scale_growth_tracker("step")
     if max_norm is not None:
         scaler.clip_grad_norm_(optimizer, max_norm)
@@ -151,7 +151,7 @@ def _limit_norm(engine: Engine, optimizer: torch.optim.Optimizer, done: Step) ->
     done.own_check = None
     if done.multiplier is not None:
         found = done.found_inf_by_device()
-        done.own_check = GradientCheck(done.loss_scale, done.gradients, found)
+        done.own_check, done.checked = GradientCheck(done.loss_scale, found), done.gradients
 
 
 def _step_fused(

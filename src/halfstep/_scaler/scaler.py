@@ -697,7 +697,7 @@ class GradScaler(TorchAttributes):
         """
         iteration = self._engine.iteration
         begun: list[Any] = [*iteration.steps.values(), *iteration.blocks.values()]
-        if begun or iteration.checks:
+        if begun or iteration.ledger.entries:
             seen = ", ".join(name(each.optimizer) for each in begun)
             raise CallOrderError(
                 "a GradScaler cannot be pickled or copied between unscale_() or step() and "

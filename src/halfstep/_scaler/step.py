@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import NONE, Gradients, collect, parameters, refuse_float16
+from halfstep._gradients.gradients import NONE, collect, parameters, refuse_float16
 from halfstep._gradients.norms import (
     Norms,
     clip_coefficient,
@@ -41,8 +41,9 @@ from halfstep._pytorch.distributed import has_process_group
 from halfstep._scaler.agreement import ALONE, Alone, Together
 from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step, nothing_checked
+from halfstep._scaler.iteration import Iteration, Stage, Step, nothing_checked
 from halfstep._scaler.journal import Memory
+from halfstep._scaler.ledger import GradientCheck, Ledger
 from halfstep._scaler.outcome import Outcome
 from halfstep.errors import CallOrderError, HalfstepWarning, RanksError
 
@@ -119,9 +120,9 @@ def require_not_stepped(earlier: Step) -> None:
         )
 
 
-def require_known(iteration: Iteration, call: str, gradients: Gradients) -> None:
+def require_known(ledger: Ledger, call: str, params: list[Tensor]) -> None:
     """Raise CallOrderError if a step that raised may have divided any of the gradients."""
-    if iteration.is_in_doubt(gradients):
+    if ledger.is_in_doubt(params):
         raise CallOrderError(
             f"{call}(): an earlier step() of these gradients raised, and may have divided some "
             "of them by the scale already: zero_grad() and call backward() again"
@@ -166,8 +167,7 @@ def gather(
         for blocks in iteration.blocks_with(params):
             blocks.put_together(iteration, ranks)
     gradients = collect(params)
-    if iteration.in_doubt:
-        require_known(iteration, call, gradients)
+    require_known(iteration.ledger, call, gradients.params)
     if earlier is not None and not is_scaled:
         step = Step(optimizer, loss_scale, gradients, None, earlier.checks, ranks)
         step.norms, step.squares = earlier.norms, earlier.squares
@@ -179,7 +179,11 @@ def gather(
     if optimizer is not None and loss_scale.state.scale != 1.0:
         memory = engine.journal.memories.get(id(optimizer))
         step.is_first = memory is None or memory.early_clipping.is_measuring
-    return _unscaled_apart(engine, step, params) if iteration.checks or ranks.is_together else step
+    return (
+        _unscaled_apart(engine, step, params)
+        if iteration.ledger.entries or ranks.is_together
+        else step
+    )
 
 
 _grad = attrgetter("grad")
@@ -188,7 +192,7 @@ _is_none = partial(is_, None)
 
 def _require_no_new(engine: Engine, step: Step, params: list[Tensor], call: str) -> None:
     """Raise if a backward pass has added scaled gradients to those that were unscaled."""
-    new, later, _ = _split(engine.iteration, step.gradients, step.ranks, params)
+    new, later = engine.iteration.ledger.split(step.gradients, _asked(step.ranks, params))
     if new.grads:
         problem = (
             f"{call}: backward() of a scaled loss came after its gradients were unscaled, and "
@@ -200,50 +204,33 @@ def _require_no_new(engine: Engine, step: Step, params: list[Tensor], call: str)
             raise CallOrderError(problem)
         warnings.warn(problem, HalfstepWarning, stacklevel=5)
     # The new gradients may have been checked with another optimizer or a list of parameters.
-    for check in later:
-        _unscale_what_was_left(check)
-    step.checks = [*step.checks, *(check for check in later if check not in step.checks)]
+    for entry in later:
+        entry.unscale_what_was_left()
+    checks = (entry.check for entry in later)
+    step.checks = [*step.checks, *(check for check in checks if check not in step.checks)]
 
 
 def _unscaled_apart(engine: Engine, step: Step, params: list[Tensor]) -> Step:
     """Return a step of the gradients still scaled; if others are unscaled, of all, unscaled."""
-    iteration, gradients = engine.iteration, step.gradients
-    step.gradients, checks, step.asked = _split(iteration, gradients, step.ranks, params)
-    step.checks = checks
+    ledger, gradients = engine.iteration.ledger, step.gradients
+    step.asked = _asked(step.ranks, params)
+    step.gradients, entries = ledger.split(gradients, step.asked)
+    step.checks = checks = [entry.check for entry in entries]
     if not checks:
         return step
     refuse_half(engine, step)
-    for check in checks:
-        _unscale_what_was_left(check)
+    for entry in entries:
+        entry.unscale_what_was_left()
     unscale_(step)
     if step.own_check is not None:
-        iteration.add(step.own_check)
+        ledger.mark(step.checked, step.own_check)
         checks = [*checks, step.own_check]
     return Step(step.optimizer, step.loss_scale, gradients, None, checks, step.ranks)
 
 
-def _split(
-    iteration: Iteration, gradients: Gradients, ranks: Alone | Together, params: list[Tensor]
-) -> tuple[Gradients, list[GradientCheck], frozenset[int]]:
-    """Return the gradients still scaled, the checks of the others, and the ids of all parameters.
-
-    The checks are the same on all ranks that decide, whichever ranks have gradients; the ids are
-    empty if this rank decides alone.
-    """
-    scaled, checks = iteration.split(gradients)
-    if not ranks.is_together:
-        return scaled, checks, frozenset()
-    asked = frozenset(map(id, params))
-    return scaled, [check for check in iteration.checks if check.asked & asked], asked
-
-
-def _unscale_what_was_left(check: GradientCheck) -> None:
-    """Divide the gradients that a skipped step of another optimizer left scaled."""
-    if check.left_scaled is not None:
-        is_left, multiplier = check.left_scaled
-        factor = scalars.where(is_left, scalars.reciprocal(multiplier), 1.0)
-        check.gradients.multiply_(factor)
-        check.left_scaled = None
+def _asked(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
+    """Return the ids of all parameters; empty if this rank decides alone."""
+    return frozenset(map(id, params)) if ranks.is_together else frozenset()
 
 
 def refuse_half(engine: Engine, step: Step) -> None:
@@ -329,7 +316,7 @@ def measure(step: Step) -> Measured | None:
         found = scalars.flag_nonfinite(squares, device)
     if step.multiplier is None:
         # The user may have changed the gradients since they were unscaled, and this check is free.
-        step.own_check = GradientCheck(step.loss_scale, NONE, {device: found})
+        step.own_check, step.checked = GradientCheck(step.loss_scale, {device: found}), NONE
     measured = Measured(norms, squares, found)
     if step.squares is None:
         step.norms, step.squares = norms, squares
@@ -355,11 +342,11 @@ def add_check(
     norms: Norms | None = None,
 ) -> None:
     """Add the check, and share it with the other ranks if several decide."""
-    own = GradientCheck(step.loss_scale, step.gradients, found_inf, asked=step.asked)
-    step.own_check = own
+    own = GradientCheck(step.loss_scale, found_inf, asked=step.asked)
+    step.own_check, step.checked = own, step.gradients
     if step.ranks is not ALONE:
         has_gradients = len(step.gradients.grads) + len(step.checks) > 0
-        own.agreement = step.ranks.agree_on(own, norms, has_gradients=has_gradients)
+        own.agreement = step.ranks.agree_on(own, step.gradients, norms, has_gradients=has_gradients)
 
 
 # --- decide, take ---------------------------------------------------------------------------------
@@ -500,11 +487,13 @@ def read_skip(step: Step, norm: Scalar | None = None) -> tuple[float, float | No
 # --- remember -------------------------------------------------------------------------------------
 
 
-def keep(iteration: Iteration, step: Step, stage: Stage) -> None:
+def keep(
+    iteration: Iteration, step: Step, stage: Stage, left: tuple[Scalar, Scalar] | None = None
+) -> None:
     """Record the checks and the stage of a step; without a check there is nothing to record."""
     own = step.own_check
     if own is not None:
-        iteration.add(own)
+        iteration.ledger.mark(step.checked, own, left)
         step.checks = [*step.checks, own]
     if step.checks and step.optimizer is not None:
         step.stage, step.num_losses = stage, iteration.num_losses
@@ -523,8 +512,9 @@ def remember(
     """Record a decided step and its outcome. Sync: none."""
     multiplier, skip = step.multiplier, step.skip
     assert skip is not None
+    left = None
     if step.own_check is not None and multiplier is not None:
-        step.own_check.left_scaled = skip, multiplier
+        left = skip, multiplier
         if step.norms is None:
             multiplier = scalars.where(skip, multiplier, 1.0)
     if step.ranks is not ALONE:
@@ -537,7 +527,7 @@ def remember(
     outcome = Outcome(optimizer, engine.names, step, multiplier, can_measure_late)
     outcome.num_losses = engine.iteration.num_losses
     engine.journal.add(memory, outcome)
-    keep(engine.iteration, step, Stage.STEPPED)
+    keep(engine.iteration, step, Stage.STEPPED, left)
     if engine.buffers.watched:
         engine.buffers.restore(skip)
     if not memory.early_clipping.is_over:
@@ -557,7 +547,7 @@ def remember_failure(iteration: Iteration, step: Step) -> None:
     if step.multiplier is None:
         keep(iteration, step, Stage.UNSCALED)
     elif step.own_check is not None and not _is_untouched(step):
-        iteration.in_doubt.append(step.gradients)
+        iteration.ledger.doubt(step.gradients)
 
 
 def _is_untouched(step: Step) -> bool:

@@ -17,7 +17,8 @@ from halfstep._gradients.scalars import READABLE
 from halfstep._pytorch import amp
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import GradientCheck, Stage, Step, nothing_checked
+from halfstep._scaler.iteration import Stage, Step, nothing_checked
+from halfstep._scaler.ledger import GradientCheck
 from halfstep._scaler.overrides import flags_of
 from halfstep._scaler.step import remember, require_not_stepped
 from halfstep.errors import CallOrderError
@@ -333,9 +334,8 @@ def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, 
         for flag in overflows_when_divided(gradients, multiplier):
             if flag.device in found:
                 found[flag.device].clamp_(min=flag)
-    check = GradientCheck(scale, gradients, found)
-    check.agreement = ranks.agree_on(check, has_gradients=bool(gradients.grads))
-    check.gradients = NONE
+    check = GradientCheck(scale, found)
+    check.agreement = ranks.agree_on(check, gradients, has_gradients=bool(gradients.grads))
     _keep_check(engine, id(optimizer), optimizer, check)
     return check.found_inf
 
@@ -348,13 +348,13 @@ def _report(
 ) -> None:
     """Add the found_inf flags, 1 or 0 by device, of an optimizer that was unscaled elsewhere."""
     scale = engine.scale_of_iteration("step", optimizer)
-    _keep_check(engine, key, optimizer, GradientCheck(scale, NONE, flags_of(found)))
+    _keep_check(engine, key, optimizer, GradientCheck(scale, flags_of(found)))
 
 
 def _keep_check(
     engine: Engine, key: int, optimizer: torch.optim.Optimizer | None, check: GradientCheck
 ) -> None:
-    engine.iteration.add(check)
+    engine.iteration.ledger.mark(NONE, check)
     earlier = engine.iteration.steps.get(key) or Step(optimizer, check.scale, NONE)
     earlier.checks = [check]
     engine.iteration.steps[key] = earlier

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from halfstep._common.nested import tensors_in
-from halfstep._gradients.gradients import collect_local, parameters
+from halfstep._gradients.gradients import Seen, collect_local, is_as_seen, parameters, seen
 from halfstep._gradients.scalars import ratio
 from halfstep._pytorch.autograd import after_backward, is_view, leaves_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
@@ -35,22 +35,21 @@ Optimizers that appear later are known from their first step on."""
 NUM_UPDATES = 100
 """Number of updates after which parameters that were never stepped are forgotten."""
 
-_VIEW = -1
-
 
 @dataclass(frozen=True, eq=False)
 class WaitingGradient:
     """A gradient that has not been used since a scale change.
 
     Attributes:
-        version: The version counter of the gradient, or _VIEW for a view.
+        earlier: The gradient at that time; None for a view. Views of a bucket or flat buffer share
+            its version counter, and after the first backward pass DistributedDataParallel moves
+            them to other buckets.
         scale: The scale that the gradient must be multiplied by when it is used.
         before: The scale that it is multiplied by now, a float32 scalar; None if it was unscaled.
     """
 
     param: weakref.ref[Tensor]
-    grad: weakref.ref[Tensor]
-    version: int
+    earlier: Seen | None
     scale: LossScale
     before: Tensor | None
 
@@ -58,15 +57,10 @@ class WaitingGradient:
         """Return the parameter if its gradient has not been written since, else None."""
         param = self.param()
         grad = None if param is None else param.grad
-        if grad is None or _version(grad) != self.version:
+        if grad is None:
             return None
-        return param if self.version == _VIEW or self.grad() is grad else None
-
-
-def _version(grad: Tensor) -> int:
-    # Views of a bucket or flat buffer share its version counter, and after the first backward pass
-    # DistributedDataParallel moves them to other buckets.
-    return _VIEW if is_view(grad) else grad._version
+        is_same = is_view(grad) if self.earlier is None else is_as_seen(self.earlier, grad)
+        return param if is_same else None
 
 
 class Unused:
@@ -146,15 +140,15 @@ class Unused:
             if waiting is not None and waiting.untouched() is param:
                 found[key] = waiting
                 continue
-            check = iteration.check_of(param)
-            if not scale.is_created or (key, check) in used:
+            entry = iteration.ledger.of(param)
+            if not scale.is_created or (entry and (key, entry.check) in used):
                 continue
-            is_divided = key in in_blocks or check is not None
+            is_divided = key in in_blocks or entry is not None
             if not is_divided and before is None:
                 before = scale.tensor.clone()
-            refs = weakref.ref(param), weakref.ref(grad)
+            earlier = None if is_view(grad) else seen([grad])[0]
             found[key] = WaitingGradient(
-                *refs, _version(grad), scale, None if is_divided else before
+                weakref.ref(param), earlier, scale, None if is_divided else before
             )
         return found
 

@@ -1,0 +1,212 @@
+"""The ledger of an iteration: what each checked gradient is multiplied by.
+
+A backward pass is what makes an entry stale, not the version of a gradient: users change unscaled
+gradients in place. Sync: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from halfstep._gradients import scalars
+from halfstep._gradients.gradients import Gradients
+from halfstep._gradients.scalars import Scalar
+from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.devices import to_device
+from halfstep._scaler.agreement import Agreement
+from halfstep._scaler.loss_scale import LossScale
+
+
+@dataclass(eq=False, slots=True)
+class GradientCheck:
+    """A check of gradients that share one scale; the result updates that scale.
+
+    Attributes:
+        found_here: Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0.
+        first: The unscaled norm and largest magnitude, measured if the step is one of the first.
+        read: Whether a step has read inf or NaN in the flags, and their versions at that time.
+        agreement: The combined result of all ranks, if several decide.
+        asked: In that case, the ids of all parameters of the check. A rank may have no gradients
+            for them, but must still find the check.
+    """
+
+    scale: LossScale
+    found_here: dict[torch.device, Tensor]
+    first: tuple[Scalar, Tensor] | None = None
+    read: tuple[bool, list[int]] | None = None
+    agreement: Agreement | None = None
+    asked: frozenset[int] = frozenset()
+
+    @property
+    def found_inf(self) -> dict[torch.device, Tensor]:
+        """Device to float32 scalar: 1 if a gradient on any rank is inf or NaN, else 0."""
+        if self.agreement is None:
+            return self.found_here
+        found = self.agreement.found_inf()
+        return {device: to_device(found, device) for device in self.found_here or [found.device]}
+
+    def flags(self) -> dict[torch.device, Tensor]:
+        """Return the flags that move the scale: those of all ranks, if several decide."""
+        return self.found_here if self.agreement is None else self.found_inf
+
+    def note(self, found_inf: bool) -> None:
+        """Note what a step has read in the flags, which existing code may still change."""
+        self.read = found_inf, [flag._version for flag in self.found_here.values()]
+
+    def on_host(self) -> bool | None:
+        """Return whether inf or NaN was found, None if only a device knows.
+
+        Sync: none; one for flags on a device if the scale is on the CPU.
+        """
+        if self.read is not None:
+            found_inf, versions = self.read
+            if versions == [flag._version for flag in self.found_here.values()]:
+                return found_inf
+        is_here, found_inf = self.scale.device.type in scalars.READABLE, False
+        for device, flag in self.flags().items():
+            if not is_here and device.type not in scalars.READABLE:
+                return None
+            found_inf |= flag.item() != 0.0
+        return found_inf
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """Gradients that were multiplied by one scale.
+
+    Attributes:
+        gradients: Referenced until the iteration ends, so that the ``id`` of a gradient is not
+            reused.
+        check: Their check, which has the scale.
+        left: Whether the step that made the check has left them scaled, and the number by which
+            they are multiplied in that case; None if they are unscaled.
+    """
+
+    gradients: Gradients
+    check: GradientCheck
+    left: tuple[Scalar, Scalar] | None = None
+
+    def unscale_what_was_left(self) -> None:
+        """Divide the gradients if a skipped step of another optimizer left them scaled."""
+        if self.left is not None:
+            is_left, multiplier = self.left
+            factor = scalars.where(is_left, scalars.reciprocal(multiplier), 1.0)
+            self.gradients.multiply_(factor)
+            self.left = None
+
+
+class Ledger:
+    """What the gradients are multiplied by: by 1 if a check has unscaled them, else by the scale.
+
+    ``hooks`` detect a backward pass that adds to checked gradients.
+    """
+
+    def __init__(self, hooks: list[RemovableHandle] | None = None) -> None:
+        self.entries: list[Entry] = []
+        self._hooks: list[RemovableHandle] = [] if hooks is None else hooks
+        self._num_watched = 0
+        # Built only for a second optimizer, since it is slow for thousands of gradients.
+        self._by_gradient: dict[int, Entry] = {}
+        self._num_indexed = 0
+        # By parameter, the id of its gradient if backward has added to it since the check.
+        self._fresh: dict[int, int] = {}
+        self._in_doubt: set[int] = set()
+        self._doubted: list[Gradients] = []  # referenced, so that no id is reused
+
+    def inner(self) -> Ledger:
+        """Return an empty ledger with the same hooks: what ends first removes them."""
+        return Ledger(self._hooks)
+
+    def mark(
+        self,
+        gradients: Gradients,
+        check: GradientCheck,
+        left: tuple[Scalar, Scalar] | None = None,
+    ) -> Entry:
+        """Record that gradients were checked, and unscaled or ``left`` scaled."""
+        entry = Entry(gradients, check, left)
+        self.take_over([entry])
+        return entry
+
+    def take_over(self, entries: Iterable[Entry]) -> None:
+        """Record the entries of another ledger; their gradients no longer count as fresh."""
+        for entry in entries:
+            self.entries.append(entry)
+            if self._fresh:
+                for param in entry.gradients.params:
+                    self._fresh.pop(id(param), None)
+
+    def of(self, param: Tensor) -> Entry | None:
+        """Return the entry of a gradient, None if it is multiplied by the scale."""
+        return None if self.is_fresh(param) else self._index().get(id(param.grad))
+
+    def split(
+        self, gradients: Gradients, asked: frozenset[int] = frozenset()
+    ) -> tuple[Gradients, list[Entry]]:
+        """Return the gradients that are still scaled, and the entries of the others, in order.
+
+        A parameter that is in two optimizers, or in an optimizer and a wrapper of it, is unscaled
+        only once. If several ranks decide, ``asked`` are the ids of all parameters: the entries are
+        then the same on all of them, whichever ranks have gradients.
+        """
+        index = self._index()
+        seen = index.keys() & set(map(id, gradients.grads))
+        if self._fresh:
+            seen -= {id(param.grad) for param in gradients.params if self.is_fresh(param)}
+        scaled = gradients.without(seen) if index else gradients
+        if asked:
+            return scaled, [entry for entry in self.entries if entry.check.asked & asked]
+        found = {index[key] for key in seen}
+        return scaled, [entry for entry in self.entries if entry in found]  # a set is unordered
+
+    def is_fresh(self, param: Tensor) -> bool:
+        """Return whether a backward pass has added to the gradient since it was checked."""
+        return self._fresh.get(id(param)) == id(param.grad)
+
+    def doubt(self, gradients: Gradients) -> None:
+        """Record that it is not known what these gradients are multiplied by."""
+        self._doubted.append(gradients)
+        self._in_doubt.update(map(id, gradients.grads))
+
+    def is_in_doubt(self, params: Iterable[Tensor]) -> bool:
+        """Return whether it is not known what any of the gradients is multiplied by."""
+        return bool(self._in_doubt) and any(id(param.grad) in self._in_doubt for param in params)
+
+    def forget(self, checks: Iterable[GradientCheck]) -> None:
+        """Forget checks: their gradients count as scaled."""
+        forgotten = set(checks)
+        self.entries = [entry for entry in self.entries if entry.check not in forgotten]
+        self._by_gradient, self._num_indexed, self._num_watched = {}, 0, 0
+
+    @keep_out_of_graphs
+    def watch(self) -> None:
+        """Detect backward passes that add to checked gradients: what they add is still scaled.
+
+        ``zero_grad(set_to_none=False)``, buckets and flat buffers reuse the same gradient tensor.
+        """
+        for entry in self.entries[self._num_watched :]:
+            for param in entry.gradients.params:
+                if param.is_leaf and param.requires_grad:
+                    hook = param.register_post_accumulate_grad_hook(self._note_fresh)  # type: ignore[no-untyped-call]
+                    self._hooks.append(hook)
+        self._num_watched = len(self.entries)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note_fresh(self, param: Tensor) -> None:
+        self._fresh[id(param)] = id(param.grad)
+
+    def _index(self) -> dict[int, Entry]:
+        # Built on demand, which never happens with one optimizer.
+        for entry in self.entries[self._num_indexed :]:
+            self._by_gradient.update(dict.fromkeys(map(id, entry.gradients.grads), entry))
+        self._num_indexed = len(self.entries)
+        return self._by_gradient
