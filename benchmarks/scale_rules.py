@@ -43,8 +43,7 @@ from examples.train_text import GPT, MEAN_OVER, Corpus, GPTConfig, draw_batches
 from halfstep import GradScaler, autocast
 from halfstep._common.machine import device_name
 from halfstep._scaler.rules import Dynamic, Rule, Static
-from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.transition import next_state
+from halfstep._scaler.scale_state import ScaleState, next_state
 
 Batch = tuple[Tensor, Tensor]
 COMPARE_EVERY = 10

@@ -16,8 +16,7 @@ from halfstep._gradients.scalars import LARGEST_SCALE, SMALLEST_SCALE
 from halfstep._scaler import loss_scale
 from halfstep._scaler.loss_scale import LossScale, state_of
 from halfstep._scaler.rules import Dynamic, Static
-from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.transition import next_state
+from halfstep._scaler.scale_state import ScaleState, next_state
 from halfstep._scaler.updates import LAG, Kernel, Number
 
 CPU = torch.device("cpu")

@@ -17,9 +17,8 @@ from torch._dynamo.utils import counters
 from halfstep._gradients.gradients import collect
 from halfstep._gradients.norms import p_norm
 from halfstep._scaler import GradScaler, step
-from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.earlier_norms import NormLimit
-from halfstep._scaler.iteration import Step
+from halfstep._scaler.iteration import Checked, Gathered
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.rules import Dynamic, Rule
 from halfstep._scaler.scale_state import ScaleState
@@ -57,44 +56,41 @@ makes_objects = pytest.mark.skipif(
 Part = Callable[[LossScale, list[torch.nn.Parameter]], list[torch.Tensor]]
 
 
-def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> Step:
-    return Step(None, scale, collect(params), scale.number(), [], ALONE)
+def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> Gathered:
+    return Gathered(None, scale, collect(params), scale.number())
 
 
-def finish(ready: Step) -> torch.Tensor:
-    found_inf, check = ready.decide(), ready.own_check
-    assert isinstance(found_inf, torch.Tensor)
-    assert check is not None
-    return found_inf
+def finish(checked: Checked) -> torch.Tensor:
+    skip = checked.decide().skip
+    assert isinstance(skip, torch.Tensor)
+    assert checked.own is not None
+    return skip
 
 
 def plain(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    ready = prepare(scale, params)
-    step.unscale_(ready)
-    return [finish(ready)]
+    return [finish(step.unscale_(prepare(scale, params)))]
 
 
 def plain_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    ready = prepare(scale, params)
-    step.measure_and_limit(ready, 1.0, None)
-    step.multiply_(ready)
-    assert isinstance(ready.norm, torch.Tensor)
-    return [finish(ready), ready.norm]
+    checked = step.measure(prepare(scale, params))
+    step.multiply_(checked, step.clip_coefficient_of(checked, 1.0))
+    assert checked.measured is not None
+    assert isinstance(checked.measured.norm, torch.Tensor)
+    return [finish(checked), checked.measured.norm]
 
 
 def fused_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    ready = prepare(scale, params)
-    step.measure_and_limit(ready, 1.0, None)
-    divisor = ready.divisor()
+    checked = step.measure(prepare(scale, params))
+    divisor = step.divisor_of(checked.multiplier, step.clip_coefficient_of(checked, 1.0))
     assert isinstance(divisor, torch.Tensor)
-    assert ready.norms is not None
-    return [finish(ready), divisor, *(sums for _, sums in ready.norms.on_device.values())]
+    assert checked.measured is not None
+    sums = (sums for _, sums in checked.measured.norms.on_device.values())
+    return [finish(checked), divisor, *sums]
 
 
 def max_norm(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    ready = prepare(scale, params)
-    step.unscale_(ready)
-    return [finish(ready), p_norm(ready.gradients, math.inf, CPU)]
+    checked = step.unscale_(prepare(scale, params))
+    return [finish(checked), p_norm(checked.gathered.gradients, math.inf, CPU)]
 
 
 PARTS: list[Part] = [plain, plain_with_clip, fused_with_clip, max_norm]

@@ -32,8 +32,7 @@ from torch import Tensor
 from halfstep._common.numbers import power
 from halfstep._scaler import GradScaler
 from halfstep._scaler.rules import Dynamic, Static
-from halfstep._scaler.scale_state import Reason, ScaleState
-from halfstep._scaler.transition import next_state
+from halfstep._scaler.scale_state import Reason, ScaleState, next_state
 from halfstep.errors import CallOrderError, SkippedStepsError
 
 NUM_SEQUENCES = int(os.environ.get("HALFSTEP_FUZZ", "1000"))

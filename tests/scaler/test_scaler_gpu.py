@@ -10,8 +10,7 @@ from halfstep._gradients.norms import largest_magnitudes, sums_of_squares
 from halfstep._scaler import GradScaler
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.rules import Dynamic, Static
-from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.transition import next_state
+from halfstep._scaler.scale_state import ScaleState, next_state
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

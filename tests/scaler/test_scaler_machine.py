@@ -33,8 +33,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.rules import Dynamic
-from halfstep._scaler.scale_state import TORCH_KEYS, ScaleState
-from halfstep._scaler.transition import next_state
+from halfstep._scaler.scale_state import TORCH_KEYS, ScaleState, next_state
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "foreach": False}),

@@ -22,7 +22,7 @@ from halfstep._gradients import norms
 from halfstep._scaler import GradScaler
 from halfstep._scaler import step as step_module
 from halfstep._scaler.earlier_norms import NUM_STEPS
-from halfstep._scaler.iteration import Step
+from halfstep._scaler.iteration import Checked
 from halfstep.errors import CallOrderError
 
 SHAPES = [(300, 400), (7,), (), (64, 64), (64, 64), (0, 3)]
@@ -351,8 +351,8 @@ def test_a_plain_step_waits_once(
 ) -> None:
     made = setup(GradScaler, fused=False)
     made.scaler.set_norm_limit(10.0)
-    reads, read = [], Step.read
-    monkeypatch.setattr(Step, "read", lambda *args: reads.append(args) or read(*args))
+    reads, read = [], Checked.read
+    monkeypatch.setattr(Checked, "read", lambda *args: reads.append(args) or read(*args))
     with made.counted() as ops:
         made.params[0].grad.mul_(value)
         step(made)

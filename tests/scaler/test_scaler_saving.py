@@ -15,8 +15,7 @@ from tests.scaler.saved import closed, opened
 from halfstep._scaler import GradScaler
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.rules import Dynamic, Static
-from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.transition import next_state
+from halfstep._scaler.scale_state import ScaleState, next_state
 from halfstep.errors import CallOrderError
 
 TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from halfstep._gradients.scalars import LARGEST_SCALE
 from halfstep._scaler.rules import Dynamic, Rule, Static
-from halfstep._scaler.scale_state import Reason, ScaleState, reason
-from halfstep._scaler.transition import next_state
+from halfstep._scaler.scale_state import Reason, ScaleState, next_state, reason
 
 
 def run(state: ScaleState, found: Iterable[int | bool]) -> tuple[list[float], ScaleState]:

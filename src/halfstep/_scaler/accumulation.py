@@ -14,7 +14,7 @@ from halfstep._gradients.optimizers import makes_step_of, name
 from halfstep._pytorch.amp import add_to_each_
 from halfstep._pytorch.distributed import is_dtensor, local_part
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Blocks, Iteration, Stage, Step, flag_on
+from halfstep._scaler.iteration import Blocks, Iteration, Remembered, Stage, flag_on
 from halfstep._scaler.ledger import GradientCheck
 from halfstep._scaler.step import gather, refuse_half, unscale_
 from halfstep.errors import CallOrderError
@@ -87,7 +87,7 @@ class _Block(Iteration):
                 )
             around = around.around
 
-    def step_of(self, optimizer: torch.optim.Optimizer) -> Step | None:
+    def step_of(self, optimizer: torch.optim.Optimizer) -> Remembered | None:
         """Raise: a step would mistake the gradients of the block for those of the iteration."""
         raise CallOrderError(
             f"a block of accumulate({name(self.optimizer)}) is open: its gradients are only a part "
@@ -135,24 +135,25 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
         raise CallOrderError(
             f"{call}: no loss was scaled in the block. Call scaler.scale(loss).backward() in it"
         )
-    step = gather(engine, "accumulate", block.optimizer, None)
-    if any(map(block.ledger.is_fresh, parameters(block.optimizer))):
+    params = parameters(block.optimizer)
+    gathered = gather(engine, "accumulate", block.optimizer, params, block.optimizer)
+    if any(map(block.ledger.is_fresh, params)):
         raise CallOrderError(
             f"{call}: backward() has added scaled gradients to those that a block inside this one "
             "has unscaled. Put every backward() that reaches parameters of both optimizers into "
             "the inner block"
         )
-    scale = step.loss_scale
-    refuse_half(engine, step)
-    unscale_(step)
-    if not (step.checks or step.own_check):
+    scale = gathered.loss_scale
+    refuse_half(engine, gathered)
+    checked = unscale_(gathered)
+    if not checked.checks():
         raise CallOrderError(
             f"{call}: the block left no gradient. Call scaler.scale(loss).backward() in it, for a "
             "loss that depends on these parameters"
         )
-    if step.own_check is not None:
-        block.ledger.mark(step.checked, step.own_check)
-    is_bad, loss_is_bad = step.read([step.decide(), scale.take_loss_flag()])
+    if checked.own is not None:
+        block.ledger.mark(checked.newly_checked, checked.own)
+    is_bad, loss_is_bad = checked.read([checked.decide().skip, scale.take_loss_flag()])
     if loss_is_bad and block.around is not block.root:
         scale.mark_loss_bad()  # for the surrounding block
     overflowed = bool(is_bad and not loss_is_bad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import parameters
-from halfstep._gradients.norms import Norms, clip_coefficient, p_norm
+from halfstep._gradients.norms import clip_coefficient, p_norm
 from halfstep._gradients.optimizers import Names, is_optimizer, name, require_optimizer
 from halfstep._gradients.scalars import Scalar, checked_number
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Stage, Step
+from halfstep._scaler.iteration import Checked, Gathered, Stage
 from halfstep._scaler.step import gather, keep, measure, multiply_, refuse_half, unscale_
 from halfstep.errors import CallOrderError
 
@@ -83,72 +84,70 @@ def clip_grad_norm_(
             f"clip_grad_norm_({name(optimizer)}): {earlier.stage.value} since the last "
             "update(). Clip before step()"
         )
-    ready = gather(engine, "clip_grad_norm_", optimizer, earlier, params, owner)
-    refuse_half(engine, ready)
-    norm = clip_(ready, max_norm, norm_type, per, engine.names)
-    keep(engine.iteration, ready, Stage.UNSCALED)
+    gathered = gather(engine, "clip_grad_norm_", owner, params, optimizer)
+    refuse_half(engine, gathered)
+    norm, clipped = clip_(gathered, max_norm, norm_type, per, engine.names)
+    keep(engine.iteration, clipped, Stage.UNSCALED)
     return norm
 
 
 @torch.no_grad()
-def clip_(step: Step, max_norm: float, norm_type: float, per: Per, names: Names) -> Tensor:
-    """Unscale and clip gradients in place; return the total norm.
+def clip_(
+    gathered: Gathered, max_norm: float, norm_type: float, per: Per, names: Names
+) -> tuple[Tensor, Checked]:
+    """Unscale and clip gradients in place; return the total norm, and what they are now.
 
     The norm is a float32 scalar on the device of the scale, unscaled and before clipping; 0 without
     gradients. ``names`` assigns gradients to layers. 3 G for the 2-norm of all. Sync: none.
     """
-    groups = _groups(step, per, names)
-    if not step.has_gradients:
-        return torch.zeros_like(step.loss_scale.tensor)
-    norms: Norms | None = None
-    norm: Scalar
-    measured = measure(step) if norm_type == 2.0 else None
+    device, ranks = gathered.loss_scale.device, gathered.ranks
+    groups = _groups(gathered, per, names)
+    if not gathered.has_gradients:
+        return torch.zeros_like(gathered.loss_scale.tensor), Checked(gathered, gathered.multiplier)
+    checked = measure(gathered) if norm_type == 2.0 else unscale_(gathered)
+    measured = checked.measured
     if measured is not None:
-        norms, norm = measured.norms, measured.norm
+        norm, found_inf = measured.norm, measured.found_inf
     else:
-        unscale_(step)
-        norm = scalars.scalar(step.ranks.p_norm(step.gradients, norm_type, step.loss_scale.device))
+        norm = scalars.scalar(ranks.p_norm(gathered.gradients, norm_type, device))
+        found_inf = None
     if per == "all":
-        found_inf = None if measured is None else measured.found_inf
-        step.coefficient = clip_coefficient(norm, max_norm, found_inf)
-        multiply_(step)
+        clipped = multiply_(checked, clip_coefficient(norm, max_norm, found_inf))
     else:
-        _clip_groups_(step, norms, max_norm, norm_type, groups)
-    return scalars.as_float32(norm, step.loss_scale.device)
+        clipped = _clip_groups_(checked, max_norm, norm_type, groups)
+    return scalars.as_float32(norm, device), clipped
 
 
 def _clip_groups_(
-    step: Step,
-    norms: Norms | None,
-    max_norm: float,
-    norm_type: float,
-    groups: list[list[int]],
-) -> None:
-    device = step.loss_scale.device
-    inverse = None if step.multiplier is None else scalars.reciprocal(step.multiplier)
-    parts = [step.gradients.at(positions) for positions in groups]
+    checked: Checked, max_norm: float, norm_type: float, groups: list[list[int]]
+) -> Checked:
+    gathered, measured = checked.gathered, checked.measured
+    device = gathered.loss_scale.device
+    inverse = None if checked.multiplier is None else scalars.reciprocal(checked.multiplier)
+    parts = [gathered.gradients.at(positions) for positions in groups]
     found: list[Scalar]
-    if norms is None:
+    if measured is None:
         found = [p_norm(part, norm_type, device) for part in parts]
     else:
-        found = [norms.at(positions).total(device) for positions in groups]
-    for part, norm in zip(parts, step.ranks.norms_of_parts(found, parts, norm_type), strict=True):
+        found = [measured.norms.at(positions).total(device) for positions in groups]
+    norms = gathered.ranks.norms_of_parts(found, parts, norm_type)
+    for part, norm in zip(parts, norms, strict=True):
         if inverse is not None:
             norm = norm * inverse
         factor = clip_coefficient(norm, max_norm)
         factor = factor if inverse is None else factor * inverse
         part.multiply_(scalars.to_single(factor))
-    step.multiplier = None
+    return replace(checked, multiplier=None)
 
 
-def _groups(step: Step, per: Per, names: Names) -> list[list[int]]:
+def _groups(gathered: Gathered, per: Per, names: Names) -> list[list[int]]:
     """Return the positions of the gradients that share a norm."""
-    params = step.gradients.params
+    params = gathered.gradients.params
     if per == "all":
         return [list(range(len(params)))]
     if per == "parameter":
         return [[position] for position in range(len(params))]
     found: dict[str, list[int]] = defaultdict(list)
-    for position, layer in enumerate(names.layers_of(params, step.optimizer)):
+    for position, layer in enumerate(names.layers_of(params, gathered.optimizer)):
         found[layer].append(position)
     return list(found.values())

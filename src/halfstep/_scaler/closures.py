@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,15 +18,17 @@ from halfstep._gradients.optimizers import evaluates_first, handles_scale, is_py
 from halfstep._scaler.after_step import snapshot_of
 from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Iteration, Stage, Step
+from halfstep._scaler.iteration import Decided, Gathered, Iteration, Remembered, Stage
 from halfstep._scaler.journal import Journal, Memory
 from halfstep._scaler.ledger import GradientCheck
 from halfstep._scaler.overrides import is_ready
 from halfstep._scaler.step import (
+    clip_coefficient_of,
+    decide,
     gather,
-    measure_and_limit,
+    measure,
     multiply_,
-    read_skip,
+    read,
     refuse_half,
     remember,
     remember_failure,
@@ -74,8 +77,7 @@ def step_with_closure(
     for gradients from before that are used.
     """
     earlier = engine.iteration.step_of(optimizer)
-    if earlier is not None:
-        require_not_stepped(earlier)
+    require_not_stepped(earlier)
     evaluations = _Evaluations(engine, optimizer, closure, max_norm)
     before = snapshot_of(optimizer)
     result = None
@@ -89,12 +91,7 @@ def step_with_closure(
             result = step(*args, **kwargs | {"closure": evaluations})
         else:
             result = step(evaluations, *args, **kwargs)
-        if evaluations.last is None:
-            raise CallOrderError(
-                f"step({name(optimizer)}, closure): the optimizer did not call the closure, and "
-                "there are no gradients of a scaled loss. Call scaler.scale(loss).backward() "
-                "before step(), without a closure"
-            )
+        evaluations.used()
     except UnusableEvaluationError:
         before.restore()
     except BaseException:
@@ -120,7 +117,7 @@ class _Evaluations:
         closure: Closure,
         max_norm: float | None,
     ) -> None:
-        self.last: Step | None = None  # with the gradients that the optimizer uses
+        self.last: Decided | None = None  # with the gradients that the optimizer uses
         self._iteration = Iteration()  # of the last evaluation
         self._earlier: list[GradientCheck] = []  # of evaluations whose gradients are gone
         # New gradients from before the step, until an evaluation makes others.
@@ -136,7 +133,7 @@ class _Evaluations:
         self._closure = closure
         self._max_norm = max_norm
 
-    def begin(self, earlier: Step | None) -> None:
+    def begin(self, earlier: Remembered | None) -> None:
         """Prepare the new gradients of scaled losses for the optimizer; drop all others."""
         engine, optimizer = self._engine, self._optimizer
         self._were_unscaled = id(optimizer) in engine.iteration.blocks or (
@@ -175,9 +172,22 @@ class _Evaluations:
             inner.ledger.close()
         return loss.detach() if isinstance(loss, Tensor) else loss
 
+    def used(self) -> Decided:
+        """Return the step with the gradients that the optimizer uses.
+
+        Raises:
+            CallOrderError: There are none.
+        """
+        if self.last is None:
+            raise CallOrderError(
+                f"step({name(self._optimizer)}, closure): the optimizer did not call the closure, "
+                "and there are no gradients of a scaled loss. Call scaler.scale(loss).backward() "
+                "before step(), without a closure"
+            )
+        return self.last
+
     def finish(self) -> None:
         """Record the step, and the closure's losses and checks, in the surrounding iteration."""
-        assert self.last is not None
         iteration = self._engine.iteration
         # The scale of the closure's losses also applies to other optimizers that use its last
         # gradients.
@@ -187,14 +197,14 @@ class _Evaluations:
         iteration.ledger.take_over(self._iteration.ledger.entries)
         is_fused = handles_scale(self._optimizer)
         memory = self._engine.journal.memory(self._optimizer)
-        remember(self._engine, self._optimizer, self.last, memory, is_fused=is_fused)
+        remember(self._engine, self._optimizer, self.used(), memory, is_fused=is_fused)
         note_used(self._optimizer, memory)
 
     def give_up(self) -> None:
         """Restore the gradients from before a step that raised; drop those of an evaluation."""
         if self._held and self.last is not None:
             self._put_back()
-            remember_failure(self._engine.iteration, self.last)
+            remember_failure(self._engine.iteration, self.last.checked)
         elif self._starts_without:
             drop_gradients(self._optimizer)
 
@@ -234,8 +244,8 @@ class _Evaluations:
     def _forget_last_gradients(self) -> None:
         """Forget the gradients in favor of new ones; keep the checks for the scale."""
         self._earlier += self._iteration.checks
-        if self.last is not None and self.last.own_check is not None:
-            self._earlier.append(self.last.own_check)
+        if self.last is not None and self.last.checked.own is not None:
+            self._earlier.append(self.last.checked.own)
         self.last, self._iteration, self._held = None, Iteration(), []
 
     @torch.enable_grad()
@@ -276,22 +286,21 @@ class _Evaluations:
     def _require_finite(self, loss: Tensor | float) -> None:
         """Leave the step if a loss by which the optimizer decides is inf or NaN."""
         if not torch.as_tensor(loss).isfinite().all():
-            assert self.last is not None
-            scale = self.last.loss_scale
+            checked = self.used().checked
+            scale = checked.gathered.loss_scale
             scale.mark_loss_bad()
             found_inf = {scale.device: torch.ones((), device=scale.device)}
-            self.last.own_check = GradientCheck(scale, found_inf)
-            self.last.checked = self.last.gradients
-            self.last.decide()
+            self.last = replace(checked, own=GradientCheck(scale, found_inf)).decide()
             raise UnusableEvaluationError
 
     def _use_held(self) -> None:
         """Unscale, check and clip the gradients from before the step."""
         engine, optimizer = self._engine, self._optimizer
         self._unscale_with_overrides()
-        step = gather(engine, "step", optimizer, engine.iteration.step_of(optimizer))
-        self._use(step, engine.norm_limits.of(optimizer), always_measures=True)
-        self._held = list(zip(step.gradients.params, step.gradients.grads, strict=True))
+        gathered = self._gather()
+        self._use(gathered, engine.norm_limits.of(optimizer), always_measures=True)
+        gradients = gathered.gradients
+        self._held = list(zip(gradients.params, gradients.grads, strict=True))
 
     def _use_new_gradients(self, inner: Iteration) -> None:
         engine, optimizer = self._engine, self._optimizer
@@ -306,29 +315,36 @@ class _Evaluations:
             self._forget_last_gradients()
         self._iteration = inner
         self._unscale_with_overrides()
-        step = gather(engine, "step", optimizer, inner.step_of(optimizer))
-        self._use(step, engine.norm_limits.of(optimizer) if is_first else None)
+        self._use(self._gather(), engine.norm_limits.of(optimizer) if is_first else None)
+
+    def _gather(self) -> Gathered:
+        optimizer = self._optimizer
+        params = parameters(optimizer)
+        return gather(self._engine, "step", optimizer, params, optimizer, needs_one=True)
 
     def _unscale_with_overrides(self) -> None:
         scaler = self._engine.owner()
         if scaler._overridden() and is_ready(scaler, self._optimizer):
             scaler.unscale_(self._optimizer)
 
-    def _use(self, step: Step, norm_limit: NormLimit | None, always_measures: bool = False) -> None:
+    def _use(
+        self, gathered: Gathered, norm_limit: NormLimit | None, always_measures: bool = False
+    ) -> None:
         """Unscale, check and clip gradients; leave the step if they are not usable.
 
         ``always_measures``: leave non-finite gradients unchanged.
         """
-        refuse_half(self._engine, step)
+        refuse_half(self._engine, gathered)
         if self._max_norm is None and norm_limit is None and not always_measures:
-            unscale_(step)
+            checked = unscale_(gathered)
         else:
-            measure_and_limit(step, self._max_norm, norm_limit)
-        step.decide()
-        self.last = step
-        if read_skip(step)[0]:
+            checked = measure(gathered)
+        coefficient = clip_coefficient_of(checked, self._max_norm)
+        self.last = decide(checked, norm_limit)
+        self.last, _ = read(self.last)
+        if self.last.skip:
             raise UnusableEvaluationError
-        multiply_(step)
+        self.last = replace(self.last, checked=multiply_(checked, coefficient))
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:

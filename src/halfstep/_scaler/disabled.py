@@ -21,7 +21,7 @@ from halfstep._scaler.closures import (
     split_closure,
 )
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Step
+from halfstep._scaler.iteration import Checked, Decided, Gathered
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.rules import Static
@@ -50,8 +50,8 @@ def clip_grad_norm_(
         ranks = engine.ranks.of("clip_grad_norm_", params, has_scale=True)
     except RanksError:  # a disabled scaler needs no more than PyTorch's clipping
         ranks = ALONE
-    step = Step(optimizer, _one(device), found, ranks=ranks)
-    return clipping.clip_(step, max_norm, norm_type, per, engine.names)
+    gathered = Gathered(optimizer, _one(device), found, ranks=ranks)
+    return clipping.clip_(gathered, max_norm, norm_type, per, engine.names)[0]
 
 
 def step(
@@ -99,10 +99,11 @@ def step(
 
 def outcome(engine: Engine, optimizer: torch.optim.Optimizer) -> Outcome:
     """Return the outcome of a taken step, with the current gradients."""
-    taken = Step(optimizer, _one(torch.device("cpu")), collect(parameters(optimizer)))
-    taken.found_inf = 0.0
+    scale = _one(torch.device("cpu"))
+    checked = Checked(Gathered(optimizer, scale, collect(parameters(optimizer))), None)
+    taken = Decided(checked, found_inf=0.0, skip=0.0)
     found = Outcome(optimizer, engine.names, taken, None, can_measure_late=True)
-    found.after = taken.loss_scale.snapshot()
+    found.after = scale.snapshot()
     return found
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +32,28 @@ class Stage(Enum):
     STEPPED = "step() has already been called"
 
 
-@dataclass(eq=False, slots=True)
-class Step:
-    """The gradients of an optimizer during one call, and what is known about them.
+class Measured(NamedTuple):
+    """What one read of gradients says.
 
-    The last step of each optimizer is kept until the iteration ends; see :attr:`Iteration.steps`.
+    Attributes:
+        norms: The norm of each gradient.
+        squares: The sum of all squares, over all ranks.
+        found_inf: 1 if it is inf or NaN, else 0, on the device of the scale.
+    """
+
+    norms: Norms
+    squares: Scalar
+    found_inf: Tensor
+
+    @property
+    def norm(self) -> Scalar:
+        """The total norm, unscaled."""
+        return self.norms.unscaled_root(self.squares)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Gathered:
+    """The gradients of an optimizer at the beginning of a call.
 
     Attributes:
         optimizer: The optimizer; None for a list of parameters.
@@ -45,35 +63,18 @@ class Step:
         ranks: Who decides about the step.
         asked: Ids of the parameters, with or without gradients, if several ranks decide.
         is_first: Whether norm and largest magnitude are measured, as in the first steps.
-        num_losses: Number of losses that had been scaled when the call ended.
-        own_check: The check of this call, once it exists.
-        checked: The gradients that were still scaled when it was made.
-        norms: Norms of the gradients before any clipping, if measured.
-        squares: The sum of all their squares, as measured.
-        coefficient: The clip coefficient, None without clipping.
-        outlier: 1 if the norm is implausibly large, else 0; None without a norm limit.
-        found_inf: 1 if a check found inf or NaN, else 0; None until decided.
-        skip: 1 if the step must be skipped, else 0; None until decided.
+        measured: The gradients before an earlier call clipped them, if it has measured them.
     """
 
     optimizer: torch.optim.Optimizer | None
     loss_scale: LossScale
     gradients: Gradients
     multiplier: Scalar | None = None
-    checks: list[GradientCheck] = field(default_factory=list)
+    checks: tuple[GradientCheck, ...] = ()
     ranks: Alone | Together = ALONE
     asked: frozenset[int] = frozenset()
     is_first: bool = False
-    stage: Stage = Stage.SCALED
-    num_losses: int = 0
-    own_check: GradientCheck | None = None
-    checked: Gradients = NONE
-    norms: Norms | None = None
-    squares: Scalar | None = None
-    coefficient: Scalar | None = None
-    outlier: Scalar | None = None
-    found_inf: Scalar | None = None
-    skip: Scalar | None = None
+    measured: Measured | None = None
 
     @property
     def has_gradients(self) -> bool:
@@ -81,86 +82,74 @@ class Step:
         # torch.compile of 2.11 cannot trace bool() of a list.
         return len(self.gradients.grads) > 0 or self.ranks.is_together
 
-    @property
-    def norm(self) -> Scalar | None:
-        """Total norm of the gradients, unscaled and before clipping, None if not measured."""
-        if self.squares is None or self.norms is None:
-            return None
-        return self.norms.unscaled_root(self.squares)
-
     def parameters(self) -> list[Tensor]:
         # There is no optimizer if a subclass with its own unscale_() has only told its id.
         return [] if self.optimizer is None else parameters(self.optimizer)
 
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Checked:
+    """Gradients after a call has checked, measured, unscaled or clipped them.
+
+    Attributes:
+        multiplier: The number by which they are multiplied now, None if they are unscaled.
+        own: The check of this call; None if there was nothing to check.
+        measured: What this call has measured, None if it has not.
+    """
+
+    gathered: Gathered
+    multiplier: Scalar | None
+    own: GradientCheck | None = None
+    measured: Measured | None = None
+
+    @property
+    def unclipped(self) -> Measured | None:
+        """What was measured before any clipping."""
+        return self.gathered.measured or self.measured
+
+    @property
+    def newly_checked(self) -> Gradients:
+        """The gradients that were still scaled before the check of this call."""
+        return NONE if self.gathered.multiplier is None else self.gathered.gradients
+
+    def checks(self) -> tuple[GradientCheck, ...]:
+        """Return the earlier checks and the own one, if there is any."""
+        earlier = self.gathered.checks
+        return earlier if self.own is None else (*earlier, self.own)
+
     def agreements(self) -> list[Agreement]:
         """Return the agreements of all checks; empty if this rank decides alone."""
-        return [each.agreement for each in self.all_checks() if each.agreement is not None]
+        return [each.agreement for each in self.checks() if each.agreement is not None]
 
-    def all_checks(self) -> list[GradientCheck]:
-        """Return the earlier checks and the own one, if there is any."""
-        own = self.own_check
-        return self.checks if own is None or own in self.checks else [*self.checks, own]
-
-    def decide(self) -> Scalar:
-        """Set ``found_inf`` and ``skip``, and return ``skip``. Sync: none.
+    def decide(self, outlier: Scalar | None = None) -> Decided:
+        """Decide whether the step must be skipped. Sync: none.
 
         Raises:
             NothingCheckedError: There was no gradient to check.
         """
-        own = self.own_check
+        gathered = self.gathered
         flags: list[Tensor] = []
-        for check in self.checks:
-            flags += check.found_inf.values()
-        if own is not None:
-            flags += (own.found_here if own.agreement is None else own.found_inf).values()
+        for each in gathered.checks:
+            flags += each.found_inf.values()
+        if self.own is not None:
+            flags += self.own.flags().values()
         if not flags:
-            raise nothing_checked(self.optimizer)
-        if len(flags) == 1 and not self.checks:  # a new flag, which the user cannot have modified
+            raise nothing_checked(gathered.optimizer)
+        if len(flags) == 1 and not gathered.checks:  # a new one, which no user can have modified
             found_inf = scalars.scalar(flags[0])
         else:
-            found_inf = scalars.combine(flags, self.loss_scale.device)
-        self.found_inf = self.skip = found_inf
-        if self.outlier is not None:
-            self.skip = scalars.larger(found_inf, self.outlier)
-        return self.skip
-
-    def found_inf_by_device(self) -> dict[torch.device, Tensor]:
-        """Return, by device, 1 if a gradient there is inf or NaN, else 0."""
-        if len(self.checks) == 1:
-            return self.checks[0].found_inf  # no copy: users may all-reduce the flags
-        found: dict[torch.device, list[Tensor]] = {}
-        for check in self.checks:
-            for device, flag in check.found_inf.items():
-                found.setdefault(device, []).append(flag)
-        return {
-            device: scalars.as_tensor(scalars.combine(flags, device), device)
-            for device, flags in found.items()
-        }
-
-    def factor(self) -> Scalar | None:
-        """Return the number to multiply the gradients by, None for no change."""
-        if self.multiplier is None:
-            return None if self.coefficient is None else scalars.to_single(self.coefficient)
-        factor = scalars.reciprocal(self.multiplier)
-        return factor if self.coefficient is None else scalars.to_single(factor * self.coefficient)
-
-    def divisor(self) -> Scalar | None:
-        """Return the divisor for an optimizer that handles the scale, None for no division."""
-        if self.coefficient is None:
-            return self.multiplier
-        multiplier = 1.0 if self.multiplier is None else self.multiplier
-        if not isinstance(self.coefficient, Tensor) and self.coefficient == 0.0:
-            return math.inf  # clipped to 0
-        return scalars.to_single(multiplier / self.coefficient)
+            found_inf = scalars.combine(flags, gathered.loss_scale.device)
+        skip = found_inf if outlier is None else scalars.larger(found_inf, outlier)
+        return Decided(self, found_inf, skip, outlier)
 
     def read(self, values: list[Scalar]) -> list[float]:
         """Return scalars as Python floats; raise if the ranks disagree. Sync: one."""
         agreements = self.agreements()
-        if self.loss_scale.device.type in scalars.READABLE:
+        device = self.gathered.loss_scale.device
+        if device.type in scalars.READABLE:
             for agreement in agreements:
                 agreement.require(agreement.vector().tolist())
             return [float(value) for value in values]
-        device = self.loss_scale.device
         if not agreements:
             tensors = [v if isinstance(v, Tensor) else scalars.as_tensor(v, device) for v in values]
             return torch.stack(tensors).tolist() if len(tensors) > 1 else [tensors[0].item()]
@@ -173,10 +162,60 @@ class Step:
         return [float32_from_bits(number) for number in bits]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Decided:
+    """Checked gradients with the decision about their step.
+
+    Attributes:
+        found_inf: 1 if a check found inf or NaN, else 0.
+        skip: 1 if the step must be skipped, else 0.
+        outlier: 1 if the norm is implausibly large, else 0; None without a norm limit.
+    """
+
+    checked: Checked
+    found_inf: Scalar
+    skip: Scalar
+    outlier: Scalar | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Remembered:
+    """What an iteration knows of an optimizer after a call.
+
+    Attributes:
+        gathered: The call, without its gradients, with its check.
+        num_losses: Number of losses that had been scaled when it ended.
+        skip: 1 if its step was skipped, else 0; None if the scaler has made no step.
+        outlier: 1 if that was because of a norm limit, else 0; None without one.
+    """
+
+    gathered: Gathered
+    stage: Stage = Stage.SCALED
+    num_losses: int = 0
+    skip: Scalar | None = None
+    outlier: Scalar | None = None
+
+    def as_checked(self) -> Checked:
+        return Checked(self.gathered, None)
+
+
+def found_inf_by_device(checks: Sequence[GradientCheck]) -> dict[torch.device, Tensor]:
+    """Return, by device, 1 if a gradient there is inf or NaN, else 0."""
+    if len(checks) == 1:
+        return checks[0].found_inf  # no copy: users may all-reduce the flags
+    found: dict[torch.device, list[Tensor]] = {}
+    for check in checks:
+        for device, flag in check.found_inf.items():
+            found.setdefault(device, []).append(flag)
+    return {
+        device: scalars.as_tensor(scalars.combine(flags, device), device)
+        for device, flags in found.items()
+    }
+
+
 def nothing_checked(optimizer: torch.optim.Optimizer | None) -> NothingCheckedError:
     """Return the error for an optimizer without any gradients."""
-    assert optimizer is not None
-    num_params = len(parameters(optimizer))
+    num_params = 0 if optimizer is None else len(parameters(optimizer))
     return NothingCheckedError(
         f"step({name(optimizer)}): none of its {things(num_params, 'parameter')} has a gradient.\n"
         "Cause: backward() was not called on the scaled loss, or zero_grad() was called after "
@@ -204,7 +243,7 @@ class Iteration:
     """
 
     def __init__(self, ledger: Ledger | None = None) -> None:
-        self.steps: dict[int, Step] = {}
+        self.steps: dict[int, Remembered] = {}
         self.blocks: dict[int, Blocks] = {}
         self.num_losses = 0
         self.newest_loss: weakref.ref[Tensor] | None = None
@@ -215,7 +254,7 @@ class Iteration:
         """All checks, in order."""
         return [entry.check for entry in self.ledger.entries]
 
-    def step_of(self, optimizer: torch.optim.Optimizer) -> Step | None:
+    def step_of(self, optimizer: torch.optim.Optimizer) -> Remembered | None:
         """Return the step of the last call for an optimizer, None if nothing has been done."""
         return self.steps.get(id(optimizer))
 
@@ -232,7 +271,7 @@ class Iteration:
         """Forget the step of an optimizer, by its ``id``, and what was found for it."""
         step = self.steps.pop(key, None)
         if step is not None:
-            self.ledger.forget(step.checks)
+            self.ledger.forget(step.gathered.checks)
 
 
 @dataclass(eq=False)
@@ -290,7 +329,8 @@ class Blocks:
         check.agreement = ranks.agree_on(check, gradients)
         iteration.ledger.mark(gradients, check)
         del iteration.blocks[id(optimizer)]
-        iteration.steps[id(optimizer)] = Step(optimizer, self.scale, NONE, checks=[check])
+        gathered = Gathered(optimizer, self.scale, NONE, checks=(check,))
+        iteration.steps[id(optimizer)] = Remembered(gathered)
 
     def _versions(self) -> list[int]:
         return [version_of(p.grad) for p in parameters(self.optimizer) if p.grad is not None]

@@ -41,8 +41,7 @@ from halfstep._pytorch.modes import is_inside_functorch
 from halfstep._pytorch.transfers import is_capturing
 from halfstep._scaler.earlier_norms import NormLimits
 from halfstep._scaler.rules import Rule
-from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.transition import changed, next_state
+from halfstep._scaler.scale_state import ScaleState, changed, next_state
 from halfstep._scaler.updates import LAG, Kernel, Number, PendingUpdate
 from halfstep.errors import CallOrderError
 

@@ -21,7 +21,7 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
 from halfstep._scaler.agreement import Agreement
 from halfstep._scaler.culprits import Culprit, culprits
-from halfstep._scaler.iteration import Step
+from halfstep._scaler.iteration import Decided
 from halfstep._scaler.loss_scale import Snapshot, state_of
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep._scaler.updates import PendingUpdate
@@ -99,7 +99,7 @@ class Outcome:
         self,
         optimizer: torch.optim.Optimizer,
         names: Names,
-        step: Step,
+        decided: Decided,
         multiplier: Scalar | None,
         can_measure_late: bool,
     ) -> None:
@@ -108,36 +108,38 @@ class Outcome:
         Args:
             optimizer: The optimizer.
             names: Names of parameters.
-            step: The step as it ended.
+            decided: The step as it ended.
             multiplier: The number by which the gradients are multiplied now, None if unscaled.
             can_measure_late: Whether the unscaled gradients still have their original values.
         """
         self.optimizer_name = type(optimizer).__name__
         self._optimizer = weakref.ref(optimizer)
         self._names = names
-        self.loss_scale = loss_scale = step.loss_scale
+        checked = decided.checked
+        gathered, measured = checked.gathered, checked.unclipped
+        self.loss_scale = loss_scale = gathered.loss_scale
         self._before = loss_scale.snapshot()
         # None if only the device knows whether the step was skipped.
         self._loss_is_finite: bool | None = None
-        if not isinstance(step.found_inf, Tensor):
-            self._loss_is_finite = not step.found_inf or loss_scale.loss_is_finite()
+        if not isinstance(decided.found_inf, Tensor):
+            self._loss_is_finite = not decided.found_inf or loss_scale.loss_is_finite()
         self.after: Snapshot | None = None  # the state after update()
-        self._found_inf, self._outlier = step.found_inf, step.outlier
+        self._found_inf, self._outlier = decided.found_inf, decided.outlier
         # The sum of squares as measured, and what the gradients were multiplied by.
-        self._squares = step.squares
-        self._measured_scale = None if step.norms is None else step.norms.scale
-        self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
+        self._squares = None if measured is None else measured.squares
+        self._measured_scale = None if measured is None else measured.norms.scale
+        is_together = gathered.ranks.is_together
+        self._agreements: Sequence[Agreement] = checked.agreements() if is_together else ()
         # The following is kept only while this is the last outcome of the optimizer.
-        gradients = step.gradients
+        gradients = gathered.gradients
         # Those that were measured: gradients may have been replaced since clip_grad_norm_().
-        measured = gradients if step.norms is None else step.norms
-        self._params: list[Tensor] | None = measured.params
-        self._measured = step.norms
+        self._measured = norms = None if measured is None else measured.norms
+        self._params: list[Tensor] | None = gradients.params if norms is None else norms.params
         self._multiplier, self._can_measure_late = multiplier, can_measure_late
         # Used to detect zero_grad() and a new backward(), which affect almost all gradients. If
         # norms were measured, the gradients are not read again, and the first one suffices.
         params, grads = gradients.params, gradients.grads
-        if step.norms is not None:
+        if norms is not None:
             params, grads = params[:1], grads[:1]
         elif len(grads) > NUM_WITNESSES:
             params, grads = [params[0], params[-1]], [grads[0], grads[-1]]

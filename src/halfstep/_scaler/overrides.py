@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -20,16 +21,25 @@ from halfstep._common.nested import tensors_in
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import name, step_with_scale
+from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.amp import reciprocal_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Stage, Step, nothing_checked
+from halfstep._scaler.iteration import (
+    Checked,
+    Decided,
+    Gathered,
+    Stage,
+    found_inf_by_device,
+    nothing_checked,
+)
 from halfstep._scaler.ledger import GradientCheck
 from halfstep._scaler.step import (
-    add_check,
     gather,
     keep,
-    measure_and_limit,
+    measure,
+    new_check,
+    outlier_of,
     remember,
     remember_failure,
     require_known,
@@ -69,21 +79,20 @@ def unscale_(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     earlier = engine.iteration.step_of(optimizer)
     require_scaled(optimizer, earlier)
     scaler._check_scale_growth_tracker("unscale_")
-    step = gather(engine, "unscale_", optimizer, earlier)
-    if step.multiplier is None:
+    gathered = gather(engine, "unscale_", optimizer, parameters(optimizer), optimizer)
+    if gathered.multiplier is None:
         raise CallOrderError(
             f"unscale_({name(optimizer)}): some of its gradients have been unscaled with another "
             "optimizer, and _unscale_grads_(), which is overridden, would divide them again. Give "
             "each parameter to one optimizer; give this iteration up with "
             "update(new_scale=scaler.get_scale())"
         )
-    scale = step.loss_scale.tensor
+    scale = gathered.loss_scale.tensor
     found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
     found = scaler._unscale_grads_(optimizer, reciprocal_of(scale), found_inf, False)
-    if found or step.ranks.is_together:
-        add_check(step, flags_of(found))
-        step.multiplier = None
-        keep(engine.iteration, step, Stage.UNSCALED)
+    if found or gathered.ranks.is_together:
+        checked = Checked(gathered, None, new_check(gathered, flags_of(found)))
+        keep(engine.iteration, checked, Stage.UNSCALED)
 
 
 def flags_of(found: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
@@ -102,9 +111,7 @@ def step(
 ) -> Any:
     """Step like torch.amp; see ``GradScaler.step``."""
     engine = scaler._engine
-    earlier = engine.iteration.step_of(optimizer)
-    if earlier is not None:
-        require_not_stepped(earlier)
+    require_not_stepped(engine.iteration.step_of(optimizer))
     require_known(engine.iteration.ledger, "step", parameters(optimizer))
     scaler._check_scale_growth_tracker("step")
     if max_norm is not None:
@@ -118,76 +125,86 @@ def step(
     elif ready:
         scaler.unscale_(optimizer)
     state = scaler._per_optimizer_states[id(optimizer)]
-    checked = engine.iteration.step_of(optimizer)
-    if checked is None or not checked.checks:
+    before = engine.iteration.step_of(optimizer)
+    if before is None or not before.gathered.checks:
         raise nothing_checked(optimizer)
-    done = Step(
-        optimizer, checked.loss_scale, collect(parameters(optimizer)), checks=checked.checks
+    gathered = Gathered(
+        optimizer,
+        before.gathered.loss_scale,
+        collect(parameters(optimizer)),
+        before.gathered.loss_scale.number() if is_fused and ready else None,
+        before.gathered.checks,
+        measured=before.gathered.measured,  # by clip_grad_norm_()
     )
-    done.norms, done.squares = checked.norms, checked.squares  # of clip_grad_norm_()
-    if is_fused and ready:
-        done.multiplier = done.loss_scale.number()
-    _limit_norm(engine, optimizer, done)
+    checked, outlier = _limited(engine, optimizer, gathered)
     if is_fused:
         scale = scaler._get_scale_async() if ready else None
         make_step = partial(optimizer.step, *args, **kwargs)
-        result = _step_fused(engine, make_step, done, scale, state["found_inf_per_device"])
+        found = state["found_inf_per_device"]
+        try:
+            result = _step_fused(optimizer, make_step, checked, outlier, scale, found)
+        except BaseException:
+            remember_failure(engine.iteration, checked)
+            raise
+        decided = checked.decide(outlier)
     else:
         make_step = partial(scaler._maybe_opt_step, optimizer, state, *args, **kwargs)
-        result = _step_plain(optimizer, make_step, done)
-    done.gradients = collect(parameters(optimizer))
-    remember(engine, optimizer, done, engine.journal.memory(optimizer), is_fused=is_fused)
+        result, decided = _step_plain(optimizer, make_step, checked, outlier)
+    now = replace(checked.gathered, gradients=collect(parameters(optimizer)))
+    decided = replace(decided, checked=replace(checked, gathered=now))
+    remember(engine, optimizer, decided, engine.journal.memory(optimizer), is_fused=is_fused)
     return result
 
 
-def _limit_norm(engine: Engine, optimizer: torch.optim.Optimizer, done: Step) -> None:
-    """Compare the norm with those of earlier steps, if a limit is set."""
-    norm_limit = engine.norm_limits.of(optimizer)
+def _limited(
+    engine: Engine, optimizer: torch.optim.Optimizer, gathered: Gathered
+) -> tuple[Checked, Scalar | None]:
+    """Compare the norm with those of earlier steps, if a limit is set; return the outlier flag."""
+    norm_limit, checked = engine.norm_limits.of(optimizer), Checked(gathered, gathered.multiplier)
     if norm_limit is not None:
-        done.ranks = engine.ranks_of("step", optimizer, parameters(optimizer))
-        measure_and_limit(done, None, norm_limit)
+        ranks = engine.ranks_of("step", optimizer, parameters(optimizer))
+        checked = measure(replace(gathered, ranks=ranks))
     # The override has checked for inf and NaN already. Gradients that the optimizer will divide are
     # recorded, because they are divided only once.
-    done.own_check = None
-    if done.multiplier is not None:
-        found = done.found_inf_by_device()
-        done.own_check, done.checked = GradientCheck(done.loss_scale, found), done.gradients
+    own = None
+    if gathered.multiplier is not None:
+        own = GradientCheck(gathered.loss_scale, found_inf_by_device(gathered.checks))
+    return replace(checked, own=own), outlier_of(checked, norm_limit)
 
 
 def _step_fused(
-    engine: Engine,
+    optimizer: torch.optim.Optimizer,
     make_step: Callable[[], Any],
-    done: Step,
+    checked: Checked,
+    outlier: Scalar | None,
     scale: Tensor | None,
     found: Mapping[torch.device, Tensor],
 ) -> Any:
     """Step with an optimizer that divides and skips by itself."""
-    assert done.optimizer is not None
-    device = done.loss_scale.device
+    device = checked.gathered.loss_scale.device
     skip = scalars.combine(list(found.values()), device)
-    if done.outlier is not None:
-        skip = scalars.larger(skip, done.outlier)
-    try:
-        result = step_with_scale(done.optimizer, make_step, scale, scalars.as_tensor(skip, device))
-    except BaseException:
-        remember_failure(engine.iteration, done)
-        raise
-    done.decide()
-    return result
+    if outlier is not None:
+        skip = scalars.larger(skip, outlier)
+    return step_with_scale(optimizer, make_step, scale, scalars.as_tensor(skip, device))
 
 
-def _step_plain(optimizer: torch.optim.Optimizer, make_step: Callable[[], Any], done: Step) -> Any:
+def _step_plain(
+    optimizer: torch.optim.Optimizer,
+    make_step: Callable[[], Any],
+    checked: Checked,
+    outlier: Scalar | None,
+) -> tuple[Any, Decided]:
     """Step with ``_maybe_opt_step``, unless the norm is an outlier. Sync: one with a limit."""
-    if done.outlier is not None and done.read([done.outlier])[0]:
-        done.decide()
-        return None
+    if outlier is not None and checked.read([outlier])[0]:
+        return None, checked.decide(outlier)
     stepped: list[bool] = []
     with _noting_steps(optimizer, stepped) as is_noted:
         result = make_step()
-    done.decide()
+    decided = checked.decide(outlier)
     if is_noted:
-        done.found_inf = done.skip = 0.0 if stepped else 1.0
-    return result
+        skip = 0.0 if stepped else 1.0
+        decided = replace(decided, found_inf=skip, skip=skip)
+    return result, decided
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Rules of how a scale changes: frozen values that belong to a ``ScaleState``.
 
-A rule only holds numbers. :func:`halfstep._scaler.transition.next_state` applies it.
+A rule only holds numbers. :func:`halfstep._scaler.scale_state.next_state` applies it.
 """
 
 from __future__ import annotations

@@ -696,9 +696,12 @@ class GradScaler(TorchAttributes):
             CallOrderError: In the middle of an iteration.
         """
         iteration = self._engine.iteration
-        begun: list[Any] = [*iteration.steps.values(), *iteration.blocks.values()]
+        begun = [
+            *(step.gathered.optimizer for step in iteration.steps.values()),
+            *(blocks.optimizer for blocks in iteration.blocks.values()),
+        ]
         if begun or iteration.ledger.entries:
-            seen = ", ".join(name(each.optimizer) for each in begun)
+            seen = ", ".join(map(name, begun))
             raise CallOrderError(
                 "a GradScaler cannot be pickled or copied between unscale_() or step() and "
                 f"update(): do it after update(). Seen since the last one: {seen}"

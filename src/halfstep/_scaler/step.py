@@ -17,11 +17,13 @@ could not undo its division.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +43,16 @@ from halfstep._pytorch.distributed import has_process_group
 from halfstep._scaler.agreement import ALONE, Alone, Together
 from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Iteration, Stage, Step, nothing_checked
+from halfstep._scaler.iteration import (
+    Checked,
+    Decided,
+    Gathered,
+    Iteration,
+    Measured,
+    Remembered,
+    Stage,
+    nothing_checked,
+)
 from halfstep._scaler.journal import Memory
 from halfstep._scaler.ledger import GradientCheck, Ledger
 from halfstep._scaler.outcome import Outcome
@@ -61,47 +72,58 @@ def take(
 
     ``is_fused``: whether ``optimizer.step`` divides by the scale and skips by itself.
     """
-    earlier = engine.iteration.step_of(optimizer)
-    if earlier is not None:
-        require_not_stepped(earlier)
-    step = gather(engine, "step", optimizer, earlier)
+    require_not_stepped(engine.iteration.step_of(optimizer))
+    gathered = gather(engine, "step", optimizer, parameters(optimizer), optimizer, needs_one=True)
     memory = engine.journal.memories.get(id(optimizer)) or engine.journal.memory(optimizer)
     # Looked up on the instance: accelerate replaces `step` there to detect whether it was called.
     make_step = partial(optimizer.step, *args, **kwargs)
+    checked = Checked(gathered, gathered.multiplier)
     try:
-        if not is_fused and torch.float16 in step.gradients.dtypes:
-            refuse_half(engine, step)
+        if not is_fused and torch.float16 in gathered.gradients.dtypes:
+            refuse_half(engine, gathered)
         norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
-        take_it = _take_fused if is_fused else _take_plain
-        result = take_it(step, make_step, max_norm, norm_limit)
+        is_searched = gathered.is_first and gathered.multiplier is not None
+        if is_searched or max_norm is not None or norm_limit is not None:
+            checked = measure(gathered)
+        elif is_fused or (gathered.multiplier is not None and gathered.loss_scale.can_amplify):
+            # Dividing by a scale below 1 may overflow, and a skipped step must leave the gradients
+            # unchanged.
+            checked = check(gathered)
+        else:
+            checked = unscale_(gathered)
+        if is_fused:
+            coefficient = clip_coefficient_of(checked, max_norm)
+            decided = _agreed(decide(checked, norm_limit))
+            result = _step_fused(optimizer, make_step, decided, coefficient)
+        else:
+            decided = _ready(decide(checked, norm_limit), max_norm)
+            checked = decided.checked
+            result = make_step() if decided.skip == 0.0 else None
     except BaseException as error:
-        if step.ranks.is_together and isinstance(error, RanksError | CallOrderError):
+        if gathered.ranks.is_together and isinstance(error, RanksError | CallOrderError):
             engine.end_iteration()  # raised on all ranks, which can continue
         else:
-            remember_failure(engine.iteration, step)
+            remember_failure(engine.iteration, checked)
         if memory.outcome is None:
             engine.journal.memories.pop(id(optimizer), None)
         raise
-    remember(engine, optimizer, step, memory, is_fused=is_fused)
+    remember(engine, optimizer, decided, memory, is_fused=is_fused)
     return result
 
 
 def unscale(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Divide the gradients of an optimizer by the scale; see ``GradScaler.unscale_``."""
-    earlier = engine.iteration.step_of(optimizer)
-    require_scaled(optimizer, earlier)
-    step = gather(engine, "unscale_", optimizer, earlier)
-    refuse_half(engine, step)
-    if step.is_first and step.multiplier is not None:
-        measure(step)
-        multiply_(step)
-        step.norms = step.squares = None
+    require_scaled(optimizer, engine.iteration.step_of(optimizer))
+    gathered = gather(engine, "unscale_", optimizer, parameters(optimizer), optimizer)
+    refuse_half(engine, gathered)
+    if gathered.is_first and gathered.multiplier is not None:
+        checked = replace(multiply_(measure(gathered)), measured=None)
     else:
-        unscale_(step)
-    keep(engine.iteration, step, Stage.UNSCALED)
+        checked = unscale_(gathered)
+    keep(engine.iteration, checked, Stage.UNSCALED)
 
 
-def require_scaled(optimizer: torch.optim.Optimizer, earlier: Step | None) -> None:
+def require_scaled(optimizer: torch.optim.Optimizer, earlier: Remembered | None) -> None:
     """Raise CallOrderError if ``unscale_`` comes too late for an optimizer."""
     if earlier is not None and earlier.stage is not Stage.SCALED:
         raise CallOrderError(
@@ -111,12 +133,13 @@ def require_scaled(optimizer: torch.optim.Optimizer, earlier: Step | None) -> No
         )
 
 
-def require_not_stepped(earlier: Step) -> None:
+def require_not_stepped(earlier: Remembered | None) -> None:
     """Raise CallOrderError if the optimizer has stepped since the last ``update``."""
-    if earlier.stage is Stage.STEPPED:
+    if earlier is not None and earlier.stage is Stage.STEPPED:
         raise CallOrderError(
-            f"step({name(earlier.optimizer)}): {earlier.stage.value} since the last update(). Call "
-            "update() once at the end of each iteration, after step() of every optimizer"
+            f"step({name(earlier.gathered.optimizer)}): {earlier.stage.value} since the last "
+            "update(). Call update() once at the end of each iteration, after step() of every "
+            "optimizer"
         )
 
 
@@ -135,31 +158,32 @@ def require_known(ledger: Ledger, call: str, params: list[Tensor]) -> None:
 def gather(
     engine: Engine,
     call: str,
+    owner: object,
+    params: list[Tensor],
     optimizer: torch.optim.Optimizer | None,
-    earlier: Step | None,
-    params: list[Tensor] | None = None,
-    owner: object = None,
-) -> Step:
-    """Collect gradients and the number they are multiplied by. Sync: none.
+    *,
+    needs_one: bool = False,
+) -> Gathered:
+    """Collect the gradients of ``params`` and the number they are multiplied by. Sync: none.
 
-    The gradients are those of ``params``, by default of the optimizer; ``earlier`` is the step of
-    its last call. Error messages name ``call`` and ``owner``, by default the optimizer. If some of
-    the gradients have been unscaled with another optimizer, the others are unscaled now.
+    Error messages name ``call`` and ``owner``; ``optimizer`` is None for a list of parameters. If
+    some of the gradients have been unscaled with another optimizer, the others are unscaled now.
+
+    Raises:
+        NothingCheckedError: There is no gradient, and ``needs_one``.
     """
     iteration = engine.iteration
-    if params is None:
-        assert optimizer is not None
-        params = parameters(optimizer)
-    owner = optimizer if owner is None else owner
+    earlier = iteration.steps.get(id(optimizer))
     if engine.unused.waiting:
         engine.unused.use(params)
     ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
     is_scaled = earlier is None or earlier.stage is Stage.SCALED
-    must_have_one = call == "step" and is_scaled and not ranks.is_together
+    must_have_one = needs_one and is_scaled and not ranks.is_together
     if must_have_one and all(map(_is_none, map(_grad, params))):  # map() makes no Python calls
         raise nothing_checked(optimizer)
-    loss_scale = earlier.checks[0].scale if earlier is not None and earlier.checks else None
-    if loss_scale is None:
+    if earlier is not None and earlier.gathered.checks:
+        loss_scale = earlier.gathered.checks[0].scale
+    else:
         loss_scale = engine.scale_of_iteration(call, owner)
     if iteration.blocks:
         # For example a wrapper accumulates and the wrapped optimizer steps, or all parameters are
@@ -169,34 +193,43 @@ def gather(
     gradients = collect(params)
     require_known(iteration.ledger, call, gradients.params)
     if earlier is not None and not is_scaled:
-        step = Step(optimizer, loss_scale, gradients, None, earlier.checks, ranks)
-        step.norms, step.squares = earlier.norms, earlier.squares
+        gathered = replace(
+            earlier.gathered, loss_scale=loss_scale, gradients=gradients, ranks=ranks
+        )
         if iteration.num_losses > earlier.num_losses:
-            _require_no_new(engine, step, params, f"{call}({name(owner)})")
-        return step
-    step = Step(optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks)
+            return _with_later_checks(engine, gathered, params, f"{call}({name(owner)})")
+        return gathered
     # With a scale of 1, as that of a guard, clipping is never too early.
+    is_first = False
     if optimizer is not None and loss_scale.state.scale != 1.0:
         memory = engine.journal.memories.get(id(optimizer))
-        step.is_first = memory is None or memory.early_clipping.is_measuring
-    return (
-        _unscaled_apart(engine, step, params)
-        if iteration.ledger.entries or ranks.is_together
-        else step
+        is_first = memory is None or memory.early_clipping.is_measuring
+    gathered = Gathered(
+        optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks, is_first=is_first
     )
+    if iteration.ledger.entries or ranks.is_together:
+        return _unscaled_apart(engine, gathered, params)
+    return gathered
 
 
 _grad = attrgetter("grad")
 _is_none = partial(is_, None)
 
 
-def _require_no_new(engine: Engine, step: Step, params: list[Tensor], call: str) -> None:
-    """Raise if a backward pass has added scaled gradients to those that were unscaled."""
-    new, later = engine.iteration.ledger.split(step.gradients, _asked(step.ranks, params))
+def _with_later_checks(
+    engine: Engine, gathered: Gathered, params: list[Tensor], call: str
+) -> Gathered:
+    """Add the checks of other calls since the gradients were unscaled.
+
+    Raises:
+        CallOrderError: A backward pass has added scaled gradients to those that were unscaled.
+    """
+    asked = _asked(gathered.ranks, params)
+    new, later = engine.iteration.ledger.split(gathered.gradients, asked)
     if new.grads:
         problem = (
             f"{call}: backward() of a scaled loss came after its gradients were unscaled, and "
-            f"{len(new.grads)} of {len(step.gradients.grads)} are new and "
+            f"{len(new.grads)} of {len(gathered.gradients.grads)} are new and "
             "still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
             "give this iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
         )
@@ -206,26 +239,27 @@ def _require_no_new(engine: Engine, step: Step, params: list[Tensor], call: str)
     # The new gradients may have been checked with another optimizer or a list of parameters.
     for entry in later:
         entry.unscale_what_was_left()
-    checks = (entry.check for entry in later)
-    step.checks = [*step.checks, *(check for check in checks if check not in step.checks)]
+    checks = [entry.check for entry in later]
+    added = (check for check in checks if check not in gathered.checks)
+    return replace(gathered, checks=(*gathered.checks, *added))
 
 
-def _unscaled_apart(engine: Engine, step: Step, params: list[Tensor]) -> Step:
-    """Return a step of the gradients still scaled; if others are unscaled, of all, unscaled."""
-    ledger, gradients = engine.iteration.ledger, step.gradients
-    step.asked = _asked(step.ranks, params)
-    step.gradients, entries = ledger.split(gradients, step.asked)
-    step.checks = checks = [entry.check for entry in entries]
+def _unscaled_apart(engine: Engine, gathered: Gathered, params: list[Tensor]) -> Gathered:
+    """Return the gradients that are still scaled; if others are unscaled, all, unscaled."""
+    ledger, asked = engine.iteration.ledger, _asked(gathered.ranks, params)
+    scaled, entries = ledger.split(gathered.gradients, asked)
+    checks = tuple(entry.check for entry in entries)
+    rest = replace(gathered, gradients=scaled, checks=checks, asked=asked)
     if not checks:
-        return step
-    refuse_half(engine, step)
+        return rest
+    refuse_half(engine, rest)
     for entry in entries:
         entry.unscale_what_was_left()
-    unscale_(step)
-    if step.own_check is not None:
-        ledger.mark(step.checked, step.own_check)
-        checks = [*checks, step.own_check]
-    return Step(step.optimizer, step.loss_scale, gradients, None, checks, step.ranks)
+    own = unscale_(rest).own
+    if own is not None:
+        ledger.mark(scaled, own)
+        checks = (*checks, own)
+    return replace(gathered, multiplier=None, checks=checks, is_first=False)
 
 
 def _asked(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
@@ -233,326 +267,317 @@ def _asked(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
     return frozenset(map(id, params)) if ranks.is_together else frozenset()
 
 
-def refuse_half(engine: Engine, step: Step) -> None:
+def refuse_half(engine: Engine, gathered: Gathered) -> None:
     """Raise if float16 gradients would have to be unscaled in place."""
-    if step.multiplier is not None and torch.float16 in step.gradients.dtypes:
-        owner = "the list of parameters" if step.optimizer is None else name(step.optimizer)
-        refuse_float16(
-            step.gradients, owner, engine.names.of(step.gradients.params, step.optimizer)
-        )
+    gradients, optimizer = gathered.gradients, gathered.optimizer
+    if gathered.multiplier is not None and torch.float16 in gradients.dtypes:
+        owner = "the list of parameters" if optimizer is None else name(optimizer)
+        refuse_float16(gradients, owner, engine.names.of(gradients.params, optimizer))
 
 
 # --- check, agree ---------------------------------------------------------------------------------
 
 
-def unscale_(step: Step) -> None:
+def unscale_(gathered: Gathered) -> Checked:
     """Divide the gradients by the scale in place and check for inf and NaN. 2 G. Sync: none."""
-    loss_scale, multiplier = step.loss_scale, step.multiplier
-    if multiplier is None or not (step.gradients.grads or step.ranks.is_together):
-        return
-    found_inf = step.gradients.unscale_(multiplier, can_amplify=loss_scale.can_amplify)
-    add_check(step, found_inf)
-    step.multiplier = None
+    scale, multiplier = gathered.loss_scale, gathered.multiplier
+    if multiplier is None or not gathered.has_gradients:
+        return Checked(gathered, multiplier)
+    found_inf = gathered.gradients.unscale_(multiplier, can_amplify=scale.can_amplify)
+    return Checked(gathered, None, new_check(gathered, found_inf))
 
 
-def check(step: Step) -> None:
+def check(gathered: Gathered) -> Checked:
     """Check scaled gradients, and measure them too if that is no slower.
 
     1 G, or 2 G for small gradients. Sync: none.
     """
-    if step.multiplier is None or not step.has_gradients:
-        return
-    if not step.gradients.is_measured_fast():
-        _add_check_of_scaled(step, list(step.gradients.check().values()))
-    elif step.ranks.is_together:
+    multiplier, gradients = gathered.multiplier, gathered.gradients
+    if multiplier is None or not gathered.has_gradients:
+        return Checked(gathered, multiplier)
+    if not gradients.is_measured_fast():
+        found = list(gradients.check().values())
+    elif gathered.ranks.is_together:
         # The total norm would take another collective.
-        step.norms = norms_of(step.gradients, step.multiplier)
-        norm = step.norms.total(step.loss_scale.device)
-        _add_check_of_scaled(step, [scalars.flag_nonfinite(norm, step.loss_scale.device)])
+        device = gathered.loss_scale.device
+        norms = norms_of(gradients, multiplier)
+        found = [scalars.flag_nonfinite(norms.total(device), device)]
     else:
-        measure(step)
+        return measure(gathered)
+    return Checked(gathered, multiplier, _check_of_scaled(gathered, multiplier, found))
 
 
-class Measured(NamedTuple):
-    """What one read of gradients says.
-
-    Attributes:
-        norms: The norm of each gradient.
-        squares: The sum of all squares, over all ranks.
-        found_inf: 1 if it is inf or NaN, else 0, on the device of the scale.
-    """
-
-    norms: Norms
-    squares: Scalar
-    found_inf: Tensor
-
-    @property
-    def norm(self) -> Scalar:
-        """The total norm, unscaled."""
-        return self.norms.unscaled_root(self.squares)
-
-
-def measure(step: Step) -> Measured | None:
-    """Measure the norms; check scaled gradients too.
-
-    None if there are no gradients. 1 G. Sync: none.
-    """
-    if not step.has_gradients:
-        return None
-    device = step.loss_scale.device
-    norms = norms_of(step.gradients, step.multiplier)
-    if not step.ranks.is_together:
+def measure(gathered: Gathered) -> Checked:
+    """Measure the norms; check scaled gradients too. 1 G. Sync: none."""
+    multiplier, gradients = gathered.multiplier, gathered.gradients
+    if not gathered.has_gradients:
+        return Checked(gathered, multiplier)
+    device, own = gathered.loss_scale.device, None
+    norms = norms_of(gradients, multiplier)
+    if not gathered.ranks.is_together:
         squares = scalars.scalar(norms.sum_of_squares(device))
         found = scalars.flag_nonfinite(squares, device)
-        if step.multiplier is not None:
-            _add_check_of_scaled(step, [found])
+        if multiplier is not None:
+            own = _check_of_scaled(gathered, multiplier, [found])
     else:
-        finish = step.ranks.start_norm(norms, step.gradients, device)
-        if step.multiplier is not None:
+        finish = gathered.ranks.start_norm(norms, gradients, device)
+        if multiplier is not None:
             # The flags of the other ranks are reduced at the same time as their norms.
             here = scalars.flag_nonfinite(norms.total(device), device)
-            _add_check_of_scaled(step, [here], norms)
+            own = _check_of_scaled(gathered, multiplier, [here], norms)
         squares = finish()
         found = scalars.flag_nonfinite(squares, device)
-    if step.multiplier is None:
-        # The user may have changed the gradients since they were unscaled, and this check is free.
-        step.own_check, step.checked = GradientCheck(step.loss_scale, {device: found}), NONE
     measured = Measured(norms, squares, found)
-    if step.squares is None:
-        step.norms, step.squares = norms, squares
-    if step.is_first and step.own_check is not None and step.multiplier is not None:
-        amax = largest(step.gradients, step.multiplier, device)
-        step.own_check.first = measured.norm, amax
-    return measured
+    if own is None:
+        # The user may have changed the gradients since they were unscaled, and this check is free.
+        own = GradientCheck(gathered.loss_scale, {device: found})
+    elif gathered.is_first and multiplier is not None:
+        own.first = measured.norm, largest(gradients, multiplier, device)
+    return Checked(gathered, multiplier, own, measured)
 
 
-def _add_check_of_scaled(step: Step, found: list[Tensor], norms: Norms | None = None) -> None:
-    """Add the check of gradients that remain scaled."""
-    assert step.multiplier is not None
-    if step.loss_scale.can_amplify:
-        found += overflows_when_divided(step.gradients, step.multiplier)
-    device = step.loss_scale.device
-    found_inf = {device: scalars.any_of(found, device)} if found else {}
-    add_check(step, found_inf, norms)
+def _check_of_scaled(
+    gathered: Gathered, multiplier: Scalar, found: list[Tensor], norms: Norms | None = None
+) -> GradientCheck:
+    """Return the check of gradients that remain scaled."""
+    if gathered.loss_scale.can_amplify:
+        found += overflows_when_divided(gathered.gradients, multiplier)
+    device = gathered.loss_scale.device
+    return new_check(gathered, {device: scalars.any_of(found, device)} if found else {}, norms)
 
 
-def add_check(
-    step: Step,
-    found_inf: dict[torch.device, Tensor],
-    norms: Norms | None = None,
-) -> None:
-    """Add the check, and share it with the other ranks if several decide."""
-    own = GradientCheck(step.loss_scale, found_inf, asked=step.asked)
-    step.own_check, step.checked = own, step.gradients
-    if step.ranks is not ALONE:
-        has_gradients = len(step.gradients.grads) + len(step.checks) > 0
-        own.agreement = step.ranks.agree_on(own, step.gradients, norms, has_gradients=has_gradients)
+def new_check(
+    gathered: Gathered, found_inf: dict[torch.device, Tensor], norms: Norms | None = None
+) -> GradientCheck:
+    """Return a check, shared with the other ranks if several decide."""
+    own = GradientCheck(gathered.loss_scale, found_inf, asked=gathered.asked)
+    if gathered.ranks is not ALONE:
+        gradients = gathered.gradients
+        has_gradients = len(gradients.grads) + len(gathered.checks) > 0
+        own.agreement = gathered.ranks.agree_on(own, gradients, norms, has_gradients=has_gradients)
+    return own
 
 
-# --- decide, take ---------------------------------------------------------------------------------
+# --- decide ---------------------------------------------------------------------------------------
 
 
-def measure_and_limit(step: Step, max_norm: float | None, norm_limit: NormLimit | None) -> None:
-    """Measure norms; compute the clip coefficient and the outlier flag. 1 G. Sync: none."""
-    measured = measure(step)
-    if measured is not None:
-        limit(step, measured, max_norm, norm_limit)
+def decide(checked: Checked, norm_limit: NormLimit | None = None) -> Decided:
+    """Decide whether the step must be skipped. Sync: none.
+
+    Raises:
+        NothingCheckedError: There was no gradient to check.
+    """
+    return checked.decide(outlier_of(checked, norm_limit))
 
 
-def limit(
-    step: Step, measured: Measured, max_norm: float | None, norm_limit: NormLimit | None = None
-) -> None:
-    """Compute the clip coefficient and whether the norm is an outlier. Sync: none."""
-    if max_norm is not None:
-        step.coefficient = clip_coefficient(measured.norm, max_norm, measured.found_inf)
-    if norm_limit is not None:
-        assert step.norm is not None
-        exceeded = norm_limit.is_exceeded(scalars.as_float32(step.norm, step.loss_scale.device))
-        step.outlier = scalars.scalar(exceeded)
-
-
-def multiply_(step: Step) -> None:
-    """Unscale and clip in one in-place pass, 2 G; do nothing if neither is needed."""
-    factor = step.factor()
-    if factor is not None:
-        step.gradients.multiply_(factor)
-        step.multiplier = None
-
-
-def _take_plain(
-    step: Step,
-    make_step: Callable[[], Any],
-    max_norm: float | None,
-    norm_limit: NormLimit | None,
-) -> Any:
-    undo = measured = None
-    if _is_measured(step, max_norm, norm_limit):
-        measured = measure(step)
-        if measured is not None:
-            limit(step, measured, None, norm_limit)
-    elif step.multiplier is not None and step.loss_scale.can_amplify:
-        # Dividing by a scale below 1 may overflow, and a skipped step must leave the gradients
-        # unchanged.
-        check(step)
-    else:
-        undo = step.multiplier
-        unscale_(step)
-    skip, norm = step.decide(), None
-    if measured is not None and max_norm is not None:
-        norm = measured.norm
-    if isinstance(skip, Tensor) or step.ranks is not ALONE:
-        skip, norm = read_skip(step, norm)
-    if skip != 0.0:
-        if undo is not None:
-            step.gradients.multiply_(undo)
-            step.multiplier = undo
+def outlier_of(checked: Checked, norm_limit: NormLimit | None) -> Scalar | None:
+    """Return 1 if the norm before clipping exceeds a limit, else 0; None if nothing limits it."""
+    unclipped = checked.unclipped
+    if norm_limit is None or checked.measured is None or unclipped is None:
         return None
-    if undo is None:
-        if norm is not None and max_norm is not None:
-            step.coefficient = clip_coefficient(norm, max_norm)
-        multiply_(step)
-    return make_step()
+    norm = scalars.as_float32(unclipped.norm, checked.gathered.loss_scale.device)
+    return scalars.scalar(norm_limit.is_exceeded(norm))
 
 
-def _is_measured(step: Step, max_norm: float | None, norm_limit: NormLimit | None) -> bool:
-    is_searched = step.is_first and step.multiplier is not None
-    return is_searched or max_norm is not None or norm_limit is not None
+def clip_coefficient_of(checked: Checked, max_norm: float | None) -> Scalar | None:
+    """Return the clip coefficient, None without clipping or gradients. Sync: none."""
+    measured = checked.measured
+    if measured is None or max_norm is None:
+        return None
+    return clip_coefficient(measured.norm, max_norm, measured.found_inf)
 
 
-def _take_fused(
-    step: Step,
-    make_step: Callable[[], Any],
-    max_norm: float | None,
-    norm_limit: NormLimit | None,
-) -> Any:
-    is_on_host = step.loss_scale.device.type in scalars.READABLE
-    if _is_measured(step, max_norm, norm_limit):
-        measure_and_limit(step, max_norm, norm_limit)
-    else:
-        check(step)
-    step.decide()
-    if is_on_host and step.ranks is not ALONE:
-        read_skip(step)
-    else:
-        for agreement in step.agreements():
-            agreement.verify()
-    divisor, device = step.divisor(), step.loss_scale.device
-    assert step.optimizer is not None
-    return step_with_scale(
-        step.optimizer,
-        make_step,
-        None if divisor is None else scalars.as_tensor(divisor, device),
-        _skip_flag(step, device),
-    )
+def divisor_of(multiplier: Scalar | None, coefficient: Scalar | None) -> Scalar | None:
+    """Return scale and clip coefficient as the one divisor of a fused optimizer, None for 1."""
+    if coefficient is None:
+        return multiplier
+    if not isinstance(coefficient, Tensor) and coefficient == 0.0:
+        return math.inf  # clipped to 0
+    return scalars.to_single((1.0 if multiplier is None else multiplier) / coefficient)
 
 
-def _skip_flag(step: Step, device: torch.device) -> Tensor:
-    """Return the skip flag as a tensor; that of the only check if nothing else decides."""
-    own = step.own_check
-    if own is not None and own.agreement is None and step.outlier is None and not step.checks:
-        flag = own.found_here.get(device)
-        if flag is not None and len(own.found_here) == 1:
-            return flag
-    assert step.skip is not None
-    return scalars.as_tensor(step.skip, device)
-
-
-def read_skip(step: Step, norm: Scalar | None = None) -> tuple[float, float | None]:
-    """Return 1 if the step must be skipped, else 0, and ``norm`` as a number.
+def read(decided: Decided, norm: Scalar | None = None) -> tuple[Decided, float | None]:
+    """Return a decision that the host knows, and ``norm`` as a number.
 
     What else the host needs for the step is read at the same time. Sync: the one of a plain step.
     """
-    assert step.found_inf is not None
-    scale = step.loss_scale
-    values = {"found_inf": step.found_inf, "outlier": step.outlier, "norm": norm}
+    checked, scale = decided.checked, decided.checked.gathered.loss_scale
+    values = {"found_inf": decided.found_inf, "outlier": decided.outlier, "norm": norm}
     if scale.device.type not in scalars.READABLE:
         values |= {"scale": scale.tensor, "bad_loss": scale.bad_loss if scale.has_loss else None}
-    values["multiplier"] = None if norm is None else step.multiplier
+    values["multiplier"] = None if norm is None else checked.multiplier
     given = {key: value for key, value in values.items() if value is not None}
-    read = dict(zip(given, step.read(list(given.values())), strict=True))
-    found_inf, outlier = read["found_inf"], read.get("outlier")
-    step.found_inf, step.outlier = found_inf, outlier
-    step.skip = skip = max(found_inf, outlier or 0.0)
-    if "scale" in read:
-        scale.note_number(read["scale"])
-    if "bad_loss" in read:
-        scale.note_loss(read["bad_loss"] == 0.0)
+    numbers = dict(zip(given, checked.read(list(given.values())), strict=True))
+    found_inf, outlier = numbers["found_inf"], numbers.get("outlier")
+    if "scale" in numbers:
+        scale.note_number(numbers["scale"])
+    if "bad_loss" in numbers:
+        scale.note_loss(numbers["bad_loss"] == 0.0)
+    for each in checked.checks():
+        each.note(found_inf != 0.0)
     if norm is not None:
-        step.multiplier = read.get("multiplier")
-    for check in step.all_checks():
-        check.note(found_inf != 0.0)
-    return skip, read.get("norm")
+        checked = replace(checked, multiplier=numbers.get("multiplier"))
+    known = Decided(checked, found_inf, max(found_inf, outlier or 0.0), outlier)
+    return known, numbers.get("norm")
+
+
+# --- take -----------------------------------------------------------------------------------------
+
+
+def multiply_(checked: Checked, coefficient: Scalar | None = None) -> Checked:
+    """Unscale and clip in one in-place pass, 2 G; do nothing if neither is needed."""
+    factor = coefficient
+    if checked.multiplier is not None:
+        factor = scalars.reciprocal(checked.multiplier)
+        if coefficient is not None:
+            factor = factor * coefficient
+    if factor is None:
+        return checked
+    checked.gathered.gradients.multiply_(
+        factor if coefficient is None else scalars.to_single(factor)
+    )
+    return replace(checked, multiplier=None)
+
+
+def _ready(decided: Decided, max_norm: float | None) -> Decided:
+    """Return a decision that the host knows; unscale and clip gradients that will be used.
+
+    Those of a skipped step get their values back, if they were unscaled for the check.
+    """
+    checked, norm = decided.checked, None
+    gathered = checked.gathered
+    if checked.measured is not None and max_norm is not None:
+        norm = checked.measured.norm
+    if isinstance(decided.skip, Tensor) or gathered.ranks is not ALONE:
+        decided, norm = read(decided, norm)
+        checked = decided.checked
+    divided_by = gathered.multiplier if checked.multiplier is None else None
+    if decided.skip != 0.0:
+        if divided_by is not None:
+            gathered.gradients.multiply_(divided_by)
+            checked = replace(checked, multiplier=divided_by)
+    elif divided_by is None:
+        coefficient = None
+        if norm is not None and max_norm is not None:
+            coefficient = clip_coefficient(norm, max_norm)
+        checked = multiply_(checked, coefficient)
+    return replace(decided, checked=checked)
+
+
+def _agreed(decided: Decided) -> Decided:
+    """Make sure that the ranks can make a fused step; on the CPU the host reads the decision."""
+    checked = decided.checked
+    is_on_host = checked.gathered.loss_scale.device.type in scalars.READABLE
+    if is_on_host and checked.gathered.ranks is not ALONE:
+        return read(decided)[0]
+    for agreement in checked.agreements():
+        agreement.verify()
+    return decided
+
+
+def _step_fused(
+    optimizer: torch.optim.Optimizer,
+    make_step: Callable[[], Any],
+    decided: Decided,
+    coefficient: Scalar | None,
+) -> Any:
+    """Step with an optimizer that divides and skips by itself."""
+    divisor = divisor_of(decided.checked.multiplier, coefficient)
+    device = decided.checked.gathered.loss_scale.device
+    scale = None if divisor is None else scalars.as_tensor(divisor, device)
+    return step_with_scale(optimizer, make_step, scale, _skip_flag(decided))
+
+
+def _skip_flag(decided: Decided) -> Tensor:
+    """Return the skip flag as a tensor; that of the only check if nothing else decides."""
+    checked, own = decided.checked, decided.checked.own
+    device = checked.gathered.loss_scale.device
+    is_only = decided.outlier is None and not checked.gathered.checks
+    if is_only and own is not None and own.agreement is None:
+        flag = own.found_here.get(device)
+        if flag is not None and len(own.found_here) == 1:
+            return flag
+    return scalars.as_tensor(decided.skip, device)
 
 
 # --- remember -------------------------------------------------------------------------------------
 
 
 def keep(
-    iteration: Iteration, step: Step, stage: Stage, left: tuple[Scalar, Scalar] | None = None
+    iteration: Iteration,
+    checked: Checked,
+    stage: Stage,
+    left: tuple[Scalar, Scalar] | None = None,
+    decided: Decided | None = None,
 ) -> None:
-    """Record the checks and the stage of a step; without a check there is nothing to record."""
-    own = step.own_check
-    if own is not None:
-        iteration.ledger.mark(step.checked, own, left)
-        step.checks = [*step.checks, own]
-    if step.checks and step.optimizer is not None:
-        step.stage, step.num_losses = stage, iteration.num_losses
-        step.gradients = NONE  # frees references to the user's gradients
-        iteration.steps[id(step.optimizer)] = step
+    """Record the checks and the stage of a call; without a check there is nothing to record."""
+    gathered, checks = checked.gathered, checked.checks()
+    if checked.own is not None:
+        iteration.ledger.mark(checked.newly_checked, checked.own, left)
+    if checks and gathered.optimizer is not None:
+        # Without references to the user's gradients.
+        kept = replace(
+            gathered, gradients=NONE, multiplier=None, checks=checks, measured=checked.unclipped
+        )
+        skip, outlier = (None, None) if decided is None else (decided.skip, decided.outlier)
+        iteration.steps[id(gathered.optimizer)] = Remembered(
+            kept, stage, iteration.num_losses, skip, outlier
+        )
 
 
 def remember(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
-    step: Step,
+    decided: Decided,
     memory: Memory,
     *,
     is_fused: bool,
 ) -> None:
     """Record a decided step and its outcome. Sync: none."""
-    multiplier, skip = step.multiplier, step.skip
-    assert skip is not None
-    left = None
-    if step.own_check is not None and multiplier is not None:
-        left = skip, multiplier
-        if step.norms is None:
-            multiplier = scalars.where(skip, multiplier, 1.0)
-    if step.ranks is not ALONE:
-        step.loss_scale.forget_later_losses()
+    checked, left = decided.checked, None
+    gathered, multiplier = checked.gathered, checked.multiplier
+    if checked.own is not None and multiplier is not None:
+        left = decided.skip, multiplier
+        if checked.unclipped is None:
+            multiplier = scalars.where(decided.skip, multiplier, 1.0)
+    if gathered.ranks is not ALONE:
+        gathered.loss_scale.forget_later_losses()
     # Whether the unscaled gradients of a taken step still have their original values: small float16
     # gradients may become zero when the optimizer unscales them.
     can_measure_late = not is_fused or (
-        writes_unscaled(optimizer) and torch.float16 not in step.gradients.dtypes
+        writes_unscaled(optimizer) and torch.float16 not in gathered.gradients.dtypes
     )
-    outcome = Outcome(optimizer, engine.names, step, multiplier, can_measure_late)
+    outcome = Outcome(optimizer, engine.names, decided, multiplier, can_measure_late)
     outcome.num_losses = engine.iteration.num_losses
     engine.journal.add(memory, outcome)
-    keep(engine.iteration, step, Stage.STEPPED, left)
+    keep(engine.iteration, checked, Stage.STEPPED, left, decided)
     if engine.buffers.watched:
-        engine.buffers.restore(skip)
+        engine.buffers.restore(decided.skip)
     if not memory.early_clipping.is_over:
-        memory.early_clipping.see(optimizer, _measured(step))
+        memory.early_clipping.see(optimizer, _measured(checked))
 
 
-def _measured(step: Step) -> tuple[Tensor, Tensor, Tensor] | None:
+def _measured(checked: Checked) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return unscaled norm, largest magnitude and scale, None if they were not measured."""
-    if len(step.checks) != 1 or step.checks[0].first is None:
+    checks, scale = checked.checks(), checked.gathered.loss_scale
+    if len(checks) != 1 or checks[0].first is None:
         return None
-    norm, amax = step.checks[0].first
-    return scalars.as_float32(norm, step.loss_scale.device), amax, step.loss_scale.tensor
+    norm, amax = checks[0].first
+    return scalars.as_float32(norm, scale.device), amax, scale.tensor
 
 
-def remember_failure(iteration: Iteration, step: Step) -> None:
+def remember_failure(iteration: Iteration, checked: Checked) -> None:
     """Record the state of the gradients after a step that raised."""
-    if step.multiplier is None:
-        keep(iteration, step, Stage.UNSCALED)
-    elif step.own_check is not None and not _is_untouched(step):
-        iteration.ledger.doubt(step.gradients)
+    if checked.multiplier is None:
+        keep(iteration, checked, Stage.UNSCALED)
+    elif checked.own is not None and not _is_untouched(checked):
+        iteration.ledger.doubt(checked.gathered.gradients)
 
 
-def _is_untouched(step: Step) -> bool:
+def _is_untouched(checked: Checked) -> bool:
     """Return whether the gradients provably have the values that were measured. Sync: some."""
-    if step.norms is None:
+    if checked.unclipped is None:
         return False
-    now = norms_of(step.gradients, step.multiplier)
-    return repr(now.unscaled()) == repr(step.norms.unscaled())  # via repr, since NaN != NaN
+    now = norms_of(checked.gathered.gradients, checked.multiplier)
+    # Via repr, since NaN != NaN.
+    return repr(now.unscaled()) == repr(checked.unclipped.norms.unscaled())

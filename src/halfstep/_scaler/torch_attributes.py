@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -17,7 +18,14 @@ from halfstep._gradients.scalars import READABLE
 from halfstep._pytorch import amp
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Stage, Step, nothing_checked
+from halfstep._scaler.iteration import (
+    Checked,
+    Gathered,
+    Remembered,
+    Stage,
+    found_inf_by_device,
+    nothing_checked,
+)
 from halfstep._scaler.ledger import GradientCheck
 from halfstep._scaler.overrides import flags_of
 from halfstep._scaler.step import remember, require_not_stepped
@@ -48,7 +56,9 @@ class OptimizerState(Mapping[str, Any]):
                 return OptState.UNSCALED
             return STAGES[Stage.SCALED if step is None else step.stage]
         if key == "found_inf_per_device":
-            return MappingProxyType({} if step is None else step.found_inf_by_device())
+            return MappingProxyType(
+                {} if step is None else found_inf_by_device(step.gathered.checks)
+            )
         raise KeyError(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -59,9 +69,12 @@ class OptimizerState(Mapping[str, Any]):
         if value == {} or (key == "stage" and stage == OptState.READY.value):
             iteration.forget(self._key)
         elif key == "found_inf_per_device" and isinstance(value, Mapping):
-            _report(self._engine, self._key, None if step is None else step.optimizer, value)
+            optimizer = None if step is None else step.gathered.optimizer
+            _report(self._engine, self._key, optimizer, value)
         elif key == "stage" and step is not None and stage in OWN_STAGES:
-            step.stage, step.num_losses = OWN_STAGES[stage], iteration.num_losses
+            iteration.steps[self._key] = replace(
+                step, stage=OWN_STAGES[stage], num_losses=iteration.num_losses
+            )
         else:
             raise TypeError(
                 f"GradScaler._per_optimizer_states[...][{key!r}] = {value!r}: only the stage, an "
@@ -255,8 +268,7 @@ class TorchAttributes:
         """
         engine = self._engine
         earlier = engine.iteration.step_of(optimizer)
-        if earlier is not None:
-            require_not_stepped(earlier)
+        require_not_stepped(earlier)
         if id(optimizer) in engine.iteration.blocks:
             raise CallOrderError(
                 f"step({name(optimizer)}): it takes the scaler (grad_scaler=...) to unscale its "
@@ -278,12 +290,12 @@ class TorchAttributes:
         scale = engine.scale_of_iteration("step", optimizer)
         engine.unused.use(params)
         steps = engine.iteration.steps
-        steps[id(optimizer)] = earlier or Step(optimizer, scale, NONE)
+        steps[id(optimizer)] = earlier or Remembered(Gathered(optimizer, scale, NONE))
         try:
             result = optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
             _finish(engine, optimizer)
         finally:
-            if not steps[id(optimizer)].checks:
+            if not steps[id(optimizer)].gathered.checks:
                 del steps[id(optimizer)]
         return result
 
@@ -298,7 +310,7 @@ class TorchAttributes:
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
         step = self._engine.iteration.step_of(optimizer)
-        return {} if step is None else step.found_inf_by_device()
+        return {} if step is None else found_inf_by_device(step.gathered.checks)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str | None) -> None:
         # accelerate 1.15 calls this with self._device to load an FSDP2 checkpoint.
@@ -355,15 +367,15 @@ def _keep_check(
     engine: Engine, key: int, optimizer: torch.optim.Optimizer | None, check: GradientCheck
 ) -> None:
     engine.iteration.ledger.mark(NONE, check)
-    earlier = engine.iteration.steps.get(key) or Step(optimizer, check.scale, NONE)
-    earlier.checks = [check]
-    engine.iteration.steps[key] = earlier
+    steps = engine.iteration.steps
+    earlier = steps.get(key) or Remembered(Gathered(optimizer, check.scale, NONE))
+    steps[key] = replace(earlier, gathered=replace(earlier.gathered, checks=(check,)))
 
 
 def _finish(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Record the step of an optimizer that received the scaler."""
     earlier = engine.iteration.step_of(optimizer)
-    checks = [] if earlier is None else earlier.checks
+    checks = () if earlier is None else earlier.gathered.checks
     if not checks and any(param.grad is not None for param in parameters(optimizer)):
         raise CallOrderError(
             f"step({name(optimizer)}): its step() takes the scaler (grad_scaler=...) and did "
@@ -376,7 +388,6 @@ def _finish(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     if not checks:
         raise nothing_checked(optimizer)
     gradients = collect(parameters(optimizer))
-    ready = Step(optimizer, checks[0].scale, gradients, checks=checks)
-    ready.decide()
+    checked = Checked(Gathered(optimizer, checks[0].scale, gradients, checks=checks), None)
     memory = engine.journal.memory(optimizer)
-    remember(engine, optimizer, ready, memory, is_fused=True)
+    remember(engine, optimizer, checked.decide(), memory, is_fused=True)

@@ -24,7 +24,7 @@ from halfstep._gradients.gradients import Seen, collect_local, is_as_seen, param
 from halfstep._gradients.scalars import ratio
 from halfstep._pytorch.autograd import after_backward, is_view, leaves_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler.iteration import Iteration, Stage, Step
+from halfstep._scaler.iteration import Iteration, Remembered, Stage
 from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale
 
@@ -106,8 +106,8 @@ class Unused:
     def before_change(self, iteration: Iteration, scale: LossScale) -> dict[int, WaitingGradient]:
         """Return the gradients to rescale later if the scale changes, by id of the parameter."""
         steps = iteration.steps.values()
-        stepped: list[Step] = []
-        done: list[Step] = []  # steps since which no loss was scaled
+        stepped: list[Remembered] = []
+        done: list[Remembered] = []  # steps since which no loss was scaled
         for step in steps:
             if step.stage is Stage.STEPPED:
                 stepped.append(step)
@@ -117,13 +117,13 @@ class Unused:
         if is_usual and len(done) == len(steps) == len(self._journal.memories):
             return {}
         self._prune()
-        ids_done = {id(param) for step in done for param in step.parameters()}
+        ids_done = {id(param) for step in done for param in step.gathered.parameters()}
         # A step has used what was unscaled before or by it, but not what was unscaled afterwards.
         used = {
             (id(param), check)
             for step in stepped
-            for param in step.parameters()
-            for check in step.checks
+            for param in step.gathered.parameters()
+            for check in step.gathered.checks
         }
         in_blocks = {
             id(param)
@@ -155,7 +155,7 @@ class Unused:
     def _candidates(self, iteration: Iteration) -> Iterator[Tensor]:
         """Yield parameters whose gradients may be unused; some more than once."""
         for step in iteration.steps.values():
-            yield from step.parameters()
+            yield from step.gathered.parameters()
         for blocks in iteration.blocks.values():
             yield from parameters(blocks.optimizer)
         seen = iteration.steps.keys() | iteration.blocks.keys()
