@@ -11,6 +11,7 @@ from torch import Tensor
 from halfstep._master_weights import stores
 from halfstep._master_weights.stores import (
     KEEPING,
+    NOTHING,
     PIECE,
     STORES,
     Float32,
@@ -47,12 +48,12 @@ def all_numbers(dtype: torch.dtype) -> Tensor:
 def narrowed(store: Store, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     param = torch.zeros(weight.shape, dtype=dtype)
     kept = store.empty(param)
-    store.narrow_(weight.clone(), param, kept, "")
+    store.narrow_(weight.clone(), param, NOTHING if kept is None else kept, "")
     return param, kept
 
 
 def widened(store: Store, param: Tensor, kept: Tensor | None) -> Tensor:
-    kept = None if kept is None else kept.clone()
+    kept = NOTHING if kept is None else kept.clone()
     return store.widen(param.clone(), kept, torch.empty(param.shape)).clone()
 
 
@@ -216,7 +217,7 @@ def test_bits_of_chance_depend_on_seed_step_and_shard() -> None:
     def drawn(seed: int, step: int, shard: str) -> torch.Tensor:
         store, param = Stochastic(), torch.zeros(1000, dtype=BF16)
         store.begin(seed, step)
-        store.narrow_(weight, param, None, shard)
+        store.narrow_(weight, param, NOTHING, shard)
         return param
 
     found = [

@@ -105,8 +105,7 @@ def current() -> Scope:
     scope = state.scope
     if scope.nesting is not None:
         nesting = nesting_depth()
-        while scope.nesting is not None and scope.nesting > nesting:
-            assert scope.outer is not None
+        while scope.nesting is not None and scope.outer is not None and scope.nesting > nesting:
             scope = scope.outer
         if scope is not state.scope:
             state.scope = scope
@@ -162,12 +161,11 @@ def leave_below(block: object) -> bool:
     while each is not None and each.block is not block:
         inner.append(each)
         each = each.outer
-    if each is None:
+    if each is None or each.outer is None:
         return False
     rest = each.outer
     for each in reversed(inner):
         rest = each._replace(outer=rest)
-    assert rest is not None
     thread.state.scope = rest
     return True
 

@@ -254,8 +254,8 @@ def collect(params: Iterable[Tensor]) -> Gradients:
                 "param.grad.to_dense() or .to_sparse()"
             )
     with torch.no_grad():
-        for param in params:
-            param.grad = _writable(param.grad)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = _writable(grad)
     grads = [param.grad for param in params]
     return _gradients(params, grads, [_values(grad) for grad in grads])
 
@@ -312,8 +312,7 @@ def _settled(param: Tensor, grad: Tensor) -> Tensor:
     return settled
 
 
-def _writable(grad: Tensor | None) -> Tensor:
-    assert grad is not None
+def _writable(grad: Tensor) -> Tensor:
     if is_dtensor(grad):
         return grad
     if grad.is_sparse:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._master_weights.stores import KEEPING, Store
+from halfstep._master_weights.stores import KEEPING, NOTHING, Store
 from halfstep._pytorch.amp import copy_to_each_, increment_version
 from halfstep._pytorch.distributed import Swap, in_place_of, local_part, shard_name
 
@@ -103,8 +103,8 @@ class _Batch:
         """Create the weights and, for more than one parameter, the float32 gradients."""
         members, device = self._members, self._lows[0].device
         keeper = members[0].keeper
-        kept = self._joined(self._kept) if self._kept else None
-        room = kept if kept is not None and keeper.keeps_weight else memory(self._size, device)
+        kept = self._joined(self._kept) if self._kept else NOTHING
+        room = kept if self._kept and keeper.keeps_weight else memory(self._size, device)
         weights = keeper.widen(self._joined(self._lows), kept, room)
         for each, part in zip(members, self._parts(weights), strict=True):
             each.weight = _shaped(part, each.dense).data  # .data: its own version counter
@@ -132,13 +132,13 @@ class _Batch:
         shard = shard_name(members[0].low)
         if len(members) == 1:
             kept = members[0].kept
-            store.narrow_(weights, self._lows[0], None if kept is None else _flat(kept), shard)
+            store.narrow_(weights, self._lows[0], NOTHING if kept is None else _flat(kept), shard)
         else:
             lows = self._lows[0].new_empty(self._size)
-            left = self._kept[0].new_empty(self._size) if self._kept else None
+            left = self._kept[0].new_empty(self._size) if self._kept else NOTHING
             store.narrow_(weights, lows, left, shard)
             copy_to_each_(self._lows, self._parts(lows))
-            if left is not None:
+            if self._kept:
                 copy_to_each_(self._kept, self._parts(left))
         for each in members:
             target = local_part(each.low)
@@ -175,7 +175,7 @@ class Exchange:
     ) -> None:
         self._optimizer, self._store, self._params = optimizer, store, params
         self._scratch = scratch
-        self._exchanged: list[_Exchanged] = []
+        self._exchanged: list[tuple[_Exchanged, Swap]] = []
         self._open: list[_Batch] = []
 
     def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -222,7 +222,7 @@ class Exchange:
         for batch in self._open:
             batch.narrow()
         while self._exchanged:
-            self._put_back(self._exchanged[-1])
+            self._put_back(*self._exchanged[-1])
             self._exchanged.pop()
         self._open = []
 
@@ -271,12 +271,12 @@ class Exchange:
             elif grad.dtype is not torch.float32:
                 wide.grad_dtype = grad.dtype
             wide.grad = each.wide = grad
-        each.swap = Swap(param, wide)
-        self._exchanged.append(each)
+        each.swap = swap = Swap(param, wide)
+        self._exchanged.append((each, swap))
         state = self._optimizer.state.get(param, {})
         for keeping in KEEPING:
             state.pop(keeping.key, None)
-        each.swap.make()
+        swap.make()
 
     def _wide(self, grad: Tensor) -> Tensor:
         if grad.layout is not torch.strided:
@@ -285,15 +285,14 @@ class Exchange:
         memory = self._memory(local.numel(), local.device)
         return in_place_of(grad, _shaped(memory, local).copy_(local).detach())
 
-    def _put_back(self, each: _Exchanged) -> None:
+    def _put_back(self, each: _Exchanged, swap: Swap) -> None:
         """Restore a parameter. After an interruption it can be called again."""
-        assert each.swap is not None
-        if each.is_made:
-            self._narrow_gradient(each, each.swap.other)
-            increment_version((each.swap.other,))
+        if swap.is_made():
+            self._narrow_gradient(each, swap.other)
+            increment_version((swap.other,))
         if each.kept is not None:
             self._optimizer.state[each.param][self._store.key] = in_place_of(each.low, each.kept)
-        each.swap.undo()
+        swap.undo()
 
     def _narrow_gradient(self, exchanged: _Exchanged, own: Tensor) -> None:
         """Apply changes of the gradient to ``own``, the original contents of the parameter."""
@@ -336,7 +335,7 @@ def float32_weight(optimizer: torch.optim.Optimizer, store: Store, param: Tensor
     dense = _dense(local_part(low))
     keeper, kept = _kept(optimizer.state.get(param, {}), store, low.shape, dense)
     memory = torch.empty(dense.numel(), dtype=torch.float32, device=dense.device)
-    weight = keeper.widen(_flat(dense), None if kept is None else _flat(kept), memory)
+    weight = keeper.widen(_flat(dense), NOTHING if kept is None else _flat(kept), memory)
     return in_place_of(low, _shaped(weight, dense).clone())
 
 

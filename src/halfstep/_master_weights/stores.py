@@ -27,6 +27,10 @@ _HALF = 1 << 15
 """Half a unit in the last place of bfloat16, in the integer bits of float32."""
 
 
+NOTHING = torch.empty(0)
+"""What a store that keeps nothing has kept."""
+
+
 class Store(ABC):
     """A way to keep float32 weights beside their parameters."""
 
@@ -40,14 +44,14 @@ class Store(ABC):
         """Return the tensor to keep for a weight that equals its parameter; None for nothing."""
 
     @abstractmethod
-    def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
+    def widen(self, param: Tensor, kept: Tensor, weight: Tensor) -> Tensor:
         """Return the float32 weight, in ``weight`` or in ``kept``. Sync: none.
 
         All tensors are contiguous and one-dimensional, here and in :meth:`narrow_`.
         """
 
     @abstractmethod
-    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor, shard: str) -> None:
         """Round a float32 weight into its parameter, and keep what rounding leaves. Sync: none.
 
         The weight does not change, except for the bits of NaNs. ``shard`` is the name of a
@@ -70,8 +74,7 @@ class Split(Store):
     def empty(self, param: Tensor) -> Tensor:
         return torch.zeros_like(param, dtype=torch.int16)
 
-    def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
-        assert kept is not None
+    def widen(self, param: Tensor, kept: Tensor, weight: Tensor) -> Tensor:
         for low, left, wide in _pieces(param, kept, weight):
             wide.copy_(low)
             wide.view(torch.int32).add_(left)
@@ -80,8 +83,7 @@ class Split(Store):
                 torch.where(wide.isnan(), low.float(), wide, out=wide)
         return weight
 
-    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
-        assert kept is not None
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor, shard: str) -> None:
         for wide, low, left in _pieces(weight, param.view(torch.int16), kept):
             _settle_nan_(wide)
             bits = wide.view(torch.int32)
@@ -100,18 +102,16 @@ class Float32(Store):
     def empty(self, param: Tensor) -> Tensor:
         return param.detach().to(torch.float32, copy=True)
 
-    def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
+    def widen(self, param: Tensor, kept: Tensor, weight: Tensor) -> Tensor:
         """Return the kept weight, replaced by the parameter where it does not round to it."""
-        assert kept is not None
         for low, wide in _pieces(param, kept):
             rounded = wide.to(low.dtype)
             if _may_differ(rounded, low):
                 torch.where(rounded == low, wide, low.float(), out=wide)
         return kept
 
-    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor, shard: str) -> None:
         """Round to nearest, ties to even; the weight itself is kept."""
-        assert kept is not None
         param.copy_(weight)
         is_same = is_fake(weight) or weight.data_ptr() == kept.data_ptr()
         if not is_same:  # the optimizer has replaced the tensor
@@ -131,9 +131,8 @@ class Kahan(Store):
     def empty(self, param: Tensor) -> Tensor:
         return torch.zeros_like(param)
 
-    def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
+    def widen(self, param: Tensor, kept: Tensor, weight: Tensor) -> Tensor:
         """Add the rounding error to the parameter where the sum rounds to the parameter."""
-        assert kept is not None
         for low, left, wide in _pieces(param, kept, weight):
             number, rest = low.float(), left.float()
             # The rest may have been rounded to half a unit, which may round to the next number.
@@ -142,8 +141,7 @@ class Kahan(Store):
             torch.addcmul(number, rest, is_rest, out=wide)
         return weight
 
-    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
-        assert kept is not None
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor, shard: str) -> None:
         for wide, low, left in _pieces(weight, param, kept):
             low.copy_(wide)
             number = low.float()
@@ -182,10 +180,10 @@ class Stochastic(Store):
     def empty(self, param: Tensor) -> None:
         """Keep nothing."""
 
-    def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
+    def widen(self, param: Tensor, kept: Tensor, weight: Tensor) -> Tensor:
         return weight.copy_(param)
 
-    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor, shard: str) -> None:
         """Round up or down at random. inf and NaN stay, and finite weights stay finite."""
         generator = self._generator(param.device, shard)
         for wide, low in _pieces(weight, param):

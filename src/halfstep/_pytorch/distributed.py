@@ -196,6 +196,12 @@ def has_process_group() -> bool:
 _c10d: Any = getattr(torch.distributed, "distributed_c10d", None)
 
 
+def world() -> torch.distributed.ProcessGroup:
+    """Return the process group of all ranks, where there is one."""
+    group: torch.distributed.ProcessGroup = torch.distributed.distributed_c10d._get_default_group()
+    return group
+
+
 def has_ranks() -> bool:
     """Return whether this process is one of several."""
     return has_process_group() and torch.distributed.get_world_size() > 1

@@ -34,7 +34,8 @@ class Engine:
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
         self.ranks = ranks
-        self._scaler = weakref.ref(scaler)
+        # Never called without one: only its methods call the engine.
+        self.owner: Callable[[], Any] = weakref.ref(scaler)
         self.loss_scale = LossScale(first)
         self.iteration = Iteration()
         self.journal = Journal()
@@ -163,11 +164,6 @@ class Engine:
                 outcome.is_left_out, outcome.num_losses = True, self.iteration.num_losses
                 found.append(outcome)
         return found
-
-    def owner(self) -> Any:
-        scaler = self._scaler()
-        assert scaler is not None
-        return scaler
 
     def copy_alone(self, scale: float | None) -> Engine:
         """Return a new engine with this scale, or with ``scale``, for this rank alone."""

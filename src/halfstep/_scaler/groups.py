@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep._gradients.gradients import Gradients
-from halfstep._pytorch.distributed import exchange_device, may_end_early, spec_of
+from halfstep._pytorch.distributed import exchange_device, may_end_early, spec_of, world
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ class Group:
 
     @classmethod
     def world(cls) -> Group:
-        world = distributed.group.WORLD
-        assert world is not None
-        return cls.of(world)
+        return cls.of(world())
 
     @classmethod
     def of(cls, process_group: ProcessGroup) -> Group:

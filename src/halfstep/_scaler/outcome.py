@@ -239,10 +239,8 @@ class Outcome:
         Raises:
             CallOrderError: They were not measured, and the gradients have been replaced.
         """
-        norms = self._norms
-        assert self._params is not None
-        names = self._names.of(self._params, self._optimizer())
-        return dict(zip(names, norms, strict=True))
+        norms, params = self._norms, self._kept_params()
+        return dict(zip(self._names.of(params, self._optimizer()), norms, strict=True))
 
     @cached_property
     def culprits(self) -> list[str]:
@@ -255,8 +253,7 @@ class Outcome:
 
     def culprit_parameters(self) -> list[Tensor]:
         """Return the parameters named in :attr:`culprits`."""
-        norms, params = self._norms, self._params
-        assert params is not None
+        norms, params = self._norms, self._kept_params()
         pairs = zip(params, norms, strict=True)
         return [param for param, norm in pairs if not math.isfinite(norm)]
 
@@ -316,14 +313,18 @@ class Outcome:
         is_finite = self.has_ended or not found_inf or self.loss_scale.loss_is_finite()
         return state_of(self._before), is_finite
 
-    @cached_property
-    @keep_out_of_graphs
-    def _norms(self) -> list[float]:
+    def _kept_params(self) -> list[Tensor]:
         if self._params is None:
             raise CallOrderError(
                 "norms and culprits are kept for the last step of each optimizer only, and this "
                 "outcome is older, or a copy of such a one"
             )
+        return self._params
+
+    @cached_property
+    @keep_out_of_graphs
+    def _norms(self) -> list[float]:
+        params = self._kept_params()
         if not self._can_measure_late and not self.is_measured and self.taken:
             raise CallOrderError(
                 f"the optimizer {self.optimizer_name} has divided the gradients by itself, and "
@@ -337,7 +338,7 @@ class Outcome:
                 "norms and culprits of an outcome before zero_grad() and the next backward(), "
                 "or " + HOW_TO_MEASURE
             )
-        return norms_of(collect(self._params), self._multiplier).unscaled()
+        return norms_of(collect(params), self._multiplier).unscaled()
 
     @keep_out_of_graphs
     def __getstate__(self) -> dict[str, object]:

@@ -21,6 +21,7 @@ from halfstep._pytorch.distributed import (
     has_ranks,
     is_dtensor,
     reduced_by,
+    world,
 )
 from halfstep._scaler.agreement import ALONE, CHECK_EVERY, Alone, Together, describe
 from halfstep._scaler.groups import Group, Layout, listed, ranks_of
@@ -242,10 +243,9 @@ class StateComparison:
             self._begin(scale)
 
     def _begin(self, scale: LossScale) -> None:
-        world = distributed.group.WORLD
-        assert world is not None
-        if self._world is None or self._world() is not world:
-            self._world, self._number = ref(world), self._ask(_number_scaler)
+        now = world()
+        if self._world is None or self._world() is not now:
+            self._world, self._number = ref(now), self._ask(_number_scaler)
         self._key = f"halfstep/states/{self._number}/{self._num_updates}"
         if scale.is_created:
             self._ask(_leave, self._key, json.dumps(scale.counters()))
