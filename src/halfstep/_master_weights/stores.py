@@ -27,7 +27,7 @@ _HALF = 1 << 15
 """Half a unit in the last place of bfloat16, in the integer bits of float32."""
 
 
-NOTHING = torch.empty(0)
+NOTHING = torch.empty(0, device="cpu")  # whatever the default device is
 """What a store that keeps nothing has kept."""
 
 
