@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from halfstep._gradients.gradients import collect
 from halfstep._gradients.norms import p_norm
 from halfstep._scaler import GradScaler, step
+from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.iteration import Checked, Gathered
 from halfstep._scaler.loss_scale import LossScale
@@ -57,7 +58,7 @@ Part = Callable[[LossScale, list[torch.nn.Parameter]], list[torch.Tensor]]
 
 
 def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> Gathered:
-    return Gathered(None, scale, collect(params), scale.number())
+    return Gathered(None, scale, collect(params), scale.number(), ranks=ALONE)
 
 
 def finish(checked: Checked) -> torch.Tensor:

@@ -94,7 +94,7 @@ class Checked:
     Attributes:
         multiplier: The number by which they are multiplied now, None if they are unscaled.
         own: The check of this call; None if there was nothing to check.
-        measured: What this call has measured, None if it has not.
+        measured: What this call has measured; None if it measured nothing.
     """
 
     gathered: Gathered
