@@ -51,7 +51,7 @@ def perceptron(seed: int = 0) -> nn.Sequential:
     ("name", "value"),
     [
         ("lr", math.nan),
-        ("lr", torch.tensor(math.inf)),
+        ("lr", torch.tensor(math.inf, device="cpu")),
         ("betas", (0.9, math.nan)),
         ("weight_decay", math.inf),
     ],

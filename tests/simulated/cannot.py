@@ -148,6 +148,8 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "autocast/test_weight_cache.py::test_whether_a_cast_is_kept_changes_no_gradient",
         "diagnose/test_dtype_errors.py::test_a_cure_runs_when_it_is_pasted",
         "diagnose/test_dtype_errors.py::test_hostile_programs",
+        "diagnose/test_dtype_errors.py::test_nothing_is_written_by_a_try",
+        "diagnose/test_dtype_errors.py::test_the_error_of_a_diagnosed_step_has_it_as_a_note",
         "diagnose/test_dtype_errors.py::test_the_tensors_and_what_was_tried",
         "diagnose/test_loops.py::test_nothing_is_told_of_healthy_steps[truncated]",
         "diagnose/test_loops.py::test_the_line_and_the_step_are_named_and_nothing_changes[truncated]",
