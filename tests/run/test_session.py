@@ -186,7 +186,7 @@ def go(seen, target, **changes):
         ("a/train.py", True),
         ("train.py", True),
         ("../elsewhere/a/train.py", True),
-        ("/work/a/train.py", True),
+        ("/elsewhere/a/train.py", True),
         ("b/train.py", False),
         ("a/eval.py", False),
         ("a.train", False),

@@ -62,16 +62,8 @@ def _leave(name: str, device: str) -> Kernel:
 def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
     match rule.action:
         case "lower":
-            if lowers_as_pytorch(rule, name, device, dtype):
-                return _cast_to(name, device, dtype, use_cache=_is_product(name))
-            op = name.partition(".")[0]
-            if op == "einsum":
-                return _lower_what_contracts(name, device, dtype)
-            if op in _CELLS:
-                return _leave(name, device)
-            if op == "mkldnn_rnn_layer":
-                return _cast_to(name, device, torch.float32)
-            return _lower_with_fp32_sums(name, device, dtype)
+            as_pytorch = _cast_to(name, device, dtype, use_cache=_is_product(name))
+            return lower_unlike_pytorch(rule, name, device, dtype) or as_pytorch
         case "fp32":
             return _cast_to(name, device, torch.float32)
         case "fp32-dtype":
@@ -91,21 +83,26 @@ def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
 _CELLS = frozenset({"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"})
 
 
-def lowers_as_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype) -> bool:
-    """Return whether a rule that lowers does what PyTorch does on CUDA.
+def lower_unlike_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel | None:
+    """Return the kernel of a rule that lowers, None if it does what PyTorch does on CUDA.
 
-    Not where PyTorch's kernel would round partial sums; for an einsum, which may be no product at
-    all; and on the CPU for a cell of a recurrent network, whose ops are each lowered there while
-    its state stays as wide as it is, and for the recurrent layer that a CPU has no kernel for.
+    It differs where PyTorch's kernel would round partial sums; for an einsum, which may be no
+    product at all; and on the CPU for a cell of a recurrent network, whose ops are each lowered
+    there while its state stays as wide as it is, and for the recurrent layer that a CPU has no
+    kernel for.
     """
     if rule in rules_of("torch"):  # the rules of the preset "torch" are PyTorch's to the bit
-        return True
+        return None
     op = name.partition(".")[0]
-    if op == "einsum" or (op in _CELLS and device == "cpu"):
-        return False
+    if op == "einsum":
+        return _lower_what_contracts(name, device, dtype)
+    if op in _CELLS and device == "cpu":
+        return _leave(name, device)
     if op == "mkldnn_rnn_layer":
-        return dispatch.has_onednn(dtype)
-    return not sums.are_products_rounded(name, device, dtype)
+        has_kernel = dispatch.has_onednn(dtype)
+        return None if has_kernel else _cast_to(name, device, torch.float32)
+    is_rounded = sums.are_products_rounded(name, device, dtype)
+    return _lower_with_fp32_sums(name, device, dtype) if is_rounded else None
 
 
 def _lower_what_contracts(name: str, device: str, dtype: torch.dtype) -> Kernel:

@@ -6,7 +6,7 @@ from functools import cache, cached_property, partial
 
 import torch
 
-from halfstep._autocast.casts import carry_out, lower_with_pytorch, lowers_as_pytorch
+from halfstep._autocast.casts import carry_out, lower_unlike_pytorch, lower_with_pytorch
 from halfstep._autocast.policy import Policy, meant_by, preset
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
 from halfstep._autocast.written import split_preset
@@ -103,7 +103,7 @@ class PolicyOnDevice:
         if (native and _is_native(rule, theirs)) or (rule.action, theirs) == ("leave", "leave"):
             return None
         is_native = native and rule.action == theirs == "lower"
-        if is_native and lowers_as_pytorch(rule, op, self.device, dtype):
+        if is_native and lower_unlike_pytorch(rule, op, self.device, dtype) is None:
             return lower_with_pytorch(op, self.device, dtype)
         return carry_out(rule, op, self.device, dtype)
 
