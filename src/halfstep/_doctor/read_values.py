@@ -342,8 +342,7 @@ class Meaning(Values):
     def _scaler_as_written(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
         known = self.object(node)
         if isinstance(known, GradScaler | torch.amp.GradScaler):
-            is_torch = isinstance(known, torch.amp.GradScaler)
-            return SourceScaler(is_torch, known.is_enabled(), init_scale=known.get_scale())
+            return SourceScaler(isinstance(known, torch.amp.GradScaler), known.is_enabled())
         name = self._maker(node, scope)
         if not isinstance(node, ast.Call) or not name.endswith("GradScaler"):
             return None
