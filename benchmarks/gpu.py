@@ -78,6 +78,8 @@ def parts(device: str, *, quick: bool) -> list[Part]:
         Part("A training step, float16", (*step, "--dtype", "float16"), has_ratios=True),
         Part("From backward to the optimizer", gradients, has_ratios=True),
         Part("Casts of weights", ("benchmarks/cache_time.py", *on, "--rounds", rounds[-1])),
+        Part("A recorded step", ("benchmarks/record_time.py", *on, *rounds)),
+        Part("Parameters in 16 bits", ("benchmarks/half_parameters.py", *on, *rounds)),
     ]
 
 
@@ -184,12 +186,14 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    done = [run(part) for part in parts(device, quick=args.quick)]
-    about = versions(device)
+    done, about = [], versions(device)
+    for part in parts(device, quick=args.quick):
+        done.append(run(part))
+        if device != "cpu":  # after each part: nothing is lost if a later one is stopped
+            PAGE.write_text(page(f"On a GPU: {about['device']}", about, done), encoding="utf-8")
     if device == "cpu":
         print(page("No GPU: the form of the page, filled in on a CPU", about, done))
     else:
-        PAGE.write_text(page(f"On a GPU: {about['device']}", about, done), encoding="utf-8")
         print(f"wrote {PAGE}", file=sys.stderr)
     return int(any(each.code for each in done))
 

@@ -114,7 +114,7 @@ def _no_accelerator_is_left() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "cpu, or sim:PROFILE: a simulated device of a profile of tests/simulated/profiles.py"
+    text = "cpu, cuda, or sim:PROFILE, a simulated device: tests/simulated/profiles.py"
     parser.addoption("--device", default="cpu", help=text)
 
 
@@ -146,7 +146,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if device.DEVICE != "cpu":
+    if device.PROFILE:
         passed = [
             dict(report.user_properties) for report in terminalreporter.stats.get("passed", ())
         ]

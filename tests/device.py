@@ -1,4 +1,4 @@
-"""The device of the tests: the CPU, or a simulated one with ``pytest --device sim:PROFILE``.
+"""The device of the tests: the CPU, or that of ``--device cuda``, or ``--device sim:PROFILE``.
 
 Tensors are made there without being told (``torch.set_default_device``); a test that must name the
 device, as in ``autocast(DEVICE)``, names this one.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import re
 import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -43,20 +46,38 @@ def choose(option: str) -> None:
     DEVICE, _, PROFILE = option.partition(":")
     if DEVICE == "cpu":
         return
-    # Imported here: what is installed stays in the process.
-    from tests.simulated import device
-    from tests.simulated.profiles import PROFILES
+    if PROFILE:
+        # Imported here: what is installed stays in the process.
+        from tests.simulated import device
+        from tests.simulated.profiles import PROFILES
 
-    device.install()
-    device.use(PROFILES[PROFILE])
-    if PROFILE in FACTS_OF:
-        devices.FACTS[DEVICE] = FACTS_OF[PROFILE]
+        device.install()
+        device.use(PROFILES[PROFILE])
+        if PROFILE in FACTS_OF:
+            devices.FACTS[DEVICE] = FACTS_OF[PROFILE]
     torch.set_default_device(DEVICE)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator for tensors of the device: the CPU's for those of a simulated one."""
+    return torch.Generator("cpu" if PROFILE else DEVICE).manual_seed(seed)
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Let a wait for CUDA raise RuntimeError."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(action="ignore"):  # it does not see all of them, it says
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def num_ops() -> int:
     """Return how many ops the simulated device counts."""
-    if DEVICE == "cpu":
+    if not PROFILE:
         return 0
     from tests.simulated import device
 
@@ -64,12 +85,13 @@ def num_ops() -> int:
 
 
 def is_lack_of_the_test(error: BaseException) -> bool:
-    """Return whether the device lacks what raised ``error``, and not halfstep asked for it.
+    """Return whether the device lacks what raised ``error``, and halfstep did not ask for it.
 
     What an optimizer asks for, when halfstep lets it step, is asked for by who made it fused; and
     a listener only hands a call of the test on.
     """
-    if not getattr(error, "is_lack", False):
+    lacks_kernel = DEVICE == "cuda" and re.match(r"\"\w+\" not impl|`fused=True` req", str(error))
+    if not (lacks_kernel or getattr(error, "is_lack", False)):
         return False
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     asking = [file for file in files if _ASKING.search(file)]

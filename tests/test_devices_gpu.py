@@ -11,6 +11,7 @@ from halfstep._pytorch import amp, devices, transfers
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
+BF16 = torch.bfloat16
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -49,6 +50,18 @@ def test_the_kernel_knows_bfloat16() -> None:
     flag, factor = torch.zeros((), device=CUDA), torch.ones((), device=CUDA)
     amp.check_and_unscale_(grads, flag, factor)
     assert flag.item() == 0.0
+
+
+def test_which_kernels_add_in_float32() -> None:
+    ones, rows = (torch.ones(4096, 8, dtype=dtype, device=CUDA) for dtype in (BF16, torch.long))
+    x = torch.zeros(3, 8, dtype=BF16, device=CUDA)
+    table = torch.zeros(3, 8, dtype=BF16, device=CUDA, requires_grad=True)
+    torch.nn.functional.embedding(rows[:, 0], table).backward(ones)
+    assert table.grad is not None
+    assert table.grad.max() == 4096
+    assert x.index_put((rows[:, 0],), ones, accumulate=True).max() == 4096
+    for rounded in (x.index_add(0, rows[:, 0], ones), x.scatter_add(0, rows, ones)):
+        assert rounded.max() == 256
 
 
 def test_other_answers_hold() -> None:

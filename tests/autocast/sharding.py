@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -57,7 +57,7 @@ def model() -> Model:
 
 def batches(step: int) -> list[tuple[Tensor, Tensor]]:
     """Return the data of a step: two batches."""
-    generator = torch.Generator().manual_seed(100 + step)
+    generator = seeded(100 + step)
     return [
         (
             torch.randn(4, WIDTH, generator=generator),

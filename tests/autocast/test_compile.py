@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests import forked
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -51,12 +51,12 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    return torch.randn(4, 8, generator=seeded(0))
 
 
 @pytest.fixture
 def weight() -> Tensor:
-    return torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    return torch.randn(8, 8, generator=seeded(1)).requires_grad_()
 
 
 def body(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch import Tensor
 
 from halfstep._autocast import Policy, Rule, autocast, preset
@@ -61,7 +61,7 @@ MIXES = list(itertools.product(FLOATS, FLOATS))
 
 
 def tensors(to: torch.dtype, of: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x, source = torch.randn(3, 2, generator=generator), torch.randn(2, 2, generator=generator)
     return x.to(to), source.to(of)
 

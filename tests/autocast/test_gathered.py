@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.autocast.sharding import Alive
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +21,7 @@ from halfstep._pytorch import distributed
 from halfstep.errors import CallOrderError
 
 BF16 = torch.bfloat16
-X = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+X = torch.randn(4, 32, generator=seeded(1))
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weight_of(*shape: int, shared: bool = True, frozen: bool = False) -> tuple[nn.Parameter, Any]:
     """Return a weight, and what has its memory too."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     flat = torch.randn(torch.Size(shape).numel(), generator=generator)
     values = flat.view(shape)
     return nn.Parameter(values, requires_grad=not frozen), flat if shared else None

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -461,6 +461,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("way", ["keep", "rule", "compiled"])
 @pytest.mark.parametrize("lower", [BF16, FP16])
 @pytest.mark.parametrize("layer", LAYERS)
@@ -578,7 +579,7 @@ class Own(nn.Module):
     def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.function = function
-        self.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
+        self.weight = nn.Parameter(torch.randn(4, 4, generator=seeded(0)))
         self.cache: Tensor
         self.register_buffer("cache", torch.zeros(4, 4))
         self.inner = nn.Linear(4, 4)

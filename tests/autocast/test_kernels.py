@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests import forked
 from tests.autocast.versions import has_op
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch import Tensor
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
@@ -26,7 +26,7 @@ Call = Callable[[], Tensor]
 
 
 def rand(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    return torch.rand(shape, generator=seeded(sum(shape))).to(dtype)
 
 
 def spd(n: int) -> Tensor:

@@ -80,12 +80,14 @@ def test_standard_does_what_pytorch_does_on_cuda() -> None:
     """Except where standard.toml says otherwise.
 
     bfloat16 has room for the gradient of BCE; some matrix norms refuse an input in lower precision;
-    what adds many terms promotes, and adds in float32; an outer product is no contraction.
+    what adds many terms promotes, and adds in float32; an outer product is no contraction;
+    recurrent layers and the states of cells are wide.
     """
     names = ("linalg_matrix_norm.default", "linalg_matrix_norm.str_ord", "addr.default")
-    on_purpose = {("binary_cross_entropy.default", torch.bfloat16)} | {
-        (name, dtype) for name in names for dtype in DTYPES
-    }
+    wide = ("_thnn_fused_lstm_cell.default", "_thnn_fused_gru_cell.default")
+    recurrent = ("_cudnn_rnn.default", "miopen_rnn.default")
+    in_bf16 = {(op, torch.bfloat16) for op in ("binary_cross_entropy.default", *recurrent)}
+    on_purpose = in_bf16 | {(name, dtype) for name in (*names, *wide) for dtype in DTYPES}
     for dtype in DTYPES:
         for op in sorted(dispatch.overloads_with_autocast_kernel("cuda")):
             if (op, dtype) not in on_purpose:
@@ -117,13 +119,21 @@ def test_the_docs_say_which_ops_only_some_versions_have() -> None:
 def test_bf16_lean_differs_in_bfloat16_only() -> None:
     difference = preset("standard").diff(preset("bf16-lean"))
     assert {case.dtype for each in difference.differences for case in each.cases} == {"bf16"}
-    assert {each.after for each in difference.differences} == {"leave"}
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Softmax(-1))
+    assert {each.after for each in difference.differences} == {"leave", "lower"}
+    norms = torch.nn.LayerNorm(4), torch.nn.GroupNorm(2, 4), torch.nn.RMSNorm(4)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), *norms, torch.nn.Softmax(-1))
     for name, dtype in (("standard", torch.float32), ("bf16-lean", torch.bfloat16)):
         with autocast(DEVICE, torch.bfloat16, policy=name):
             assert model(torch.ones(2, 4)).dtype is dtype
         with autocast(DEVICE, torch.float16, policy=name):
             assert model(torch.ones(2, 4)).dtype is torch.float32
+
+
+def test_bf16_lean_takes_class_weights_in_float32() -> None:
+    with autocast(DEVICE, torch.bfloat16, policy="bf16-lean"):
+        chances = torch.zeros(2, 3, dtype=torch.bfloat16).log_softmax(-1)
+        loss = torch.nn.functional.nll_loss(chances, torch.tensor([0, 2]), torch.ones(3))
+    assert (chances.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_fp32_lowers_nothing() -> None:

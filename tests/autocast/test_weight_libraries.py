@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from halfstep._autocast import autocast, hold_casts, weight_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+X = torch.randn(4, 8, generator=seeded(0))
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from tests import forked
+from tests.device import DEVICE
 from tests.diagnose import dtype_programs as hostile
 from torch import nn
 
@@ -290,6 +291,15 @@ def test_other_errors_are_not_explained(tmp_path: Path) -> None:
     assert explain(failing("torch.mm(x, x)", tmp_path / "train.py")) is None
     assert explain(RuntimeError("mat1 and mat2 must have the same dtype")) is None
     assert explain(KeyboardInterrupt()) is None
+
+
+def test_under_a_default_device(tmp_path: Path) -> None:
+    """PyTorch's mode stands between the user's call and the op."""
+    with torch.device(DEVICE):
+        found = explain(failing("torch.nn.functional.linear(x, half)", tmp_path / "train.py"))
+    assert found is not None
+    assert [each.name for each in found.operands] == ["x", "half"]
+    assert found.cures
 
 
 @pytest.mark.parametrize(

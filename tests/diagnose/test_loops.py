@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -249,7 +249,7 @@ def with_random_numbers(run: Run) -> None:
 
 @loop()
 def with_a_generator_of_its_own(run: Run) -> None:
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     for x, y in run.batches:
         out = run.model(x + torch.randn(x.shape, generator=generator))
         run.take_scaled(log_ratio(out, y))

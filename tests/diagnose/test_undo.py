@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from tests.scaler.containers import Parts
 from torch import nn
 from torch.nn import functional as F
@@ -51,7 +51,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         self.scaler = halfstep.GradScaler(init_scale=256.0)
-        self.generator = torch.Generator().manual_seed(3)
+        self.generator = seeded(3)
         self.num_skipped = 0
         for _ in range(2):
             self.step()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import seeded
 from tests.scaler.containers import Parts
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from halfstep import GradScaler, doctor, float32_weights, lost_updates, master_w
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
 BF16 = torch.bfloat16
-DATA = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+DATA = torch.randn(32, 8, generator=seeded(0))
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +143,7 @@ def language_model() -> Any:
 @pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
 def test_a_trainer_resumes(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    tokens = torch.randint(0, 32, (32, 8), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 32, (32, 8), generator=seeded(0))
     data = [{"input_ids": each, "labels": each} for each in tokens]
 
     def trained(resumed: str | None = None) -> nn.Module:

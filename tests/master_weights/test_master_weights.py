@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -954,7 +954,7 @@ def test_chance_goes_on_after_loading() -> None:
     def made(seed: int) -> tuple[nn.Linear, torch.optim.Optimizer]:
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         return model, master_weights(optimizer, "stochastic", generator=generator)
 
     whole, optimizer = made(5)
@@ -990,7 +990,7 @@ def pickled(values: Any) -> Any:
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, LowMomentum])
 def test_a_copy_goes_on(kind: Any, store: Any, copied: Callable[[Any], Any]) -> None:
     """As the original does, which does not notice."""
-    generator = torch.Generator().manual_seed(5) if store == "stochastic" else None
+    generator = seeded(5) if store == "stochastic" else None
     model = linear()
     optimizer = master_weights(kind(model.parameters()), store, "float32", generator)
     loss_of(model, 0).backward()

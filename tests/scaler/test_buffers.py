@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -143,7 +143,7 @@ def net(layer: Callable[[], nn.Module] = LAYERS["BatchNorm1d"]) -> nn.Module:
 
 
 def batches(num: int = 6) -> list[Tensor]:
-    numbers = torch.Generator().manual_seed(1)
+    numbers = seeded(1)
     found = [torch.randn(4, 3, generator=numbers) for _ in range(num)]
     found[BROKEN][1, 2] = math.nan
     return found

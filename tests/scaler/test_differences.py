@@ -530,13 +530,11 @@ by_key = pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda differenc
 
 
 @by_key
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # PyTorch 2.11 says so once
 def test_ours_is_right(difference: Difference) -> None:
     assert difference.ours_is_right()
 
 
 @by_key
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_torch_still_has_it(difference: Difference) -> None:
     if not difference.torch_still_has_it():
         pytest.skip(

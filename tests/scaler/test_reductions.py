@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -189,8 +189,8 @@ def test_a_bad_entry_is_found_at_the_edges_of_pieces(dtype: torch.dtype, bad: fl
 @pytest.mark.parametrize("spread", ["around zero", "positive", "equal", "one expanded"])
 def test_precision(dtype: torch.dtype, size: int, spread: str) -> None:
     entries = {
-        "around zero": torch.randn(size, generator=torch.Generator().manual_seed(0)),
-        "positive": torch.rand(size, generator=torch.Generator().manual_seed(0)) + 0.5,
+        "around zero": torch.randn(size, generator=seeded(0)),
+        "positive": torch.rand(size, generator=seeded(0)) + 0.5,
         # Rounded the same way each time: the worst case of one long sum.
         "equal": torch.full((size,), 0.3),
         "one expanded": torch.tensor(0.3).expand(size),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -39,7 +39,7 @@ class Program:
 
     def __init__(self, scaler: Any) -> None:
         self.scaler, self.model = scaler, network()
-        self.generator = torch.Generator().manual_seed(1)
+        self.generator = seeded(1)
 
     def outputs(self, x: Tensor, params: dict[str, Tensor] | None = None) -> Tensor:
         with fp16():

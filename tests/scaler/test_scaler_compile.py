@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch._dynamo.utils import counters
 
 from halfstep._gradients.gradients import collect
@@ -91,7 +91,7 @@ def fused_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[
 
 def max_norm(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     checked = step.unscale_(prepare(scale, params))
-    return [finish(checked), p_norm(checked.gathered.gradients, math.inf, CPU)]
+    return [finish(checked), p_norm(checked.gathered.gradients, math.inf, params[0].device)]
 
 
 PARTS: list[Part] = [plain, plain_with_clip, fused_with_clip, max_norm]
@@ -99,7 +99,7 @@ PARTS: list[Part] = [plain, plain_with_clip, fused_with_clip, max_norm]
 
 def params_with_gradients(number: int, device: torch.device = CPU) -> list[torch.nn.Parameter]:
     """Gradients of several shapes and dtypes; the fourth time one entry is inf."""
-    generator = torch.Generator().manual_seed(number)
+    generator = seeded(number)
     grads = [
         torch.randn(3, 4, generator=generator),
         torch.randn(3, 4, generator=generator),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import seeded
 from tests.scaler.containers import KINDS, Bare, Chained, Facade, OfFirst, Parts, Twice
 from tests.scaler.test_scaler_protocol import CountItems
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def make(kind: Any, fused: bool = False, **options: Any) -> tuple[nn.Sequential,
 
 
 def loss_of(model: nn.Module, step: int = 0) -> Tensor:
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+    x = torch.randn(8, 4, generator=seeded(step))
     loss: Tensor = model(x).square().mean()
     return loss
 

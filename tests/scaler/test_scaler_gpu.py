@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import no_waits
 
 from halfstep._gradients.norms import largest_magnitudes, sums_of_squares
 from halfstep._scaler import GradScaler
@@ -67,9 +68,7 @@ def test_a_fused_step_waits_for_nothing(fused: bool) -> None:
     scaler.update()
     scaled = scaler.scale(model(torch.ones(4, 8, device=CUDA)).sum())
     scaled.backward()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         if fused:
             scaler.step(optimizer)
         else:
@@ -77,10 +76,8 @@ def test_a_fused_step_waits_for_nothing(fused: bool) -> None:
             with pytest.raises(RuntimeError, match="synchronizing"):
                 scaler.step(optimizer)
         scaler.update()
-        scaler.update(torch.full((), 4.0, device=CUDA))
+        scaler.update(4.0)
         scaler.set_growth_interval(1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("kind", ["transposed", "sliced", "complex", "sparse", "bfloat16"])
@@ -173,13 +170,9 @@ def test_a_fused_step_with_clipping_waits_for_nothing(cls: Any) -> None:
         scaler.update()
 
     step(bad=False)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for bad in (False, True, False):
             step(bad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     history = scaler.history()
     assert [entry.taken for entry in history] == [True, True, False, True]
     assert scaler.outcome(optimizer).taken
@@ -198,7 +191,6 @@ def test_the_message_comes_late_but_comes() -> None:
         scaler.update()
         torch.cuda.synchronize()
     assert [str(report.reason) for report in reports] == ["loss", "loss"]
-    assert next(culprit.name for culprit in reports[0].culprits) == "0.weight"
 
 
 @pytest.mark.parametrize("rule", [Dynamic(), Dynamic(hysteresis=2, refill="step"), Static()])

@@ -73,7 +73,6 @@ def test_a_loss_from_before_an_unusable_scale_cannot_go_backward(value: float) -
         loss.backward()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # 2.11 warns, though they are on
 def test_a_call_that_fails_does_not_coalesce() -> None:
     param = torch.nn.Parameter(torch.zeros(3))
     grad = torch.sparse_coo_tensor(

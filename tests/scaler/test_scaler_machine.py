@@ -27,7 +27,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from tests.scaler.saved import opened
 from torch.nn.utils import clip_grad_norm_
 
@@ -53,7 +53,7 @@ class Side:
         self.params = []
         self.optimizers = []
         for k, (cls, kwargs) in enumerate(OPTIMIZERS):
-            generator = torch.Generator().manual_seed(k)
+            generator = seeded(k)
             params = [
                 torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype))
                 for shape, dtype in [((2, 3), torch.float32), ((4,), torch.float64)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -393,7 +393,7 @@ def make_params() -> list[torch.nn.Parameter]:
 
 
 def make_grads(seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return [torch.randn(shape, generator=generator) for shape in ((5, 7), (9,))]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.device import seeded
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.rules import Dynamic, Static
@@ -117,7 +118,7 @@ class Training:
 
 
 def batches(count: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     return [torch.randn(6, 3, generator=generator) for _ in range(count)]
 
 

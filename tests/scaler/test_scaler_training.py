@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch.nn.utils import clip_grad_norm_
 
 from halfstep._autocast import autocast
@@ -31,7 +31,7 @@ def make_model(seed: int = 0) -> torch.nn.Module:
 
 
 def make_batches(count: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     return [
         (torch.randn(5, 4, generator=generator), torch.randn(5, 2, generator=generator))
         for _ in range(count)

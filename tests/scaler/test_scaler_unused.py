@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import DEVICE
+from tests.device import DEVICE, seeded
 from torch.utils.checkpoint import checkpoint
 
 from halfstep._scaler import GradScaler, unused
@@ -208,7 +208,6 @@ def test_unscaled_before_a_state_is_loaded() -> None:
     assert moved(param) == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # PyTorch 2.11 says so once
 @pytest.mark.parametrize("layout", ["sparse", "complex", "expanded", "float16"])
 def test_other_gradients(layout: str) -> None:
     dtype = {"complex": torch.complex64, "float16": torch.float16}.get(layout, torch.float32)
@@ -335,7 +334,7 @@ def two_layers() -> tuple[torch.nn.Linear, torch.nn.Linear, torch.optim.SGD, tor
 
 
 def batches() -> torch.Tensor:
-    return torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(1))
+    return torch.randn(8, 8, 4, generator=seeded(1))
 
 
 def state(*modules: torch.nn.Module) -> list[torch.Tensor]:

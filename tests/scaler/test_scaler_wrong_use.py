@@ -141,7 +141,7 @@ def test_float16_gradients(method: str) -> None:
     where = torch.empty(0).device
     assert f"param_groups[0]['params'][1] (float16[4, 5] on {where})." in str(error.value)
     setup.scaler.watch(module := torch.nn.ParameterDict({"table": half}))
-    with pytest.raises(ValueError, match=r"table \(float16\[4, 5\] on (cpu|sim:0)\)\."):
+    with pytest.raises(ValueError, match=r"table \(float16\[4, 5\] on (cpu|sim:0|cuda:0)\)\."):
         getattr(setup.scaler, method)(optimizer)
     del module
     assert torch.equal(half.grad, torch.ones_like(half))
@@ -179,13 +179,13 @@ def test_a_fused_optimizer_may_have_float16_gradients() -> None:
         (
             torch.ones(2),
             ValueError,
-            r"new_scale is float32\[2\] on (cpu|sim:0) with requires_grad=False",
+            r"new_scale is float32\[2\] on (cpu|sim:0|cuda:0) with requires_grad=False",
         ),
         (torch.ones((), requires_grad=True), ValueError, "with requires_grad=True: pass a number"),
         (
             torch.ones((), dtype=torch.bool),
             TypeError,
-            r"bool\[\] on (cpu|sim:0): pass a real tensor",
+            r"bool\[\] on (cpu|sim:0|cuda:0): pass a real tensor",
         ),
         (torch.ones((), dtype=torch.complex64), TypeError, "complex64.* pass a real tensor"),
     ],

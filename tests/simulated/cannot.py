@@ -1,4 +1,4 @@
-"""Tests that cannot run on the simulated device, each with its reason.
+"""Tests that cannot run on the simulated device, or on CUDA, each with its reason.
 
 What a test itself asks for, and the device's profile lacks, needs no line here: pytest skips a test
 whose error comes from there without passing through halfstep.
@@ -197,8 +197,73 @@ WITHOUT_FLOAT64 = {
     ),
 }
 
-WITH: dict[str, dict[str, tuple[str, ...]]] = {"mps": WITHOUT_FLOAT64, "xpu_arc": WITHOUT_FLOAT64}
-"""The same for single profiles."""
+ON_CUDA = {
+    "Is about the CPU: its list of ops, what it has kernels for, or how it rounds.": (
+        "autocast/test_checkpoint.py::test_a_backward_pass_in_another_thread[True-*]",
+        "autocast/test_checkpoint.py::test_plain_autocast_recomputes_as_it_always_did",
+        "autocast/test_context.py::test_everything_is_restored_after_an_exception",
+        "autocast/test_context.py::test_recurrent_layers_do_what_they_do_under_torch_autocast[*-standard]",
+        "autocast/test_context.py::test_the_policy_in_force_can_be_asked_for",
+        "autocast/test_custom_function.py::test_under_plain_autocast_backward_runs_under_plain_autocast",
+        "autocast/test_kernels.py::test_integers_complex_and_float64_stay",
+        "autocast/test_kernels.py::test_standard_runs_every_op_of_the_cpu_list",
+        "autocast/test_kernels.py::test_tensors_given_by_keyword_are_cast_too",
+        "autocast/test_no_kernel.py::test_eigenvectors_by_iteration[given0]",
+        "autocast/test_use_policy.py::test_compiled_code_is_told_apart_in_a_thread_that_enters_the_policy_too",
+        "autocast/test_weight_cache.py::test_other_layouts_run_as_under_torch_autocast",
+        "autocast/test_weight_cache.py::test_whether_a_cast_is_kept_changes_no_gradient",
+        "autocast/test_weight_writes.py::test_no_cast_is_stale[a fused op-*]",
+        "diagnose/test_dtype_errors.py::test_a_cure_runs_when_it_is_pasted[half model, float input]",
+        "diagnose/test_dtype_errors.py::test_the_tensors_and_what_was_tried[half model, float input]",
+        "master_weights/test_chunks.py::test_a_chunk_fits_the_cache_of_a_cpu_and_is_a_tenth_elsewhere[cuda-*]",
+        "scaler/test_reductions.py::test_large_gradients_are_not_copied",
+        "scaler/test_reductions.py::test_small_gradients_are_reduced_together",
+        "scaler/test_scaler_passes.py::test_gradients_after_a_step_are_unscaled_and_clipped[True-*]",
+        "scaler/test_scaler_passes.py::test_the_norm_reads_every_gradient_once",
+    ),
+    "Needs the numbers that a seed gives on the CPU.": (
+        "autocast/test_export.py::test_the_code_does_what_the_policy_does",
+        "diagnose/test_diagnose.py::test_float16_parameters_without_autocast_are_replayed_in_float32",
+        "diagnose/test_kinds.py::test_the_fault_is_named_and_its_cure_can_be_pasted[*discriminator_log]",
+        "scaler/test_buffers.py::test_a_mask_that_the_first_call_fills_outlives_a_skipped_first_step",
+        "scaler/test_buffers.py::test_a_skip_by_overflow_keeps_the_statistics_as_in_pytorch",
+    ),
+    "The numbers of a step arrive when they arrive: the warning comes in one of the next steps.": (
+        "scaler/test_differences.py::test_ours_is_right[A7]",
+        "scaler/test_scaler_shared.py::test_clipping_too_early_is_noticed_after_skipped_steps",
+        "scaler/test_scaler_shared.py::test_clipping_too_early_is_noticed_with_a_replaced_method",
+    ),
+    "PyTorch's fused SGD rounds the last bit differently if it divides by a scale.": (
+        "scaler/test_scaler_training.py::test_optimizers_against_float32[*-False-SGD-fused]",
+    ),
+    "An index that is out of range ends the process's use of the device.": (
+        "autocast/test_differences.py::test_halfstep[C10]",
+        "autocast/test_differences.py::test_pytorch_still_has_it[C10]",
+    ),
+    "PyTorch fails on tensors of the test: a default device is a mode, and NumPy is the CPU's.": (
+        "autocast/test_export.py::test_the_code_cures_a_half_model",
+        "autocast/test_weight_cache.py::test_a_parameter_of_the_memory_of_a_held_one_is_a_plain_one",
+        "diagnose/test_watch_unseen.py::test_an_evaluation_keeps_few_of_its_batches",
+        "master_weights/test_master_weights.py::test_a_model_without_values_steps",
+        "record/test_diagnoses.py::test_the_step_is_the_one_that_has_ended_or_that_an_optimizer_makes_now",
+        "record/test_record.py::test_counting_rules_changes_no_number",
+    ),
+}
+"""Seen on one H200 with PyTorch 2.11."""
+
+WITH: dict[str, dict[str, tuple[str, ...]]] = {
+    "mps": WITHOUT_FLOAT64,
+    "xpu_arc": WITHOUT_FLOAT64,
+    "": ON_CUDA,
+}
+"""The same for single profiles; the empty one is CUDA itself."""
+
+SIMULATED_ONLY = (
+    "A gap of the device: see the table in device.py.",
+    "Compiles, exports or traces: not on this device.",
+    "Sparse CSR and nested tensors: not on this device.",
+)
+"""What CUDA itself can run."""
 
 
 def reason(test: str, profile: str) -> str | None:
@@ -207,6 +272,8 @@ def reason(test: str, profile: str) -> str | None:
     names = {file, test.partition("[")[0], test}
     for reasons in (EVERYWHERE, WITH.get(profile, {})):
         for why, tests in reasons.items():
+            if not profile and why in SIMULATED_ONLY:
+                continue
             if not names.isdisjoint(tests):
                 return why
             if any(each.fullmatch(test) for each in _patterns(tests)):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.device import no_waits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,14 +33,10 @@ def test_modules_rules_and_times(model: nn.Sequential) -> None:
 
 def test_no_sync_in_the_block(model: nn.Sequential) -> None:
     x = torch.ones(8, 16, device="cuda")
-    with halfstep.trace(model):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with halfstep.autocast("cuda", torch.bfloat16):
-                loss = model(x).sum()
-            loss.backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with halfstep.trace(model), no_waits():
+        with halfstep.autocast("cuda", torch.bfloat16):
+            loss = model(x).sum()
+        loss.backward()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -64,6 +64,8 @@ def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
         case "lower":
             as_pytorch = _cast_to(name, device, dtype, use_cache=_is_product(name))
             return lower_unlike_pytorch(rule, name, device, dtype) or as_pytorch
+        case "fp32" if name.partition(".")[0] in _RECURRENT_LAYERS:
+            return _recurrent_layer_in_float32(name, device)
         case "fp32":
             return _cast_to(name, device, torch.float32)
         case "fp32-dtype":
@@ -81,28 +83,46 @@ def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
 
 
 _CELLS = frozenset({"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"})
+_RECURRENT_LAYERS = frozenset({"_cudnn_rnn", "miopen_rnn"})
 
 
 def lower_unlike_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel | None:
     """Return the kernel of a rule that lowers, None if it does what PyTorch does on CUDA.
 
     It differs where PyTorch's kernel would round partial sums; for an einsum, which may be no
-    product at all; and on the CPU for a cell of a recurrent network, whose ops are each lowered
-    there while its state stays as wide as it is, and for the recurrent layer that a CPU has no
-    kernel for.
+    product at all; for a cell of a recurrent network, whose products are lowered while its state
+    stays as wide as it is; for the recurrent layer that a CPU has no kernel for; and for that of
+    cuDNN, whose weights PyTorch's kernel casts together.
     """
+    op = name.partition(".")[0]
+    if op in _RECURRENT_LAYERS:
+        return pytorch_kernel(name, device)
     if rule in rules_of("torch"):  # the rules of the preset "torch" are PyTorch's to the bit
         return None
-    op = name.partition(".")[0]
     if op == "einsum":
         return _lower_what_contracts(name, device, dtype)
-    if op in _CELLS and device == "cpu":
+    if op in _CELLS:
         return _leave(name, device)
     if op == "mkldnn_rnn_layer":
         has_kernel = dispatch.has_onednn(dtype)
         return None if has_kernel else _cast_to(name, device, torch.float32)
     is_rounded = sums.are_products_rounded(name, device, dtype)
     return _lower_with_fp32_sums(name, device, dtype) if is_rounded else None
+
+
+def _recurrent_layer_in_float32(name: str, device: str) -> Kernel:
+    """Run a recurrent layer in float32; where weights lie in their buffer depends on the dtype."""
+    in_float32 = _cast_to(name, device, torch.float32)
+    names = [argument.name for argument in schema_of(overload(name)).arguments]
+    place = names.index("weight_buf") if "weight_buf" in names else None
+
+    def recurrent_layer(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+        buffer = None if place is None else args[place]
+        if buffer is not None and buffer.dtype is not torch.float32:
+            args = (*args[:place], None, *args[place + 1 :])
+        return in_float32(keys, *args, **kwargs)
+
+    return recurrent_layer
 
 
 def _lower_what_contracts(name: str, device: str, dtype: torch.dtype) -> Kernel:

@@ -108,8 +108,8 @@ class Call:
 
     @property
     def is_between(self) -> bool:
-        """Whether it passes a call of the user on, by halfstep or by PyTorch's dispatcher."""
-        return self.place.code.co_filename.startswith((_OURS, dispatch.DISPATCHER_FILE))
+        """Whether it passes a call of the user on: halfstep, PyTorch's dispatcher and modes do."""
+        return self.place.code.co_filename.startswith((_OURS, *dispatch.DISPATCHER_FILES))
 
     @property
     def has_no_effects(self) -> bool:

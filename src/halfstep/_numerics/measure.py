@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfstep._numerics.formats import FORMATS
 from halfstep._numerics.statistics import Statistics, binned
-from halfstep._pytorch import distributed, modes
+from halfstep._pytorch import distributed, modes, storages
 
 LARGE = {"cpu": 2**16}
 """Maximum number of entries that are all counted, by device type: a CPU counts slowly."""
@@ -73,12 +73,13 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
 def float_values(tensor: Tensor) -> Tensor | None:
     """Return the floating-point values of a tensor of any layout, None if it has none.
 
-    A tensor of integers has none, nor has one inside of ``torch.func.vmap`` or one without data.
+    A tensor of integers has none, nor has one inside of ``torch.func.vmap`` or one without data, as
+    the zeros of forward-mode AD: to read those ends a CUDA context.
     For a DTensor the result is the local part; there is no communication.
     """
     values = tensor.detach()
     values = distributed.local_part(values)
-    if modes.is_inside_functorch(values) or values.is_meta or modes.is_fake(values):
+    if modes.is_inside_functorch(values) or not storages.has_data(values):
         return None
     if values.layout is not torch.strided:
         values = values.coalesce().values() if values.is_sparse else values.values()
@@ -198,10 +199,7 @@ def extremes(tensor: Tensor) -> tuple[float, float] | None:
         return None
     if values.element_size() == 1:  # PyTorch cannot compare float8
         values = values.float()
-    try:
-        low, high = torch.stack(torch.aminmax(values)).tolist()
-    except RuntimeError:  # the zeros of forward-mode AD have no data
-        return None
+    low, high = torch.stack(torch.aminmax(values)).tolist()
     return low, high
 
 

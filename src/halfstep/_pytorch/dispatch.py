@@ -282,5 +282,5 @@ def _implement(
     torch.library._impls.difference_update(library._op_impls)
 
 
-# The file of Python code that passes calls of ops on, in modes and in kernels.
-DISPATCHER_FILE: str = torch._ops.__file__
+# Files of Python code that passes calls of ops on: in modes, under a default device, in kernels.
+DISPATCHER_FILES = (torch._ops.__file__, torch.overrides.__file__, torch.utils._device.__file__)

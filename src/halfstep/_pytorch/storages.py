@@ -10,7 +10,7 @@ import torch
 import torch.multiprocessing.reductions
 
 from halfstep._pytorch.dispatch import callable_of
-from halfstep._pytorch.modes import no_torch_function
+from halfstep._pytorch.modes import is_fake, no_torch_function
 
 # (sparse tensor): the tensor of its values, below autograd, whether or not coalesced.
 values_of_sparse: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
@@ -31,6 +31,11 @@ def _users(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 _ONE_USER = _users(torch.empty(1))  # reference counts differ between Python versions
+
+
+def has_data(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has values that can be read."""
+    return not (tensor.is_meta or is_fake(tensor) or tensor._is_zerotensor())
 
 
 def number_of(storage: torch.UntypedStorage) -> int:
