@@ -151,6 +151,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "diagnose/test_dtype_errors.py::test_nothing_is_written_by_a_try",
         "diagnose/test_dtype_errors.py::test_the_error_of_a_diagnosed_step_has_it_as_a_note",
         "diagnose/test_dtype_errors.py::test_the_tensors_and_what_was_tried",
+        "diagnose/test_dtype_errors.py::test_under_a_default_device",
         "diagnose/test_loops.py::test_nothing_is_told_of_healthy_steps[truncated]",
         "diagnose/test_loops.py::test_the_line_and_the_step_are_named_and_nothing_changes[truncated]",
         "diagnose/test_unseen.py::test_bad_values_are_found_and_good_ones_are_not[<lambda>3]",
