@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep import preset
 from halfstep._cli import main
+from halfstep._diagnose.watch import Watch
 from halfstep._record.read import read_run
 from halfstep._run.amp import mixed_precision
 from halfstep._run.stand_ins import replaced
@@ -785,3 +786,23 @@ def test_a_policy() -> None:
             model(torch.ones(2, 4))
 
     assert dtypes == [torch.float32, BF16]
+
+
+def test_one_bad_step_is_diagnosed_once_and_its_replays_are_not_the_scripts() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def script() -> None:
+        for step in range(6):
+            optimizer.zero_grad()
+            out = model(torch.ones(2, 4))
+            if step == 3:
+                out = (out * 1e6).half()
+            F.cross_entropy(out, torch.tensor([0, 1])).backward()
+            optimizer.step()
+
+    found: list[int] = []
+    with Watch(tell=lambda diagnosis, step: found.append(step)) as watch:
+        said = run(script)
+    assert (found, watch.notes) == ([4], [])
+    assert not any("its own autocast" in message for message in said)

@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Self
@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import things
@@ -129,6 +130,7 @@ class Watch:
         self.is_ending = False
         self._loss_scaler: GradScaler | None = None
         self._losses: list[Tensor] = []
+        self._roots: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._left_out: Made | None = None
         self._ends: list[KeptCall] = []
         self._bad_ends: list[KeptCall] = []
@@ -177,7 +179,9 @@ class Watch:
         """Note a loss before it is scaled."""
         if self._is_watching(scaler):
             self._is_scaled, self._loss_scaler = True, scaler
-            self._losses = [loss.detach() for loss in tensors_in([outputs])]
+            # `halfstep run` scales inside of the backward pass, whose roots were checked.
+            losses = [loss for loss in tensors_in([outputs]) if loss not in self._roots]
+            self._losses = [loss.detach() for loss in losses]
 
     def on_iteration(
         self, scaler: GradScaler, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
@@ -205,7 +209,9 @@ class Watch:
         if self._is_trial or self._is_bad or self._live is not None or not self._is_here():
             return
         # With a scaler, check the unscaled losses that on_loss has noted.
-        losses, self._losses = self._losses or list(tensors_in([roots])), []
+        given = list(tensors_in([roots]))
+        losses, self._losses = self._losses or given, []
+        self._roots = WeakTensorKeyDictionary(dict.fromkeys(given))
         if are_finite(losses):
             return
         self._is_bad = True

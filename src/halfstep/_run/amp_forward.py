@@ -16,6 +16,7 @@ from halfstep._autocast import Policy, autocast
 from halfstep._autocast.scopes import current as current_scope
 from halfstep._common.nested import map_leaves
 from halfstep._common.patches import TopLevelCalls, not_compiled
+from halfstep._diagnose.replay import is_replaying
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._pytorch.amp import Switches
 from halfstep._run.amp_script import ScriptState
@@ -77,8 +78,10 @@ class Forward(TopLevelCalls):
             self._note_own(switches.dtype)
 
     def _note_own(self, dtype: torch.dtype) -> None:
-        # An autocast entered in a backward pass is our own, restored by a checkpoint.
-        if autograd.backward_number() < 0 and self._script.is_on:
+        # An autocast entered in a backward pass is our own, restored by a checkpoint; so is one
+        # of a replay.
+        is_scripts = autograd.backward_number() < 0 and not is_replaying()
+        if is_scripts and self._script.is_on:
             self._script.note_own_autocast(dtype)
 
     @compiler.do_not_compile_alone
