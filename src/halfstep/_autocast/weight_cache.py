@@ -92,7 +92,7 @@ class _Entry:
 
 
 class Casts(dict[torch.dtype, _Entry]):
-    """The casts of one weight in a context, kept from the second unchanged use on.
+    """The casts of one weight, which :func:`cast` asks for from its second use in a context on.
 
     So training with one forward pass per context keeps nothing. Nor are casts kept of a weight that
     shares memory with others: they may write to it undetected, as fully_shard does when it gathers.
@@ -111,9 +111,7 @@ class Casts(dict[torch.dtype, _Entry]):
         whether or not the cast was kept. (With ``weight.to(dtype)`` autograd would round them, and
         sum those of several uses rounded.) Sync: none.
         """
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._is_captured = True
-            self.forget()
+        self.note_capture(weight)
         if self._is_captured:
             return None
         entry = self.get(dtype) or self.setdefault(dtype, _Entry())
@@ -125,12 +123,20 @@ class Casts(dict[torch.dtype, _Entry]):
         has_gradient = weight.requires_grad and torch.is_grad_enabled()
         return storages.in_place_of(weight, cast) if has_gradient else cast
 
+    def note_capture(self, weight: Tensor) -> None:
+        """Keep no cast from now on if a CUDA graph is being captured."""
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._is_captured = True
+            self.forget()
+
     def _cast_anew(
         self, entry: _Entry, weight: Tensor, dtype: torch.dtype, marks: _Marks
     ) -> Tensor:
         """Cast without gradient, and decide whether to keep the cast."""
         self._drop(entry)
-        is_worth_it = self._is_worth_keeping(weight.numel() * dtype.itemsize, entry.last == marks)
+        is_worth_it = self._is_worth_keeping(
+            weight.numel() * dtype.itemsize, entry.last in (None, marks)
+        )
         entry.last, num_forgotten = marks, self._num_forgotten
         if not (is_worth_it and _is_its_own(weight)):
             return weight.detach().to(dtype)
@@ -190,14 +196,18 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return :meth:`Casts.cast` of a weight, for the outermost context of this thread.
 
     It keeps no more than torch.autocast does: casts of float32 parameters that require a gradient,
-    outside of inference mode. Sync: none.
+    outside of inference mode. A weight that is used once, as in most training, is cast by PyTorch,
+    whose host takes less time. Sync: none.
     """
+    seen = _thread.casts.get(id(weight))
+    if seen is None:
+        casts = Casts()
+        casts.note_capture(weight)
+        _thread.casts[id(weight)] = weight, casts
+        return None
     if not (can_be_kept(weight) and _is_kept_by_torch(weight)):
         return None
-    casts = _thread.casts
-    if id(weight) not in casts:
-        casts[id(weight)] = weight, Casts()
-    return casts[id(weight)][1].cast(weight, dtype)
+    return seen[1].cast(weight, dtype)
 
 
 def _is_kept_by_torch(weight: Tensor) -> bool:
