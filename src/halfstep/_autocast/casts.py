@@ -114,10 +114,12 @@ def _recurrent_layer_in_float32(name: str, device: str) -> Kernel:
     """Run a recurrent layer in float32; where weights lie in their buffer depends on the dtype."""
     in_float32 = _cast_to(name, device, torch.float32)
     names = [argument.name for argument in schema_of(overload(name)).arguments]
-    place = names.index("weight_buf") if "weight_buf" in names else None
+    if "weight_buf" not in names:
+        return in_float32
+    place = names.index("weight_buf")
 
     def recurrent_layer(keys: Keys, *args: Any, **kwargs: Any) -> Any:
-        buffer = None if place is None else args[place]
+        buffer = args[place]
         if buffer is not None and buffer.dtype is not torch.float32:
             args = (*args[:place], None, *args[place + 1 :])
         return in_float32(keys, *args, **kwargs)
