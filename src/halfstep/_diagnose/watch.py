@@ -43,6 +43,7 @@ from halfstep._diagnose.optimizer_side import Growth, with_bad_setting
 from halfstep._diagnose.skips import Search
 from halfstep._diagnose.user_code import user_line
 from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import Rounds
 from halfstep._pytorch import optim
 from halfstep._scaler import GradScaler, Outcome, split_closure
 from halfstep._scaler.events import OBSERVERS, is_in_step, observing
@@ -120,8 +121,7 @@ class Watch:
         self._skips: weakref.WeakKeyDictionary[GradScaler, Skips] = weakref.WeakKeyDictionary()
         self._live: LiveTrace | None = None
         self._growth = Growth()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._rounds = Rounds()
         self._num_live = self._num_tried = self._num_checked = self._bad_step = 0
         self._num_steps = self._num_by_hand = 0
         self._is_scaled = self._was_finite = self._came_from_elsewhere = False
@@ -251,7 +251,7 @@ class Watch:
 
     def _before_update(self) -> None:
         """End a step that the loop makes by hand, before the first weight changes."""
-        if not self._optimizers and self._counts_plain_steps():
+        if not self._rounds and self._counts_plain_steps():
             self._num_by_hand += 1
             self._end_plain_step(weights_of(needed_for(self._capture.ends)))
 
@@ -319,12 +319,7 @@ class Watch:
     def _count(self, optimizer: Optimizer) -> None:
         """Count a round of several optimizers as one step, and discard steps counted by hand."""
         self._num_steps, self._num_by_hand = self._num_steps - self._num_by_hand, 0
-        if optimizer not in self._stepped and self._stepped:
-            self._num_steps -= 1
-        else:
-            self._stepped.clear()
-        self._stepped.add(optimizer)
-        self._optimizers.add(optimizer)
+        self._num_steps -= not self._rounds.add(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_outermost_step():
@@ -434,10 +429,9 @@ class Watch:
     @property
     def _step(self) -> int:
         """The number of the current step, from 1."""
-        if not (self._optimizers or self._is_scaled or self._num_by_hand):  # no step was seen yet
+        if not (self._rounds or self._is_scaled or self._num_by_hand):  # no step was seen yet
             return self._num_steps + len(self._capture.ends) + self._is_leaving
-        is_begun = 0 < len(self._stepped) < len(self._optimizers)
-        return self._num_steps + (0 if is_begun else 1)
+        return self._num_steps + (not self._rounds.is_open)
 
     def _go_on(self, live: LiveTrace, found: Diagnosis | None) -> None:
         """Report the diagnosis of a traced step, or trace the next step too."""

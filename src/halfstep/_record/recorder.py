@@ -24,6 +24,7 @@ from halfstep._diagnose.diagnosis import Diagnosis, line_text
 from halfstep._diagnose.user_code import user_line
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.norms import norms_of
+from halfstep._gradients.optimizers import Rounds
 from halfstep._gradients.scalars import as_tensor
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._pytorch.devices import to_device
@@ -104,7 +105,7 @@ class Recorder:
         sinks: Sequence[Sink],
     ) -> None:
         self.num_steps = self._num_ended = 0
-        self._round: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._rounds = Rounds()
         self.skipped: set[int] = set()
         self._writer, self._scaler, self._every, self._sinks = writer, scaler, every, list(sinks)
         self._models, self._waiting = models, PendingSteps()
@@ -189,7 +190,7 @@ class Recorder:
                 self._write_culprits(outcome)
                 self._write_buffers(self.num_steps + 1)
         self.num_steps += 1
-        self._round.clear()
+        self._rounds.end()
         self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
 
     @_aside
@@ -208,29 +209,16 @@ class Recorder:
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
             norm = _norm_of_gradients(optimizer)
-        if not self._is_of_round(optimizer):
-            self._round.clear()
-            self.num_steps += 1
-        self._round.add(optimizer)
+        self.num_steps += self._rounds.add(optimizer)
         name = type(optimizer).__name__
         self._add_step(self.num_steps, optimizer, name, None, self._loss, norm)
         self._stepped.add(id(optimizer))
         self._end_iteration(1.0)
 
-    def _is_of_round(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step without a scaler belongs to the iteration of the steps before it.
-
-        In an iteration each optimizer steps once. One that has not stepped before begins another
-        iteration, unless it is the first.
-        """
-        is_known = optimizer in self._numbers or self.num_steps == 1
-        return len(self._round) > 0 and optimizer not in self._round and is_known
-
     @property
     def current_step(self) -> int:
         """The number of the iteration that is running."""
-        is_begun = 0 < len(self._round) < len(self._numbers)
-        return self.num_steps + (not is_begun)
+        return self.num_steps + (not self._rounds.is_open)
 
     def _leave_out_what_was_dropped(self) -> None:
         """Forget the loss of backward passes whose gradients are gone, though no step was made."""
