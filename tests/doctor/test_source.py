@@ -549,9 +549,44 @@ def test_a_scaler_with_bfloat16(wanted: list[str], source: str) -> None:
     assert found(source) == wanted
 
 
-# --- models ---------------------------------------------------------------------------------------
-
+SCALED = f"scaler = GradScaler()\nloss = f(model(x))\n{STEP}"
 ADAM = "optimizer = torch.optim.AdamW(model.parameters())\n"
+
+
+@cases(
+    (
+        "all parameters",
+        "scaler-with-bf16:3 bf16-parameters:1",
+        f"model = Net().to(torch.bfloat16)\n{ADAM}{SCALED}",
+    ),
+    (
+        "back again",
+        "",
+        f"model = Net().bfloat16().float()\n{ADAM}{SCALED}",
+    ),
+    (
+        "those of one of two optimizers",
+        "bf16-parameters:1",
+        f"model = Net().to(torch.bfloat16)\n{ADAM}other = torch.optim.SGD(head.parameters())\n"
+        "scaler = GradScaler()\nloss = f(model(x))\nscaler.scale(loss).backward()\n"
+        "scaler.step(optimizer)\nscaler.step(other)\nscaler.update()\n",
+    ),
+)
+def test_a_scaler_of_bfloat16_parameters(wanted: list[str], source: str) -> None:
+    assert found(source) == wanted
+
+
+@cases(
+    ("as it is", "fp16-without-scaler:2", "half = partial(autocast, 'cpu', torch.float16)\n"),
+    ("the call decides", "", "half = partial(autocast, 'cpu', dtype=torch.float16)\n"),
+)
+def test_autocast_through_a_partial(wanted: list[str], source: str) -> None:
+    call = "half()" if wanted else "half(dtype=torch.bfloat16)"
+    program = source + TRAIN.format(call)
+    assert found(program, IMPORTS + "from functools import partial\n") == wanted
+
+
+# --- models ---------------------------------------------------------------------------------------
 
 
 @cases(

@@ -159,7 +159,14 @@ def _is_plain_backward(program: Program, site: Site) -> bool:
 def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
     sites = [site for site in program.sites if site.has_grad and site.autocast]
     found = [site.autocast for site in sites if site.autocast]
-    if not found or any(autocast.dtype != "bfloat16" for autocast in found):
+    line = min((site.inside[site.autocast_at].line for site in sites), default=0)
+    if not found:
+        built = [(root, each) for root in program.roots for each in _optimizers(program, root)]
+        lowered = [_lowering(program, *each) for each in built]
+        line = max((site.line for site, _ in filter(None, lowered)), default=0)
+        if {each and each[1] for each in lowered} != {"bfloat16"}:
+            return
+    if any(autocast.dtype != "bfloat16" for autocast in found):
         return
     elsewhere = SourceScaler(is_torch=False, enabled=None)
     scaled = {name: elsewhere for site in program.sites if (name := program.scaled_by(site))}
@@ -174,7 +181,7 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
                 "from halfstep import GradScaler, Static\n"
                 f"{name} = GradScaler(init_scale=1.0, rule=Static())",
                 (name,),
-                line=scaler.line or min(site.inside[site.autocast_at].line for site in sites),
+                line=scaler.line or line,
             )
 
 
@@ -392,15 +399,8 @@ def _is_same_run(site: Site, built: _Built) -> bool:
 
 
 def _lowered(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
-    if "master_weights" in program.words:
-        return
-    lowered: tuple[Site, str] | None = None
-    for site in root.sites:
-        if _is_same_run(site, built) and _model(site) == built.model:
-            dtype = "" if site.method in _RESTORES else _lowers_to(program, site)
-            if dtype is not None:
-                lowered = (site, dtype)
-    if lowered is None or not lowered[1]:
+    lowered = _lowering(program, root, built)
+    if "master_weights" in program.words or lowered is None or not lowered[1]:
         return
     site, dtype = lowered
     id, lost, store = _LOST[dtype]
@@ -416,6 +416,17 @@ def _lowered(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
         (built.model, built.name),
         line=site.line,
     )
+
+
+def _lowering(program: Program, root: Root, built: _Built) -> tuple[Site, str] | None:
+    """Return the last cast of the parameters that an optimizer has, and its half dtype or empty."""
+    lowered: tuple[Site, str] | None = None
+    for site in root.sites:
+        if _is_same_run(site, built) and _model(site) == built.model:
+            dtype = "" if site.method in _RESTORES else _lowers_to(program, site)
+            if dtype is not None:
+                lowered = (site, dtype)
+    return lowered
 
 
 def _lowers_to(program: Program, site: Site) -> str | None:

@@ -53,8 +53,22 @@ class Values:
                 yield from self._follow(value, scope, seen)
             case ast.Name() | ast.Attribute():
                 yield from self._follow_name(node, scope, seen)
+            case ast.Call(func=ast.Name() | ast.Attribute()):
+                yield self._filled(node, scope, seen) or (node, scope)
             case _:
                 yield node, scope
+
+    def _filled(self, node: ast.Call, scope: NameScope, seen: _Seen) -> Written | None:
+        """Return the call that a call of a ``functools.partial`` makes, None for other calls."""
+        for made in self._follow(node.func, scope, seen):
+            match made:
+                case (ast.Call(func=called, args=[first, *args], keywords=keywords), where):
+                    if self._qualified_as_written(called, where) == "functools.partial":
+                        given = {each.arg for each in node.keywords}
+                        kept = [each for each in keywords if each.arg not in given]
+                        call = ast.Call(first, [*args, *node.args], [*kept, *node.keywords])
+                        return ast.copy_location(call, node), where
+        return None
 
     def possible(self, node: ast.BoolOp, scope: NameScope) -> list[ast.expr]:
         """Return the operands that ``and`` or ``or`` may return: a context is always true."""
