@@ -368,6 +368,12 @@ def test_a_scale_that_came_back_is_told_by_its_ends(tmp_path):
 # --- the end, the loss ----------------------------------------------------------------------------
 
 
+def test_a_loss_that_became_inf_first_did_not_become_nan(tmp_path):
+    bad = [step(7, loss=math.inf), *(step(n, loss=math.nan) for n in range(8, 101))]
+    text = the_one(said(tmp_path, *bad), "The loss became").text
+    assert text.startswith("The loss became inf at step 7; 94 steps had such a loss")
+
+
 def test_a_run_that_ended_with_an_error_and_a_loss_that_is_nan(tmp_path):
     loss, error, *_ = said_of(records.failed(tmp_path))
     assert (loss.follows, error.follows) == (False, True)

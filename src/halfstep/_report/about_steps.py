@@ -86,7 +86,8 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
     cure = () if is_diagnosed else _cure_of_loss(summary)
     if loss is not None and loss.first_non_finite is not None:
         step, is_last = loss.first_non_finite, not math.isfinite(loss.last)
-        became = number(loss.last) if is_last else "inf or NaN"
+        is_alone = summary.facts.world_size == 1  # the record has the mean of several
+        became = number(loss.first_bad) if is_alone else "inf or NaN"
         where = on_ranks(loss.ranks, summary.facts)
         had = f"{things(loss.num_non_finite, 'step')} had such a loss"
         last = ", the last one." if loss.num_non_finite == 1 else ", including the last one."

@@ -306,6 +306,7 @@ def _curve(values: Mapping[int, float]) -> Curve | None:
         min=min(finite, default=None),
         max=max(finite, default=None),
         first_non_finite=bad[0] if bad else None,
+        first_bad=values[bad[0]] if bad else None,
         num_non_finite=len(bad),
     )
 

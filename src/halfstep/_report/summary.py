@@ -174,6 +174,7 @@ class Curve:
         min: The smallest finite value.
         max: The largest finite value.
         first_non_finite: The first iteration with inf or NaN; None if there is none.
+        first_bad: The value of that iteration.
         num_non_finite: The number of iterations with inf or NaN.
         ranks: For the loss, the ranks with inf or NaN in the first of these iterations.
     """
@@ -185,6 +186,7 @@ class Curve:
     min: float | None
     max: float | None
     first_non_finite: int | None
+    first_bad: float | None
     num_non_finite: int
     ranks: tuple[int, ...] = ()
 
