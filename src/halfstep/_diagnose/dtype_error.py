@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast import autocast
+from halfstep._autocast import autocast, keep
 from halfstep._autocast.region import current_policy
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._diagnose.failing_call import (
@@ -146,6 +146,8 @@ def _explained(error: BaseException) -> DtypeError | None:
         notes = tuple(_why_not_cast(contexts, operands[0].tensor.device.type, function))
         again = _again(made or (user if user.has_no_effects else inner[0]))
         cures = () if again is None else tuple(_cures(again, made or user, operands, function))
+        if again is not None and made is None and user.has_no_effects:
+            cures += tuple(_keeps(again, user, users))
     if made is not None and isinstance(made.other, ast.Call):
         cures = tuple(f"{cure} at line {made.other.lineno}" for cure in cures)
     line = user.place.line
@@ -315,6 +317,22 @@ def _cures(
                 f'@halfstep.custom_fwd(device_type="{device}") on {function.name}.forward, '
                 f'@halfstep.custom_bwd(device_type="{device}") on {function.name}.backward'
             )
+
+
+def _keeps(again: _Again, user: Call, users: list[Call]) -> Iterator[str]:
+    """Yield a ``keep`` of the module that a line of the user calls, if the call runs with it."""
+    module = user.value(user.node.func) if isinstance(user.node, ast.Call) else None
+    owners = [(name, value) for call in users for name, value in call.local.items()]
+    for owner, model in owners:
+        if not isinstance(model, nn.Module) or owner == "self":
+            continue
+        path = next((name for name, each in model.named_modules() if each is module), "")
+        if path:
+            with keep(model, path, cast_back=True):
+                runs = _runs(lambda: again.call(lambda t: t))
+            if runs:
+                yield f'halfstep.keep({owner}, "{path}", cast_back=True) before the call'
+            return
 
 
 def _again(failing: Call) -> _Again | None:
