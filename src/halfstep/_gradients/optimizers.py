@@ -271,7 +271,7 @@ class Rounds:
 
     @property
     def is_open(self) -> bool:
-        """Whether some optimizers have stepped in this round, and others have not."""
+        """Whether some optimizers have stepped in this round, and others are to come."""
         return 0 < len(self._stepped) < len(self._known)
 
     def end(self) -> None:
