@@ -1,7 +1,11 @@
 """Hostile programs that fail with an error about dtypes; many follow public threads."""
 
+import ast
 import re
+from pathlib import Path
 from typing import NamedTuple
+
+from halfstep._diagnose.dtype_error import explain
 
 BEGIN = """
 from concurrent.futures import ThreadPoolExecutor
@@ -604,3 +608,93 @@ nn.Linear(4, 2)(batch["image"])  #!
         ("batch['image']: bfloat16 [2, 4]\n", "weight of Linear: float32"),
     ),
 }
+
+
+# --- what is said of them -------------------------------------------------------------------------
+
+
+class Judged(NamedTuple):
+    """What was right in the explanation of a program.
+
+    Attributes:
+        has_line: Whether the line was named.
+        missing: What was not said of the tensors and their origins.
+        is_cured: Whether a program with one of the cures ran; None if none can.
+        explanation: The explanation.
+    """
+
+    has_line: bool
+    missing: list[str]
+    is_cured: bool | None
+    explanation: str
+
+
+def judge(name: str, folder: Path) -> Judged:
+    """Run a program in a folder of its own, and once more with each of its cures."""
+    program = PROGRAMS[name]
+    text, marks, said = program.read()
+    (file := folder / "train.py").write_text(text)
+    found = explain(raised_by(file))
+    if found is None:
+        return Judged(False, said, False, "")
+    has_line = found.where == f"train.py, line {marks['!']}"
+    missing = [part for part in said if part not in str(found)]
+    is_cured = False
+    for number, cure in enumerate(found.cures):
+        (file := folder / f"{number}.py").write_text(pasted(text, marks["!"], cure))
+        is_cured |= raised_by(file) is None  # else the next call may have the same problem
+    return Judged(has_line, missing, is_cured if program.is_curable else None, str(found))
+
+
+def raised_by(file: Path) -> Exception | None:
+    try:
+        runs(file)
+    except Exception as error:
+        return error
+    return None
+
+
+def runs(file: Path) -> None:
+    """Run a program in this process."""
+    exec(compile(file.read_text(), str(file), "exec"), {"__name__": "__main__"})
+
+
+def pasted(text: str, line: int, cure: str, *, only_last: bool = False) -> str:
+    """Return a program with a cure at a line: wherever a tensor stands, or only once."""
+    lines = text.split("\n")
+    if at := re.search(r" at line (\d+)$", cure):
+        line, cure = int(at[1]), cure[: at.start()]
+    for decorator, kind, method in re.findall(r"(@halfstep\.\w+\(.*?\)) on (\w+)\.(\w+)", cure):
+        first = lines.index(f"class {kind}(torch.autograd.Function):")
+        where = next(n for n in range(first, len(lines)) if f"def {method}(" in lines[n])
+        lines.insert(where, "    " + decorator)
+    nodes = [node for node in ast.walk(ast.parse(text)) if hasattr(node, "lineno")]
+    statement = max(
+        (n for n in nodes if isinstance(n, SIMPLE) and n.lineno <= line <= n.end_lineno),
+        key=lambda n: n.lineno,
+    )
+    first, last = statement.lineno - 1, statement.end_lineno
+    if cure.endswith(" before the call"):
+        top = [node.lineno for node in ast.parse(text).body if node.lineno <= line]
+        lines.insert(top[-1] - 1, cure.removesuffix(" before the call"))
+    if cure.startswith("the call inside "):
+        indent = " " * statement.col_offset
+        lines[first:last] = ["    " + each for each in lines[first:last]]
+        lines.insert(first, f"{indent}with halfstep.{cure.removeprefix('the call inside ')}:")
+    for new, old in re.findall(
+        r"(?:^|, )(\S.*?) in place of (.*?)(?=, [^ ]+ in place of |$)", cure
+    ):
+        inside = [n for n in ast.walk(statement) if isinstance(n, ast.expr)]
+        same = [n for n in inside if ast.unparse(n) == old and not is_target(n)]
+        same.sort(key=lambda n: (-n.lineno, -n.col_offset))
+        for n in same[:1] if only_last else same:
+            row = lines[n.lineno - 1]
+            lines[n.lineno - 1] = row[: n.col_offset] + new + row[n.end_col_offset :]
+    return "\n".join(lines)
+
+
+def is_target(node: ast.expr) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Return)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -18,6 +20,7 @@ from textwrap import indent
 from typing import Any
 
 import torch
+from tests.diagnose import dtype_programs
 from tests.diagnose.faults import cases, clean_cases
 from tests.diagnose.kinds import table
 from tests.diagnose.training import Training
@@ -162,7 +165,8 @@ def main(arguments: list[str] | None = None) -> int:
     for line in alarms:
         print(line)
     code = _conclude(judgements, num_clean, len(alarms))
-    return 1 if code or not (options.fault or _of_kinds(options)) else 0
+    is_good = bool(options.fault) or (_of_kinds(options) and _of_dtypes(options.verbose))
+    return 1 if code or not is_good else 0
 
 
 def _of_kinds(options: argparse.Namespace) -> bool:
@@ -181,6 +185,25 @@ def _of_kinds(options: argparse.Namespace) -> bool:
         print(line)
         is_good &= is_enough
     return is_good
+
+
+def _of_dtypes(verbose: bool) -> bool:
+    """Print the score of errors about dtypes; return whether all is right."""
+    judged = {}
+    for name in dtype_programs.PROGRAMS:
+        # A folder for each: Python keeps the lines of a file by its name.
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(None):
+            judged[name] = dtype_programs.judge(name, Path(folder))
+    lines = [each.has_line for each in judged.values()]
+    tensors = [not each.missing for each in judged.values()]
+    cures = [each.is_cured for each in judged.values() if each.is_cured is not None]
+    for name, each in judged.items():
+        if verbose and not (each.has_line and not each.missing and each.is_cured is not False):
+            print(f"--- {name}: not said: {each.missing}\n{indent(each.explanation, '    ')}")
+    parts = {"line": lines, "tensors and origins": tensors, "a cure that runs": cures}
+    shares = (f"{name} {sum(right)} of {len(right)}" for name, right in parts.items())
+    print(f"{len(judged)} errors about dtypes: {', '.join(shares)}")
+    return all(map(all, parts.values()))
 
 
 def _judged(chosen: Iterable[Case], verbose: bool) -> Iterator[Judgement]:

@@ -1,7 +1,5 @@
 """Errors about dtypes are explained from the frames of their traceback."""
 
-import ast
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +8,7 @@ import torch
 from tests import forked
 from tests.device import DEVICE
 from tests.diagnose import dtype_programs as hostile
+from tests.diagnose.dtype_programs import pasted, runs
 from torch import nn
 
 import halfstep
@@ -200,49 +199,6 @@ def failing(source: str, file: Path) -> BaseException:
     return caught.value
 
 
-def runs(file: Path) -> None:
-    """Run a program in this process."""
-    exec(compile(file.read_text(), str(file), "exec"), {"__name__": "__main__"})
-
-
-def pasted(text: str, line: int, cure: str, *, only_last: bool = False) -> str:
-    """Return a program with a cure at a line: wherever a tensor stands, or only once."""
-    lines = text.split("\n")
-    if at := re.search(r" at line (\d+)$", cure):
-        line, cure = int(at[1]), cure[: at.start()]
-    for decorator, kind, method in re.findall(r"(@halfstep\.\w+\(.*?\)) on (\w+)\.(\w+)", cure):
-        first = lines.index(f"class {kind}(torch.autograd.Function):")
-        where = next(n for n in range(first, len(lines)) if f"def {method}(" in lines[n])
-        lines.insert(where, "    " + decorator)
-    nodes = [node for node in ast.walk(ast.parse(text)) if hasattr(node, "lineno")]
-    statement = max(
-        (n for n in nodes if isinstance(n, SIMPLE) and n.lineno <= line <= n.end_lineno),
-        key=lambda n: n.lineno,
-    )
-    first, last = statement.lineno - 1, statement.end_lineno
-    if cure.startswith("the call inside "):
-        indent = " " * statement.col_offset
-        lines[first:last] = ["    " + each for each in lines[first:last]]
-        lines.insert(first, f"{indent}with halfstep.{cure.removeprefix('the call inside ')}:")
-    for new, old in re.findall(
-        r"(?:^|, )(\S.*?) in place of (.*?)(?=, [^ ]+ in place of |$)", cure
-    ):
-        inside = [n for n in ast.walk(statement) if isinstance(n, ast.expr)]
-        same = [n for n in inside if ast.unparse(n) == old and not is_target(n)]
-        same.sort(key=lambda n: (-n.lineno, -n.col_offset))
-        for n in same[:1] if only_last else same:
-            row = lines[n.lineno - 1]
-            lines[n.lineno - 1] = row[: n.col_offset] + new + row[n.end_col_offset :]
-    return "\n".join(lines)
-
-
-def is_target(node: ast.expr) -> bool:
-    return isinstance(getattr(node, "ctx", None), ast.Store)
-
-
-SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Return)
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_tensors_and_what_was_tried(name: str, tmp_path: Path) -> None:
     program = PROGRAMS[name]
@@ -269,22 +225,9 @@ def test_a_cure_runs_when_it_is_pasted(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", hostile.PROGRAMS)
 def test_hostile_programs(name: str, tmp_path: Path) -> None:
-    text, marks, said = hostile.PROGRAMS[name].read()
-    (file := tmp_path / "train.py").write_text(text)
-    with pytest.raises((RuntimeError, ValueError)) as caught:
-        runs(file)
-    found = explain(caught.value)
-    assert found is not None
-    assert found.where == f"train.py, line {marks['!']}"
-    assert [part for part in said if part not in str(found)] == []
-    errors = []
-    for number, cure in enumerate(found.cures):
-        (file := tmp_path / f"{number}.py").write_text(pasted(text, marks["!"], cure))
-        try:
-            runs(file)
-        except Exception as error:  # the next call has the same problem
-            errors.append(error)
-    assert len(errors) < len(found.cures) or not hostile.PROGRAMS[name].is_curable, errors
+    judged = hostile.judge(name, tmp_path)
+    assert (judged.has_line, judged.missing) == (True, [])
+    assert judged.is_cured is not False, judged.explanation
 
 
 def test_a_module_can_be_kept(tmp_path: Path) -> None:
