@@ -497,6 +497,56 @@ class SumsOfManyTerms:
         assert gradient_of_a_row(autocast) == 4096
 
 
+def needs_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+def largest_gradient_of_a_recurrent_layer(context: Any) -> float:
+    needs_cuda()
+    layer = torch.nn.LSTM(4, 4).cuda()
+    with context("cuda", BF16):
+        result = layer(torch.ones(2, 3, 4, device="cuda"))[0]
+    (result.float().sum() * 1e-9).backward()
+    return max(p.grad.abs().max().item() for p in layer.parameters() if p.grad is not None)
+
+
+@difference("C13")
+class RecurrentLayersInFloat16:
+    @staticmethod
+    def pytorch() -> None:
+        assert largest_gradient_of_a_recurrent_layer(torch.autocast) == 0
+
+    @staticmethod
+    def halfstep() -> None:
+        assert largest_gradient_of_a_recurrent_layer(autocast) > 0
+
+
+def count_of_a_cell(context: Any) -> float:
+    needs_cuda()
+    cell, steps = torch.nn.LSTMCell(1, 1).cuda(), 300
+    for param in cell.parameters():
+        torch.nn.init.zeros_(param)
+    torch.nn.init.constant_(cell.bias_ih, 50.0)  # every gate is open, and the cell adds 1 a step
+    x = torch.zeros(1, 1, device="cuda")
+    state = x, x
+    with torch.no_grad(), context("cuda", BF16):
+        for _ in range(steps):
+            state = cell(x, state)
+    return state[1].item()
+
+
+@difference("C14")
+class StateOfACell:
+    @staticmethod
+    def pytorch() -> None:
+        assert count_of_a_cell(torch.autocast) == 256
+
+    @staticmethod
+    def halfstep() -> None:
+        assert count_of_a_cell(autocast) == 300
+
+
 @pytest.mark.parametrize("row", DIFFERENCES)
 def test_halfstep(row: str) -> None:
     DIFFERENCES[row].halfstep()
