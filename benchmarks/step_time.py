@@ -2,7 +2,7 @@
 
 All variants run in one process, in turn and in a new random order each round, so that whatever
 else the machine does hits them alike. What counts is the median of the ratios within a round. A
-last table has no clock: the ops of a step, and the bytes that they read and write.
+last table has no clock: the ops of a step, the bytes that they read and write, and Python's calls.
 
     python benchmarks/step_time.py
     python benchmarks/step_time.py --size small --rounds 50 --dtype float16
@@ -10,6 +10,8 @@ last table has no clock: the ops of a step, and the bytes that they read and wri
 """
 
 import argparse
+import cProfile
+import pstats
 import random
 import statistics
 import sys
@@ -118,6 +120,13 @@ def ops_of(training: Training, context: AbstractContextManager[None]) -> Ops:
     return ops
 
 
+def calls_of(training: Training, context: AbstractContextManager[None]) -> int:
+    """Return the number of calls of Python, which the host makes one after the other."""
+    with cProfile.Profile() as profile:
+        training.step(context)
+    return pstats.Stats(profile).total_calls
+
+
 def ratios(times: list[float], to: list[float]) -> tuple[float, float, float]:
     """Return the quartiles of the ratios within each round."""
     low, middle, high = statistics.quantiles([a / b for a, b in zip(times, to, strict=True)], n=4)
@@ -154,7 +163,10 @@ def main() -> None:
     if not args.compile:
         for name, make in contexts.items():
             ops = ops_of(training, make())
-            print(f"{name:36}{ops.count:8} ops{ops.bytes / 1e6:12.2f} MB read and written")
+            print(
+                f"{name:36}{ops.count:8} ops{ops.bytes / 1e6:12.2f} MB read and written"
+                f"{calls_of(training, make()):10,} calls of Python"
+            )
 
 
 if __name__ == "__main__":

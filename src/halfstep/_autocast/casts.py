@@ -492,16 +492,19 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
 
 
 def are_for_pytorch(args: Iterable[Any], dtype: torch.dtype) -> bool:
-    """Return whether :func:`cast_weights` would surely return all arguments of an op unchanged.
+    """Return whether PyTorch is to cast all arguments of an op.
 
-    False if it takes more than a glance at each to decide. Sync: none.
+    False if it takes more than a glance at each to decide. A first use of a weight is noted.
+    Sync: none.
     """
     has_weights = False
     for arg in args:
         kind = type(arg)
         if kind is nn.Parameter:
             is_plain = arg.dtype is not torch.float64 and arg.layout is torch.strided
-            if not is_plain or not weight_cache.is_small(arg):
+            if not is_plain:
+                return False
+            if not (weight_cache.is_small(arg) or weight_cache.note_first_use(arg)):
                 return False
             has_weights = True
         elif kind is Tensor:

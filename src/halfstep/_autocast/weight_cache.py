@@ -196,18 +196,25 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return :meth:`Casts.cast` of a weight, for the outermost context of this thread.
 
     It keeps no more than torch.autocast does: casts of float32 parameters that require a gradient,
-    outside of inference mode. A weight that is used once, as in most training, is cast by PyTorch,
-    whose host takes less time. Sync: none.
+    outside of inference mode. Sync: none.
     """
-    seen = _thread.casts.get(id(weight))
-    if seen is None:
-        casts = Casts()
+    if note_first_use(weight) or not (can_be_kept(weight) and _is_kept_by_torch(weight)):
+        return None
+    return _thread.casts[id(weight)][1].cast(weight, dtype)
+
+
+def note_first_use(weight: Tensor) -> bool:
+    """Return whether a weight was not used before in the outermost context of this thread.
+
+    Then PyTorch casts it, in less time. Most weights are used once in training. Sync: none.
+    """
+    if id(weight) in _thread.casts:
+        return False
+    casts = Casts()
+    if weight.is_cuda:
         casts.note_capture(weight)
-        _thread.casts[id(weight)] = weight, casts
-        return None
-    if not (can_be_kept(weight) and _is_kept_by_torch(weight)):
-        return None
-    return seen[1].cast(weight, dtype)
+    _thread.casts[id(weight)] = weight, casts
+    return True
 
 
 def _is_kept_by_torch(weight: Tensor) -> bool:
