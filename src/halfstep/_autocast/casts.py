@@ -197,9 +197,8 @@ def _is_product(name: str) -> bool:
 def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = False) -> Kernel:
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
     in_float64 = _promote(name, device)
-    in_float32 = _cast_to(name, device, torch.float32) if dtype in HALVES else None
     written = dispatch.written_by(overload(name))  # statistics, which must not be copies
-    to = cast if in_float32 is None else lowered
+    to = lowered if dtype in HALVES else cast
 
     def cast_to(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
@@ -215,8 +214,7 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
             except Float64Met:
                 return in_float64(keys, *args, **kwargs)
             except SparseMet:
-                assert in_float32 is not None
-                return in_float32(keys, *args, **kwargs)
+                return _cast_to(name, device, torch.float32)(keys, *args, **kwargs)
             except GatheredMet:
                 pass
             else:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -164,11 +165,11 @@ def _no_function(place: str, name: str, functions: list[str]) -> str:
 def _file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.absolute().parent))  # as Python does for a script
     # Its own name may be that of another module.
-    spec = importlib.util.spec_from_file_location("_halfstep_target", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader = SourceFileLoader("_halfstep_target", str(path))
+    spec = ModuleSpec(loader.name, loader, origin=str(path))
+    spec.has_location = True
+    module = sys.modules[loader.name] = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
     return module
 
 

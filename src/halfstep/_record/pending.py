@@ -103,7 +103,7 @@ class PendingSteps:
         """Return the steps that have arrived, and start copying others if due."""
         arrived = []
         if self._sent is not None and self._sent.transfer.has_arrived():
-            arrived = self._arrived()
+            arrived = self._taken(self._sent)
         is_time = (
             len(self._steps) >= MOST_WAITING or time.monotonic() > self._last_sent + LONGEST_WAIT
         )
@@ -117,7 +117,7 @@ class PendingSteps:
         while self._sent is not None or self._steps:
             if self._sent is not None:
                 self._sent.transfer.wait()
-                arrived += self._arrived()
+                arrived += self._taken(self._sent)
             if self._steps:
                 arrived += self._send()
         return arrived
@@ -134,9 +134,9 @@ class PendingSteps:
         self._sent = _Sent(steps, sizes, to_host(torch.cat(packed)))
         return []
 
-    def _arrived(self) -> list[Event]:
-        assert self._sent is not None
-        sent, self._sent = self._sent, None
+    def _taken(self, sent: _Sent) -> list[Event]:
+        """Return the events of what has arrived."""
+        self._sent = None
         parts = torch.split(sent.transfer.values, sent.sizes)
         return [step.event(part) for step, part in zip(sent.steps, parts, strict=True)]
 

@@ -70,6 +70,11 @@ def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> dict[
     }
 
 
+def _append(path: Path, event: Mapping[str, Any]) -> None:
+    with path.open("ab") as file:
+        file.write(line_of(dict(event)))
+
+
 class _Measurement(Struct, tag_field="event", tag="measured"):
     """A line with a measurement."""
 
@@ -94,7 +99,7 @@ class Measurements:
             self._read(path, fingerprint)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._write({"event": "tune", **fingerprint})
+            _append(path, {"event": "tune", **fingerprint})
 
     def get(self, key: list[Any]) -> Any:
         """Return a measurement, None if it has not been made yet."""
@@ -104,15 +109,10 @@ class Measurements:
         plain = to_plain(value)
         self._known[json.dumps(key)] = plain
         if self._path is not None:
-            self._write({"event": "measured", "key": key, "value": plain})
+            _append(self._path, {"event": "measured", "key": key, "value": plain})
 
     def __len__(self) -> int:
         return len(self._known)
-
-    def _write(self, event: Mapping[str, Any]) -> None:
-        assert self._path is not None
-        with self._path.open("ab") as file:
-            file.write(line_of(dict(event)))
 
     def _read(self, path: Path, fingerprint: Mapping[str, str]) -> None:
         data = path.read_bytes()
