@@ -258,3 +258,13 @@ def test_hysteresis() -> None:
         for kind in ["bad gradient", "good", "bad gradient", "good", "good", "bad gradient"]
     ]
     assert scales == [65536.0, 65536.0, 32768.0, 32768.0, 65536.0, 65536.0]
+
+
+@both
+def test_three_overflows_in_a_row_halve_the_scale(fused: bool) -> None:
+    """Two in a row are forgiven, however often; the third halves, and so does each later one."""
+    training = Training(fused, rule=Dynamic(hysteresis=3, refill="step"))
+    kinds = ["bad gradient", "bad gradient", "good"] * 4 + ["bad gradient"] * 4 + ["good"]
+    scales = [training.step(kind) for kind in kinds]
+    assert scales == [65536.0] * 14 + [32768.0, 16384.0, 16384.0]
+    assert training.step("bad gradient") == 16384.0
