@@ -24,6 +24,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "scaler/test_scaler_skips.py::test_raise[fused]",
         "scaler/test_scaler_skips.py::test_raise_when_the_floor_was_tried_in_vain[fused]",
         "scaler/test_scaler_skips.py::test_the_message[fused]",
+        "scaler/test_scaler_skips.py::test_three_overflows_in_a_row_halve_the_scale[fused]",
     ),
     "Tells halfstep of a lack of the CPU; here the device lacks it.": (
         "scaler/test_lacking_devices.py",
