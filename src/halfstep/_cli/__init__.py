@@ -91,6 +91,19 @@ class _Parser(argparse.ArgumentParser):
             command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return arguments
 
+    def parse_known_args(  # type: ignore[override]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Take an optional value only after ``=``: in ``run --guard train.py`` a target follows."""
+        words, index = list(sys.argv[1:] if args is None else args), 0
+        while index < len(words) and words[index].startswith("-") and words[index] != "--":
+            action = self._option_string_actions.get(words[index])
+            if action is not None and action.nargs == "?":
+                words[index] += f"={action.const}"
+            index += 2 if action is not None and action.nargs is None else 1
+        found: tuple[argparse.Namespace, list[str]] = super().parse_known_args(words, namespace)
+        return found
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             near = did_you_mean(str(value), action.choices)
@@ -99,6 +112,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help that shows an optional value as it is given: ``--guard[=MAX_NORM]``."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return super()._format_action_invocation(action).replace(" [", "[=")
 
 
 def _build_parser() -> _Parser:
@@ -116,7 +136,7 @@ def _build_parser() -> _Parser:
             help=command.HELP,
             description=textwrap.fill(command.DESCRIPTION, 79),
             epilog=command.EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
         )
         own.set_defaults(run=command.run, parser=own)
         command.add_arguments(own)

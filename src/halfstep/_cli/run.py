@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -33,6 +34,8 @@ examples:
   halfstep run -m mypackage.train      like python -m mypackage.train
   halfstep run --diagnose train.py     find the op that made a loss NaN
   halfstep run --amp bf16 train.py     mixed precision in a script without it
+  halfstep run --masters --guard=1.0 train.py
+                                       a model in bfloat16 that loses no updates
   halfstep run --policy "standard; softmax:lower" train.py
   torchrun --nproc-per-node 8 -m halfstep run train.py
   halfstep run torchrun --nproc-per-node 8 train.py
@@ -87,6 +90,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="use mixed precision in a script that has none",
     )
     parser.add_argument(
+        "--masters",
+        nargs="?",
+        const="auto",
+        choices=("auto", "split", "float32", "kahan", "stochastic"),
+        metavar="STORE",
+        help="step bfloat16 and float16 parameters in float32, so that no update is lost: "
+        "split, float32, kahan or stochastic (default: split; float32 if any is float16)",
+    )
+    parser.add_argument(
+        "--guard",
+        nargs="?",
+        const="",
+        type=_norm,
+        metavar="MAX_NORM",
+        help="leave out steps with inf or NaN gradients in a script without a GradScaler, and clip "
+        "the norm of the gradients to MAX_NORM",
+    )
+    parser.add_argument(
         "--diagnose",
         action="store_true",
         help="replay a step whose loss or gradients are inf or NaN, and print the op, the module, "
@@ -133,11 +154,18 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
                 f"--sink {name} needs the package {name}, which is not installed; install it with: "
                 f"pip install {name}"
             )
+    is_adding = arguments.masters is not None or arguments.guard is not None
+    if is_adding and arguments.amp == "fp16":
+        raise CommandError(
+            "--amp fp16 skips bad steps by its own scaler, and is for models in float32: leave "
+            "--guard and --masters out, or use --amp bf16"
+        )
     policy = _policy(arguments)
 
     import torch
 
     from halfstep._common import machine
+    from halfstep._run.masters import Additions
     from halfstep._run.session import Command, Options, Session, require_file
     from halfstep.errors import RecordError
 
@@ -151,6 +179,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         if not arguments.quiet and machine.rank() == 0:
             _note_options(target, rest, arguments.parser)
     amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
+    additions = Additions(arguments.masters, arguments.guard is not None, arguments.guard or None)
     options = Options(
         policy,
         arguments.output,
@@ -161,6 +190,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         arguments.children,
         tuple(arguments.sink),
         arguments.append,
+        additions if is_adding else None,
     )
     try:
         return Session(Command(target, rest, arguments.module), options)
@@ -212,3 +242,14 @@ def _count(text: str) -> int:
             f"{text!r} is not a number of steps: write 50, or 0 for never"
         )
     return int(text)
+
+
+def _norm(text: str) -> float:
+    """Return the norm to clip to; 0 without one."""
+    try:
+        norm = float(text or 0)
+    except ValueError:
+        norm = math.nan
+    if not norm > 0 and text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a norm to clip to: write --guard=1.0")
+    return norm

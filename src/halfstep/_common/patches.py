@@ -71,11 +71,16 @@ def subclasses(cls: type) -> Iterator[type]:
 
 
 def watch_steps(
-    patches: Patches, around: Callable[..., Any], meet: Callable[[Optimizer], object]
+    patches: Patches,
+    around: Callable[..., Any],
+    meet: Callable[[Optimizer], object],
+    *,
+    is_transparent: bool = False,
 ) -> None:
     """Wrap ``step`` of all optimizer classes with ``around``, including future ones.
 
-    ``patches`` undoes it. ``meet`` is called with every new optimizer.
+    ``patches`` undoes it. ``meet`` is called with every new optimizer. See
+    :data:`halfstep._pytorch.optim.TRANSPARENT` for ``is_transparent``.
     """
     # PyTorch changes `step` of a class when its first instance is created; wrap it after that.
     watched: weakref.WeakSet[type] = weakref.WeakSet()
@@ -84,7 +89,9 @@ def watch_steps(
         owner = next(base for base in cls.__mro__ if "step" in vars(base))
         if owner is not Optimizer and owner not in watched:
             watched.add(owner)
-            patches.wrap(owner, "step", around)
+            wrapper = patches.wrap(owner, "step", around)
+            if is_transparent:
+                optim.TRANSPARENT.add(wrapper)
 
     def init(original: Callable[..., None], optimizer: Optimizer, *args: Any, **kw: Any) -> None:
         original(optimizer, *args, **kw)

@@ -293,8 +293,7 @@ class MasterWeights:
             names = group.get("param_names") or range(len(group["params"]))
             for name, param in zip(names, group["params"], strict=True):
                 if param.dtype in self.store.dtypes:
-                    self._see_to_gradients(param, name)
-                    found.append(param)
+                    found.append((param, name))
                 elif param.dtype not in UNTOUCHED:
                     cure = " Pass store='float32'." if param.dtype is torch.float16 else ""
                     served = " and ".join(map(dtype_name, self.store.dtypes))
@@ -304,8 +303,11 @@ class MasterWeights:
                         f"and leaves float32 alone.{cure}"
                     )
         _refuse_shared_memory(optimizer)
-        self._see_to_buckets([param for param in found if param.grad_dtype is torch.float32])
-        return found
+        for param, name in found:  # after all that may raise: an error changes nothing
+            self._see_to_gradients(param, name)
+        params = [param for param, _ in found]
+        self._see_to_buckets([param for param in params if param.grad_dtype is torch.float32])
+        return params
 
     def _see_to_dtypes(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise an error if a parameter now has an unsupported dtype, as by ``model.half()``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -50,6 +51,9 @@ def optimizer_step_depth() -> int:
     return depth
 
 
+TRANSPARENT: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+"""Wrappers of ``step`` of a class that do nothing for an optimizer whose ``step`` is replaced."""
+
 # (function): wraps a function with the step hooks of its optimizer, like ``step``.
 with_step_hooks: Callable[[Callable[..., Any]], Callable[..., Any]] = (
     torch.optim.Optimizer.profile_hook_step
@@ -59,12 +63,15 @@ with_step_hooks: Callable[[Callable[..., Any]], Callable[..., Any]] = (
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
     """Return the unhooked, bound ``step`` of an optimizer's class; None if it was replaced.
 
-    A wrapper that a scheduler installed to detect calls does not count as a replacement.
+    Wrappers that a scheduler installed to detect calls, and :data:`TRANSPARENT` ones, do not count
+    as replacements.
     """
     own: Any = type(optimizer).step
     there: Any = vars(optimizer).get("step")
     if there is not None and not (_is_schedulers(there) and there.__wrapped__ is own):
         return None
+    if own in TRANSPARENT:
+        own = own.__wrapped__
     if is_hooked(type(optimizer)):
         if getattr(own, "__code__", None) is not _STEP_CODE:
             return None  # replaced later, with functools.wraps: it calls the hooked one

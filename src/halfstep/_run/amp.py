@@ -17,6 +17,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep._autocast import Policy
 from halfstep._autocast.region import listening
@@ -70,13 +71,11 @@ def mixed_precision(
     try:
         forward = Forward(dtype, policy, script)
         forward.install(patches)
-        _watch_scalers(patches, scaler, script)
-        if scaler is None:
-            _note_steps(patches, script)
-        else:
+        _switch_off_for_scalers(patches, scaler, script)
+        if scaler is not None:
             _scale(patches, scaler, script)
         try:
-            with listening(forward.note_region):
+            with listening(forward.note_region), _noting_steps(script):
                 yield scaler
         except SystemExit:  # the normal end of many scripts
             _end(scaler, script)
@@ -100,31 +99,44 @@ def _scale(patches: Patches, scaler: GradScaler, script: ScriptState) -> None:
         part.install(patches)
 
 
-def _note_steps(patches: Patches, script: ScriptState) -> None:
-    def step(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        script.note_step(optimizer)
-        return original(optimizer, *args, **kwargs)
+@contextmanager
+def _noting_steps(script: ScriptState) -> Iterator[None]:
+    """Note the steps of a script without a scaler of ours, which notes its own."""
+    if script.is_scaling:
+        yield
+        return
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: script.note_step(optimizer))
+    try:
+        yield
+    finally:
+        hook.remove()
 
-    watch_steps(patches, step, meet=lambda _: None)
 
-
-def _watch_scalers(patches: Patches, ours: GradScaler | None, script: ScriptState) -> None:
+def _switch_off_for_scalers(patches: Patches, ours: GradScaler | None, script: ScriptState) -> None:
     """Switch off if the script has its own scaler."""
 
     def look(scaler: Any) -> None:
-        if not script.is_training or scaler is ours or not scaler.is_enabled():
+        if not script.is_training or scaler is ours:
             return
         if not isinstance(scaler, GuardScaler):
             script.switch_off("the script has its own GradScaler")
         elif script.is_scaling:  # the guard and our scaler would both skip steps
             script.switch_off("the script has a guard, which checks unscaled gradients")
 
+    watch_scalers(patches, look)
+
+
+def watch_scalers(patches: Patches, look: Callable[[Any], None]) -> None:
+    """Call ``look`` with each enabled scaler that is made, and with those that scale a loss."""
+
     def init(original: Callable[..., None], scaler: Any, *args: Any, **kwargs: Any) -> None:
         original(scaler, *args, **kwargs)
-        look(scaler)
+        if scaler.is_enabled():
+            look(scaler)
 
     def scale(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # the scaler may have been made before the block
+        # The scaler may have been made before the block.
+        if not torch.compiler.is_compiling() and scaler.is_enabled():
             look(scaler)
         return original(scaler, *args, **kwargs)
 

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from multiprocessing.util import Finalize, register_after_fork
@@ -41,6 +41,7 @@ from halfstep._record.files import (
     programs_in,
 )
 from halfstep._run.launch import make_folder, show_once
+from halfstep._run.masters import Additions, added
 from halfstep._run.policy_use import PolicyUse
 from halfstep._run.stand_ins import replaced
 from halfstep.errors import HalfstepWarning, RanksError, RecordError
@@ -79,6 +80,7 @@ class Options:
     """Whether the processes that the program starts are recorded too."""
     sinks: tuple[str, ...] = ()
     is_appending: bool = False
+    additions: Additions | None = None
 
 
 class RunSink:
@@ -230,6 +232,8 @@ class Session:
             self._stack.enter_context(reaching_children(self._options))
         if amp is not None:
             self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
+        if self._options.additions is not None:
+            self._stack.enter_context(added(self._options.additions, self._say_and_note))
         if self._watch is not None:
             self._stack.enter_context(self._watch)
         self._stack.enter_context(noting_warnings(lambda text: self._record.add_note(text)))
@@ -316,6 +320,10 @@ class Session:
         """Print a message that is the same on all ranks, once."""
         if machine.rank() == 0:
             self._print(text)
+
+    def _say_and_note(self, text: str) -> None:
+        self._say(text)
+        self._record.add_note(text)
 
     def _say_of_rank(self, text: str) -> None:
         """Print a message that may differ between ranks on this rank."""
@@ -409,6 +417,7 @@ def reaching_children(options: Options) -> Iterator[None]:
         "quiet": options.is_quiet,
         "diagnose": options.is_diagnosing,
         "sinks": options.sinks,
+        "additions": options.additions and asdict(options.additions),
     }
     paths = [HOOK, *filter(None, [os.environ.get("PYTHONPATH")])]
     before = dict(os.environ)
@@ -433,6 +442,7 @@ def begin_in_child() -> None:
             amp=values["amp"] and getattr(torch, values["amp"]),
             is_diagnosing=values["diagnose"],
             sinks=tuple(values["sinks"]),
+            additions=values["additions"] and Additions(**values["additions"]),
         )
         Session(None, options).put_in_place()
     except Exception as error:  # the process is the script's, and goes on

@@ -1,0 +1,494 @@
+"""Loops in a block of ``added``, against the same loops with the calls written by hand."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+
+import halfstep
+from halfstep._run.masters import Additions, added
+from halfstep._run.stand_ins import replaced
+from halfstep.errors import SkippedStepsWarning
+
+BF16, FP16 = torch.bfloat16, torch.float16
+MASTERS = Additions("auto")
+BOTH = Additions("auto", is_guarding=True, max_norm=1.0)
+
+Prepare = Callable[[torch.optim.Optimizer], None]
+"""What the hand does to an optimizer; nothing in an unmodified script."""
+
+
+def unmodified(_: torch.optim.Optimizer) -> None:
+    pass
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.LayerNorm(32), nn.Linear(32, 8))
+
+
+def batches(count: int, dtype: torch.dtype = BF16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 16, generator=generator).to(dtype) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Tensor], *, clip: bool = False
+) -> None:
+    for x in data:
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        if clip:
+            clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return all that must be equal bit for bit: parameters, and the states of optimizers."""
+    found = dict(model.state_dict())
+    for number, optimizer in enumerate(optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            found |= {f"{number}.{index}.{key}": value for key, value in state.items()}
+    return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def run(script: Callable[[Prepare], Any], additions: Additions) -> tuple[Any, list[str]]:
+    """Run an unmodified script with the option; return its result and what is said."""
+    said: list[str] = []
+    with added(additions, said.append):
+        result = script(unmodified)
+    return result, said
+
+
+def by_hand(script: Callable[[Prepare], Any], additions: Additions) -> Any:
+    def prepare(optimizer: torch.optim.Optimizer) -> None:
+        if additions.store is not None:
+            dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+            auto = "float32" if FP16 in dtypes else "split"
+            store: Any = auto if additions.store == "auto" else additions.store
+            halfstep.master_weights(optimizer, store)
+        if additions.is_guarding:
+            halfstep.guard(optimizer, max_norm=additions.max_norm)
+
+    return script(prepare)
+
+
+# --- bit for bit as by hand -----------------------------------------------------------------------
+
+
+def plain(prepare: Prepare) -> dict[str, Tensor]:
+    model = net().to(BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    prepare(optimizer)
+    train(model, optimizer, batches(6), clip=True)
+    return state_of(model, optimizer)
+
+
+def cast_later(prepare: Prepare) -> dict[str, Tensor]:
+    """The optimizer and its schedule are made before the model is cast."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    schedule = LambdaLR(optimizer, lambda step: 0.9**step)
+    model.to(BF16)
+    prepare(optimizer)
+    for x in batches(6):
+        train(model, optimizer, [x])
+        schedule.step()
+    return state_of(model, optimizer)
+
+
+def with_state(prepare: Prepare) -> dict[str, Tensor]:
+    """Adagrad makes its state, in bfloat16, when it is made."""
+    model = net().to(BF16)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-3)
+    prepare(optimizer)
+    train(model, optimizer, batches(4))
+    return state_of(model, optimizer)
+
+
+def some_in_float32(prepare: Prepare) -> dict[str, Tensor]:
+    model = net().to(BF16)
+    model[2].float()
+    model[2].register_forward_pre_hook(lambda _, args: args[0].float())
+    model[2].register_forward_hook(lambda *args: args[-1].to(BF16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    prepare(optimizer)
+    train(model, optimizer, batches(4))
+    return state_of(model, optimizer)
+
+
+def two_optimizers(prepare: Prepare) -> dict[str, Tensor]:
+    """A GAN: the loss of the generator leaves gradients in the discriminator."""
+    torch.manual_seed(0)
+    generator = nn.Linear(16, 16, dtype=BF16)
+    discriminator = nn.Linear(16, 1, dtype=BF16)
+    first = torch.optim.Adam(generator.parameters(), lr=1e-4)
+    second = torch.optim.RMSprop(discriminator.parameters(), lr=1e-4)
+    prepare(first)
+    prepare(second)
+    for x in batches(4):
+        second.zero_grad()
+        fake = generator(x)
+        (discriminator(fake.detach()) - discriminator(x)).float().sigmoid().mean().backward()
+        second.step()
+        first.zero_grad()
+        (-discriminator(fake)).float().sigmoid().mean().backward()
+        first.step()
+    return state_of(nn.ModuleList([generator, discriminator]), first, second)
+
+
+def closure(prepare: Prepare) -> dict[str, Tensor]:
+    """No backward pass comes before the first step, as in Lightning."""
+    model = net().to(BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    prepare(optimizer)
+    for x in batches(4):
+
+        def evaluate(x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, x)
+            loss.backward()
+            return loss
+
+        optimizer.step(evaluate)
+    return state_of(model, optimizer)
+
+
+def without_backward(prepare: Prepare) -> dict[str, Tensor]:
+    model = net().to(BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    prepare(optimizer)
+    schedule = LambdaLR(optimizer, lambda step: 0.9**step)
+    params = list(model.parameters())
+    for x in batches(4):
+        for param, grad in zip(params, torch.autograd.grad(loss_of(model, x), params), strict=True):
+            param.grad = grad
+        optimizer.step()
+        schedule.step()
+    return state_of(model, optimizer)
+
+
+def resumed(prepare: Prepare) -> dict[str, Tensor]:
+    """The state is saved and loaded in the middle, as before the first backward pass of a run."""
+    model, saved = net().to(BF16), None
+    for _ in range(2):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        prepare(optimizer)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        train(model, optimizer, batches(3))
+        saved = copy.deepcopy(optimizer.state_dict())
+    return state_of(model, optimizer)
+
+
+def copied(prepare: Prepare) -> dict[str, Tensor]:
+    model = net().to(BF16)
+    first = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = copy.deepcopy((model, first))
+    prepare(optimizer)
+    train(model, optimizer, batches(3))
+    return state_of(model, optimizer)
+
+
+def grouped_later(prepare: Prepare) -> dict[str, Tensor]:
+    model = net().to(BF16)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-3)
+    prepare(optimizer)
+    train(model, optimizer, batches(2))
+    optimizer.add_param_group({"params": model[3].parameters()})
+    train(model, optimizer, batches(2))
+    return state_of(model, optimizer)
+
+
+SCRIPTS = [
+    *(plain, cast_later, with_state, some_in_float32, two_optimizers, closure),
+    *(without_backward, resumed, copied, grouped_later),
+]
+
+
+@pytest.mark.parametrize("additions", [MASTERS, BOTH], ids=["masters", "both"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_unmodified_script_computes_as_with_the_calls(
+    script: Callable[[Prepare], dict[str, Tensor]], additions: Additions
+) -> None:
+    before = torch.optim.Optimizer.__init__
+    found, _ = run(script, additions)
+    assert torch.optim.Optimizer.__init__ is before
+    assert same(found, by_hand(script, additions))
+    assert not same(found, script(unmodified))
+
+
+@pytest.mark.parametrize("store", ["split", "float32", "kahan", "stochastic"])
+def test_each_store(store: Any) -> None:
+    found, said = run(plain, Additions(store))
+    assert same(found, by_hand(plain, Additions(store)))
+    assert said[0] == (f"--masters: AdamW steps 6 bfloat16 parameters in float32 (store: {store})")
+
+
+def test_parameters_in_float16_get_the_store_for_them_and_float32_gradients() -> None:
+    seen = []
+
+    def script(prepare: Prepare) -> dict[str, Tensor]:
+        model = net().to(FP16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        prepare(optimizer)
+        train(model, optimizer, batches(4, FP16))
+        seen.append(model[0].weight.grad.dtype)
+        return state_of(model, optimizer)
+
+    found, said = run(script, MASTERS)
+    assert same(found, by_hand(script, MASTERS))
+    assert seen == [torch.float32] * 2
+    assert said[0].endswith("steps 6 float16 parameters in float32 (store: float32)")
+
+
+def test_a_step_takes_chunks_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 copies of all weights at once would take four bytes more for each."""
+    from halfstep._master_weights import master_weights
+
+    chunked = []
+    step_in_chunks = master_weights.step_in_chunks
+    monkeypatch.setattr(
+        master_weights,
+        "step_in_chunks",
+        lambda *args, **kwargs: chunked.append(1) or step_in_chunks(*args, **kwargs),
+    )
+    run(plain, BOTH)
+    run(cast_later, MASTERS)
+    assert len(chunked) == 12
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization, as in https://github.com/davda54/sam."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, lr=1e-3, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure = torch.enable_grad()(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["old"] = param.data.clone()
+                param.add_(param.grad, alpha=group["rho"])
+        closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data = self.state[param]["old"]
+        self.base.step()
+
+
+def around_another(prepare: Prepare) -> dict[str, Tensor]:
+    model = net().to(BF16)
+    optimizer = SAM(model.parameters())
+    prepare(optimizer)
+    for x in batches(3):
+
+        def evaluate(x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, x)
+            loss.backward()
+            return loss
+
+        evaluate()
+        optimizer.step(evaluate)
+    return dict(model.state_dict())
+
+
+def test_an_optimizer_around_another() -> None:
+    """It gets the master weights, and the one inside the guard: it evaluates a closure late."""
+    found, said = run(around_another, Additions("auto", is_guarding=True))
+    assert same(found, by_hand(around_another, MASTERS))
+    assert [text.split(" steps")[0] for text in said[:1]] == ["--masters: SAM"]
+    assert said[1] == "--guard: SGD leaves out steps with inf or NaN gradients"
+
+
+# --- what is said, and what is left alone ---------------------------------------------------------
+
+
+def test_a_step_with_nan_is_left_out() -> None:
+    def script(prepare: Prepare) -> dict[str, Tensor]:
+        model = net().to(BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        prepare(optimizer)
+        data = batches(5)
+        data[2] = data[2] * float("nan")
+        train(model, optimizer, data)
+        return state_of(model, optimizer)
+
+    with pytest.warns(SkippedStepsWarning, match="step 3 was skipped"):
+        found, said = run(script, BOTH)
+    with pytest.warns(SkippedStepsWarning):
+        assert same(found, by_hand(script, BOTH))
+    assert all(value.isfinite().all() for value in found.values())
+    assert said[1] == (
+        "--guard: AdamW leaves out steps with inf or NaN gradients, and clips the norm of the "
+        "others to 1"
+    )
+
+
+def test_updates_that_would_have_been_lost_are_counted() -> None:
+    _, said = run(plain, MASTERS)
+    (text,) = said[1:]
+    share = float(text.removeprefix("--masters: ").split(" %")[0])
+    torch.manual_seed(0)
+    model = net().to(BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    with halfstep.lost_updates(optimizer) as lost:
+        train(model, optimizer, batches(1))
+    assert share == pytest.approx(100 * lost.share, abs=3)
+    assert text.endswith(
+        "of the updates in 3 sampled steps were too small for 16-bit weights, and would have been "
+        "lost without masters"
+    )
+
+
+def test_an_optimizer_without_16_bit_parameters_is_named_once_and_guarded() -> None:
+    def script(prepare: Prepare) -> dict[str, Tensor]:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        train(model, optimizer, batches(3, torch.float32))
+        return state_of(model, optimizer)
+
+    found, said = run(script, MASTERS)
+    assert said == ["--masters: AdamW has no bfloat16 or float16 parameters"]
+    assert same(found, script(unmodified))
+    assert (
+        "--guard: AdamW leaves out steps with inf or NaN gradients"
+        in run(script, Additions("auto", is_guarding=True))[1]
+    )
+
+
+def test_a_model_that_is_cast_after_its_first_steps() -> None:
+    def script(prepare: Prepare) -> dict[str, Tensor]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        train(model, optimizer, batches(2, torch.float32))
+        model.to(BF16)
+        prepare(optimizer)
+        train(model, optimizer, batches(3))
+        return state_of(model, optimizer)
+
+    found, said = run(script, MASTERS)
+    assert same(found, by_hand(script, MASTERS))
+    assert len(said) == 3
+
+
+def test_an_optimizer_that_cannot_have_masters_steps_as_before() -> None:
+    def script(prepare: Prepare) -> dict[str, Tensor]:
+        model = net().to(FP16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        train(model, optimizer, batches(3, FP16))
+        return state_of(model, optimizer)
+
+    found, said = run(script, Additions("split"))
+    assert same(found, script(unmodified))
+    assert len(said) == 1
+    assert said[0].startswith("--masters: SGD steps without masters: master_weights(SGD, store='sp")
+    assert said[0].endswith("Pass store='float32'.")
+
+
+def test_parameters_that_share_memory_keep_their_gradients_in_float16() -> None:
+    def script(prepare: Prepare) -> dict[str, Tensor]:
+        model = net().to(FP16)
+        model[2].bias.data = model[2].weight.data
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        train(model, optimizer, batches(3, FP16))
+        return state_of(model, optimizer)
+
+    found, said = run(script, MASTERS)
+    assert same(found, script(unmodified))
+    assert "share their memory" in said[0]
+
+
+def test_lbfgs_has_no_guard() -> None:
+    def script(prepare: Prepare) -> dict[str, Tensor]:
+        model = net().to(BF16)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-2, max_iter=3)
+        prepare(optimizer)
+
+        def evaluate() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, batches(1)[0])
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(evaluate)
+        return dict(model.state_dict())
+
+    found, said = run(script, BOTH)
+    assert same(found, by_hand(script, MASTERS))
+    assert said[1].startswith("--guard: LBFGS steps without a guard: guard(LBFGS): it evaluates")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_script_with_a_scaler_is_not_guarded(is_late: bool) -> None:
+    def script(prepare: Prepare) -> dict[str, Tensor]:
+        model = net().to(BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        prepare(optimizer)
+        if is_late:
+            train(model, optimizer, batches(1))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for x in batches(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return state_of(model, optimizer)
+
+    with replaced(halfstep.preset("torch")):
+        found, said = run(script, Additions("auto", is_guarding=True))
+        assert same(found, by_hand(script, MASTERS))
+    assert [text for text in said if text.startswith("--guard")][-1] == (
+        "--guard: the script has its own GradScaler, which skips such steps; nothing is guarded"
+    )
+
+
+def test_a_script_with_the_calls_is_left_alone() -> None:
+    def script(prepare: Prepare) -> dict[str, Tensor]:
+        model = net().to(BF16)
+        optimizer = halfstep.master_weights(torch.optim.AdamW(model.parameters()), "kahan")
+        halfstep.guard(optimizer)
+        train(model, optimizer, batches(3))
+        return state_of(model, optimizer)
+
+    found, said = run(script, BOTH)
+    assert same(found, script(unmodified))
+    assert [text for text in said if "guard" in text] == [
+        "--guard: AdamW steps without a guard: guard(AdamW): it has a guard already"
+    ]
+
+
+def test_optimizers_are_freed_with_what_was_added() -> None:
+    def script(prepare: Prepare) -> list[weakref.ref[Any]]:
+        freed = []
+        for _ in range(2):
+            model = net().to(BF16)
+            optimizer = torch.optim.AdamW(model.parameters())
+            train(model, optimizer, batches(2))
+            freed.append(weakref.ref(optimizer))
+        del model, optimizer
+        gc.collect()
+        assert [ref() for ref in freed] == [None, None]
+        return freed
+
+    run(script, BOTH)
