@@ -418,6 +418,23 @@ def test_parameters_that_share_memory_keep_their_gradients_in_float16() -> None:
     assert "share their memory" in said[0]
 
 
+def test_gradients_in_float16_have_no_guard() -> None:
+    def script(prepare: Prepare) -> dict[str, Tensor]:
+        model = net().to(FP16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        train(model, optimizer, batches(3, FP16))
+        return state_of(model, optimizer)
+
+    found, said = run(script, Additions(is_guarding=True))
+    assert same(found, script(unmodified))
+    assert said == [
+        "--guard: SGD steps without a guard: it has gradients in float16; --masters makes them "
+        "float32"
+    ]
+    _, said = run(script, BOTH)
+    assert said[1].startswith("--guard: SGD leaves out")
+
+
 def test_lbfgs_has_no_guard() -> None:
     def script(prepare: Prepare) -> dict[str, Tensor]:
         model = net().to(BF16)

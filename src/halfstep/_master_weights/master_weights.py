@@ -303,11 +303,16 @@ class MasterWeights:
                         f"and leaves float32 alone.{cure}"
                     )
         _refuse_shared_memory(optimizer)
-        for param, name in found:  # after all that may raise: an error changes nothing
-            self._see_to_gradients(param, name)
-        params = [param for param, _ in found]
-        self._see_to_buckets([param for param in params if param.grad_dtype is torch.float32])
-        return params
+        before = [(param, param.grad_dtype) for param, _ in found]
+        try:
+            for param, name in found:
+                self._see_to_gradients(param, name)
+            self._see_to_buckets([p for p, _ in found if p.grad_dtype is torch.float32])
+        except ValueError:
+            for param, dtype in before:
+                _set_grad_dtype(param, dtype)
+            raise
+        return [param for param, _ in found]
 
     def _see_to_dtypes(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise an error if a parameter now has an unsupported dtype, as by ``model.half()``."""
@@ -325,9 +330,7 @@ class MasterWeights:
                     "gradients='float32' out; fully_shard adds up in float32 with "
                     "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
                 )
-            grad, param.grad = param.grad, None
-            param.grad_dtype = torch.float32
-            param.grad = None if grad is None else grad.float()
+            _set_grad_dtype(param, torch.float32)
 
     @staticmethod
     def _see_to_buckets(params: list[Tensor]) -> None:
@@ -552,6 +555,14 @@ def is_rounded_by_chance(optimizer: torch.optim.Optimizer, param: Tensor) -> boo
         and masters.store.name == Stochastic.name
         and param.dtype in masters.store.dtypes
     )
+
+
+def _set_grad_dtype(param: Tensor, dtype: torch.dtype | None) -> None:
+    """Set the dtype of gradients, also of the one that a parameter has."""
+    if param.grad_dtype is not dtype:
+        grad, param.grad = param.grad, None
+        param.grad_dtype = dtype
+        param.grad = None if grad is None else grad.to(dtype)
 
 
 def _refuse_later_wrapping(params: list[Tensor]) -> None:

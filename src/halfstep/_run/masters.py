@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -32,7 +33,7 @@ from halfstep._master_weights.master_weights import (
 from halfstep._numerics.formats import dtype_name
 from halfstep._numerics.measure import counted_part
 from halfstep._pytorch import compiler, optim
-from halfstep._pytorch.distributed import local_part
+from halfstep._pytorch.distributed import has_process_group, local_part, reduced_by
 from halfstep._pytorch.listeners import listening_to_backward
 from halfstep._pytorch.modes import unseen_by_modes
 from halfstep._run.amp import watch_scalers
@@ -61,8 +62,10 @@ def added(additions: Additions, say: Callable[[str], None]) -> Iterator[None]:
     """Give each optimizer in the block master weights and a guard, as docs/run.md describes.
 
     An optimizer gets them at the first of these moments: a backward pass, which comes after casts
-    of the model and the wrappers of frameworks; its step, whose closure may have that pass; and
-    ``load_state_dict``, which needs the master weights. They stay when the block ends.
+    of the model and the wrappers of frameworks; its step, whose closure may have that pass;
+    ``load_state_dict``, which needs the master weights; and the forward pass of a
+    DistributedDataParallel, which needs to know the dtype of the gradients. They stay when the
+    block ends.
 
     Args:
         additions: What each optimizer gets.
@@ -101,6 +104,7 @@ class _Adding:
         watch_steps(patches, self._step, self._meet, is_transparent=True)
         patches.wrap(Optimizer, "__setstate__", self._copy)
         patches.wrap(Optimizer, "load_state_dict", self._load)
+        patches.wrap(DistributedDataParallel, "forward", self._forward)
         watch_scalers(patches, self._note_scaler)
 
     def _meet(self, optimizer: Optimizer) -> None:
@@ -111,10 +115,21 @@ class _Adding:
 
     # --- the moments ------------------------------------------------------------------------------
 
-    def before_backward(self, _: object) -> None:
+    def before_backward(self, _: object, *, is_early: bool = False) -> None:
         if not is_replaying():
             for optimizer in [*self._without_masters, *self._without_guard]:
-                self._add(optimizer)
+                self._add(optimizer, is_early=is_early)
+
+    def _forward(
+        self,
+        original: Callable[..., Any],
+        module: DistributedDataParallel,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not torch.compiler.is_compiling():
+            self.before_backward(module, is_early=True)
+        return original(module, *args, **kwargs)
 
     @compiler.keep_out_of_graphs
     def _step(
@@ -136,7 +151,7 @@ class _Adding:
         **kwargs: Any,
     ) -> Any:
         # accelerate loads the empty state of each optimizer that it wraps.
-        if state_dict.get("state") and self._add_masters(optimizer):
+        if state_dict.get("state") and self._add_masters(optimizer, is_early=True):
             return optimizer.load_state_dict(state_dict, *args, **kwargs)
         return original(optimizer, state_dict, *args, **kwargs)
 
@@ -147,12 +162,15 @@ class _Adding:
 
     # --- what is added ----------------------------------------------------------------------------
 
-    def _add(self, optimizer: Optimizer) -> bool:
-        """Add what is missing and possible; return whether this has replaced ``step``."""
-        has_masters, has_guard = self._add_masters(optimizer), self._add_guard(optimizer)
-        return has_masters or has_guard
+    def _add(self, optimizer: Optimizer, *, is_early: bool = False) -> bool:
+        """Add what is missing and possible; return whether this has replaced ``step``.
 
-    def _add_masters(self, optimizer: Optimizer) -> bool:
+        It ``is_early`` before a forward pass.
+        """
+        has_masters = self._add_masters(optimizer, is_early=is_early)
+        return self._add_guard(optimizer) or has_masters
+
+    def _add_masters(self, optimizer: Optimizer, *, is_early: bool) -> bool:
         if optimizer not in self._without_masters:
             return False
         dtypes = Counter(p.dtype for p in parameters(optimizer) if p.dtype in LOWER)
@@ -168,6 +186,8 @@ class _Adding:
         if store == "auto":
             store = "float32" if torch.float16 in dtypes else "split"
         try:
+            if torch.float16 in dtypes and not is_early:
+                _refuse_buckets(parameters(optimizer))
             master_weights(optimizer, store)
         except (TypeError, ValueError) as error:
             self._say(f"--masters: {name(optimizer)} steps without masters: {error}")
@@ -185,6 +205,7 @@ class _Adding:
         if _holds_others(optimizer):
             return False
         try:
+            _refuse_float16(parameters(optimizer))
             self._guards[optimizer] = guard(optimizer, self._additions.max_norm)
         except (CallOrderError, TypeError, ValueError) as error:
             self._say(f"--guard: {name(optimizer)} steps without a guard: {error}")
@@ -211,6 +232,25 @@ class _Adding:
         if text not in self._said:
             self._said.add(text)
             self._print(text)
+
+
+def _refuse_float16(params: list[Tensor]) -> None:
+    """Raise the error that a guard would raise in the first step."""
+    trained = (param for param in params if param.requires_grad)
+    if any(param.dtype is param.grad_dtype is torch.float16 for param in trained):
+        raise ValueError("it has gradients in float16; --masters makes them float32")
+
+
+def _refuse_buckets(params: list[Tensor]) -> None:
+    """Raise an error if gradients have buckets in which an iteration has begun.
+
+    Gradients of float16 parameters become float32; ranks would no longer average them.
+    """
+    if has_process_group() and any(reduced_by(params)):
+        raise ValueError(
+            "it was made between the forward pass of its DistributedDataParallel, or the compiled "
+            "one, and the backward pass, when its float16 gradients cannot become float32"
+        )
 
 
 def _holds_others(optimizer: Optimizer) -> bool:
