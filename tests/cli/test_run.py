@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from halfstep._cli import main
+from halfstep._cli import _build_parser, main
 from halfstep._cli.run import _note_options, add_arguments
 
 SCRIPTS = Path(__file__).parents[1] / "run" / "scripts"
@@ -31,6 +31,8 @@ def test_help(capsys):
         "--every",
         "--quiet",
         "--amp",
+        "--masters[=STORE]",
+        "--guard[=MAX_NORM]",
         "--sink",
         "torchrun",
         "default: 50",
@@ -66,6 +68,10 @@ def test_without_a_target_it_shows_the_help(arguments, capsys):
         (["--every", "-1", "train.py"], "argument --every: '-1' is not a number of steps"),
         (["--every", "x", "train.py"], "argument --every: 'x' is not a number of steps: write 50"),
         (["--amp", "fp8", "train.py"], "argument --amp: 'fp8': choose one of fp16, bf16"),
+        (["--masters=splt", "train.py"], "'splt': choose one of auto, split, float32, kahan"),
+        (["--guard=x", "train.py"], "'x' is not a norm to clip to: write --guard=1.0"),
+        (["--guard=0", "train.py"], "'0' is not a norm to clip to"),
+        (["--guard=nan", "train.py"], "'nan' is not a norm to clip to"),
     ],
 )
 def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
@@ -81,6 +87,8 @@ def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
         (["--policy", "no-such-preset", "train.py"], "'no-such-preset'"),
         (["--policy", "no-such.toml", "train.py"], "no-such.toml: No such file"),
         (["no-such.py"], "can't open file 'no-such.py': No such file or directory"),
+        (["--amp", "fp16", "--guard", "train.py"], "leave --guard and --masters out, or use --amp"),
+        (["--masters", "--amp=fp16", "train.py"], "leave --guard and --masters out, or use --amp"),
         (["-o", "train.py/x", "train.py"], "cannot write the record to "),
     ],
 )
@@ -92,6 +100,21 @@ def test_mistakes_are_one_line_before_the_script_starts(arguments, message, caps
     assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "masters", "guard", "target"),
+    [
+        (["train.py", "--guard"], None, None, ["train.py", "--guard"]),
+        (["--masters", "--guard", "train.py", "7"], "auto", 0.0, ["train.py", "7"]),
+        (["--masters=kahan", "--guard=0.5", "-m", "train"], "kahan", 0.5, ["train"]),
+        (["-o", "out", "--masters", "--", "--guard"], "auto", None, ["--", "--guard"]),
+        (["--every", "3", "--masters", "train.py"], "auto", None, ["train.py"]),
+    ],
+)
+def test_a_value_of_masters_and_guard_comes_after_an_equals_sign(words, masters, guard, target):
+    given = _build_parser().parse(["run", *words])
+    assert (given.masters, given.guard, given.target) == (masters, guard, target)
 
 
 def test_a_policy_may_be_in_a_file(tmp_path):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import sys
 import traceback
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 
 import torch
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
+import halfstep
 from halfstep import preset
 from halfstep._run.launch import show_once
+from halfstep._run.masters import Additions, added
 from halfstep._run.session import execute
 from halfstep._run.stand_ins import replaced
 from halfstep.errors import RanksError
@@ -55,6 +58,23 @@ def shown(rank: int, text: str) -> str:
 def shown_own(rank: int) -> str:
     """The same of errors that have nothing in common."""
     return shown(rank, f"error of rank {rank}")
+
+
+def added_to_float16(rank: int, is_by_hand: bool) -> tuple[list[float], list[str]]:
+    """A DistributedDataParallel of a float16 model, whose gradients get another dtype."""
+    said: list[str] = []
+    with nullcontext() if is_by_hand else added(Additions("auto", True, 1.0), said.append):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(4, 2, dtype=torch.float16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        if is_by_hand:
+            halfstep.guard(halfstep.master_weights(optimizer, "float32"), max_norm=1.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.full((2, 4), float(step + rank), dtype=torch.float16)
+            model(x).float().square().mean().backward()
+            optimizer.step()
+    return [value for param in model.parameters() for value in param.flatten().tolist()], said
 
 
 def script(rank: int, path: str) -> str:

@@ -1,5 +1,6 @@
 """Frameworks that make autocast and the scaler themselves."""
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -46,3 +47,43 @@ def test_the_trainer_of_transformers(tmp_path):
     assert "torch.bfloat16\n" in under
     assert error.count("policy: torch\n") == 4
     assert "halfstep: 4 steps recorded, 0 skipped" in error
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_masters_and_guard_in_what_accelerate_launches(tmp_path):
+    path = SCRIPTS / "bf16_accelerate.py"
+    alone, hand = (forked.python(path, *words, cwd=tmp_path) for words in ([], ["hand"]))
+    launcher = "accelerate launch --cpu --num_processes 1 --num_machines 1"
+    launcher += " --mixed_precision no --dynamo_backend no"
+    runner = "-m", "halfstep", "run", "--masters", "--guard=1.0"
+    under = subprocess.run(
+        [sys.executable, *runner, *launcher.split(), str(path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+    )
+    assert under.returncode == 0, under.stderr
+    assert under.stdout == hand.out != alone.out
+    assert "halfstep: --masters: AdamW steps 4 bfloat16 parameters in float32" in under.stderr
+    assert under.stderr.count("halfstep: --guard: ") == 1
+    assert "1 process of the program recorded" in under.stderr
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_masters_and_guard_in_the_trainer_of_transformers(tmp_path):
+    path = SCRIPTS / "bf16_transformers.py"
+
+    def run(folder: str, *words: object) -> tuple[str, str]:
+        (tmp_path / folder).mkdir()  # for checkpoints
+        done = forked.python(*words, cwd=tmp_path / folder, warnings="ignore")
+        assert done.code == 0, done.err
+        return done.out.splitlines()[-1], done.err
+
+    alone, hand = run("alone", path)[0], run("hand", path, "hand")[0]
+    under, error = run("under", "-m", "halfstep", "run", "--masters", "--guard", path)
+    assert under == hand != alone
+    assert error.count("halfstep: --masters: AdamW steps 16 bfloat16 parameters") == 1
+    assert "halfstep: 6 steps recorded, 0 skipped" in error

@@ -36,3 +36,10 @@ def test_a_script_whose_ranks_cannot_agree_is_told_the_cure(pool, tmp_path):
     for text in pool.run(several.script, str(path)):
         assert "RanksError" in text
         assert "GradScaler(process_group=torch.distributed.group.WORLD)" in text
+
+
+def test_ranks_with_float16_gradients_get_masters_before_a_forward_pass(pool):
+    (one, said), (other, _) = pool.run(several.added_to_float16, False)
+    (by_hand, _), _ = pool.run(several.added_to_float16, True)
+    assert one == other == by_hand
+    assert said[0] == "--masters: AdamW steps 2 float16 parameters in float32 (store: float32)"
