@@ -60,15 +60,16 @@ def shown_own(rank: int) -> str:
     return shown(rank, f"error of rank {rank}")
 
 
-def added_to_float16(rank: int, is_by_hand: bool) -> tuple[list[float], list[str]]:
+def with_float16(rank: int, way: str, find_unused: bool) -> tuple[list[float], list[str]]:
     """A DistributedDataParallel of a float16 model, whose gradients get another dtype."""
     said: list[str] = []
-    with nullcontext() if is_by_hand else added(Additions("auto", True, 1.0), said.append):
+    with added(Additions("auto"), said.append) if way == "added" else nullcontext():
         torch.manual_seed(0)
-        model = DistributedDataParallel(torch.nn.Linear(4, 2, dtype=torch.float16))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        if is_by_hand:
-            halfstep.guard(halfstep.master_weights(optimizer, "float32"), max_norm=1.0)
+        linear = torch.nn.Linear(4, 2, dtype=torch.float16)
+        model = DistributedDataParallel(linear, find_unused_parameters=find_unused)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if way == "by hand":
+            halfstep.master_weights(optimizer, "float32")
         for step in range(4):
             optimizer.zero_grad()
             x = torch.full((2, 4), float(step + rank), dtype=torch.float16)

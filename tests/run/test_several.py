@@ -39,7 +39,13 @@ def test_a_script_whose_ranks_cannot_agree_is_told_the_cure(pool, tmp_path):
 
 
 def test_ranks_with_float16_gradients_get_masters_before_a_forward_pass(pool):
-    (one, said), (other, _) = pool.run(several.added_to_float16, False)
-    (by_hand, _), _ = pool.run(several.added_to_float16, True)
-    assert one == other == by_hand
-    assert said[0] == "--masters: AdamW steps 2 float16 parameters in float32 (store: float32)"
+    (one, said), (other, _) = pool.run(several.with_float16, "added", False)
+    assert said[0] == "--masters: SGD steps 2 float16 parameters in float32 (store: float32)"
+    assert one == other == pool.run(several.with_float16, "by hand", False)[0][0]
+
+
+def test_ranks_whose_gradients_have_to_stay_float16_train_as_before(pool):
+    (one, said), (other, _) = pool.run(several.with_float16, "added", True)
+    assert len(said) == 1
+    assert said[0].startswith("--masters: SGD steps without masters: the gradients of a Distri")
+    assert one == other == pool.run(several.with_float16, "unmodified", True)[0][0]
