@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 import halfstep
+from halfstep._record.read import read_run
 from halfstep._run.masters import Additions, added
 from halfstep._run.stand_ins import replaced
 from halfstep.errors import SkippedStepsWarning
@@ -513,3 +515,32 @@ def test_optimizers_are_freed_with_what_was_added() -> None:
         return freed
 
     run(script, BOTH)
+
+
+WITH_WORKERS = """
+import torch
+from torch.utils.data import DataLoader
+
+model = torch.nn.Linear(16, 8, dtype=torch.bfloat16)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+for epoch in range(2):
+    for x in DataLoader(torch.randn(8, 16).to(torch.bfloat16), batch_size=4, num_workers=1):
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_run_says_it_once_and_records_it(halfstep_run: Any, tmp_path: Path) -> None:
+    """Not in the workers of a data loader, which are forks."""
+    (tmp_path / "train.py").write_text(WITH_WORKERS)
+    done = halfstep_run("--masters", "--guard", "-o", "out", "train.py")
+    assert done.code == 0, done.err
+    lines = done.err.splitlines()
+    assert [line.split(":")[1].strip() for line in lines] == [
+        *("--masters", "--guard", "--masters", "4 steps recorded, 0 skipped")
+    ]
+    notes = [note.text for note in read_run(tmp_path / "out").notes]
+    assert [f"halfstep: {text}" for text in notes] == lines[:-1]
+    quiet = halfstep_run("--masters", "-q", "-o", "quiet", "train.py")
+    assert quiet.err == f"{lines[0]}\n"

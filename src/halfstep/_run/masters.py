@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -273,6 +274,10 @@ class _WouldBeLost:
         self._failure: Exception | None = None
         self._num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._steps = OpenSteps(_part, is_below_rounding)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._num_counted = 0
         self._total: dict[torch.device, Tensor] = {}
 
@@ -286,6 +291,8 @@ class _WouldBeLost:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or is_replaying() or not has_master_weights(optimizer):
             return
+        if self._process != os.getpid():  # a fork
+            self._begin()
         number = self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
         if number.bit_count() == 1:
             with self._keeping_failures():
@@ -309,7 +316,9 @@ class _WouldBeLost:
             self._failure = error
 
     def text(self) -> str:
-        """Return a sentence; empty if nothing was counted."""
+        """Return a sentence; empty if nothing was counted in this process."""
+        if self._process != os.getpid():
+            return ""
         if self._failure is not None:
             return f"the updates could not be counted: {self._failure}"
         updates, lost = sum((each.cpu() for each in self._total.values()), torch.zeros(2)).tolist()

@@ -322,8 +322,9 @@ class Session:
             self._print(text)
 
     def _say_and_note(self, text: str) -> None:
-        self._say(text)
         self._record.add_note(text)
+        if not (self._is_closed and self._options.is_quiet):  # no line at the end
+            self._say(text)
 
     def _say_of_rank(self, text: str) -> None:
         """Print a message that may differ between ranks on this rank."""
