@@ -101,7 +101,7 @@ def _scale(patches: Patches, scaler: GradScaler, script: ScriptState) -> None:
 
 @contextmanager
 def _noting_steps(script: ScriptState) -> Iterator[None]:
-    """Note the steps of a script without a scaler of ours, which notes its own."""
+    """Note the steps of a script whose loss is not scaled; scaled steps note themselves."""
     if script.is_scaling:
         yield
         return
