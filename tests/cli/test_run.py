@@ -68,7 +68,7 @@ def test_without_a_target_it_shows_the_help(arguments, capsys):
         (["--every", "-1", "train.py"], "argument --every: '-1' is not a number of steps"),
         (["--every", "x", "train.py"], "argument --every: 'x' is not a number of steps: write 50"),
         (["--amp", "fp8", "train.py"], "argument --amp: 'fp8': choose one of fp16, bf16"),
-        (["--masters=splt", "train.py"], "'splt': choose one of auto, split, float32, kahan"),
+        (["--masters=splt", "train.py"], "'splt': choose one of split, float32, kahan"),
         (["--guard=x", "train.py"], "'x' is not a norm to clip to: write --guard=1.0"),
         (["--guard=0", "train.py"], "'0' is not a norm to clip to"),
         (["--guard=nan", "train.py"], "'nan' is not a norm to clip to"),
@@ -106,10 +106,10 @@ def test_mistakes_are_one_line_before_the_script_starts(arguments, message, caps
     ("words", "masters", "guard", "target"),
     [
         (["train.py", "--guard"], None, None, ["train.py", "--guard"]),
-        (["--masters", "--guard", "train.py", "7"], "auto", 0.0, ["train.py", "7"]),
+        (["--masters", "--guard", "train.py", "7"], "split", 0.0, ["train.py", "7"]),
         (["--masters=kahan", "--guard=0.5", "-m", "train"], "kahan", 0.5, ["train"]),
-        (["-o", "out", "--masters", "--", "--guard"], "auto", None, ["--", "--guard"]),
-        (["--every", "3", "--masters", "train.py"], "auto", None, ["train.py"]),
+        (["-o", "out", "--masters", "--", "--guard"], "split", None, ["--", "--guard"]),
+        (["--every", "3", "--masters", "train.py"], "split", None, ["train.py"]),
     ],
 )
 def test_a_value_of_masters_and_guard_comes_after_an_equals_sign(words, masters, guard, target):

@@ -63,7 +63,7 @@ def shown_own(rank: int) -> str:
 def with_float16(rank: int, way: str, find_unused: bool) -> tuple[list[float], list[str]]:
     """A DistributedDataParallel of a float16 model, whose gradients get another dtype."""
     said: list[str] = []
-    with added(Additions("auto"), said.append) if way == "added" else nullcontext():
+    with added(Additions("split"), said.append) if way == "added" else nullcontext():
         torch.manual_seed(0)
         linear = torch.nn.Linear(4, 2, dtype=torch.float16)
         model = DistributedDataParallel(linear, find_unused_parameters=find_unused)

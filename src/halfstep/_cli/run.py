@@ -92,11 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--masters",
         nargs="?",
-        const="auto",
-        choices=("auto", "split", "float32", "kahan", "stochastic"),
+        const="split",
+        choices=("split", "float32", "kahan", "stochastic"),
         metavar="STORE",
         help="step bfloat16 and float16 parameters in float32, so that no update is lost: "
-        "split, float32, kahan or stochastic (default: split; float32 if any is float16)",
+        "split, float32, kahan or stochastic (default: split; for float16: float32)",
     )
     parser.add_argument(
         "--guard",

@@ -15,7 +15,6 @@ from torch.optim.optimizer import (
 
 from halfstep._gradients.optimizers import Names, makes_step_of, members, require_optimizer
 from halfstep._master_weights.master_weights import (
-    LOWER,
     is_rounded_by_chance,
     weight_of,
     with_masters,
@@ -44,23 +43,6 @@ class _Before(NamedTuple):
     is_moved: Tensor | bool  # whether the learning rate is not zero
 
 
-Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Which updates are lost: from a parameter, and its weights before and after a step."""
-
-
-def is_unmoved(param: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return which weights have not changed."""
-    return after == before
-
-
-def is_below_rounding(param: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return which weights would not have changed without masters, in the parameter's dtype."""
-    if param.dtype not in LOWER:
-        return is_unmoved(param, before, after)
-    rounded = before.to(param.dtype)
-    return (rounded.float() + (after - before)).to(param.dtype) == rounded
-
-
 class StepUpdates:
     """The weights of an optimizer before a step, to count lost updates after it.
 
@@ -73,7 +55,6 @@ class StepUpdates:
         has_closure: Whether a closure computes the gradients during the step: the last ones count.
             Otherwise the gradients before the step count, since the step may zero them.
         part: A function that returns the entries of a tensor to inspect.
-        is_lost: The rule.
     """
 
     @torch.no_grad()
@@ -82,11 +63,10 @@ class StepUpdates:
         optimizer: torch.optim.Optimizer,
         has_closure: bool,
         part: Callable[[Tensor], Tensor],
-        is_lost: Rule,
     ) -> None:
         # A wrapper has no master weights of its own.
         self._optimizer = next(iter(with_masters(optimizer)), optimizer)
-        self._part, self._is_lost = part, is_lost
+        self._part = part
         found_inf = getattr(optimizer, "found_inf", None)
         self._is_taken = None if found_inf is None else found_inf == 0
         self._before: list[_Before] = []
@@ -125,7 +105,7 @@ class StepUpdates:
             after = self._looked_at(param)
             if has_gradient is None or not has_gradient.shape == after.shape == before.shape:
                 continue
-            is_lost = has_gradient & self._is_lost(param, before, after)
+            is_lost = has_gradient & (after == before)
             counts = torch.stack([has_gradient.sum(), is_lost.sum()])
             for flag in (self._is_taken, is_moved):
                 if flag is not None:
@@ -142,10 +122,8 @@ class OpenSteps:
     optimizers in it do.
     """
 
-    def __init__(
-        self, part: Callable[[Tensor], Tensor] = lambda values: values, is_lost: Rule = is_unmoved
-    ) -> None:
-        self._part, self._is_lost = part, is_lost
+    def __init__(self, part: Callable[[Tensor], Tensor] = lambda values: values) -> None:
+        self._part = part
         self._open: dict[int, tuple[int, torch.optim.Optimizer, StepUpdates]] = {}
 
     def begin(
@@ -161,7 +139,7 @@ class OpenSteps:
         if any(isinstance(each, torch.optim.Optimizer) for each in held):
             return
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        step = StepUpdates(optimizer, has_closure, self._part, self._is_lost)
+        step = StepUpdates(optimizer, has_closure, self._part)
         self._open[id(optimizer)] = depth, optimizer, step
 
     def end(self, optimizer: torch.optim.Optimizer) -> list[Counted]:

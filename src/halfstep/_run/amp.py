@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,17 +99,11 @@ def _scale(patches: Patches, scaler: GradScaler, script: ScriptState) -> None:
         part.install(patches)
 
 
-@contextmanager
-def _noting_steps(script: ScriptState) -> Iterator[None]:
+def _noting_steps(script: ScriptState) -> AbstractContextManager[object]:
     """Note the steps of a script whose loss is not scaled; scaled steps note themselves."""
     if script.is_scaling:
-        yield
-        return
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: script.note_step(optimizer))
-    try:
-        yield
-    finally:
-        hook.remove()
+        return nullcontext()
+    return register_optimizer_step_pre_hook(lambda optimizer, *_: script.note_step(optimizer))
 
 
 def _switch_off_for_scalers(patches: Patches, ours: GradScaler | None, script: ScriptState) -> None:

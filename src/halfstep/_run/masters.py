@@ -6,9 +6,9 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from halfstep._common.patches import Patches, watch_steps
 from halfstep._diagnose.replay import is_replaying
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import members, name
-from halfstep._master_weights.lost_updates import OpenSteps, is_below_rounding
+from halfstep._master_weights.lost_updates import StepUpdates
 from halfstep._master_weights.master_weights import (
     LOWER,
     StoreName,
@@ -44,16 +44,12 @@ from halfstep.errors import CallOrderError
 
 @dataclass(frozen=True)
 class Additions:
-    """What every optimizer of a script gets.
+    """What every optimizer of a script gets: master weights, unless ``store`` is None; a guard.
 
-    Attributes:
-        store: The store of the master weights; ``"auto"`` is ``"float32"`` for an optimizer with
-            float16 parameters, and else ``"split"``. None for no master weights.
-        is_guarding: Whether it gets a guard.
-        max_norm: What the guard clips the norm of the gradients to; None for no clipping.
+    ``"float32"`` takes the place of ``"split"`` where parameters are float16.
     """
 
-    store: StoreName | Literal["auto"] | None = None
+    store: StoreName | None = None
     is_guarding: bool = False
     max_norm: float | None = None
 
@@ -66,40 +62,32 @@ def added(additions: Additions, say: Callable[[str], None]) -> Iterator[None]:
     of the model and the wrappers of frameworks; its step, whose closure may have that pass;
     ``load_state_dict``, which needs the master weights; and the forward pass of a
     DistributedDataParallel, which needs to know the dtype of the gradients. They stay when the
-    block ends.
-
-    Args:
-        additions: What each optimizer gets.
-        say: Receives each message as one line.
+    block ends. ``say`` receives each message as one line.
     """
-    patches, adding = Patches(), _Adding(additions, say)
-    lost = _WouldBeLost()
+    patches, adding, small = Patches(), _Adding(additions, say), _SmallUpdates()
     try:
         adding.install(patches)
-        with listening_to_backward(adding.before_backward), lost.counting():
+        with (
+            listening_to_backward(adding.before_backward),
+            register_optimizer_step_pre_hook(small.before_step),
+            register_optimizer_step_post_hook(small.after_step),
+        ):
             yield
     finally:
         patches.undo()
-    if additions.store is not None and (text := lost.text()):
+    if text := small.text():
         say(f"--masters: {text}")
 
 
-@dataclass
 class _Adding:
-    _additions: Additions
-    _print: Callable[[str], None]
-    # Ordered: an outer optimizer, such as SAM, comes before the one that it makes.
-    _without_masters: weakref.WeakKeyDictionary[Optimizer, None] = field(
-        default_factory=weakref.WeakKeyDictionary, init=False
-    )
-    _without_guard: weakref.WeakKeyDictionary[Optimizer, None] = field(
-        default_factory=weakref.WeakKeyDictionary, init=False
-    )
-    _guards: weakref.WeakKeyDictionary[Optimizer, Guard] = field(
-        default_factory=weakref.WeakKeyDictionary, init=False
-    )
-    _has_scaler: bool = field(default=False, init=False)
-    _said: set[str] = field(default_factory=set, init=False)
+    def __init__(self, additions: Additions, say: Callable[[str], None]) -> None:
+        self._additions, self._print = additions, say
+        # Ordered: an outer optimizer, such as SAM, comes before the one that it makes.
+        self._without_masters = weakref.WeakKeyDictionary[Optimizer, None]()
+        self._without_guard = weakref.WeakKeyDictionary[Optimizer, None]()
+        self._guards = weakref.WeakKeyDictionary[Optimizer, Guard]()
+        self._has_scaler = False
+        self._said: set[str] = set()
 
     def install(self, patches: Patches) -> None:
         watch_steps(patches, self._step, self._meet, is_transparent=True)
@@ -121,16 +109,10 @@ class _Adding:
             for optimizer in [*self._without_masters, *self._without_guard]:
                 self._add(optimizer, is_early=is_early)
 
-    def _forward(
-        self,
-        original: Callable[..., Any],
-        module: DistributedDataParallel,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            self.before_backward(module, is_early=True)
-        return original(module, *args, **kwargs)
+            self.before_backward(None, is_early=True)
+        return original(*args, **kwargs)
 
     @compiler.keep_out_of_graphs
     def _step(
@@ -144,17 +126,12 @@ class _Adding:
         return original(optimizer, *args, **kwargs)
 
     def _load(
-        self,
-        original: Callable[..., Any],
-        optimizer: Optimizer,
-        state_dict: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        self, original: Callable[..., Any], optimizer: Optimizer, state: Any, *args: Any
+    ) -> None:
         # accelerate loads the empty state of each optimizer that it wraps.
-        if state_dict.get("state") and self._add_masters(optimizer, is_early=True):
-            return optimizer.load_state_dict(state_dict, *args, **kwargs)
-        return original(optimizer, state_dict, *args, **kwargs)
+        is_added = state.get("state") and self._add_masters(optimizer, is_early=True)
+        load = optimizer.load_state_dict if is_added else original.__get__(optimizer)
+        load(state, *args)
 
     def _copy(self, original: Callable[..., Any], optimizer: Optimizer, state: Any) -> None:
         original(optimizer, state)
@@ -174,29 +151,26 @@ class _Adding:
     def _add_masters(self, optimizer: Optimizer, *, is_early: bool) -> bool:
         if optimizer not in self._without_masters:
             return False
-        dtypes = Counter(p.dtype for p in parameters(optimizer) if p.dtype in LOWER)
-        if not dtypes:  # until now
+        params = [param for param in parameters(optimizer) if param.dtype in LOWER]
+        if not params:  # until now
             return False
         del self._without_masters[optimizer]
         # Those behind a wrapper or in a container get their own.
         is_outer = len(members(optimizer)) > 1 or not optim.is_whole(optimizer)
         if is_outer or has_master_weights(optimizer):
             return False
-        store = self._additions.store
-        assert store is not None
-        if store == "auto":
-            store = "float32" if torch.float16 in dtypes else "split"
+        num, store = Counter(param.dtype for param in params), self._additions.store or "split"
         try:
-            if torch.float16 in dtypes and not is_early:
-                _refuse_buckets(parameters(optimizer))
+            if torch.float16 in num:
+                store = "float32" if store == "split" else store
+                if not is_early and has_process_group() and any(reduced_by(params)):
+                    raise ValueError("the forward pass of its DistributedDataParallel is over")
             master_weights(optimizer, store)
         except (TypeError, ValueError) as error:
             self._say(f"--masters: {name(optimizer)} steps without masters: {error}")
             return False
-        params = " and ".join(
-            things(num, f"{dtype_name(dtype)} parameter") for dtype, num in dtypes.items()
-        )
-        self._say(f"--masters: {name(optimizer)} steps {params} in float32 (store: {store})")
+        what = " and ".join(things(num[each], f"{dtype_name(each)} parameter") for each in num)
+        self._say(f"--masters: {name(optimizer)} steps {what} in float32 (store: {store})")
         return True
 
     def _add_guard(self, optimizer: Optimizer) -> bool:
@@ -205,13 +179,14 @@ class _Adding:
         del self._without_guard[optimizer]
         if _holds_others(optimizer):
             return False
+        norm = self._additions.max_norm
         try:
-            _refuse_float16(parameters(optimizer))
-            self._guards[optimizer] = guard(optimizer, self._additions.max_norm)
+            if _has_float16_gradients(optimizer):  # an error in the first step
+                raise ValueError("it has gradients in float16; --masters makes them float32")
+            self._guards[optimizer] = guard(optimizer, norm)
         except (CallOrderError, TypeError, ValueError) as error:
             self._say(f"--guard: {name(optimizer)} steps without a guard: {error}")
             return False
-        norm = self._additions.max_norm
         clips = "" if norm is None else f", and clips the norm of the others to {norm:g}"
         self._say(f"--guard: {name(optimizer)} leaves out steps with inf or NaN gradients{clips}")
         return True
@@ -235,23 +210,9 @@ class _Adding:
             self._print(text)
 
 
-def _refuse_float16(params: list[Tensor]) -> None:
-    """Raise the error that a guard would raise in the first step."""
-    trained = (param for param in params if param.requires_grad)
-    if any(param.dtype is param.grad_dtype is torch.float16 for param in trained):
-        raise ValueError("it has gradients in float16; --masters makes them float32")
-
-
-def _refuse_buckets(params: list[Tensor]) -> None:
-    """Raise an error if gradients have buckets in which an iteration has begun.
-
-    Gradients of float16 parameters become float32; ranks would no longer average them.
-    """
-    if has_process_group() and any(reduced_by(params)):
-        raise ValueError(
-            "it was made between the forward pass of its DistributedDataParallel, or the compiled "
-            "one, and the backward pass, when its float16 gradients cannot become float32"
-        )
+def _has_float16_gradients(optimizer: Optimizer) -> bool:
+    trained = (param for param in parameters(optimizer) if param.requires_grad)
+    return any(param.dtype is param.grad_dtype is torch.float16 for param in trained)
 
 
 def _holds_others(optimizer: Optimizer) -> bool:
@@ -260,74 +221,57 @@ def _holds_others(optimizer: Optimizer) -> bool:
     return len(members(optimizer)) > 1 or any(isinstance(each, Optimizer) for each in held)
 
 
-# --- updates that would have been lost ------------------------------------------------------------
+# --- updates that only the masters keep -----------------------------------------------------------
 
 
-class _WouldBeLost:
-    """The share of the updates of 16-bit parameters that master weights have kept.
+class _OfParameters(StepUpdates):
+    """The parameters themselves before a step, in place of their master weights."""
 
-    Steps 1, 2, 4, 8, ... of each optimizer count, and of large tensors equally spaced rows. Sync:
-    none before :meth:`text`.
+    def _looked_at(self, param: Tensor) -> Tensor:
+        return self._part(local_part(param.detach()))
+
+
+class _SmallUpdates:
+    """The share of updates that change no 16-bit parameter, in steps 1, 2, 4, 8, ...
+
+    Of large tensors, equally spaced rows count. Sync: none before :meth:`text`.
     """
 
     def __init__(self) -> None:
-        self._failure: Exception | None = None
-        self._num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._steps = OpenSteps(_part, is_below_rounding)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._process = os.getpid()
-        self._num_counted = 0
+        self._num_steps = weakref.WeakKeyDictionary[Optimizer, int]()
+        self._open: StepUpdates | None = None
+        self._process, self._num_counted = os.getpid(), 0
         self._total: dict[torch.device, Tensor] = {}
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        with ExitStack() as hooks:
-            hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            yield
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or is_replaying() or not has_master_weights(optimizer):
             return
-        if self._process != os.getpid():  # a fork
-            self._begin()
         number = self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
         if number.bit_count() == 1:
-            with self._keeping_failures():
-                self._steps.begin(optimizer, args, kwargs)
+            has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+            with suppress(Exception), unseen_by_modes():  # counting must not end a run
+                self._open = _OfParameters(optimizer, has_closure, _part)
 
-    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        with self._keeping_failures():
-            counted = [each for each in self._steps.end(optimizer) if each.param.dtype in LOWER]
-            self._num_counted += bool(counted)
-            for each in counted:
-                values, device = local_part(each.param), each.counts.device
-                in_full = each.counts.float() * (values.numel() / max(_part(values).numel(), 1))
-                self._total[device] = self._total.get(device, 0) + in_full
-
-    @contextmanager
-    def _keeping_failures(self) -> Iterator[None]:
-        try:
-            with unseen_by_modes():
-                yield
-        except Exception as error:  # counting must not end a run, whatever the optimizer is
-            self._failure = error
+    def after_step(self, *_: object) -> None:
+        if self._open is not None:
+            with suppress(Exception), unseen_by_modes():
+                for param, dtype, counts in self._open.counted():
+                    if dtype in LOWER:
+                        values, device = local_part(param), counts.device
+                        in_full = counts * (values.numel() / max(_part(values).numel(), 1))
+                        self._total[device] = self._total.get(device, 0) + in_full
+                self._num_counted += 1
+            self._open = None
 
     def text(self) -> str:
-        """Return a sentence; empty if nothing was counted in this process."""
-        if self._process != os.getpid():
-            return ""
-        if self._failure is not None:
-            return f"the updates could not be counted: {self._failure}"
+        """Return a sentence; empty if nothing was counted, and in a fork."""
         updates, lost = sum((each.cpu() for each in self._total.values()), torch.zeros(2)).tolist()
-        if not updates:
+        if not updates or self._process != os.getpid():
             return ""
         return (
             f"{percent(lost / updates)} of the updates in "
-            f"{things(self._num_counted, 'sampled step')} were too small for 16-bit weights, and "
-            "would have been lost without masters"
+            f"{things(self._num_counted, 'sampled step')} changed no 16-bit weight; the masters "
+            "have kept them"
         )
 
 
