@@ -56,6 +56,7 @@ def train(rank):
         scaler.update()
     if rank == 0:
         print(model.module.weight.sum().item(), flush=True)
+    dist.barrier()  # else a rank may abort when the other one is gone
     dist.destroy_process_group()
 
 if __name__ == "__main__":
