@@ -148,6 +148,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "autocast/test_weight_cache.py::test_forward_mode",
         "autocast/test_weight_cache.py::test_whether_a_cast_is_kept_changes_no_gradient",
         "diagnose/test_dtype_errors.py::test_a_cure_runs_when_it_is_pasted",
+        "diagnose/test_dtype_errors.py::test_a_module_can_be_kept",
         "diagnose/test_dtype_errors.py::test_hostile_programs",
         "diagnose/test_dtype_errors.py::test_nothing_is_written_by_a_try",
         "diagnose/test_dtype_errors.py::test_the_error_of_a_diagnosed_step_has_it_as_a_note",
