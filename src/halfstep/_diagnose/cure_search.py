@@ -22,12 +22,15 @@ from torch import nn
 from halfstep._autocast import Policy, autocast, preset
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import power
+from halfstep._diagnose import rewrite
 from halfstep._diagnose.blame import OUTSIDE, Blame, scan
-from halfstep._diagnose.diagnosis import BadOp, Cure, short_error
+from halfstep._diagnose.diagnosis import BadOp, Cure, LineEdit, fall, short_error, stands
 from halfstep._diagnose.edits import IN_FLOAT32, LAST_RESORTS, OF_RESULTS, Edit, edits_of, has_row
+from halfstep._diagnose.learning import Change, losses_with
 from halfstep._diagnose.replay import Replayer, StepRun
 from halfstep._diagnose.rounding import Origin, Origins, lost_number, makers_of, origins_in
 from halfstep._diagnose.source import Placed, edited_lines, in_words
+from halfstep._diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
 from halfstep._diagnose.user_calls import Edits, NotApplicable, UserCall, UserCalls, call_of
 from halfstep._diagnose.user_code import Spot
 from halfstep._diagnose.variant import EnteredAutocast, Variant, float32_parameters, half_of
@@ -63,12 +66,18 @@ class Tried(NamedTuple):
 
 
 class CureTrial:
-    """Replays of a bad step, each with changes; ``run`` is the replay without changes."""
+    """Replays of a bad step, each with changes; ``run`` is the replay without changes.
+
+    Attributes:
+        exact: The stable form of the formula, if one is known that cannot be pasted; its loss
+            is that of steps with other cures.
+    """
 
     def __init__(self, replayer: Replayer, run: StepRun) -> None:
         self.replayer = replayer
         self.model, self.entered, self.scale = replayer.model, run.entered, run.scale
-        self._around: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._around: Change = nullcontext
+        self.exact: Change | None = None
 
     def inside(
         self, around: Callable[[], AbstractContextManager[object]], entered: EnteredAutocast
@@ -111,6 +120,19 @@ class CureTrial:
             return _OUTSIDE
         return found.blame
 
+    def losses(self, change: Change) -> tuple[float, ...]:
+        """Return the losses of some steps on the batch with a change to the user's code."""
+        judge = None if self.exact is None else self._inside(self.exact)
+        return losses_with(self.replayer, self.scale, self._inside(change), judge)
+
+    def _inside(self, change: Change) -> Change:
+        @contextmanager
+        def both() -> Iterator[None]:
+            with self._around(), change():
+                yield
+
+        return both
+
     def edited(self, edits: Edits, scale: float | None) -> Tried:
         replayer = self.replayer
         calls = UserCalls(replayer.num_ops, edits, may_end_early=replayer.is_kept)
@@ -120,6 +142,16 @@ class CureTrial:
         if blame is None and any(edit in LAST_RESORTS for edit in calls.chosen.values()):
             self.replayer.notes.append(HIDES)
         return Tried(blame, calls)
+
+    def rewritten(self, forms: list[StableForm]) -> tuple[Tried, Formulas]:
+        calls, formulas = UserCalls(self.replayer.num_ops), Formulas([form.root for form in forms])
+        return Tried(self.blame(_both(calls, formulas), scale=self.scale), calls), formulas
+
+
+@contextmanager
+def _both(calls: UserCalls, formulas: Formulas) -> Iterator[None]:
+    with calls.active(), formulas:
+        yield
 
 
 def smaller_scale(
@@ -213,11 +245,11 @@ def of_swallowed(trial: CureTrial, first: Blame, call: UserCall | None) -> Cure 
             return cure
     if call is None:
         return None
-    for edit in islice(edits_of(call.function), MOST_EDITS_TRIED):
-        tried = trial.edited(((call, (edit,)),), trial.scale)
-        if tried.blame is None:
-            return _of_placed(tried.calls, is_finite=True)
-    return None
+    form = of_formula(trial, call)
+    if form is not None and form.edits:
+        return form
+    edits = islice(edits_of(call.function), MOST_EDITS_TRIED)
+    return form or _first_that_learns(_of_edit(trial, call, edit) for edit in edits)
 
 
 MOST_ORIGINS = 4
@@ -314,16 +346,75 @@ MOST_EDITS = 3
 """The largest number of calls that are edited together."""
 MOST_EDITS_TRIED = 8
 """The largest number of edits of one call that are tried."""
-MOST_REPLAYS = 32
+MOST_REPLAYS = 64
 """The number of replays of a diagnosis after which no more edits are tried."""
 
 
 def of_maths(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
-    """Return edits as the cure that keep functions away from values where they are undefined."""
+    """Return edits as the cure that keep functions away from values where they are undefined.
+
+    A stable form of the formula comes first, since a clamp changes what is computed.
+    """
+    form = None if call is None else of_formula(trial, call)
+    if form is not None and form.edits:
+        return form
     cure = None if call is None else _of_edits(trial, blame, call)
-    if cure is not None and cure.is_finite and cure.edits:
-        return cure
-    return _of_makers(trial, blame) or cure
+    if not (cure is not None and cure.is_finite and cure.edits):
+        cure = _of_makers(trial, blame) or cure
+    if form is None or cure is None or fall(cure.losses) < fall(form.losses) / 2:
+        return form or cure
+    said = form.text.replace("\n", "; ")
+    trial.replayer.notes.append(f"a stable form is finite too: {said}")
+    return cure
+
+
+MOST_FORMS = 3
+"""The largest number of formulas around a bad call, outer ones first, that are tried."""
+
+
+def of_formula(trial: CureTrial, call: UserCall) -> Cure | None:
+    """Return the stable form of the formula that a bad call is part of as the cure; or None."""
+    if not may_be_in_formula(call.function):
+        return None
+    _, formulas = trial.rewritten([])
+    return _of_formulas(trial, call, formulas, [])
+
+
+def _of_formulas(
+    trial: CureTrial, call: UserCall, formulas: Formulas, chosen: list[StableForm]
+) -> Cure | None:
+    """Rewrite a formula with the bad call, then one with the call that is bad after that."""
+    for form in formulas.around(call)[:MOST_FORMS]:
+        now = [*chosen, form]
+        tried, found = trial.rewritten(now)
+        if tried.blame is None:
+            return _of_forms(trial, now)
+        after = call_of(tried.calls, tried.blame)
+        if after is not None and not after.is_at(call) and len(now) < MOST_EDITS:
+            cure = _of_formulas(trial, after, found, now)
+            if cure is not None:
+                return cure
+    return None
+
+
+def _of_forms(trial: CureTrial, forms: list[StableForm]) -> Cure:
+    rewrites, roots = [form.rewrite for form in forms], [form.root for form in forms]
+    lines, losses = rewrite.rewritten(rewrites), trial.losses(lambda: Formulas(roots))
+    if lines is not None:
+        return replace(_of_lines(lines), is_finite=True, losses=losses)
+    trial.exact = lambda: Formulas(roots)
+    text = "\n".join(map(rewrite.in_words, rewrites))
+    return Cure("code", text, is_finite=True, losses=losses)
+
+
+def _first_that_learns(cures: Iterable[Cure | None]) -> Cure | None:
+    """Return the first cure with which the loss does not stand; without one, the first."""
+    standing: Cure | None = None
+    for cure in cures:
+        if cure is not None and not stands(cure.losses):
+            return cure
+        standing = standing or cure
+    return standing
 
 
 MOST_MAKERS = 3
@@ -332,15 +423,9 @@ MOST_MAKERS = 3
 
 def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
     """Return a clamp of the result of a call before the bad one as the cure."""
-    makers = makers_of(trial.replayer, blame.forward_number, trial.scale)
-    for call in makers[:MOST_MAKERS]:
-        for edit in OF_RESULTS:
-            tried = trial.edited(((call, (edit,)),), trial.scale)
-            if tried.blame is None:
-                cure = _of_placed(tried.calls, is_finite=True)
-                if cure is not None and cure.edits:
-                    return cure
-    return None
+    makers = makers_of(trial.replayer, blame.forward_number, trial.scale)[:MOST_MAKERS]
+    cures = (_of_edit(trial, call, edit) for call in makers for edit in OF_RESULTS)
+    return _first_that_learns(cure for cure in cures if cure is not None and cure.edits)
 
 
 def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
@@ -363,14 +448,19 @@ def _of_edits(
     for other calls are applied too.
     """
     left, best = list(islice(edits_for(call.function), MOST_EDITS_TRIED)), None
+    standing: Cure | None = None
     while left and trial.replayer.num_replays < MOST_REPLAYS:
         tried = trial.edited((*chosen, (call, tuple(left))), trial.scale)
         edit = tried.calls.chosen.get(len(chosen))
-        if tried.blame is None:
-            return _of_placed(tried.calls, is_finite=True)
         if edit is None:  # the call was not reached
             break
         left.remove(edit)
+        if tried.blame is None:
+            cure = _of_finite(trial, tried.calls, (*chosen, (call, (edit,))))
+            if cure is None or not stands(cure.losses):
+                return cure
+            standing = standing or cure
+            continue
         if tried.blame.number == OUTSIDE:  # the replay was not completed
             continue
         best, now = best or tried.calls, (*chosen, (call, (edit,)))
@@ -382,7 +472,25 @@ def _of_edits(
             found = _of_edits(trial, tried.blame, after, edits_for, now)
             if found is not None and found.is_finite:
                 return found
+    if standing is not None:
+        return standing
     return None if best is None else _of_placed(best, is_finite=False)
+
+
+def _of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
+    """Return one edit as the cure if the step is finite with it."""
+    edits: Edits = ((call, (edit,)),)
+    tried = trial.edited(edits, trial.scale)
+    return None if tried.blame is not None else _of_finite(trial, tried.calls, edits)
+
+
+def _of_finite(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
+    """Return edits as the cure, with the losses of some steps with them."""
+    cure = _of_placed(calls, is_finite=True)
+    if cure is None:
+        return None
+    losses = trial.losses(lambda: UserCalls(trial.replayer.num_ops, edits).active())
+    return replace(cure, losses=losses)
 
 
 def _scale_of_edits(trial: CureTrial, edits: Edits, before: Blame, after: Blame) -> float | None:
@@ -415,6 +523,10 @@ def _of_text(placed: list[Placed]) -> Cure:
     if lines is None:
         by_call = grouped(placed, lambda each: each.spot).values()
         return Cure("code", "\n".join(map(in_words, by_call)))
+    return _of_lines(lines)
+
+
+def _of_lines(lines: list[LineEdit]) -> Cure:
     return Cure("code", "\n".join(dedent(line.text) for line in lines), edits=tuple(lines))
 
 

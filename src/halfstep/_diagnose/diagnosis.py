@@ -155,6 +155,8 @@ class Cure:
         scale: The scale, if the cure has one.
         dtype: The name of the autocast dtype, if the cure changes it.
         edits: The statements to replace; empty if ``text`` is not source code of the user's.
+        losses: The losses on the batch of the step before and after each of some small steps with
+            the cure; empty if they were not tried.
     """
 
     kind: CureKind
@@ -164,6 +166,7 @@ class Cure:
     scale: float | None = None
     dtype: str | None = None
     edits: tuple[LineEdit, ...] = ()
+    losses: tuple[Finite, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -367,7 +370,31 @@ def _cure(cure: Cure) -> list[str]:
     if cure.edits:
         where = ", ".join(f"{short_path(e.file)}:{e.first}" for e in cure.edits)
         lines = [f"{said[cure.is_finite].removesuffix(':')}, in place of {where}:"]
-    return lines + [f"  {text}" for text in cure.text.splitlines()]
+    return lines + [f"  {text}" for text in cure.text.splitlines()] + _learned(cure.losses)
+
+
+_STANDS = 1e-6
+"""The largest relative change of a loss that stands."""
+
+
+def fall(losses: tuple[float, ...]) -> float:
+    """Return by how much a loss fell; 0 if it is not known."""
+    return losses[0] - losses[-1] if losses else 0.0
+
+
+def stands(losses: tuple[float, ...]) -> bool:
+    """Return whether a loss stays what it was, so that nothing is learned from the batch."""
+    return bool(losses) and max(losses) - min(losses) <= _STANDS * abs(losses[0])
+
+
+def _learned(losses: tuple[float, ...]) -> list[str]:
+    """Describe small steps with a cure; one that rises may have been too long, and says nothing."""
+    if not (stands(losses) or fall(losses) > 0):
+        return []
+    first, last, count = _number(losses[0]), _number(losses[-1]), len(losses) - 1
+    if stands(losses):
+        return [f"  with it, {count} small steps leave the loss of this batch at {first}"]
+    return [f"  with it, {count} small steps on this batch take the loss from {first} to {last}"]
 
 
 def _underflow(flushes: tuple[Flush, ...]) -> Iterator[str]:

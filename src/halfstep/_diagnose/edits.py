@@ -21,8 +21,6 @@ Expression = Callable[[Any, float], str | None]
 
 CALL = "call"
 """The slot of the call itself."""
-INSTEAD = "instead"
-"""The slot of the first argument, for an expression that replaces the whole call."""
 NARROW = "narrow"
 """The slot that stands for all arguments in float16 and bfloat16."""
 USUAL_NAMES = ("input", "other", "var")
@@ -33,8 +31,8 @@ class Edit(NamedTuple):
     """Edit of a call.
 
     Attributes:
-        slots: The parts to edit: positions of arguments, keywords, :data:`NARROW`, :data:`CALL`
-            or :data:`INSTEAD`.
+        slots: The parts to edit: positions of arguments, keywords, :data:`NARROW` or
+            :data:`CALL`.
         expression: The new expression for each slot.
         factor: The factor for the small number.
         told: The expression to show instead if a PyTorch module makes the call.
@@ -243,8 +241,7 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "atan2 arctan2": (Edit((1,), _raised), *_LARGER),
     "hypot norm vector_norm cdist dist angle": _LARGER,
     "matrix_norm nuclear_norm eigh eig svd svdvals": _DISTINCT,
-    "logdet": (Edit((INSTEAD,), _is("torch.linalg.slogdet({}).logabsdet")), *_REGULAR),
-    "slogdet det inv inverse pinv cholesky solve lu_factor qr": _REGULAR,
+    "logdet slogdet det inv inverse pinv cholesky solve lu_factor qr": _REGULAR,
     "einsum": tuple(Edit(slots, _limited(f"-{_FAR}", _FAR)) for slots in ((1,), (2,), (1, 2))),
     "add": (Edit((CALL,), _lower_limit), *_FINITE),
 }

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from halfstep._diagnose.diagnosis import LineEdit, short_path
-from halfstep._diagnose.edits import CALL, INSTEAD, USUAL_NAMES, row_name
+from halfstep._diagnose.edits import CALL, USUAL_NAMES, row_name
 from halfstep._diagnose.user_code import Spot
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._trace.rows import grouped
@@ -52,17 +52,10 @@ def edited_lines(placed: list[Placed]) -> list[LineEdit] | None:
 
 
 def _edited_file(file: str, placed: list[Placed]) -> list[LineEdit] | None:
-    source = "".join(linecache.getlines(file))
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    text = Source.of(file)
+    if text is None or not all(map(text.put, placed)):
         return None
-    text = _Source(file, source, tree)
-    for each in placed:
-        if not text.put(each):
-            return None
-    edits = list(text.edited())
-    return edits if _can_be_parsed(source, edits) else None
+    return text.edited()
 
 
 def _can_be_parsed(source: str, edits: list[LineEdit]) -> bool:
@@ -91,16 +84,18 @@ def _change(placed: Placed) -> str:
     slot, text = placed.slot, placed.expression.format
     if slot == CALL:
         return f"use {text('x')}, where x is what it returns"
-    if slot == INSTEAD:
-        return f"use {text('x')} instead, where x is its first argument"
     if isinstance(slot, str):
         return f"give it {slot}={text(slot)}"
     which = _ORDINALS[slot] if slot < len(_ORDINALS) else f"{slot + 1}th"
     return f"give it {text('x')}, where x is its {which} argument"
 
 
-class _Source:
-    """Source of a file, and the edits to insert into it."""
+class Source:
+    """Source of a file, and the edits to insert into it.
+
+    Attributes:
+        tree: The syntax tree of the file.
+    """
 
     def __init__(self, file: str, source: str, tree: ast.Module) -> None:
         self._file = file
@@ -108,42 +103,73 @@ class _Source:
         self._starts = [0]
         for line in self._lines:
             self._starts.append(self._starts[-1] + len(line))
-        self._bytes, self._tree = source.encode(), tree
+        self._bytes, self.tree = source.encode(), tree
         self._puts: list[tuple[int, int, int, int, bytes]] = []
         """Position, rank and order at the same position, number of bytes replaced, and text."""
         self._statements: dict[tuple[int, int], None] = {}
 
+    @classmethod
+    def of(cls, file: str) -> Source | None:
+        """Return the source of a file; None if it cannot be parsed."""
+        source = "".join(linecache.getlines(file))
+        try:
+            return cls(file, source, ast.parse(source))
+        except (SyntaxError, ValueError):
+            return None
+
     def put(self, placed: Placed) -> bool:
         """Put an expression at its slot; return whether the slot was found."""
-        node = self._node(placed.spot, placed.function)
+        node = self.node(placed.spot, placed.function)
         if node is None:
             return False
         if placed.slot == CALL:
             return self._wrap(node, placed.expression)
-        if placed.slot == INSTEAD:
-            target = _argument(node, 0, placed)
-            return target is not None and self._replace(node, target, placed.expression)
         slot = placed.slot
         if isinstance(slot, int):
-            target = _argument(node, slot, placed)
+            target = argument(node, slot, placed)
             return target is not None and self._wrap_each(target, placed)
         return isinstance(node, ast.Call) and self._put_keyword(node, slot, placed)
 
-    def edited(self) -> Iterator[LineEdit]:
-        """Yield the edited statements."""
+    def edited(self) -> list[LineEdit] | None:
+        """Return the edited statements; None if the file could not be parsed with them."""
+        edits = list(self._edits())
+        return edits if _can_be_parsed(self._bytes.decode(), edits) else None
+
+    def _edits(self) -> Iterator[LineEdit]:
         for first, last in sorted(self._statements):
             start, end = self._starts[first - 1], self._starts[last]
             text = self._bytes[start:end]
             for position, _, _, length, new in sorted(self._puts, reverse=True):
-                if start <= position <= end:
+                if start <= position < end or position == end == len(self._bytes):
                     at = position - start
                     text = text[:at] + new + text[at + length :]
             yield LineEdit(self._file, first, last, text.decode().rstrip("\n"))
 
+    def replace(self, node: ast.expr, text: str) -> bool:
+        """Replace an expression by another, in parentheses if the statement needs them."""
+        start = self._offset(node.lineno, node.col_offset)
+        end = self._offset(*_end_of(node))
+        is_alone = self._is_argument(node) or self._is_in_parentheses(start, end)
+        is_alone |= any(
+            isinstance(each, ast.stmt) and getattr(each, "value", None) is node
+            for each in ast.walk(self.tree)
+        )
+        is_atom = isinstance(ast.parse(text, mode="eval").body, _ATOMS)
+        self._put_at(start, 1, text if is_alone or is_atom else f"({text})", length=end - start)
+        return self.note(node)
+
+    def insert_before(self, statement: ast.stmt, text: str) -> bool:
+        """Insert a statement before another; return whether the other begins its line."""
+        start = self._offset(statement.lineno, statement.col_offset)
+        indent = self._bytes[self._starts[statement.lineno - 1] : start].decode()
+        self._put_at(start, 0, f"{text}\n{indent}")
+        return not indent.strip()
+
     # --- nodes ------------------------------------------------------------------------------------
 
-    def _node(self, spot: Spot, function: str) -> ast.expr | ast.AugAssign | None:
-        nodes = [node for node in ast.walk(self._tree) if isinstance(node, _CALLS)]
+    def node(self, spot: Spot, function: str) -> ast.expr | ast.AugAssign | None:
+        kinds = ast.Subscript if function == "__getitem__" else _CALLS
+        nodes = [node for node in ast.walk(self.tree) if isinstance(node, kinds)]
         if spot.span is None:
             here = [n for n in nodes if n.lineno == spot.line.number and _is_of(n, function)]
             return here[0] if len(here) == 1 else None
@@ -156,7 +182,7 @@ class _Source:
 
     def _constructor(self, module: str, name: str) -> ast.Call | None:
         """Return the constructor call of a module: the only one of its class, or of its name."""
-        nodes = list(ast.walk(self._tree))
+        nodes = list(ast.walk(self.tree))
         calls = [n for n in nodes if isinstance(n, ast.Call) and _last_name(n.func) == module]
         if len(calls) > 1:
             assigned = [n for n in nodes if isinstance(n, ast.Assign) and n.value in calls]
@@ -186,7 +212,7 @@ class _Source:
         end = self._offset(call.end_lineno or 0, call.end_col_offset or 0) - 1
         comma = "" if self._bytes[:end].rstrip().endswith((b"(", b",")) else ", "
         self._put_at(end, 1, f"{comma}{name}={placed.expression}")
-        return self._note(call)
+        return self.note(call)
 
     def _wrap_each(self, node: ast.expr, placed: Placed) -> bool:
         """Put an expression around a node, or around the branches of a conditional.
@@ -208,7 +234,7 @@ class _Source:
         if "{}" not in expression:
             old = self._bytes[start:end].decode()
             self._put_at(start, 0, expression.format(old), length=end - start)
-            return self._note(node)
+            return self.note(node)
         before, after = expression.split("{}")
         is_argument = self._is_argument(node)
         is_grouped = not is_argument and self._is_in_parentheses(start, end)
@@ -225,21 +251,10 @@ class _Source:
         number = len(self._puts)
         self._put_at(start, 1, before, order=-number)
         self._put_at(end, 0, after, order=number)
-        return self._note(node)
-
-    def _replace(self, call: ast.expr | ast.AugAssign, kept: ast.expr, expression: str) -> bool:
-        """Replace a call by an expression around one of its arguments."""
-        before, after = expression.split("{}")
-        for node_start, node_end, text in (
-            ((call.lineno, call.col_offset), (kept.lineno, kept.col_offset), before),
-            (_end_of(kept), _end_of(call), after),
-        ):
-            start, end = self._offset(*node_start), self._offset(*node_end)
-            self._put_at(start, 1, text, length=end - start)
-        return self._note(call)
+        return self.note(node)
 
     def _is_argument(self, node: ast.expr) -> bool:
-        calls = (each for each in ast.walk(self._tree) if isinstance(each, ast.Call))
+        calls = (each for each in ast.walk(self.tree) if isinstance(each, ast.Call))
         return any(
             node in (*call.args, *(keyword.value for keyword in call.keywords)) for call in calls
         )
@@ -254,15 +269,15 @@ class _Source:
         """Insert a text at a position; the end of a node (rank 0) precedes the start of another."""
         self._puts.append((position, rank, order, length, text.encode()))
 
-    def _note(self, node: ast.AST) -> bool:
+    def note(self, node: ast.AST) -> bool:
         """Note the innermost statement around a node."""
         found: ast.stmt | None = None
-        for each in ast.walk(self._tree):
-            if isinstance(each, ast.stmt) and node in _own_nodes(each):
+        for each in ast.walk(self.tree):
+            if isinstance(each, ast.stmt) and node in own_nodes(each):
                 found = each
         if found is None:
             return False
-        inner = [each for each in _own_nodes(found) if hasattr(each, "end_lineno")]
+        inner = [each for each in own_nodes(found) if hasattr(each, "end_lineno")]
         ends = inner if hasattr(found, "body") else [found]  # only the head of `with`, `for`, `def`
         first, last = found.lineno, max(each.end_lineno for each in ends)
         self._statements[(first, last)] = None
@@ -285,7 +300,7 @@ def _end_of(node: ast.expr | ast.AugAssign) -> tuple[int, int]:
     return node.end_lineno or 0, node.end_col_offset or 0
 
 
-def _own_nodes(statement: ast.stmt) -> list[ast.AST]:
+def own_nodes(statement: ast.stmt) -> list[ast.AST]:
     """Return the nodes of a statement, without those of the statements inside it."""
     found: list[ast.AST] = []
     todo: list[ast.AST] = [statement]
@@ -359,7 +374,7 @@ def _is_number(node: ast.expr, spot: Spot) -> bool:
 _TO_NUMBERS = ("float", "int", "len", "item")
 
 
-def _argument(node: ast.expr | ast.AugAssign, slot: int, placed: Placed) -> ast.expr | None:
+def argument(node: ast.expr | ast.AugAssign, slot: int, placed: Placed) -> ast.expr | None:
     """Return the node of the argument at a position of a call."""
     if isinstance(node, ast.UnaryOp):
         return node.operand if slot == 0 else None

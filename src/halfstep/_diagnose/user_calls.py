@@ -16,7 +16,6 @@ from halfstep._common.nested import map_plain, tensors_in
 from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.edits import (
     CALL,
-    INSTEAD,
     USUAL_NAMES,
     Edit,
     evaluated,
@@ -182,7 +181,7 @@ def _is_in_call(
     constructed the module, such as a ``TransformerEncoderLayer``.
     """
     if isinstance(slot, str) and slot != CALL:
-        return slot != INSTEAD and ("{" in told or set(around) <= {"Sequential"})
+        return "{" in told or set(around) <= {"Sequential"}
     return is_given_to_module(args[0] if slot == CALL and args else value)
 
 
@@ -212,11 +211,8 @@ def _carried_out(
             if slot == CALL:
                 of_result.append((number, edit))
                 continue
-            holder, key = _holder(0 if slot == INSTEAD else slot, given, named, func)
-            value = changed(number, edit, slot, holder[key])
-            if slot == INSTEAD:
-                return value
-            holder[key] = value
+            holder, key = _holder(slot, given, named, func)
+            holder[key] = changed(number, edit, slot, holder[key])
     result = func(*given, **named)
     for number, edit in of_result:
         result = changed(number, edit, CALL, result)
