@@ -20,7 +20,7 @@ from textwrap import indent
 from typing import Any
 
 import torch
-from tests.diagnose import dtype_programs
+from tests.diagnose import clean_runs, dtype_programs, formulas
 from tests.diagnose.faults import cases, clean_cases
 from tests.diagnose.kinds import table
 from tests.diagnose.training import Training
@@ -165,8 +165,10 @@ def main(arguments: list[str] | None = None) -> int:
     for line in alarms:
         print(line)
     code = _conclude(judgements, num_clean, len(alarms))
-    is_good = bool(options.fault) or (_of_kinds(options) and _of_dtypes(options.verbose))
-    return 1 if code or not is_good else 0
+    if options.fault:
+        return code
+    others = (_of_kinds(options), _of_dtypes(options.verbose), _of_formulas(options.verbose))
+    return 0 if code == 0 and all((*others, _of_clean_runs())) else 1
 
 
 def _of_kinds(options: argparse.Namespace) -> bool:
@@ -204,6 +206,39 @@ def _of_dtypes(verbose: bool) -> bool:
     shares = (f"{name} {sum(right)} of {len(right)}" for name, right in parts.items())
     print(f"{len(judged)} errors about dtypes: {', '.join(shares)}")
     return all(map(all, parts.values()))
+
+
+def _of_formulas(verbose: bool) -> bool:
+    """Print the score of cures that are trained with; return whether all learn."""
+    learn, words = [], 0
+    for name in formulas.FORMULAS:
+        with tempfile.TemporaryDirectory() as folder:
+            judged = formulas.judge(name, Path(folder))
+        cure = judged.found.cure
+        if cure is not None and not cure.edits and cure.is_finite:
+            words += 1
+            continue
+        learn.append(judged.learns)
+        if verbose and not judged.learns:
+            print(f"--- {name}: {judged.before} to {judged.after}\n{judged.found}")
+    print(
+        f"{len(formulas.FORMULAS)} formulas: a pasted cure that learns {sum(learn)} of "
+        f"{len(learn)}, {words} said in words"
+    )
+    return all(learn)
+
+
+def _of_clean_runs() -> bool:
+    """Print the number of false alarms in long runs; return whether there is none."""
+    runs = [clean_runs.run(setting) for setting in clean_runs.settings()]
+    said, skipped = [each for found, _ in runs for each in found], sum(n for _, n in runs)
+    for text in said:
+        print(f"false alarm: {text}")
+    print(
+        f"{len(said)} false alarms in {len(runs)} clean runs of {clean_runs.STEPS:,} steps, of "
+        f"which dynamic scaling skipped {skipped}"
+    )
+    return not said
 
 
 def _judged(chosen: Iterable[Case], verbose: bool) -> Iterator[Judgement]:

@@ -9,6 +9,7 @@ from itertools import islice
 
 import pytest
 import torch
+from tests.diagnose import clean_runs
 from tests.diagnose.faults import FAULTS, clean_cases
 from tests.diagnose.score import COLUMNS, diagnose, judge
 from tests.diagnose.test_faults import SEED, some_of
@@ -30,6 +31,15 @@ def test_memory_that_is_only_allocated_is_no_cause():
         test_the_fault_is_named_judged_and_cured("normalise")
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "setting", list(clean_runs.settings())[::5], ids=lambda s: s.model
+)
+def test_a_healthy_training_raises_no_alarm(setting: clean_runs.Setting):
+    said, skipped = clean_runs.run(setting._replace(growth_interval=10), steps=150)
+    assert not said
+    assert setting.dtype is torch.bfloat16 or skipped > 3
 
 
 @pytest.mark.parametrize("part", range(4))
