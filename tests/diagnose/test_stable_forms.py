@@ -59,6 +59,7 @@ def test_what_cannot_be_pasted_at_one_place_is_said(name: str, tmp_path: Path) -
 HEAD = """\
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 torch.manual_seed(0)
 model = nn.Linear(4, 4)
@@ -92,6 +93,19 @@ def diagnosed(body: str, folder: Path, head: str = HEAD) -> Any:
             "e = torch.exp(model(x))\nloss = (e / e.sum(1, keepdim=True)).log().mean()",
             "exponent = model(x)\ne = torch.exp(exponent)\n"
             "loss = torch.log_softmax(exponent, 1).mean()",
+        ),
+        # A name may stand for another number in the next step.
+        (
+            "w = 2\nloss = (z.exp() * w + 3.0).log().mean()",
+            "F.softplus(z + torch.tensor(w).log() - 1.0986122886681098) + 1.0986122886681098",
+        ),
+        (
+            "one = 1\nloss = (one + z.exp()).log().mean()",
+            "F.softplus(z - torch.tensor(one).log()) + torch.tensor(one).log()",
+        ),
+        (
+            "eps, axis = 1e-6, 1\nloss = (z.exp().sum(dim=axis) + eps).log().mean()",
+            "loss = torch.logsumexp(z, axis).mean()",
         ),
         # So is one whose names have other values where it is needed.
         (
@@ -133,6 +147,7 @@ def test_a_formula_that_cannot_be_rewritten_here_is_left(body: str, tmp_path: Pa
 
 def test_names_of_modules_are_those_of_the_file(tmp_path: Path) -> None:
     head = HEAD.replace("import torch\n", "import torch\nimport torch as th\n")
+    head = head.replace("from torch.nn import functional as F\n", "")
     head = head.replace("torch.", "th.").replace("import torch\n", "", 1)
     cure = diagnosed("loss = th.log(1 + th.exp(z)).mean()", tmp_path, head)
     assert cure.text == "loss = th.nn.functional.softplus(z).mean()"

@@ -46,6 +46,20 @@ class Rewrite(NamedTuple):
     parts: list[Placed]
 
 
+def is_written_out(operand: Operand) -> bool:
+    """Return whether an argument is a literal in the source, or is left to its default.
+
+    A name may stand for another number in the next step.
+    """
+    source = None if operand.call.module else Source.of(operand.call.spot.line.file)
+    call = None if source is None else source.node(operand.call.spot, operand.call.function)
+    if not isinstance(call, ast.expr):
+        return bool(operand.call.module)
+    node = _argument(call, operand)
+    parts = () if node is None else ast.walk(node)
+    return all(not isinstance(each, (ast.Name, ast.Call, ast.Subscript)) for each in parts)
+
+
 def rewritten(rewrites: list[Rewrite]) -> list[LineEdit] | None:
     """Return the edited statements, or None if a formula cannot be rewritten at one place."""
     found: list[LineEdit] = []

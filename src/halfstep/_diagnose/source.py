@@ -58,15 +58,19 @@ def _edited_file(file: str, placed: list[Placed]) -> list[LineEdit] | None:
     return text.edited()
 
 
+@functools.lru_cache(8)
+def _parsed(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+
+
 def _can_be_parsed(source: str, edits: list[LineEdit]) -> bool:
     lines = source.splitlines()
     for edit in reversed(edits):
         lines[edit.first - 1 : edit.last] = edit.text.splitlines()
-    try:
-        ast.parse("\n".join(lines))
-    except SyntaxError:
-        return False
-    return True
+    return _parsed("\n".join(lines)) is not None
 
 
 def in_words(placed: list[Placed]) -> str:
@@ -112,10 +116,8 @@ class Source:
     def of(cls, file: str) -> Source | None:
         """Return the source of a file; None if it cannot be parsed."""
         source = "".join(linecache.getlines(file))
-        try:
-            return cls(file, source, ast.parse(source))
-        except (SyntaxError, ValueError):
-            return None
+        tree = _parsed(source)
+        return None if tree is None else cls(file, source, tree)
 
     def put(self, placed: Placed) -> bool:
         """Put an expression at its slot; return whether the slot was found."""

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep._common.nested import tensors_in
 from halfstep._diagnose.edits import row_name, writes_to_first
-from halfstep._diagnose.rewrite import Operand, Rewrite
+from halfstep._diagnose.rewrite import Operand, Rewrite, is_written_out
 from halfstep._diagnose.source import Placed, Slot, parameters_of
 from halfstep._diagnose.user_calls import UserCall
 from halfstep._diagnose.user_code import torch_modules, user_place, user_spot
@@ -131,13 +131,23 @@ class _Call:
         others += self.args[len(known) :]
         if any(isinstance(value, Tensor) or value not in _WITHOUT_EFFECT for value in others):
             raise _NoForm
-        return {name: _Argument(given.get(name), self, slot) for slot, name in enumerate(known)}
+        slots = {name: name if name in self.kwargs else slot for slot, name in enumerate(known)}
+        return {name: _Argument(given.get(name), self, slots[name]) for name in known}
 
 
 class _Argument(NamedTuple):
     value: Any
     call: _Call
     slot: Slot
+
+    @property
+    def is_number(self) -> bool:
+        return isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
+
+    @property
+    def is_written_out(self) -> bool:
+        """Whether the value is an expression without names, the same in every step."""
+        return _has_text(self.value) and is_written_out(Operand(self.call.placed, self.slot))
 
 
 class _Result(NamedTuple):
@@ -277,21 +287,24 @@ class _Derivation:
     def operand(self, given: _Argument) -> ast.expr:
         """Return the expression of an argument."""
         value = given.value
-        if _has_text(value) and given.call.name not in _SELECT:
+        if given.is_written_out:
             return ast.Constant(value)
-        name = next((n for n, each in self._operands.items() if each.value is value), None)
-        if name is None:
-            if isinstance(value, Tensor):
-                _check(given.call.versions.get(id(value)) == autograd.version_of(value))
-            name = "abcdefgh"[len(self._operands) % 8]
-            self._operands[name] = given
+        known = {id(each.value): name for name, each in self._operands.items()}
+        if isinstance(value, Tensor):
+            _check(given.call.versions.get(id(value)) == autograd.version_of(value))
+            if id(value) in known:
+                return ast.Name(known[id(value)])
+        name = f"v{len(self._operands)}"
+        self._operands[name] = given
         return ast.Name(name)
 
     def log(self, given: _Argument) -> ast.expr:
         """Return the expression of the logarithm of an argument."""
-        if isinstance(given.value, (int, float)):
+        if given.is_number:
             _check(given.value > 0)
-            return ast.Constant(math.log(given.value))
+            if given.is_written_out:
+                return ast.Constant(math.log(given.value))
+            return self._filled("torch.tensor(input).log()", {"input": given})
         _check(isinstance(given.value, Tensor))
         before = len(self.parts)
         call = self._maker(given)
@@ -311,16 +324,16 @@ class _Derivation:
             return self._of_selection(call, self.log)
         if call.name == "rsub":
             arguments = call.arguments("input other")
-            _check(arguments["other"].value == 1)
+            _check(arguments["other"].value == 1 and arguments["other"].is_written_out)
             return self._of_rest(arguments["input"])
         names, rule = _LOGS[call.name]
         arguments = call.arguments(names)
         if call.name in _OF_ALL and arguments["dim"].value is None:
             rule = _OF_ALL[call.name]
-        terms = [each for each in arguments.values() if isinstance(each.value, (int, float))]
+        terms = [each for each in arguments.values() if each.is_number]
         if call.name == "add" and terms:
             (other,) = (each for each in arguments.values() if each is not terms[0])
-            return self._of_sum(other, terms[0].value)
+            return self._of_sum(other, terms[0])
         return self._filled(rule, arguments)
 
     def _maker(self, given: _Argument) -> _Call | None:
@@ -344,16 +357,13 @@ class _Derivation:
         _check(is_safe or not value.requires_grad)
         return self._filled("torch.log(input)", {"input": given})
 
-    def _of_sum(self, given: _Argument, term: float) -> ast.expr:
+    def _of_sum(self, given: _Argument, term: _Argument) -> ast.expr:
         """Return the logarithm of a tensor plus a number."""
-        _check(term > 0)
-        log = self.log(given)
-        if term <= _SMALLEST_TERM:
+        log, of_term = self.log(given), self.log(term)
+        if term.value <= _SMALLEST_TERM:
             return log
-        if term == 1:
-            return self._filled("F.softplus(input)", {"input": log})
-        rule = f"F.softplus(input - {math.log(term)}) + {math.log(term)}"
-        return self._filled(rule, {"input": log})
+        rule = "F.softplus(input - other) + other"
+        return self._filled(rule, {"input": log, "other": of_term})
 
     def _of_rest(self, given: _Argument) -> ast.expr:
         """Return the logarithm of 1 - x, where x is a sigmoid."""
