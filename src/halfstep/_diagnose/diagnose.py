@@ -357,12 +357,10 @@ def judge_alone(
     """Return the verdict on an op without a replay, and an untested cure (None for bad data)."""
     if blame.number == OUTSIDE:
         return "data", None
-    if not bad.is_beyond_its_dtype:
+    if bad.excess is None:
         return "maths", cure_search.of_op(bad)
-    assert bad.needs is not None
-    assert bad.limit is not None
     if bad.phase == "backward" and scale is not None:
-        smaller = cure_search.power_below(scale * bad.limit / bad.needs / 2)
+        smaller = cure_search.power_below(scale / bad.excess / 2)
         if smaller >= cure_search.SMALLEST_SCALE:
             return "scale", cure_search.of_scale(smaller)
     return "range", cure_search.narrowest_rule(blame, model)

@@ -136,11 +136,17 @@ class BadOp:
     limit: Positive | None
 
     @property
+    def excess(self) -> float | None:
+        """By how much a result that fits float32 is too large for its dtype; None if it is not."""
+        if self.needs is None or self.limit is None:
+            return None
+        is_beyond = self.limit < self.needs < _LARGEST_FLOAT32
+        return self.needs / self.limit if is_beyond else None
+
+    @property
     def is_beyond_its_dtype(self) -> bool:
         """Whether the result fits float32 but not its own dtype."""
-        if self.needs is None or self.limit is None:
-            return False
-        return self.limit < self.needs < _LARGEST_FLOAT32
+        return self.excess is not None
 
 
 @dataclass(frozen=True)

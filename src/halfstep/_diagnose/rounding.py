@@ -152,8 +152,7 @@ def origins_in(
 def lost_number(origins: Origins, number: int) -> str | None:
     """Return a remark about a number near an op that its dtype rounds to 0, such as 1e-12."""
     for distance, origin in origins.before_op(number):
-        if origin.lost and distance < _NEAR:
-            assert origin.dtype is not None
+        if origin.lost and origin.dtype is not None and distance < _NEAR:
             dtype = dtype_name(origin.dtype)
             return (
                 f"{origin.lost:g} is 0 in {dtype}: a larger eps is needed, "

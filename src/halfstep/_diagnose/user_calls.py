@@ -162,9 +162,10 @@ class UserCalls(TorchFunctionMode):
         text = self._texts.get(key)
         if text is None:
             text = self._texts[key] = _text(edit, name, slot, value)
-            modules, spot = torch_modules(), user_spot()
-            assert spot is not None
-            module, *around = modules or [""]
+            spot = user_spot()
+            if spot is None:
+                raise NotApplicable
+            module, *around = torch_modules() or [""]
             told = (module and edit.told) or text
             if not _is_in_call(slot, value, args, told, around):
                 module = ""

@@ -247,10 +247,9 @@ class _Rewriter:
     # --- text -------------------------------------------------------------------------------------
 
     def _span(self, node: ast.stmt | ast.expr | ast.keyword) -> tuple[int, int]:
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
         start = self._starts[node.lineno - 1] + node.col_offset
-        return start, self._starts[node.end_lineno - 1] + node.end_col_offset
+        end_line = node.end_lineno or node.lineno
+        return start, self._starts[end_line - 1] + (node.end_col_offset or 0)
 
     def _insert(self, at: int, text: str) -> None:
         self._inserted[at] = self._inserted.get(at, "") + text

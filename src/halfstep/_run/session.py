@@ -115,9 +115,7 @@ class RecordOfProcess(record):
     does a process that has no rank.
     """
 
-    def __init__(self, options: Options, *, is_child: bool) -> None:
-        folder = options.folder
-        assert folder is not None
+    def __init__(self, options: Options, folder: Path, *, is_child: bool) -> None:
         sinks = [RunSink(name, folder, is_child=is_child) for name in options.sinks]
         super().__init__(folder, every=options.every, sinks=sinks)
         self._is_child = is_child
@@ -165,12 +163,13 @@ class Session:
         self._explanation: DtypeError | None = None
         self._stderr = sys.stderr  # the program may replace it
         self._stack = ExitStack()
+        stem = "" if command is None else command.stem  # other processes are given the folder
+        self._shown_folder = options.folder or make_folder(stem, os.environ, os.getppid())
+        self._has_made_folder = options.folder is None
+        self._folder = self._shown_folder.absolute()
         if command is not None:
-            folder = options.folder or make_folder(command.stem, os.environ, os.getppid())
-            self._has_made_folder = options.folder is None
-            options = replace(options, folder=folder.absolute())
-            self._shown_folder = folder
-            file = file_of(folder, machine.rank())
+            options = replace(options, folder=self._folder)
+            file = file_of(self._shown_folder, machine.rank())
             require_writable(file)
             if file.exists() and not options.is_appending:
                 _require_same_program(file, command.target)
@@ -185,7 +184,8 @@ class Session:
             self._close_with_multiprocessing()
 
     def _begin_record(self) -> RecordOfProcess:
-        return RecordOfProcess(self._options, is_child=self._command is None).__enter__()
+        is_child = self._command is None
+        return RecordOfProcess(self._options, self._folder, is_child=is_child).__enter__()
 
     def _begin_in_fork(self) -> None:
         """Let go of the parent's record in a fork of this process, and begin another one."""
@@ -283,11 +283,11 @@ class Session:
 
     def _records_of_others(self) -> list[Path]:
         """Return the files that other processes of the program have written."""
-        folder = self._options.folder
-        assert folder is not None
         own = self._record.file
         pattern = "process-*/rank*.jsonl" if self._is_launched else "**/rank*.jsonl"
-        changed = [file for file in folder.glob(pattern) if file.stat().st_mtime >= self._began]
+        changed = [
+            file for file in self._folder.glob(pattern) if file.stat().st_mtime >= self._began
+        ]
         return [file for file in changed if file != own]
 
     def _remove_folder(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class MixedPrecision(Callback):
             scaler = GradScaler(enabled=dtype == torch.float16)
         self.dtype, self.policy, self.scaler, self.max_norm = dtype, policy, scaler, max_norm
         self._optimizer = LearnerOptimizer(self)
-        self._autocast: autocast | None = None  # None outside of a fit, for Learner.export
+        self._autocast: AbstractContextManager[object] = nullcontext()  # for Learner.export
         self._is_inside = self._has_stepped = False
         self._state: dict[str, Any] = {}  # the scaler's state before a learning rate search
 
@@ -80,7 +81,6 @@ class MixedPrecision(Callback):
     def before_batch(self) -> None:
         """Enter autocast."""
         self.leave()
-        assert self._autocast is not None
         self._autocast.__enter__()
         self._is_inside = True
 
@@ -91,7 +91,6 @@ class MixedPrecision(Callback):
     def leave(self) -> None:
         """Leave autocast, also after a batch or a fit was interrupted inside of it."""
         if self._is_inside:
-            assert self._autocast is not None
             self._is_inside = False
             self._autocast.__exit__(None, None, None)
 
@@ -118,7 +117,7 @@ class MixedPrecision(Callback):
     def after_fit(self) -> None:
         """Leave autocast; after a learning rate search, also restore the scaler."""
         self.leave()
-        self._autocast = None
+        self._autocast = nullcontext()
         if self._state:
             self.scaler.load_state_dict(self._state)
 
