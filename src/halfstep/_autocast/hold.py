@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
@@ -17,8 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep._autocast import weight_cache
 from halfstep._autocast.weight_cache import Casts
+from halfstep._common.warn import warn
 from halfstep._pytorch import amp, compiler, dispatch, modes, storages
-from halfstep.errors import CallOrderError, HalfstepWarning
+from halfstep.errors import CallOrderError
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -118,12 +118,10 @@ class hold_casts:
             weight.__dict__[_ATTRIBUTE] = _HeldCasts(weight, self)
             weight.__class__ = Held
         if large and not self._weights and not any(type(p) is Held for p in large):
-            warnings.warn(
+            warn(
                 f"hold_casts: no weight of this {type(model).__name__} can be held (they are of "
                 f"{type(large[0])}, {large[0].layout}, {large[0].dtype}); they are cast in every "
                 "context",
-                HalfstepWarning,
-                stacklevel=2,
             )
 
     def __enter__(self) -> Self:

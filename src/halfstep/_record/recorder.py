@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from torch import Tensor
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power, things
+from halfstep._common.warn import warn
 from halfstep._diagnose.diagnosis import Diagnosis, line_text
 from halfstep._diagnose.user_code import user_line
 from halfstep._gradients.gradients import collect, parameters
@@ -36,7 +36,7 @@ from halfstep._record.scalars import sample_scalars, step_scalars
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._scaler.access import is_unscaled, watch_names
 from halfstep._scaler.events import OBSERVERS, is_in_step
-from halfstep.errors import CallOrderError, HalfstepWarning
+from halfstep.errors import CallOrderError
 from halfstep.sinks import Sink
 
 NUM_CULPRITS = 20
@@ -553,4 +553,4 @@ def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
 def _warn(text: str) -> None:
     # This warning must not end the run, even where warnings are errors.
     with suppress(Warning):
-        warnings.warn(text, HalfstepWarning, stacklevel=2)
+        warn(text)

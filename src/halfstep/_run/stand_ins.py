@@ -7,9 +7,7 @@ like PyTorch.
 
 from __future__ import annotations
 
-import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -29,10 +27,10 @@ from halfstep._autocast.rule import HALVES, LOWER_PRECISIONS
 from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import has_device
 from halfstep._common.patches import Patches
+from halfstep._common.warn import warn
 from halfstep._gradients.scalars import SMALLEST_SCALE
 from halfstep._pytorch import amp, compiler
 from halfstep._run.policy_use import PolicyUse
-from halfstep.errors import HalfstepWarning
 
 _TorchAutocast = autocast_mode.autocast
 _TorchGradScaler = torch.amp.GradScaler
@@ -100,9 +98,7 @@ def _settings(
     if enabled:
         problem = _autocast_problem(device_type, dtype)
         if problem is not None:
-            warnings.warn(
-                f"{problem}: autocast is off in this block", HalfstepWarning, stacklevel=3
-            )
+            warn(f"{problem}: autocast is off in this block")
             enabled = False
     if dtype not in LOWER_PRECISIONS:
         dtype = None  # autocast is off, or the default dtype is meant
@@ -201,14 +197,7 @@ def _is_possible(device: str, enabled: bool) -> bool:
     """Return ``enabled``; for CUDA on a machine without it, warn and return False."""
     if not enabled or device != "cuda" or torch.cuda.is_available():
         return enabled
-    frame, depth = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame, depth = frame.f_back, depth + 1
-    warnings.warn(
-        "GradScaler for 'cuda', but PyTorch sees no CUDA device here: it is switched off",
-        HalfstepWarning,
-        stacklevel=depth + 1,
-    )
+    warn("GradScaler for 'cuda', but PyTorch sees no CUDA device here: it is switched off")
     return False
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from halfstep._common.numbers import power, things
+from halfstep._common.warn import warn
 from halfstep._gradients.scalars import checked_count
 from halfstep._scaler.culprits import Culprit
 from halfstep._scaler.journal import Journal
@@ -126,8 +126,6 @@ class Alarm:
     reported at the 1st, 2nd, 4th, 8th, ...
     """
 
-    _stacklevel = 4  # of the line that called update()
-
     def __init__(self, max_consecutive_skips: int, on_skips: OnSkips) -> None:
         self.max_consecutive_skips = checked_count(
             "max_consecutive_skips", max_consecutive_skips, at_least=1
@@ -199,7 +197,7 @@ class Alarm:
         ):
             raise SkippedStepsError(str(report))
         else:
-            warnings.warn(str(report), SkippedStepsWarning, stacklevel=self._stacklevel)
+            warn(str(report), SkippedStepsWarning)
 
 
 def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:

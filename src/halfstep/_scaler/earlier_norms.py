@@ -12,7 +12,6 @@ an L1 loss, but either neither of them changes, or all entries are multiples of 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -21,10 +20,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep._common.numbers import power
+from halfstep._common.warn import warn
 from halfstep._gradients.optimizers import name
 from halfstep._gradients.scalars import checked_count, checked_number, to_float32
 from halfstep._pytorch.transfers import HostCopy
-from halfstep.errors import HalfstepWarning
 
 NUM_STEPS = 3
 """Number of finite first steps of each optimizer that are compared: clipping happens from the
@@ -182,14 +181,12 @@ class EarlyClipping:
         limit = limit_of(rows)
         if limit is not None:
             (what, value), factor = limit, power(rows[-1][2])
-            warnings.warn(
+            warn(
                 f"step({name(optimizer)}): the {what} of the gradients, still multiplied by "
                 f"the scale {factor}, was {value:.4g} in {NUM_STEPS} steps. They seem to be "
                 f"clipped before they are unscaled, which makes every update {factor} times "
                 "too small. Call scaler.unscale_(optimizer) before you clip, or leave the "
                 "clipping to scaler.step(optimizer, max_norm=...)",
-                HalfstepWarning,
-                stacklevel=5,  # the caller of GradScaler.step
             )
 
 

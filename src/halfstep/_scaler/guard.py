@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -138,24 +136,7 @@ class _Alarm(Alarm):
         if last == self._last:  # no newer state has arrived on the host
             return
         self._last = last
-        self._stacklevel = _level_of_caller()
         super().speak(replace(report, scale=None), began_at_floor=False)
-
-
-def _level_of_caller() -> int:
-    """Return the level, seen from ``Alarm.speak``, of the line that called ``optimizer.step()``.
-
-    A scheduler that was made after the guard has put a function of its own in between. Warnings
-    from its module are hidden by accelerate.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    level = 2
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_NOT_CALLERS):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-_NOT_CALLERS = ("halfstep.", "torch.")
 
 
 class _Inner:

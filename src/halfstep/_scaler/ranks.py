@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep._common.numbers import power
+from halfstep._common.warn import warn
 from halfstep._pytorch.distributed import (
     default_store,
     has_comm_hook,
@@ -26,7 +26,7 @@ from halfstep._pytorch.distributed import (
 from halfstep._scaler.agreement import ALONE, CHECK_EVERY, Alone, Together, describe
 from halfstep._scaler.groups import Group, Layout, listed, ranks_of
 from halfstep._scaler.loss_scale import LossScale
-from halfstep.errors import HalfstepWarning, RanksError
+from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -277,11 +277,9 @@ class StateComparison:
         except RuntimeError as error:
             self._is_over = True
             first_line = str(error).strip().split("\n")[0]
-            warnings.warn(
+            warn(
                 "the states of the ranks are no longer compared, since the store of the process "
                 f"group has failed: {first_line}",
-                HalfstepWarning,
-                stacklevel=8,
             )
             return None
 

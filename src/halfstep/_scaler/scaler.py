@@ -6,7 +6,6 @@ arXiv:1710.03740). :mod:`halfstep._scaler.engine` and :mod:`halfstep._scaler.ste
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power
+from halfstep._common.warn import warn
 from halfstep._gradients.optimizers import (
     handles_scale,
     is_optimizer,
@@ -40,7 +40,7 @@ from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.rules import DEFAULT_SCALE, Dynamic, Rule, scale_and_rule
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.torch_attributes import TorchAttributes
-from halfstep.errors import CallOrderError, HalfstepWarning
+from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -172,12 +172,10 @@ class GradScaler(TorchAttributes):
             scale = self._engine.loss_scale
             self._device = scale.device.type if scale.is_created else None
         if self._engine.iteration.num_losses == NUM_LOSSES_WITHOUT_UPDATE:
-            warnings.warn(
+            warn(
                 f"{NUM_LOSSES_WITHOUT_UPDATE} losses have been scaled since the last update(). If "
                 "this is no accumulation, scaler.step(optimizer) and scaler.update() are missing: "
                 "optimizer.step() alone steps with gradients that are multiplied by the scale",
-                HalfstepWarning,
-                stacklevel=2,
             )
         return scaled
 
@@ -680,11 +678,9 @@ class GradScaler(TorchAttributes):
         if not self._is_enabled:
             return
         if not state_dict:
-            warnings.warn(
+            warn(
                 "GradScaler.load_state_dict({}): the checkpoint was saved by a disabled GradScaler "
                 "and holds no scale. This one keeps its present values.",
-                HalfstepWarning,
-                stacklevel=2,
             )
             return
         self._engine.load(Saved.from_dict(state_dict, self._engine.loss_scale.first))

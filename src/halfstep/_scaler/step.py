@@ -18,7 +18,6 @@ could not undo its division.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._common.warn import warn
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import NONE, collect, parameters, refuse_float16
 from halfstep._gradients.norms import (
@@ -56,7 +56,7 @@ from halfstep._scaler.iteration import (
 from halfstep._scaler.journal import Memory
 from halfstep._scaler.ledger import GradientCheck, Ledger
 from halfstep._scaler.outcome import Outcome
-from halfstep.errors import CallOrderError, HalfstepWarning, RanksError
+from halfstep.errors import CallOrderError, RanksError
 
 
 def take(
@@ -235,7 +235,7 @@ def _with_later_checks(
         )
         if not engine.owner()._steps_like_torch:
             raise CallOrderError(problem)
-        warnings.warn(problem, HalfstepWarning, stacklevel=5)
+        warn(problem)
     # The new gradients may have been checked with another optimizer or a list of parameters.
     for entry in later:
         entry.unscale_what_was_left()
