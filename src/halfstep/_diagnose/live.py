@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,18 +11,93 @@ from torch import Tensor, nn
 
 from halfstep._autocast.kernels import observed_by
 from halfstep._common.module_names import replicated
+from halfstep._common.numbers import things
 from halfstep._common.patches import Patches
 from halfstep._diagnose.blame import ELSEWHERE, OUTSIDE
 from halfstep._diagnose.diagnose import judge_alone
 from halfstep._diagnose.diagnosis import Diagnosis, source_of
 from halfstep._diagnose.inspect_op import InspectingTracker
-from halfstep._diagnose.observer import FoundModules, ObserverMode
+from halfstep._diagnose.observer import FoundModules, ObserverMode, is_compiled_together
 from halfstep._diagnose.replay import watch_backward
 from halfstep._diagnose.undo import UndoLog
 from halfstep._pytorch import distributed, modes
 from halfstep._pytorch.distributed import has_ranks
 
 NOTE = "traced live, not replayed: judged by the op alone, and the cure was not tried"
+
+
+MOST_LIVE = 5
+"""The largest number of steps that are traced live after one that cannot be replayed."""
+SEE_MORE = (
+    "to see more, put the step into a function and call halfstep.diagnose(step): it is then run "
+    "as it is"
+)
+
+
+class LiveSearch:
+    """Live traces of the steps after one that could not be replayed, until one is bad.
+
+    Args:
+        notes: Where remarks for the next diagnosis go.
+    """
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+        self._trace: LiveTrace | None = None
+        self._waiting: list[nn.Module | None] = []  # the model to trace in the next step, if any
+        self._num_left = self._bad_step = 0
+        self._came_from_elsewhere = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the running step is traced."""
+        return self._trace is not None
+
+    def ask(self, model: nn.Module | None, bad_step: int) -> None:
+        """Trace the steps after one that could not be replayed."""
+        self._waiting, self._num_left, self._bad_step = [model], MOST_LIVE, bad_step
+
+    def begin(self) -> None:
+        """Begin the trace of a step if one was asked for."""
+        while self._waiting:
+            model = self._waiting.pop()
+            if model is not None and is_compiled_together(model):
+                self._notes.append(
+                    "steps were not traced live, since compiled code communicates with other ranks"
+                )
+                continue
+            trace = LiveTrace(model)
+            if trace.begin():
+                self._trace = trace
+            else:
+                self._notes.append(
+                    "steps were not traced live, since another dispatch mode is active"
+                )
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Pause the trace, as during the step of an optimizer, or resume it."""
+        if self._trace is not None:
+            self._trace.pause(is_paused=is_paused)
+
+    def end(
+        self, scale: float | None, step: int, *, is_last: bool
+    ) -> Iterator[tuple[Diagnosis, int]]:
+        """End the trace of a step; yield a diagnosis with the number of the step it is about."""
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        self._num_left = 0 if is_last else self._num_left - 1
+        found = trace.end(scale)
+        if found is not None:
+            yield found, step
+        elif trace.came_from_elsewhere:
+            self._notes.append(f"the inf or NaN in step {step} came from another rank")
+            self._came_from_elsewhere = True
+        elif self._num_left:
+            self._waiting = [trace.model]
+        elif not self._came_from_elsewhere:
+            note = f"traced {things(step - self._bad_step, 'step')} after it: none went bad"
+            yield Diagnosis("unknown", notes=(note, SEE_MORE)), self._bad_step
 
 
 class LiveTrace:

@@ -6,9 +6,9 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -22,7 +22,6 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep._common.nested import tensors_in
-from halfstep._common.numbers import things
 from halfstep._common.patches import Patches
 from halfstep._diagnose.bad_steps import Skips, are_finite, has_nan, have_finite_gradients
 from halfstep._diagnose.capture import Capture
@@ -37,8 +36,7 @@ from halfstep._diagnose.kept_calls import (
     needed_for,
     weights_of,
 )
-from halfstep._diagnose.live import LiveTrace
-from halfstep._diagnose.observer import is_compiled_together
+from halfstep._diagnose.live import SEE_MORE, LiveSearch
 from halfstep._diagnose.optimizer_side import Growth, with_bad_setting
 from halfstep._diagnose.skips import Search
 from halfstep._diagnose.user_code import user_line
@@ -53,14 +51,72 @@ MOST_DIAGNOSES = 5
 """The largest number of places that are diagnosed in a run."""
 MOST_TRIED = 10
 """The largest number of steps that are diagnosed, including those that go bad at a known place."""
-MOST_LIVE = 5
-"""The largest number of steps that are traced live after one that cannot be replayed."""
-SEE_MORE = (
-    "to see more, put the step into a function and call halfstep.diagnose(step): it is then run "
-    "as it is"
-)
 MOST_CHECKED = 16
 """The largest number of expected skips that are replayed to find NaNs that no scale can cure."""
+
+
+@dataclass
+class _WatchedStep:
+    """What is known of the step that is running.
+
+    Attributes:
+        ends_before: The calls of ``backward`` in the step before, for a further optimizer.
+        is_bad: Whether it is known to be bad; it was then diagnosed, unless ``bad_ends`` are left.
+        is_trial: Whether the closure has been evaluated; more evaluations are a line search.
+        losses: The losses that a scaler has noted and no backward pass has begun with.
+        roots: The tensors that the last backward pass began with.
+        left_out: The first bad value that the loop has read.
+        bad_ends: The calls of ``backward`` to replay when the step ends.
+    """
+
+    ends_before: list[KeptCall] = field(default_factory=list)
+    is_bad: bool = False
+    is_trial: bool = False
+    losses: list[Tensor] = field(default_factory=list)
+    roots: MutableMapping[Tensor, None] = field(default_factory=WeakTensorKeyDictionary)
+    left_out: Made | None = None
+    bad_ends: list[KeptCall] = field(default_factory=list)
+
+
+class _StepCount:
+    """Number of the steps of a loop.
+
+    Attributes:
+        num: The number of steps that have ended.
+        num_by_hand: The number of those whose updates the loop has made itself.
+        rounds: The rounds of several optimizers, each of which is one step.
+    """
+
+    def __init__(self) -> None:
+        self.num = self.num_by_hand = 0
+        self.rounds = Rounds()
+        self._is_leaving = False
+
+    def add(self, num: int) -> None:
+        self.num += num
+
+    def count(self, optimizer: Optimizer) -> None:
+        """Count a round of several optimizers as one step, and discard steps counted by hand."""
+        self.num, self.num_by_hand = self.num - self.num_by_hand, 0
+        self.num -= not self.rounds.add(optimizer)
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Count the step that the loop drops in the block as the current one."""
+        self._is_leaving = True
+        try:
+            yield
+        finally:
+            self._is_leaving = False
+
+    def current(self, num_ends: int | None) -> int:
+        """Return the number of the current step, from 1.
+
+        ``num_ends`` is the number of backward passes if nothing else has counted steps yet.
+        """
+        if num_ends is not None:
+            return self.num + num_ends + self._is_leaving
+        return self.num + (not self.rounds.is_open)
 
 
 class Watch:
@@ -119,22 +175,15 @@ class Watch:
             self._after_read,
         )
         self._skips: weakref.WeakKeyDictionary[GradScaler, Skips] = weakref.WeakKeyDictionary()
-        self._live: LiveTrace | None = None
+        self._live = LiveSearch(self.notes)
         self._growth = Growth()
-        self._rounds = Rounds()
-        self._num_live = self._num_tried = self._num_checked = self._bad_step = 0
-        self._num_steps = self._num_by_hand = 0
-        self._is_scaled = self._was_finite = self._came_from_elsewhere = False
-        self._is_bad = self._is_trial = self._is_leaving = self._is_stopping = False
+        self._steps = _StepCount()
+        self._running = _WatchedStep()
+        self._num_tried = self._num_checked = 0
+        self._was_finite = False  # the step before
         self._is_spoiled = False  # a step was taken with bad gradients
         self.is_ending = False
         self._loss_scaler: GradScaler | None = None
-        self._losses: list[Tensor] = []
-        self._roots: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
-        self._left_out: Made | None = None
-        self._ends: list[KeptCall] = []
-        self._bad_ends: list[KeptCall] = []
-        self._waiting: list[nn.Module | None] = []  # the model to trace in the next step, if any
         self._stack = ExitStack()
         self._pid, self._thread = os.getpid(), threading.get_ident()
 
@@ -161,15 +210,12 @@ class Watch:
 
     def stop(self, error: type[BaseException] | None = None) -> None:
         """Stop watching; ``error`` is the type of the error that ended the loop, if any."""
-        live, self._live, self._num_live = self._live, None, 1
         try:
-            if live is not None:
-                self._go_on(live, live.end(None))
+            self._end_live(None, is_last=True)
             if self in OBSERVERS and (error is None or not issubclass(error, KeyboardInterrupt)):
-                if error is not None and self._left_out is None:
-                    self._left_out = self._capture.log.first_bad()
-                self._is_stopping = True
-                self._conclude()
+                if error is not None and self._running.left_out is None:
+                    self._running.left_out = self._capture.log.first_bad()
+                self._conclude(is_last=True)
         finally:
             self._stack.close()
 
@@ -178,10 +224,10 @@ class Watch:
     def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
         """Note a loss before it is scaled."""
         if self._is_watching(scaler):
-            self._is_scaled, self._loss_scaler = True, scaler
+            self._loss_scaler, step = scaler, self._running
             # `halfstep run` scales inside of the backward pass, whose roots were checked.
-            losses = [loss for loss in tensors_in([outputs]) if loss not in self._roots]
-            self._losses = [loss.detach() for loss in losses]
+            losses = [loss for loss in tensors_in([outputs]) if loss not in step.roots]
+            step.losses = [loss.detach() for loss in losses]
 
     def on_iteration(
         self, scaler: GradScaler, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
@@ -191,9 +237,10 @@ class Watch:
             return
         kind, bad = self._skips.setdefault(scaler, Skips()).judge(outcomes)
         skipped = [outcome for outcome in outcomes if not outcome.taken]
-        bad = skipped if self._bad_ends else [] if self._is_bad else bad
+        step = self._running
+        bad = skipped if step.bad_ends else [] if step.is_bad else bad
         scale = bad[0].scale if bad else None
-        if skipped and not (bad or self._is_bad) and self._is_fault_at_any_scale(kind):
+        if skipped and not (bad or step.is_bad) and self._is_fault_at_any_scale(kind):
             bad, scale = skipped, 1.0
         if bad and any(outcome.taken for outcome in outcomes):
             self.notes.append("another optimizer has stepped before the replay")
@@ -205,32 +252,33 @@ class Watch:
 
     def _before_backward(self, roots: Any) -> None:
         """Diagnose a step whose loss is not finite, before its backward pass."""
-        self._left_out = None
-        if self._is_trial or self._is_bad or self._live is not None or not self._is_here():
+        step = self._running
+        step.left_out = None
+        if step.is_trial or step.is_bad or self._live.is_on or not self._is_here():
             return
         # With a scaler, check the unscaled losses that on_loss has noted.
         given = list(tensors_in([roots]))
-        losses, self._losses = self._losses or given, []
-        self._roots = WeakTensorKeyDictionary(dict.fromkeys(given))
+        losses, step.losses = step.losses or given, []
+        step.roots = WeakTensorKeyDictionary(dict.fromkeys(given))
         if are_finite(losses):
             return
-        self._is_bad = True
+        step.is_bad = True
         ends = self._capture.ends[-1:]
         if any(isinstance(call.function, DistributedDataParallel) for call in needed_for(ends)):
             # Not replayed before this backward pass, whose gradients DDP's hooks count.
-            self._bad_ends = ends
+            step.bad_ends = ends
         else:
             scaler = self._loss_scaler
             self._look(ends, None if scaler is None else scaler.get_scale())
 
     def _after_read(self, made: Made) -> None:
         """Note a bad value that the loop has read."""
-        if self._left_out is None and not self._is_bad:
-            self._left_out = copied_from(made)
+        if self._running.left_out is None and not self._running.is_bad:
+            self._running.left_out = copied_from(made)
 
-    def _conclude(self) -> None:
+    def _conclude(self, *, is_last: bool = False) -> None:
         """Diagnose a step that the loop dropped: it read a bad value and continued, or ended."""
-        made, self._left_out = self._left_out, None
+        made, self._running.left_out = self._running.left_out, None
         calls = [] if made is None else needed_for([made.call])
         num_ends = len(self._capture.ends)
         is_end = made is not None and made.call in self._capture.ends  # by torch.func.grad
@@ -240,19 +288,19 @@ class Watch:
         was_taken = self._capture.log.is_old(made.call)  # the loop read the value after the step
         if was_taken and not self._was_finite:
             return  # that step was already diagnosed
-        self._is_leaving = not is_end
-        self._num_steps -= was_taken
-        self._look([made.call], None, root=made)
-        self._was_finite = self._is_leaving = False
+        self._steps.add(-was_taken)
+        with self._steps.leaving() if not is_end else nullcontext():
+            self._look([made.call], None, root=made, is_last=is_last)
+        self._was_finite = False
         self._is_spoiled |= is_end  # nothing keeps the loop from stepping with these gradients
-        self._num_steps += num_ends if is_end else 1
+        self._steps.add(num_ends if is_end else 1)
         if not was_taken:
             self._capture.begin()
 
     def _before_update(self) -> None:
         """End a step that the loop makes by hand, before the first weight changes."""
-        if not self._rounds and self._counts_plain_steps():
-            self._num_by_hand += 1
+        if not self._steps.rounds and self._counts_plain_steps():
+            self._steps.num_by_hand += 1
             self._end_plain_step(weights_of(needed_for(self._capture.ends)))
 
     def _before_step(
@@ -265,13 +313,13 @@ class Watch:
         self._growth.before_step(optimizer, self._step)
         setting = with_bad_setting(optimizer)
         if setting is not None:
-            self._is_spoiled = self._is_bad = True
+            self._is_spoiled = self._running.is_bad = True
             self._report(setting)
         if is_in_step() or not self._counts_plain_steps():
             return None
         closure, others, kwargs = split_closure(args[1:], kwargs)
         # With gradients in place, an optimizer may never evaluate its closure.
-        if closure is None or self._is_bad:
+        if closure is None or self._running.is_bad:
             self._end_plain_step(parameters(optimizer), optimizer)
             return None
         watched = self._watched(closure, optimizer)
@@ -288,9 +336,9 @@ class Watch:
                 result = closure()
             finally:
                 self._pause(is_stepping=True)
-            if not self._is_trial:  # later evaluations are trials of a line search
+            if not self._running.is_trial:  # later evaluations are trials of a line search
                 self._end_plain_step(parameters(optimizer), optimizer)
-                self._is_trial = True
+                self._running.is_trial = True
             return result
 
         return watched
@@ -298,34 +346,29 @@ class Watch:
     def _pause(self, *, is_stepping: bool) -> None:
         """Pause capture and tracing while an optimizer steps; otherwise resume."""
         self._capture.pause(is_paused=is_stepping)
-        if self._live is not None:
-            self._live.pause(is_paused=is_stepping)
+        self._live.pause(is_paused=is_stepping)
 
     def _end_plain_step(
         self, weights: Iterable[Tensor], optimizer: Optimizer | None = None
     ) -> None:
-        ends, bad_ends, self._bad_ends = self._capture.ends or self._ends, self._bad_ends, []
+        step = self._running
+        ends, bad_ends, step.bad_ends = self._capture.ends or step.ends_before, step.bad_ends, []
         if bad_ends:
             self._look(bad_ends, None)
-        if ends and not self._is_bad and not have_finite_gradients(weights):
-            self._is_bad = True
+        if ends and not step.is_bad and not have_finite_gradients(weights):
+            step.is_bad = True
             self._look(ends, None)
         if self._capture.ends:
             if optimizer is not None:
-                self._count(optimizer)
-            self._is_spoiled |= self._is_bad
+                self._steps.count(optimizer)
+            self._is_spoiled |= step.is_bad
             self._end_step(None, is_bad=False)
-
-    def _count(self, optimizer: Optimizer) -> None:
-        """Count a round of several optimizers as one step, and discard steps counted by hand."""
-        self._num_steps, self._num_by_hand = self._num_steps - self._num_by_hand, 0
-        self._num_steps -= not self._rounds.add(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_outermost_step():
             return
         self._pause(is_stepping=False)
-        self._is_trial = False
+        self._running.is_trial = False
         if self._counts_plain_steps() and not is_in_step() and self._capture.ends:
             self._capture.begin()  # drops trials of a line search, or of an unknown closure
 
@@ -337,7 +380,7 @@ class Watch:
         return (self._scaler is None or self._scaler is scaler) and self._is_here()
 
     def _counts_plain_steps(self) -> bool:
-        return self._scaler is None and not self._is_scaled and self._is_here()
+        return self._scaler is None and self._loss_scaler is None and self._is_here()
 
     def _is_here(self) -> bool:
         """Return whether this is the watched process and thread, outside of replays."""
@@ -347,24 +390,32 @@ class Watch:
     # --- the step ---------------------------------------------------------------------------------
 
     def _end_step(self, scale: float | None, *, is_bad: bool) -> None:
-        live, self._live = self._live, None
         try:
-            if live is not None:
-                self._go_on(live, live.end(scale))
+            if self._live.is_on:
+                self._end_live(scale)
             elif is_bad:
                 self._look(self._capture.ends, scale)
-            self._was_finite = not (is_bad or self._is_bad)
+            self._was_finite = not (is_bad or self._running.is_bad)
             self._is_spoiled &= not self._was_finite
         finally:
-            self._num_steps += 1
-            self._is_bad, self._left_out = False, None
-            self._ends, self._bad_ends = self._capture.ends, []
+            self._steps.add(1)
+            self._running = _WatchedStep(ends_before=self._capture.ends)
             self._capture.begin()
-            while self._waiting:
-                self._trace(self._waiting.pop())
+            self._live.begin()
+
+    def _end_live(self, scale: float | None, *, is_last: bool = False) -> None:
+        """End the live trace of a step, if there is one, and report what it found."""
+        for found, step in self._live.end(scale, self._step, is_last=is_last):
+            if found.verdict != "unknown" or not self.found:
+                self._report(found, step)
 
     def _look(
-        self, ends: Sequence[KeptCall], scale: float | None, root: Made | None = None
+        self,
+        ends: Sequence[KeptCall],
+        scale: float | None,
+        root: Made | None = None,
+        *,
+        is_last: bool = False,
     ) -> None:
         """Diagnose a step, up to the limits of a run.
 
@@ -393,11 +444,9 @@ class Watch:
             self._report(found)
             return
         self.notes.append(f"step {self._step} was not replayed: {why_not}")
-        self._bad_step = self._step
-        is_skipping = self._is_scaled or self._scaler is not None
-        if is_skipping and not self._is_stopping:  # later bad steps are skipped and can be traced
-            self._num_live = MOST_LIVE
-            self._waiting = [self._model_of(needed_for(ends))]
+        is_skipping = (self._scaler or self._loss_scaler) is not None
+        if is_skipping and not is_last:  # later bad steps are skipped and can be traced
+            self._live.ask(self._model_of(needed_for(ends)), self._step)
         elif not is_left_out:
             self._report(self._seen_only(root))
 
@@ -429,35 +478,8 @@ class Watch:
     @property
     def _step(self) -> int:
         """The number of the current step, from 1."""
-        if not (self._rounds or self._is_scaled or self._num_by_hand):  # no step was seen yet
-            return self._num_steps + len(self._capture.ends) + self._is_leaving
-        return self._num_steps + (not self._rounds.is_open)
-
-    def _go_on(self, live: LiveTrace, found: Diagnosis | None) -> None:
-        """Report the diagnosis of a traced step, or trace the next step too."""
-        self._num_live -= 1
-        if found is not None:
-            self._report(found)
-        elif live.came_from_elsewhere:
-            self.notes.append(f"the inf or NaN in step {self._step} came from another rank")
-            self._came_from_elsewhere = True
-        elif self._num_live:
-            self._waiting = [live.model]
-        elif not (self.found or self._came_from_elsewhere):
-            note = f"traced {things(self._step - self._bad_step, 'step')} after it: none went bad"
-            self._report(Diagnosis("unknown", notes=(note, SEE_MORE)), self._bad_step)
-
-    def _trace(self, model: nn.Module | None) -> None:
-        if model is not None and is_compiled_together(model):
-            self.notes.append(
-                "steps were not traced live, since compiled code communicates with other ranks"
-            )
-            return
-        live = LiveTrace(model)
-        if live.begin():
-            self._live = live
-        else:
-            self.notes.append("steps were not traced live, since another dispatch mode is active")
+        is_counting = bool(self._loss_scaler or self._steps.rounds or self._steps.num_by_hand)
+        return self._steps.current(None if is_counting else len(self._capture.ends))
 
     def _seen_only(self, first: Made | None) -> Diagnosis:
         """Return the diagnosis of a step that cannot be replayed."""
@@ -471,7 +493,7 @@ class Watch:
     def _report(self, found: Diagnosis, step: int | None = None) -> None:
         notes = tuple(self.notes)
         if found.verdict == "data" and self._was_finite:
-            notes = (*notes, f"the loss of step {self._num_steps} was finite")
+            notes = (*notes, f"the loss of step {self._steps.num} was finite")
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
         is_left = self._is_spoiled or (not self._was_finite and _is_of_the_model(found))
