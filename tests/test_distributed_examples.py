@@ -32,6 +32,8 @@ from torch import nn
 
 import halfstep
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[1] / "examples" / "distributed"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "common")
 LINE = r"^step +\d+  loss \d+\.\d{6}  scale \d+(?:  skipped: .+)?$"

@@ -23,6 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import halfstep
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"train_text"})
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,6 +12,8 @@ from tests.report import records
 
 import halfstep
 
+pytestmark = pytest.mark.slow
+
 # To a file: a command prints to stdout itself.
 LOADED = """
 import sys

@@ -369,6 +369,7 @@ def test_a_pair_continues_from_a_checkpoint(case: Case, tmp_path: Path) -> None:
 STEP = 1 if os.environ.get("HALFSTEP_PAIRS") == "all" else 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(every())[::STEP], ids=str)
 def test_all_pairs(case: Case, tmp_path: Path) -> None:
     # A norm that differs by 1e-6 leads LBFGS to other weights, in plain PyTorch too.

@@ -90,6 +90,7 @@ print(*(round(norm(), 4) for norm in norms))
 """
 
 
+@pytest.mark.slow
 def test_it_can_be_imported_again() -> None:
     """After ``reload`` and after ``del sys.modules[...]``; what is left of the first goes on."""
     done = forked.python("-c", AGAIN, cwd=Path.cwd())

@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 import halfstep
 from halfstep._autocast.rule import ACTIONS, PHASES
 from halfstep._autocast.written import PRESETS
+
+pytestmark = pytest.mark.slow
 
 COMMANDS = ("run", "report", "check", "doctor", "tune", "policy", "help")
 

@@ -266,6 +266,7 @@ def test_what_is_kept_out_of_graphs_ends_them_and_is_not_compiled() -> None:
     assert "it updates Python state" in reason
 
 
+@pytest.mark.slow
 def test_the_classes_of_checkpoint_that_keep_a_function() -> None:
     """Each is called with the function to run again first: that is what gets wrapped."""
     code = (
@@ -810,6 +811,7 @@ def test_the_module_that_was_compiled() -> None:
     assert compiler.compiled_from(torch.compile(module, backend="eager")) is module
 
 
+@pytest.mark.slow
 def test_torch_compile_is_seen_when_it_is_imported() -> None:
     code = (
         "from halfstep._pytorch import compiler\n"

@@ -9,6 +9,8 @@ import pytest
 
 import halfstep
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("typed_script.py")
 
 

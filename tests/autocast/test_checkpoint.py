@@ -157,6 +157,7 @@ def test_checkpoints_in_checkpoints(model: nn.Sequential, outer: bool, inner: bo
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_compiled_function_in_a_checkpoint(reentrant: bool) -> None:
     """What is compiled while it is recomputed must not be mistaken for plain autocast's."""

@@ -34,7 +34,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
 GLOBAL_CONTEXT = autocast(DEVICE, FP16)
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # inductor's own
+]
 backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 
 

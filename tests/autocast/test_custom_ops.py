@@ -54,6 +54,7 @@ def test_all_kinds_of_rules(rule: str, narrow: torch.dtype, mixed: torch.dtype) 
     assert seen(NARROW, NARROW) is BF16
 
 
+@pytest.mark.slow
 def test_a_rule_is_differentiated_and_compiled() -> None:
     def loss(a: Tensor) -> Tensor:
         return torch.ops.halfstep_test.seen(a, a).float().sum()

@@ -311,6 +311,7 @@ def test_no_cast_outlives_its_transform(before: Callable[[Function], Function]) 
         assert torch.is_autocast_cache_enabled()
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     compiled = torch.compile(vmap(LINEAR), backend="aot_eager", fullgraph=True)
     plain = vmap(LINEAR)(SAMPLES)
@@ -323,6 +324,7 @@ def test_compiled() -> None:
 # --- PyTorch beside ours --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_outside_nothing_changes() -> None:
     code = (
         "import torch, halfstep._autocast as h\n"

@@ -20,6 +20,8 @@ from halfstep._autocast import casts, kernels
 from halfstep._pytorch import distributed
 from halfstep.errors import CallOrderError
 
+pytestmark = pytest.mark.slow
+
 BF16 = torch.bfloat16
 X = torch.randn(4, 32, generator=seeded(1))
 

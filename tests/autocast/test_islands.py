@@ -163,6 +163,7 @@ def test_inputs_in_containers() -> None:
     assert (back.first.dtype, back.rest["x"][0].dtype, kwargs["extra"].dtype) == (FP32,) * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend: str) -> None:
     """Compiled before or after it is kept; the graph is whole."""

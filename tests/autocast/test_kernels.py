@@ -399,6 +399,7 @@ def in_a_fresh_process(code: str) -> str:
     return done.out
 
 
+@pytest.mark.slow
 def test_plain_autocast_is_unchanged_after_ours() -> None:
     calls = "".join(
         f"    outs.append({call})\n"
@@ -446,6 +447,7 @@ def test_plain_autocast_is_unchanged_in_a_thread_while_ours_is_active() -> None:
     assert equal(results[0], expected)
 
 
+@pytest.mark.slow
 def test_nothing_is_registered_before_the_first_context() -> None:
     code = (
         "import torch, halfstep\n"

@@ -288,6 +288,7 @@ def test_checkpointing(reentrant: bool) -> None:
     assert recomputed[:3] == EXPECTED[:3]  # the last one is not always needed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 def test_compiled(inside: bool) -> None:
     torch._dynamo.reset()
@@ -328,6 +329,7 @@ def test_wrapped_in_ddp_and_fsdp2(tmp_path: Any) -> None:
 # --- traces, messages -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trace_names_the_rule() -> None:
     model = Model()
     with halfstep.trace(model) as t:

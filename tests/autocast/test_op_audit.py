@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from benchmarks.op_audit import DTYPES, Verdict, audit_cases, works
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "op_audit.py"
 
 

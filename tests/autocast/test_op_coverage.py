@@ -22,6 +22,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDING = {BF16: 2e-2, FP16: 3e-3, FP32: 1e-4, torch.complex64: 1e-4}
 Call = Callable[[Tensor], Any]
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:torch.(cholesky|qr) is deprecated"),
     pytest.mark.filterwarnings("ignore:LSTM with projections"),
 ]

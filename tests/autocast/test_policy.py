@@ -94,6 +94,7 @@ def test_a_policy_is_made_of_rules() -> None:
         Policy(preset("standard"))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_policy_is_the_same_in_every_process() -> None:
     """Hashes of strings are not: neither hash nor fingerprint may travel or depend on them."""
     code = """
@@ -207,6 +208,7 @@ refusals = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.sampled_from(PRESETS), st.lists(rules | whole_modules | refusals, max_size=6))
 def test_text_and_file_give_back_the_policy(name: str, more: list[Rule]) -> None:
     policy = preset(name) | more

@@ -28,6 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 
+pytestmark = pytest.mark.slow
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

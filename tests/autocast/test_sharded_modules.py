@@ -21,6 +21,8 @@ from torch import nn
 import halfstep
 from halfstep import autocast, keep
 
+pytestmark = pytest.mark.slow
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

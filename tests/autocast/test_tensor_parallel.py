@@ -34,6 +34,8 @@ from torch import Tensor, nn
 import halfstep
 from halfstep import autocast, keep
 
+pytestmark = pytest.mark.slow
+
 BF16 = torch.bfloat16
 BOUND = 2.0**-6  # of the norm of a gradient or an output: bfloat16 has 8 bits
 

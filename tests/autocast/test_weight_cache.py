@@ -465,6 +465,7 @@ def test_a_held_model_is_copied_saved_and_loaded_as_any_other(tmp_path: Any) -> 
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_a_held_model_is_compiled_trained_and_moved_as_any_other() -> None:
     torch.manual_seed(0)
@@ -563,6 +564,7 @@ def test_subclasses_of_tensors_go_through_held_models() -> None:
     assert "linear" in Named.seen
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_compiled_step_of_held_weights(kind: type[torch.optim.Optimizer]) -> None:

@@ -21,7 +21,10 @@ from torch.utils.data import DataLoader
 
 from halfstep._autocast import autocast, hold_casts, weight_cache
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of theirs
+]
 X = torch.randn(4, 8, generator=seeded(0))
 
 

@@ -9,6 +9,8 @@ from tests.report import records
 import halfstep
 from halfstep._cli import main
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-c", "import sys; from halfstep._cli import main; sys.exit(main())"]
 
 

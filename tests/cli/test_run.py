@@ -11,6 +11,8 @@ import pytest
 from halfstep._cli import _build_parser, main
 from halfstep._cli.run import _note_options, add_arguments
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parents[1] / "run" / "scripts"
 
 

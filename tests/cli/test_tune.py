@@ -9,6 +9,8 @@ import torch
 from halfstep import Policy
 from halfstep._cli import main
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
     import os
     import torch

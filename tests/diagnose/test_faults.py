@@ -17,6 +17,8 @@ from tests.diagnose.faults import FAULTS, cases, cases_of, clean_cases
 from tests.diagnose.reference import bad_ops
 from tests.diagnose.truths import Case
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ.get("HALFSTEP_FUZZ_SEED", "0"))
 HARMLESS_BEFORE = {"where_is_too_late": "log"}  # its forward makes an infinity, and drops it
 

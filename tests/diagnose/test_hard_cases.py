@@ -23,6 +23,8 @@ from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._diagnose.inspect_op import names_in
 from halfstep._diagnose.watch import Watch
 
+pytestmark = pytest.mark.slow
+
 X, ONE = torch.ones(5, 4), torch.ones(5, 1)
 
 

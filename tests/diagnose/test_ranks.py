@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.diagnose.ranks import train
 from tests.ranks.pool import Pool
 
 from halfstep._diagnose.diagnosis import Diagnosis
+
+pytestmark = pytest.mark.slow
 
 
 def test_each_rank_replays_its_own_and_rank_0_knows_all(pool: Pool) -> None:

@@ -14,6 +14,8 @@ from tests.diagnose.faults import FAULTS, clean_cases
 from tests.diagnose.score import COLUMNS, diagnose, judge
 from tests.diagnose.test_faults import SEED, some_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_named_judged_and_cured(fault: str):

@@ -8,6 +8,8 @@ from tests.ranks.pool import Pool, RankFailedError
 
 from halfstep.errors import RanksError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("kind", ["fsdp", "tp", "ddp", "talking"])
 def test_an_overflow_in_the_forward_pass_of_one_rank(kind: str, pool: Pool) -> None:

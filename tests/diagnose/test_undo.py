@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep._diagnose.undo import UndoLog
 
+pytestmark = pytest.mark.slow
+
 
 class Net(nn.Module):
     """Batch norm, dropout, a buffer that it replaces, a list that it appends to, a counter."""

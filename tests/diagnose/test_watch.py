@@ -24,6 +24,8 @@ from halfstep._diagnose.skips import LONGEST_START
 from halfstep._diagnose.watch import Watch
 from halfstep.errors import DiagnosisWarning
 
+pytestmark = pytest.mark.slow
+
 Losses = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from halfstep._doctor.doctor import check_source
 
+pytestmark = pytest.mark.slow
+
 IMPORTS = {
     "halfstep": (
         "from halfstep import GradScaler, autocast",

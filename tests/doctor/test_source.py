@@ -665,6 +665,7 @@ def test_a_finding_that_is_reached_twice_is_told_once() -> None:
     assert found(source) == ["scaler-bypassed:3"]
 
 
+@pytest.mark.slow
 def test_functions_that_call_each_other_end() -> None:
     source = "".join(
         f"def f{n}():\n" + "".join(f"    f{m}()\n" for m in range(9)) for n in range(9)
@@ -679,6 +680,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.slow
 def test_there_is_no_false_alarm_in_our_own_code() -> None:
     assert len(PATHS) > 150
     alarms = [

@@ -108,6 +108,7 @@ def test_inside_vmap_nothing_is_measured() -> None:
 # --- large tensors --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(400, 300), (120_000,), (30, 400, 10), (300, 50, 3, 3)])
 def test_a_large_tensor_is_sampled_and_its_amax_is_exact(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def test_every_bit_pattern_is_held_as_it_is(format: Format) -> None:
     assert torch.equal(finite[~finite.signbit()].sort().values, table)
 
 
+@pytest.mark.slow
 @ALL
 def test_midpoints_of_all_neighbours_and_what_is_beside_them(format: Format) -> None:
     table = torch.tensor(magnitudes(format.name), dtype=torch.float64)
@@ -96,6 +97,7 @@ def test_midpoints_of_all_neighbours_and_what_is_beside_them(format: Format) -> 
     check(torch.cat([values, -values]), format)
 
 
+@pytest.mark.slow
 @ALL
 def test_random_bits_of_float32(format: Format) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -20,6 +20,8 @@ from halfstep._report.page import render, render_comparison
 from halfstep._report.summarize import summarize
 from halfstep.errors import RecordError
 
+pytestmark = pytest.mark.slow
+
 NUM_FILES = int(os.environ.get("HALFSTEP_FUZZ", "300"))
 NUM_PARTS = 4
 LAYERS = ("embed", "head")

@@ -385,6 +385,7 @@ def test_a_second_record_of_one_process_is_refused(tmp_path):
     assert read_run(tmp_path).num_segments == 2
 
 
+@pytest.mark.slow
 def test_a_second_process_cannot_write_the_same_record(tmp_path: Path) -> None:
     code = f"import halfstep; halfstep.record({str(tmp_path)!r}).__enter__()"
     with halfstep.record(tmp_path):

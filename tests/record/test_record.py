@@ -408,6 +408,7 @@ def test_a_second_model_has_a_prefix(tmp_path: Path) -> None:
     assert ("parameter", "Net[1].head.weight") in tensors(run)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_gone_is_freed(tmp_path: Path) -> None:
     import gc
     import weakref
@@ -495,6 +496,7 @@ with halfstep.record(sys.argv[1], every=5):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path) -> None:
     environ = {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = forked.python("-c", KILLED, tmp_path, cwd=tmp_path, environ=environ)

@@ -14,6 +14,8 @@ from halfstep._report.limits import Limits, violations
 from halfstep._report.summarize import summarize
 from halfstep._report.text import sentences
 
+pytestmark = pytest.mark.slow
+
 
 def said(folder: Path) -> str:
     return "\n".join(sentence.text for sentence in sentences(summarize(read_run(folder))))

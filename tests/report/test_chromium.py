@@ -24,9 +24,12 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-pytestmark = pytest.mark.skipif(
-    PROGRAM is None, reason=f"needs Chromium: none of {', '.join(NAMES)} is on the PATH"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        PROGRAM is None, reason=f"needs Chromium: none of {', '.join(NAMES)} is on the PATH"
+    ),
+]
 
 
 # Only for this module: while it is open, an event loop of playwright's runs in this thread.

@@ -35,6 +35,7 @@ def test_extremes_ends_and_non_finite_values_of_a_column_are_kept():
     assert kept([0] * len(values), values) == [0, 1, 3, 5, 7, 8, 9]
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_steps_become_few_points_and_the_peak_stays():
     num = 100_000
     steps = [step(n, loss=900.0 if n == 54_321 else 2.0 + (n % 7) / 10) for n in range(1, num + 1)]

@@ -11,6 +11,8 @@ from halfstep._record.run import Measured, Sample
 from halfstep._report.page import render
 from halfstep._report.summarize import summarize
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):

@@ -198,6 +198,7 @@ def test_a_summary_is_the_same_twice_and_plain(tmp_path):
     json.dumps(to_plain(asdict(summary)), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_every_layer_of_a_large_run_is_told_with_all_its_samples(tmp_path):
     summary = summary_of(records.huge(tmp_path, num_steps=98, num_layers=200))
     assert len(summary.layers) == 200

@@ -1,4 +1,4 @@
-"""``halfstep run`` and Python alone, in processes of their own."""
+"""``halfstep run`` and Python alone, in processes of their own; so all tests here are slow."""
 
 import subprocess
 import sys
@@ -10,6 +10,11 @@ from tests import forked
 from tests.forked import Done
 
 Run = Callable[..., Done]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark every test of this folder, and only these: pytest asks the conftest.py beside them."""
+    item.add_marker("slow")
 
 
 @pytest.fixture

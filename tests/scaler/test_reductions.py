@@ -104,6 +104,7 @@ def tensor(draw: st.DrawFn) -> Tensor:
     return draw(st.sampled_from(layouts))(dense.to(draw(st.sampled_from(DTYPES))))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.lists(tensor(), min_size=1, max_size=12), st.sampled_from([0, norms.FEW]))
 def test_against_the_loop(tensors: list[Tensor], few: int) -> None:

@@ -25,6 +25,7 @@ from halfstep._scaler.rules import Dynamic, Rule
 from halfstep._scaler.scale_state import ScaleState
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # inductor's own
     pytest.mark.filterwarnings("ignore:Torchinductor does not support code:UserWarning"),
     # Wherever a graph ends, dynamo asks the loss for its gradient.

@@ -35,6 +35,8 @@ from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import Reason, ScaleState, next_state
 from halfstep.errors import CallOrderError, SkippedStepsError
 
+pytestmark = pytest.mark.slow
+
 NUM_SEQUENCES = int(os.environ.get("HALFSTEP_FUZZ", "1000"))
 FIRST_SEED = int(os.environ.get("HALFSTEP_FUZZ_SEED", "0"))
 NUM_PARTS = min(10, NUM_SEQUENCES)

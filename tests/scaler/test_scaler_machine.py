@@ -35,6 +35,8 @@ from halfstep._scaler import GradScaler
 from halfstep._scaler.rules import Dynamic
 from halfstep._scaler.scale_state import TORCH_KEYS, ScaleState, next_state
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "foreach": False}),
     (torch.optim.SGD, {"lr": 0.01, "fused": True}),

@@ -191,6 +191,7 @@ def test_counts_and_history() -> None:
     assert copied.counts() == (2, 3, 1, 5)
 
 
+@pytest.mark.slow
 def test_history_is_bounded() -> None:
     param = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([param], lr=0.0, fused=True)

@@ -13,6 +13,8 @@ from halfstep._numerics.formats import FORMATS, rounded
 from halfstep._pytorch import amp, modes
 from halfstep.errors import CallOrderError
 
+pytestmark = pytest.mark.slow
+
 ALL = pytest.mark.parametrize("format", FORMATS)
 
 

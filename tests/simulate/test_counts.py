@@ -12,6 +12,8 @@ from halfstep import simulate
 from halfstep._numerics.formats import FORMATS
 from halfstep._simulate.arithmetic import RoundingCount, RoundingCounts, counts_text, worst_text
 
+pytestmark = pytest.mark.slow
+
 INF, NAN = float("inf"), float("nan")
 
 

@@ -15,6 +15,8 @@ import halfstep
 from halfstep import simulate
 from halfstep._numerics.formats import FORMATS, rounded
 
+pytestmark = pytest.mark.slow
+
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 HALVES = pytest.mark.parametrize("dtype", [FP16, BF16])
 EIGHTS = pytest.mark.parametrize("format", ["e4m3", "e5m2"])

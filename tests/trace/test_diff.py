@@ -7,6 +7,8 @@ from torch import nn
 
 import halfstep
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def model() -> nn.Sequential:

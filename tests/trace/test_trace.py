@@ -724,6 +724,7 @@ def test_compiled_code_runs_in_eager_mode(model: nn.Sequential, in_place: bool) 
     assert "compiled" not in u.table()
 
 
+@pytest.mark.slow
 def test_torch_compile_is_not_imported_and_can_be_used_in_the_block() -> None:
     code = (
         "import sys, torch, halfstep\n"

@@ -17,6 +17,8 @@ from halfstep._pytorch import dispatch
 from halfstep._trace.savings import Prediction
 from halfstep._trace.waste import WasteFinding
 
+pytestmark = pytest.mark.slow
+
 BF16 = torch.bfloat16
 
 

@@ -24,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep import self_check
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [torch.float16, torch.bfloat16]
 
 

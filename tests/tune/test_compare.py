@@ -16,7 +16,10 @@ from torch import Tensor, nn
 import halfstep
 from halfstep import compare
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers
+]
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,10 @@ from torch.fx import GraphModule, Interpreter
 
 from halfstep import self_check
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # inductor's own
+]
 
 EAGER = "aot_eager"  # everything but the code that Inductor generates, which takes long
 

@@ -26,6 +26,8 @@ from halfstep._tune.passes import LossFn
 from halfstep._tune.tuner import Tuned
 from halfstep.errors import RecordError
 
+pytestmark = pytest.mark.slow
+
 PLANTED = (Overflows, nn.Linear, Cancels, Flushes)
 
 

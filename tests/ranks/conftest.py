@@ -1,0 +1,8 @@
+"""The tests of ranks are slow: they start processes."""
+
+import pytest
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark every test of this folder, and only these: pytest asks the conftest.py beside them."""
+    item.add_marker("slow")
