@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import DEVICE, seeded
+from tests.device import DEVICE
+from tests.training import batches, train
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -142,9 +143,8 @@ def net(layer: Callable[[], nn.Module] = LAYERS["BatchNorm1d"]) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), layer(), nn.Linear(3, 1))
 
 
-def batches(num: int = 6) -> list[Tensor]:
-    numbers = seeded(1)
-    found = [torch.randn(4, 3, generator=numbers) for _ in range(num)]
+def one_broken(num: int = 6) -> list[Tensor]:
+    found = batches(num, 4, 3)
     found[BROKEN][1, 2] = math.nan
     return found
 
@@ -161,19 +161,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(
-    model: Callable[..., Tensor],
-    scaler: Any,
-    optimizer: torch.optim.Optimizer,
-    data: Sequence[Tensor],
-) -> None:
-    for batch in data:
-        optimizer.zero_grad()
-        scaler.scale(model(batch).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-
 def result(model: nn.Module) -> dict[str, Tensor]:
     """Return all buffers, and what an evaluation gives."""
     with torch.no_grad():
@@ -181,7 +168,7 @@ def result(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_buffers()) | {"(evaluation)": output}
 
 
-def assert_same(model: nn.Module, other: nn.Module) -> None:
+def assert_same_module(model: nn.Module, other: nn.Module) -> None:
     ours, expected = result(model), result(other)
     assert ours.keys() == expected.keys()
     for name, values in expected.items():
@@ -201,12 +188,12 @@ def test_the_module_is_as_if_the_broken_batch_had_never_come(
     if is_waiting:
         request.getfixturevalue("waiting_device")
     trained = []
-    for data in (batches(), without(batches())):
+    for data in (one_broken(), without(one_broken())):
         model = net(LAYERS[layer])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
         train(model, quiet(model), optimizer, data)
         trained.append(model)
-    assert_same(*trained)
+    assert_same_module(*trained)
 
 
 def test_without_inf_and_nan_nothing_changes(waiting_device: None) -> None:
@@ -214,19 +201,21 @@ def test_without_inf_and_nan_nothing_changes(waiting_device: None) -> None:
     for is_watched in (False, True):
         model = net()
         scaler = quiet(model if is_watched else None)
-        train(model, scaler, torch.optim.AdamW(model.parameters(), fused=True), without(batches()))
+        train(
+            model, scaler, torch.optim.AdamW(model.parameters(), fused=True), without(one_broken())
+        )
         trained.append(model)
-    assert_same(*trained)
+    assert_same_module(*trained)
 
 
 def test_a_skip_by_overflow_keeps_the_statistics_as_in_pytorch() -> None:
     model, theirs = net(Masked), net(Masked)
     scaler = GradScaler(init_scale=2.0**127, module=model)
-    train(model, scaler, sgd(model), without(batches()))
+    train(model, scaler, sgd(model), without(one_broken()))
     torchs = torch.amp.GradScaler(DEVICE, init_scale=2.0**127)
-    train(theirs, torchs, sgd(theirs), without(batches()))
+    train(theirs, torchs, sgd(theirs), without(one_broken()))
     assert scaler.counts().skipped
-    assert_same(model, theirs)
+    assert_same_module(model, theirs)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -241,7 +230,7 @@ def test_a_mask_that_the_first_call_fills_outlives_a_skipped_first_step(
     scaler = GradScaler(
         init_scale=8.0 if first == "NaN" else 2.0**127, module=model, on_skips=lambda report: None
     )
-    data = batches()[BROKEN:] if first == "NaN" else batches()[:BROKEN]
+    data = one_broken()[BROKEN:] if first == "NaN" else one_broken()[:BROKEN]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     train(model, scaler, optimizer, data)
     assert scaler.counts().skipped
@@ -253,7 +242,7 @@ def test_a_mask_that_the_first_call_fills_outlives_a_skipped_first_step(
 def test_values_that_were_not_finite_before_stay(waiting_device: None) -> None:
     model = net(Masked)
     model.register_buffer("unused", torch.tensor([math.nan, 1.0]))
-    train(model, quiet(model), sgd(model), batches())
+    train(model, quiet(model), sgd(model), one_broken())
     found = dict(model.named_buffers())
     assert found["unused"].isnan().tolist() == [True, False]
     assert found["1.mask"].isinf().sum() == 3
@@ -278,7 +267,7 @@ def test_buffers_of_other_shapes_and_kinds_are_left_alone() -> None:
 
     scaler, optimizer = quiet(model), sgd(model)
     handle = model.register_forward_hook(change)
-    train(model, scaler, optimizer, [batches()[BROKEN]])
+    train(model, scaler, optimizer, [one_broken()[BROKEN]])
     handle.remove()
     assert len(model.grows) == 2
     assert model.gone is None
@@ -291,7 +280,7 @@ def test_a_tied_buffer_and_a_submodule_added_later_are_restored() -> None:
     scaler, optimizer = quiet(model), sgd(model)
     model.append(nn.BatchNorm1d(1))
     model[1].register_buffer("tied", model[1].running_mean)
-    train(model, scaler, optimizer, batches())
+    train(model, scaler, optimizer, one_broken())
     assert all(buffer.isfinite().all() for buffer in model.buffers())
     assert model[1].tied is model[1].running_mean
 
@@ -301,7 +290,7 @@ def test_a_tied_buffer_and_a_submodule_added_later_are_restored() -> None:
 
 def test_accumulation_with_one_broken_micro_batch_is_undone_as_a_whole() -> None:
     trained = []
-    for windows in ([batches(4), without(batches(8))[-4:]], [without(batches(8))[-4:]]):
+    for windows in ([one_broken(4), without(one_broken(8))[-4:]], [without(one_broken(8))[-4:]]):
         model = net()
         optimizer, scaler = sgd(model), quiet(model)
         for window in windows:
@@ -311,7 +300,7 @@ def test_accumulation_with_one_broken_micro_batch_is_undone_as_a_whole() -> None
             scaler.step(optimizer)
             scaler.update()
         trained.append(model)
-    assert_same(*trained)
+    assert_same_module(*trained)
 
 
 @pytest.mark.parametrize("broken", [0, 1, 3])
@@ -320,9 +309,9 @@ def test_a_dropped_block_of_accumulate_leaves_the_statistics_of_the_others(broke
     for is_dropped in (True, False):
         model = net()
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), quiet(model)
-        window = batches(8)[4:]
+        window = one_broken(8)[4:]
         if is_dropped:
-            window.insert(broken, batches()[BROKEN])
+            window.insert(broken, one_broken()[BROKEN])
         for _ in range(2):
             optimizer.zero_grad()
             for batch in window:
@@ -339,7 +328,7 @@ def test_a_dropped_block_of_accumulate_leaves_the_statistics_of_the_others(broke
 
 def test_a_step_left_out_after_the_norm_was_seen_is_a_skipped_one() -> None:
     trained = []
-    for data in (batches(), without(batches())):
+    for data in (one_broken(), without(one_broken())):
         model = net()
         optimizer, scaler = sgd(model), quiet(model)
         for batch in data:
@@ -350,14 +339,14 @@ def test_a_step_left_out_after_the_norm_was_seen_is_a_skipped_one() -> None:
                 scaler.step(optimizer)
             scaler.update()
         trained.append(model)
-    assert_same(*trained)
+    assert_same_module(*trained)
 
 
 def test_an_average_between_step_and_update_has_restored_buffers() -> None:
     model = net()
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
     optimizer, scaler = sgd(model), quiet(model)
-    for batch in batches():
+    for batch in one_broken():
         optimizer.zero_grad()
         scaler.scale(model(batch).square().mean()).backward()
         scaler.step(optimizer)
@@ -370,7 +359,7 @@ def test_a_closure_that_fails_at_its_second_evaluation_is_undone() -> None:
     model = net()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     scaler = quiet(model)
-    good, broken = batches()[0], batches()[BROKEN]
+    good, broken = one_broken()[0], one_broken()[BROKEN]
     before = copy.deepcopy(dict(model.named_buffers()))
     waiting = [good, broken]
     scaler.step(optimizer, lambda: model(waiting.pop(0)).square().mean())
@@ -384,7 +373,7 @@ def test_a_closure_that_raises_is_undone() -> None:
     model = net()
     optimizer, scaler = torch.optim.LBFGS(model.parameters(), lr=0.1), quiet(model)
     before = copy.deepcopy(model.state_dict())
-    waiting = batches()[2:]
+    waiting = one_broken()[2:]
 
     def closure() -> Tensor:
         loss = model(waiting.pop(0)).square().mean()
@@ -402,7 +391,7 @@ def test_retry_repeats_from_restored_statistics() -> None:
     model = net()
     optimizer = sgd(model)
     scaler = quiet(model)
-    for batch in batches():
+    for batch in one_broken():
         for _ in scaler.retry(optimizer):
             train(model, scaler, optimizer, [batch])
     assert model[1].num_batches_tracked == 5
@@ -412,7 +401,7 @@ def test_retry_repeats_from_restored_statistics() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_guard_in_bfloat16_restores_too(fused: bool) -> None:
     trained = []
-    for data in (batches(), without(batches())):
+    for data in (one_broken(), without(one_broken())):
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
         guard(optimizer, on_skips=lambda report: None, module=model)
@@ -423,7 +412,7 @@ def test_a_guard_in_bfloat16_restores_too(fused: bool) -> None:
             loss.backward()
             optimizer.step()
         trained.append(model)
-    assert_same(*trained)
+    assert_same_module(*trained)
 
 
 def test_only_the_models_of_a_skipped_iteration_are_restored() -> None:
@@ -431,7 +420,7 @@ def test_only_the_models_of_a_skipped_iteration_are_restored() -> None:
     optimizers = [sgd(model) for model in models]
     scaler = quiet(models[0])
     scaler.watch(models[1])
-    good, broken = batches()[0], batches()[BROKEN]
+    good, broken = one_broken()[0], one_broken()[BROKEN]
     for batch, model, optimizer in zip((good, broken), models, optimizers, strict=True):
         scaler.scale(model(batch).square().mean()).backward()
         scaler.step(optimizer)
@@ -444,24 +433,24 @@ def test_only_the_models_of_a_skipped_iteration_are_restored() -> None:
 def test_a_checkpoint_loaded_after_an_evaluation_is_what_a_skipped_step_goes_back_to() -> None:
     model = net()
     optimizer, scaler = sgd(model), quiet(model)
-    train(model, scaler, optimizer, batches()[:2])
+    train(model, scaler, optimizer, one_broken()[:2])
     checkpoint = copy.deepcopy(model.state_dict())
-    train(model, scaler, optimizer, batches()[:3])
+    train(model, scaler, optimizer, one_broken()[:3])
     with torch.no_grad():
-        model.eval()(batches()[0])
+        model.eval()(one_broken()[0])
     model.train().load_state_dict(checkpoint)
-    train(model, scaler, optimizer, [batches()[BROKEN]])
+    train(model, scaler, optimizer, [one_broken()[BROKEN]])
     for name, values in model.state_dict().items():
         if "running" in name or "num" in name:
             assert torch.equal(values, checkpoint[name])
 
 
 def dry_run(model: nn.Module) -> None:
-    model(batches()[0])
+    model(one_broken()[0])
 
 
 def average_statistics(model: nn.Module) -> None:
-    torch.optim.swa_utils.update_bn([(batches()[0],), (batches()[1],)], model)
+    torch.optim.swa_utils.update_bn([(one_broken()[0],), (one_broken()[1],)], model)
 
 
 @pytest.mark.parametrize("is_in_training", [False, True])
@@ -484,7 +473,7 @@ def test_a_skipped_step_goes_back_to_what_was_loaded_after_a_call_with_gradients
             optimizer.step()
 
     best = copy.deepcopy(model.state_dict())
-    for batch in batches()[:3]:
+    for batch in one_broken()[:3]:
         step(batch)
     dry_run(model.train(is_in_training))
     model.train()
@@ -495,7 +484,7 @@ def test_a_skipped_step_goes_back_to_what_was_loaded_after_a_call_with_gradients
     else:
         model[1].reset_running_stats()
     expected = copy.deepcopy(dict(model.named_buffers()))
-    step(batches()[BROKEN])
+    step(one_broken()[BROKEN])
     assert (scaler or guarded).counts().skipped == 1
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, expected[name]), name
@@ -508,8 +497,8 @@ def test_a_loss_of_two_calls_leaves_no_nan(
 ) -> None:
     model = net(LAYERS[layer])
     scaler, optimizer = quiet(model), sgd(model)
-    train(model, scaler, optimizer, batches()[:2])
-    first, second = (batches()[number] for number in order)
+    train(model, scaler, optimizer, one_broken()[:2])
+    first, second = (one_broken()[number] for number in order)
     scaler.scale((model(first) - model(second)).square().mean()).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -522,23 +511,23 @@ def test_training_goes_on_from_a_checkpoint_as_without_one() -> None:
     for is_resumed in (False, True):
         model = net()
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), quiet(model)
-        train(model, scaler, optimizer, batches()[:2])
+        train(model, scaler, optimizer, one_broken()[:2])
         if is_resumed:
             states = model.state_dict(), scaler.state_dict()
             model = net()
             optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), quiet(model)
             model.load_state_dict(states[0])
             scaler.load_state_dict(states[1])
-        train(model, scaler, optimizer, batches()[2:])
+        train(model, scaler, optimizer, one_broken()[2:])
         trained.append(model)
-    assert_same(*trained)
+    assert_same_module(*trained)
 
 
 def test_the_graph_of_another_loss_survives() -> None:
     model = net()
     optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), quiet(model)
-    kept = model(batches()[0]).square().mean()
-    train(model, scaler, optimizer, [batches()[BROKEN]])
+    kept = model(one_broken()[0]).square().mean()
+    train(model, scaler, optimizer, [one_broken()[BROKEN]])
     scaler.scale(kept).backward()
 
 
@@ -548,13 +537,13 @@ def test_the_graph_of_another_loss_survives() -> None:
 def test_copies_and_pickles_of_the_module_need_no_halfstep() -> None:
     model = net()
     scaler = quiet(model)
-    train(model, scaler, sgd(model), batches()[:1])
+    train(model, scaler, sgd(model), one_broken()[:1])
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     assert b"halfstep" not in pickle.dumps(model)
     for each in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert torch.equal(each.eval()(batches()[0]), model.eval()(batches()[0]))
+        assert torch.equal(each.eval()(one_broken()[0]), model.eval()(one_broken()[0]))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -565,7 +554,7 @@ def test_a_module_can_be_scripted_after_its_guard_is_removed() -> None:
         torch.jit.script(model)
     guarded.remove()
     assert not model._forward_pre_hooks
-    assert torch.equal(torch.jit.script(model)(batches()[0]), model(batches()[0]))
+    assert torch.equal(torch.jit.script(model)(one_broken()[0]), model(one_broken()[0]))
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -602,7 +591,7 @@ def test_compiled_modules_are_restored(is_outer_watched: bool) -> None:
     model = Net()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     scaler = quiet(compiled if is_outer_watched else model)
-    train(compiled, scaler, sgd(model), batches())
+    train(compiled, scaler, sgd(model), one_broken())
     assert model.net[1].num_batches_tracked == 5
     assert result(model)["(evaluation)"].isfinite().all()
 
@@ -615,9 +604,9 @@ def call_parts(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_a_module_whose_parts_are_called_goes_back_to_the_end_of_the_last_iteration() -> None:
     trained = []
-    for data in (batches(), without(batches())):
+    for data in (one_broken(), without(one_broken())):
         model = net()
         scaler, optimizer = quiet(model), sgd(model)
         train(partial(call_parts, model), scaler, optimizer, data)
         trained.append(model)
-    assert_same(*trained)
+    assert_same_module(*trained)

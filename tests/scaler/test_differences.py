@@ -18,6 +18,7 @@ import pytest
 import torch
 from tests.device import DEVICE
 from tests.scaler.containers import OfFirst
+from tests.training import one_parameter, take_step
 
 from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
@@ -29,14 +30,9 @@ def torch_scaler(**kwargs: Any) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(DEVICE, **kwargs)
 
 
-def make(value: float = 0.0, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
-    param = torch.nn.Parameter(torch.full((2,), value, dtype=dtype))
-    return param, torch.optim.SGD([param], lr=1.0, **kwargs)
-
-
 def stepped_by_a_container(scaler: Any) -> tuple[float, float]:
     """Return two parameters of two optimizers in a container that shows the first one's groups."""
-    (first, optimizer), (second, other) = make(), make()
+    (first, optimizer), (second, other) = (one_parameter(torch.zeros(2)) for _ in range(2))
     scaler.scale(first.sum() + second.sum()).backward()
     scaler.step(OfFirst([optimizer, other]))
     return first[0].item(), second[0].item()
@@ -77,7 +73,7 @@ def raises(error: type[BaseException], function: Callable[[], object]) -> bool:
 
 
 def nan_for_ever(scaler: Any) -> tuple[float, bool]:
-    param, optimizer = make(1.0)
+    param, optimizer = one_parameter(torch.ones(2))
     for _ in range(200):
         iterate(scaler, param, optimizer, math.nan)
     iterate(scaler, param, optimizer, 1.0)
@@ -85,7 +81,7 @@ def nan_for_ever(scaler: Any) -> tuple[float, bool]:
 
 
 def inf_after_unscaling(scaler: Any, fused: bool = False) -> bool:
-    param, optimizer = make(1.0, fused=fused)
+    param, optimizer = one_parameter(torch.ones(2), fused=fused)
     scaler.scale(param.sum())
     param.grad = torch.full((2,), 3e38)
     scaler.step(optimizer)
@@ -95,7 +91,7 @@ def inf_after_unscaling(scaler: Any, fused: bool = False) -> bool:
 
 def positional_closure(scaler: Any) -> float:
     """The length of a step that should be 1."""
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(2))
     scaler.scale(param.sum()).backward()
 
     def closure() -> torch.Tensor:
@@ -109,14 +105,14 @@ def positional_closure(scaler: Any) -> float:
 
 
 def keyword_closure(scaler: Any) -> None:
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(2))
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer, closure=lambda: param.sum())
 
 
 def schedule(scaler: Any) -> tuple[bool, float]:
     """Whether a skipped first step makes a warning, and the learning rate after it."""
-    param, optimizer = make(1.0)
+    param, optimizer = one_parameter(torch.ones(2))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -130,7 +126,7 @@ def schedule(scaler: Any) -> tuple[bool, float]:
 
 def shared_parameter(scaler: Any) -> float:
     """The gradient, which is 1, after both of its optimizers have unscaled it."""
-    param, first = make()
+    param, first = one_parameter(torch.zeros(2))
     second = torch.optim.SGD([param], lr=1.0)
     scaler.scale(param.sum()).backward()
     scaler.unscale_(first)
@@ -139,7 +135,7 @@ def shared_parameter(scaler: Any) -> float:
 
 
 def wrapped_optimizer(scaler: Any) -> float:
-    param, inner = make()
+    param, inner = one_parameter(torch.zeros(2))
     wrapper = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     wrapper.param_groups = inner.param_groups
     scaler.scale(param.sum()).backward()
@@ -150,7 +146,7 @@ def wrapped_optimizer(scaler: Any) -> float:
 
 def clipped_too_early(scaler: Any) -> int:
     """Number of warnings."""
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(5):
@@ -164,7 +160,7 @@ def clipped_too_early(scaler: Any) -> int:
 
 def bad_micro_batch(scaler: Any) -> float:
     """The step from four micro-batches of which one is bad; 1 is what the others ask for."""
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(2))
     for factor in (1.0, math.nan, 1.0, 1.0):
         block = scaler.accumulate(optimizer) if hasattr(scaler, "accumulate") else nullcontext()
         with block:
@@ -176,17 +172,14 @@ def bad_micro_batch(scaler: Any) -> float:
 
 def bad_loss(scaler: Any) -> float:
     """The scale after 7 losses that are inf, and a good one."""
-    param, optimizer = make(1.0)
+    param, optimizer = one_parameter(torch.ones(2))
     for factor in [math.inf] * 7 + [1.0]:
-        optimizer.zero_grad()
-        scaler.scale((param * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(scaler, optimizer, (param * factor).sum())
     return scaler.get_scale()
 
 
 def gradient_after_a_skip(scaler: Any, fused: bool) -> float:
-    param, optimizer = make(fused=fused)
+    param, optimizer = one_parameter(torch.zeros(2), fused=fused)
     scaler.scale(param.sum()).backward()
     param.grad[0] = math.inf
     scaler.step(optimizer)
@@ -194,13 +187,13 @@ def gradient_after_a_skip(scaler: Any, fused: bool) -> float:
 
 
 def closure_none(scaler: Any) -> None:
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(2))
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer, closure=None)
 
 
 def float16_message(scaler: Any) -> str:
-    param, optimizer = make(dtype=torch.float16)
+    param, optimizer = one_parameter(torch.zeros(2, dtype=torch.float16))
     scaler.scale(torch.ones(()))
     param.grad = torch.ones_like(param)
     with pytest.raises(ValueError, match=r"(?i)fp16|float16") as error:
@@ -209,7 +202,7 @@ def float16_message(scaler: Any) -> str:
 
 
 def step_without_gradients(scaler: Any, fused: bool) -> None:
-    _, optimizer = make(fused=fused)
+    _, optimizer = one_parameter(torch.zeros(2), fused=fused)
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
 
@@ -234,7 +227,7 @@ def scale_of_update_3(scaler: Any) -> float:
 
 
 def lowered_interval(scaler: Any) -> float:
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(2))
     for _ in range(3):
         iterate(scaler, param, optimizer)
     scaler.set_growth_interval(2)
@@ -244,14 +237,14 @@ def lowered_interval(scaler: Any) -> float:
 
 
 def complex_gradients(scaler: Any) -> None:
-    param, optimizer = make(dtype=torch.complex64)
+    param, optimizer = one_parameter(torch.zeros(2, dtype=torch.complex64))
     scaler.scale(param.abs().sum()).backward()
     scaler.step(optimizer)
 
 
 def two_devices_overflow(scaler: Any) -> bool:
     """Both devices of one fused optimizer met an inf; is the step skipped?"""
-    param, optimizer = make(fused=True)
+    param, optimizer = one_parameter(torch.zeros(2), fused=True)
     scaler.scale((param * math.inf).sum()).backward()
     scaler.unscale_(optimizer)
     found = scaler._found_inf_per_device(optimizer)
@@ -288,7 +281,7 @@ def keyword_warns(scaler: Any) -> bool:
 
 def sparse_float32_sum(scaler: Any) -> bool:
     """Entries that are finite one by one, at the same index, and overflow when added."""
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(2))
     scaler.scale(param.sum())
     param.grad = torch.sparse_coo_tensor(
         torch.tensor([[0, 0]]), torch.tensor([3e38, 3e38]), (2,), check_invariants=True
@@ -309,7 +302,7 @@ def unpack_dict() -> bool:
 
 def new_backward_after_unscaling(scaler: Any) -> float:
     """The length of a step that should be 1; what a user does who starts the iteration again."""
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(2))
     scaler.scale(param.sum()).backward()
     scaler.unscale_(optimizer)
     optimizer.zero_grad()
@@ -320,7 +313,7 @@ def new_backward_after_unscaling(scaler: Any) -> float:
 
 def step_after_the_scale_was_set(scaler: Any) -> float:
     """The length of a step that should be 1."""
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(2))
     scaler.scale(param.sum()).backward()
     scaler.update(256.0)
     scaler.step(optimizer)
@@ -329,12 +322,9 @@ def step_after_the_scale_was_set(scaler: Any) -> float:
 
 def accumulated_over_updates(scaler: Any) -> float:
     """The length of a step from two gradients of 1, while another optimizer steps twice."""
-    (often, stepping), (rarely, waiting) = make(), make()
+    (often, stepping), (rarely, waiting) = (one_parameter(torch.zeros(2)) for _ in range(2))
     for _ in range(2):
-        stepping.zero_grad()
-        scaler.scale((often + rarely).sum()).backward()
-        scaler.step(stepping)
-        scaler.update()
+        take_step(scaler, stepping, (often + rarely).sum())
     scaler.step(waiting)
     return -rarely[0].item()
 

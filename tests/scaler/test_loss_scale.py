@@ -160,7 +160,7 @@ def test_the_device_moves_the_scale_as_the_host_would(
             assert scale.read() == state
 
 
-def run(
+def scales_and_end(
     state: ScaleState, sequence: list[tuple[bool, float, bool | None]], looks: bool
 ) -> tuple[list[float], ScaleState]:
     """Return the scales, and the state once all is known."""
@@ -186,8 +186,8 @@ def test_whatever_happens_the_host_follows(
     state: ScaleState, sequence: list[tuple[bool, float, bool | None]]
 ) -> None:
     with waiting_device():
-        scales, end = run(state, sequence, looks=False)
-        assert (scales, end) == run(state, sequence, looks=True)
+        scales, end = scales_and_end(state, sequence, looks=False)
+        assert (scales, end) == scales_and_end(state, sequence, looks=True)
     skipped = sum(bool(found_inf or outlier) for found_inf, _, outlier in sequence)
     assert end.num_skipped == skipped
     assert end.num_taken == len(sequence) + 2 * LAG - skipped

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device import DEVICE
+from tests.training import one_parameter
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from halfstep import GradScaler
@@ -190,7 +191,7 @@ def step_and_update(scaler: Any, optimizer: Any) -> None:
     scaler.update()
 
 
-def train(
+def results_of(
     make: Callable[..., Any],
     base: Any,
     step: Callable[[Any, Any], None] = step_and_update,
@@ -215,7 +216,7 @@ def train(
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
 @pytest.mark.parametrize("make", IDIOMS)
 def test_as_in_torch_amp(make: Any, options: Any) -> None:
-    theirs, ours = (train(make, base, **options) for base in BASES)
+    theirs, ours = (results_of(make, base, **options) for base in BASES)
     assert ours == theirs
     assert math.isfinite(sum(ours[0][1]))
     if make in (allows_float16, patched):
@@ -223,10 +224,10 @@ def test_as_in_torch_amp(make: Any, options: Any) -> None:
 
 
 def test_float16_weights() -> None:
-    theirs, ours = (train(allows_float16, base, dtype=torch.float16) for base in BASES)
+    theirs, ours = (results_of(allows_float16, base, dtype=torch.float16) for base in BASES)
     assert ours == theirs
     with pytest.raises(ValueError, match=r"SGD has float16 gradients.*param_groups\[0\]"):
-        train(checks, GradScaler, dtype=torch.float16)
+        results_of(checks, GradScaler, dtype=torch.float16)
 
 
 def idiom_of_two_backward_passes(scaler: Any, optimizer: Any) -> None:
@@ -293,7 +294,7 @@ def idiom_of_evaluations(scaler: Any, optimizer: Any) -> None:
     ],
 )
 def test_states_that_are_written_to(step: Any) -> None:
-    theirs, ours = (train(lambda base, *a, **k: base(*a, **k), base, step) for base in BASES)
+    theirs, ours = (results_of(lambda base, *a, **k: base(*a, **k), base, step) for base in BASES)
     assert ours == theirs
 
 
@@ -301,8 +302,7 @@ def test_states_that_are_written_to(step: Any) -> None:
 
 
 def small(make: Any, value: float = 1.0) -> tuple[Any, Any, Any]:
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.ones(2))
     scaler = make(GradScaler, init_scale=8.0)
     scaler.scale(param.sum() * value).backward()
     return param, optimizer, scaler
@@ -389,7 +389,7 @@ def test_every_method_that_torch_amp_calls_is_called(base: Any, options: Any) ->
         return method
 
     own: Any = type("Own", (base,), {name: noting(name) for name in AS_MADE})
-    train(lambda base, *args, **kwargs: own(*args, **kwargs), base, **options)
+    results_of(lambda base, *args, **kwargs: own(*args, **kwargs), base, **options)
     own(DEVICE).state_dict()
     left_out = ["_check_inf_per_device"] if not options else ["unscale_", "_maybe_opt_step"]
     assert called == {*AS_MADE} - {*left_out}
@@ -412,8 +412,7 @@ def plain(base: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
 @pytest.mark.parametrize("make", [plain, decides_itself])
 def test_a_norm_limit(make: Any, options: Any, max_norm: float | None) -> None:
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0, **options)
+    param, optimizer = one_parameter(torch.ones(2), **options)
     scaler = make(GradScaler, init_scale=8.0, on_skips=str)
     scaler.set_norm_limit(3.0, window=4)
     for index in range(8):
@@ -505,8 +504,7 @@ def test_a_fused_step_that_raised_is_not_repeated() -> None:
 
 @pytest.mark.parametrize("value", [1.0, math.inf])
 def test_the_norms_of_a_fused_step(value: float) -> None:
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+    param, optimizer = one_parameter(torch.ones(2), fused=True)
     scaler = plain(GradScaler, init_scale=8.0)
     scaler.scale((param * torch.tensor([3.0, value])).sum()).backward()
     other = torch.nn.Parameter(torch.ones(1))
@@ -544,8 +542,7 @@ def updates_by_the_kernel(base: Any, **kwargs: Any) -> Any:
 
 
 def test_a_scale_below_the_floor_is_saved() -> None:
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.ones(2))
     scaler = updates_by_the_kernel(GradScaler, init_scale=4.0)
     for _ in range(4):
         scaler.scale(param.sum() * math.nan).backward()
@@ -560,8 +557,7 @@ def test_a_scale_below_the_floor_is_saved() -> None:
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
 @pytest.mark.parametrize("make", [plain, checks, lambda base, **kwargs: base(DEVICE, **kwargs)])
 def test_a_gradient_that_overflows_when_divided_by_a_written_scale(make: Any, options: Any) -> None:
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0, **options)
+    param, optimizer = one_parameter(torch.ones(2), **options)
     scaler = make(GradScaler, init_scale=8.0, on_skips=str)
     scaler.scale(param.sum() * 0.0).backward()
     step_and_update(scaler, optimizer)
@@ -591,8 +587,7 @@ def test_a_get_scale_with_a_floor_is_saved() -> None:
             return max(super().get_scale(), 8.0)
 
     scaler = Own(DEVICE, init_scale=4.0)
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.ones(2))
     for value in (1.0, math.nan, 1.0):
         optimizer.zero_grad()
         scaler.scale(param.sum() * value).backward()

@@ -58,7 +58,7 @@ class Program:
     def loss(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def train(self, nan_at: tuple[int, ...] = ()) -> list[float]:
+    def losses_of_taken_steps(self, nan_at: tuple[int, ...] = ()) -> list[float]:
         """Return the loss of every taken step."""
         optimizer = torch.optim.SGD(self.model.parameters(), lr=self.learning_rate)
         taken = []
@@ -187,8 +187,8 @@ def quiet(**kwargs: Any) -> GradScaler:
 def test_it_trains_as_under_torch(make: Callable[[Any], Program]) -> None:
     theirs = make(torch.amp.GradScaler(DEVICE, growth_interval=80))
     mine = make(quiet(growth_interval=80))
-    losses = mine.train()
-    expected = theirs.train()
+    losses = mine.losses_of_taken_steps()
+    expected = theirs.losses_of_taken_steps()
     assert len(expected) < NUM_STEPS - 1  # or the program shows nothing
     assert len(losses) >= len(expected) - 3
     assert sum(losses[-20:]) < sum(losses[:20])
@@ -198,11 +198,11 @@ def test_it_trains_as_under_torch(make: Callable[[Any], Program]) -> None:
 @pytest.mark.parametrize("make", [GradientPenalty, MAML, Adversarial])
 def test_nan_batches_do_not_cost_it_the_scale(make: Callable[[Any], Program]) -> None:
     clean, mine = make(quiet()), make(quiet())
-    clean.train()
-    mine.train(nan_at=(60, 80, 81, 82, 100, 105))
+    clean.losses_of_taken_steps()
+    mine.losses_of_taken_steps(nan_at=(60, 80, 81, 82, 100, 105))
     assert mine.scaler.get_scale() >= clean.scaler.get_scale()
 
 
 def test_a_rule_without_probes() -> None:
     mine = GradientPenalty(quiet(rule=Dynamic(probe_after=None)))
-    assert len(mine.train()) > 180
+    assert len(mine.losses_of_taken_steps()) > 180

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import assert_same, batches, mlp, one_parameter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,9 +42,7 @@ class Training:
     """A small model; its gradients are accumulated over blocks."""
 
     def __init__(self, fused: bool = False, scale: float = SCALE, **kwargs: Any) -> None:
-        torch.manual_seed(0)
-        layers = [torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
-        self.model = torch.nn.Sequential(*layers)
+        self.model = mlp(3, 4, 1)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1, fused=fused)
         kwargs = {"on_skips": lambda report: None} | kwargs
         self.scaler = GradScaler(init_scale=scale, **kwargs)
@@ -57,7 +56,7 @@ class Training:
             self.scaler.scale(spoil(self.loss(batch, count), kind)).backward()
 
     def blocks(self, *kinds: str) -> None:
-        for batch, kind in zip(batches(len(kinds)), kinds, strict=True):
+        for batch, kind in zip(batches(len(kinds), 6, 3), kinds, strict=True):
             self.block(batch, len(kinds), kind)
 
     def finish(self, **kwargs: Any) -> None:
@@ -79,22 +78,12 @@ class Training:
         """The average of the gradients of the good batches, in float32 without a scaler."""
         self.optimizer.zero_grad()
         good = kinds.count(GOOD)
-        for batch, kind in zip(batches(len(kinds)), kinds, strict=True):
+        for batch, kind in zip(batches(len(kinds), 6, 3), kinds, strict=True):
             if kind == GOOD:
                 self.loss(batch, good).backward()
         grads = self.grads()
         self.optimizer.zero_grad()
         return grads
-
-
-def batches(count: int) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    return [torch.randn(6, 3) for _ in range(count)]
-
-
-def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for a, b in zip(mine, theirs, strict=True):
-        assert torch.equal(a, b)
 
 
 def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -111,7 +100,7 @@ def test_as_without_blocks(fused: bool, scale: float, same: Any) -> None:
     """Bit for bit if the scale is a power of two, else but for rounding."""
     mine, without, plain = Training(fused, scale), Training(fused, scale), Training(fused, scale)
     for _ in range(3):
-        for batch in batches(4):
+        for batch in batches(4, 6, 3):
             mine.block(batch, 4)
             without.scaler.scale(without.loss(batch, 4)).backward()
             plain.loss(batch, 4).backward()
@@ -152,8 +141,7 @@ def test_parameters_without_a_gradient_in_some_blocks() -> None:
 def test_sparse_gradients(order: str) -> None:
     """An embedding, in each block with a sparse gradient or with a dense one."""
     rows = torch.tensor([0, 2, 2])
-    param = torch.nn.Parameter(torch.zeros(3, 2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.zeros(3, 2))
     scaler = GradScaler(init_scale=SCALE)
     expected = torch.zeros(3, 2)
     for number, kind in enumerate([*order, "b"], start=1):
@@ -190,8 +178,7 @@ class Storages(TorchDispatchMode):
 
 def test_one_more_set_of_gradients() -> None:
     """While a block is open, and never more."""
-    param = torch.nn.Parameter(torch.zeros(1237))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.zeros(1237))
     scaler = GradScaler(init_scale=SCALE)
     counts = []
     with Storages(1237) as storages:
@@ -297,8 +284,7 @@ def test_a_parameter_that_only_a_dropped_block_had() -> None:
 
 def test_gradients_that_overflow_only_when_they_are_added() -> None:
     """No block is bad, but the sum is: the step is not taken."""
-    param = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.zeros(2))
     scaler = GradScaler(init_scale=1.0, on_skips=lambda report: None)
     for _ in range(2):
         with scaler.accumulate(optimizer):
@@ -310,8 +296,7 @@ def test_gradients_that_overflow_only_when_they_are_added() -> None:
 
 def test_a_scale_below_one() -> None:
     """A gradient that is finite until it is divided by the scale."""
-    param = torch.nn.Parameter(torch.full((2,), 2.0**-20))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.full((2,), 2.0**-20))
     scaler = GradScaler(init_scale=2.0**-20, on_skips=lambda report: None)
     for factor in (2.0**40, 2.0**-100):
         with scaler.accumulate(optimizer):
@@ -561,8 +546,7 @@ class Simple:
     """One parameter whose gradient is 1 in every block."""
 
     def __init__(self, fused: bool = False) -> None:
-        self.param = torch.nn.Parameter(torch.zeros(2))
-        self.optimizer = torch.optim.SGD([self.param], lr=1.0, fused=fused)
+        self.param, self.optimizer = one_parameter(torch.zeros(2), fused=fused)
         self.scaler = GradScaler(init_scale=SCALE)
 
     def block(self, then: Callable[["Simple"], Any] = lambda simple: None) -> None:
@@ -708,8 +692,7 @@ def test_an_exception_in_a_block(num_before: int) -> None:
 
 def test_float16_gradients() -> None:
     simple = Simple()
-    half = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-    optimizer = torch.optim.SGD([half], lr=1.0)
+    half, optimizer = one_parameter(torch.ones(2, dtype=torch.float16))
     with (
         pytest.raises(ValueError, match="SGD has float16 gradients"),
         simple.scaler.accumulate(optimizer),
@@ -722,8 +705,7 @@ def test_float16_gradients() -> None:
 
 def test_a_backward_outside_the_blocks_is_refused() -> None:
     """It would add scaled gradients to unscaled ones."""
-    param = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.zeros(1))
     scaler = GradScaler(init_scale=1024.0)
     with scaler.accumulate(optimizer):
         scaler.scale(param.sum() / 2).backward()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import batches, mlp, one_parameter
 
 from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
@@ -20,23 +21,13 @@ MAKERS = {
 SCALE = 2.0**10
 
 
-def make_model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
-
-
-def batches() -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    return [torch.randn(6, 5) for _ in range(6)]
-
-
-def train(maker: Any, how: str, max_norm: float) -> tuple[torch.nn.Module, list[float], float]:
+def clipped(maker: Any, how: str, max_norm: float) -> tuple[torch.nn.Module, list[float], float]:
     """Returns the model, the norms, and the scale at the end; step 3 overflows."""
-    model = make_model()
+    model = mlp(5, 7, 1)
     optimizer = maker(model.parameters())
     scaler = GradScaler(init_scale=SCALE)
     norms = []
-    for number, batch in enumerate(batches()):
+    for number, batch in enumerate(batches(6, 6, 5)):
         optimizer.zero_grad()
         scaler.scale(model(batch).square().mean()).backward()
         if number == 3:
@@ -53,10 +44,10 @@ def train(maker: Any, how: str, max_norm: float) -> tuple[torch.nn.Module, list[
 
 
 def control(maker: Any, max_norm: float) -> tuple[torch.nn.Module, list[float]]:
-    model = make_model()
+    model = mlp(5, 7, 1)
     optimizer = maker(model.parameters())
     norms = []
-    for number, batch in enumerate(batches()):
+    for number, batch in enumerate(batches(6, 6, 5)):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         if number == 3:
@@ -71,7 +62,7 @@ def control(maker: Any, max_norm: float) -> tuple[torch.nn.Module, list[float]]:
 @pytest.mark.parametrize("how", ["optimizer", "parameters", "step"])
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
 def test_against_torch(maker: Any, how: str, max_norm: float) -> None:
-    model, norms, scale = train(maker, how, max_norm)
+    model, norms, scale = clipped(maker, how, max_norm)
     expected, expected_norms = control(maker, max_norm)
     assert scale == SCALE / 2
     assert norms == pytest.approx(expected_norms, rel=1e-5)
@@ -84,13 +75,13 @@ def grads_of(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def backward(scaler: GradScaler, model: torch.nn.Module) -> None:
-    scaler.scale(model(batches()[0]).square().mean()).backward()
+    scaler.scale(model(batches(6, 6, 5)[0]).square().mean()).backward()
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("unscaled_before", [False, True])
 def test_norm_types(norm_type: float, unscaled_before: bool) -> None:
-    model = make_model()
+    model = mlp(5, 7, 1)
     optimizer = torch.optim.SGD(model.parameters())
     scaler = GradScaler(init_scale=SCALE)
     backward(scaler, model)
@@ -99,8 +90,8 @@ def test_norm_types(norm_type: float, unscaled_before: bool) -> None:
     norm = scaler.clip_grad_norm_(optimizer, 0.1, norm_type)
     assert norm.dtype == torch.float32
     assert norm.dim() == 0
-    other = make_model()
-    other(batches()[0]).square().mean().backward()
+    other = mlp(5, 7, 1)
+    other(batches(6, 6, 5)[0]).square().mean().backward()
     want = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1, norm_type)
     torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
     for mine, theirs in zip(grads_of(model), grads_of(other), strict=True):
@@ -110,13 +101,13 @@ def test_norm_types(norm_type: float, unscaled_before: bool) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("per", ["layer", "parameter"])
 def test_per_layer_and_per_parameter(per: Any, norm_type: float) -> None:
-    model = make_model()
+    model = mlp(5, 7, 1)
     optimizer = torch.optim.SGD(model.parameters())
     scaler = GradScaler(init_scale=SCALE, module=model)
     backward(scaler, model)
     norm = scaler.clip_grad_norm_(optimizer, 0.05, norm_type, per=per)
-    other = make_model()
-    other(batches()[0]).square().mean().backward()
+    other = mlp(5, 7, 1)
+    other(batches(6, 6, 5)[0]).square().mean().backward()
     want = torch.nn.utils.get_total_norm([p.grad for p in other.parameters()], norm_type)
     torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
     groups = (
@@ -134,8 +125,7 @@ def test_per_layer_and_per_parameter(per: Any, norm_type: float) -> None:
 def test_a_norm_whose_square_overflows_is_no_overflow(how: str) -> None:
     """Entries of 1e25: the sum of their squares is inf in float32; the step is taken."""
     for fused in (False, True):
-        param = torch.nn.Parameter(torch.zeros(4))
-        optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+        param, optimizer = one_parameter(torch.zeros(4), fused=fused)
         scaler = GradScaler(init_scale=4.0)
         scaler.scale(param.sum()).backward()
         param.grad.fill_(1e25)
@@ -160,8 +150,7 @@ def test_parameters_of_two_optimizers_at_once() -> None:
 
 
 def test_twice_is_clipping_twice_and_unscaling_once() -> None:
-    param = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.zeros(1))
     scaler = GradScaler(init_scale=SCALE)
     scaler.scale(8 * param.sum()).backward()
     assert scaler.clip_grad_norm_(optimizer, 4.0).item() == pytest.approx(8.0)
@@ -171,8 +160,7 @@ def test_twice_is_clipping_twice_and_unscaling_once() -> None:
 
 
 def test_non_finite_gradients_are_unscaled_and_not_clipped() -> None:
-    param = torch.nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.zeros(3))
     scaler = GradScaler(init_scale=SCALE)
     scaler.scale(param.sum()).backward()
     param.grad[0] = math.inf
@@ -183,8 +171,7 @@ def test_non_finite_gradients_are_unscaled_and_not_clipped() -> None:
 
 
 def test_no_gradients() -> None:
-    param = torch.nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    _, optimizer = one_parameter(torch.zeros(3))
     scaler = GradScaler()
     scaler.scale(torch.ones(()))
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
@@ -215,8 +202,7 @@ def test_wrong_arguments(args: Any, error: type[Exception], words: str) -> None:
 
 
 def test_order() -> None:
-    param = torch.nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.zeros(3))
     scaler = GradScaler()
     with pytest.raises(CallOrderError, match=r"clip_grad_norm_\(SGD\) before scale\(\)"):
         scaler.clip_grad_norm_(optimizer, 1.0)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import assert_same, batches, one_parameter, take_step
 
 from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
@@ -176,16 +177,6 @@ def clip_(params: list[torch.Tensor], max_norm: float) -> None:
         param.grad.mul_(min(max_norm / (norm + 1e-6), 1.0))
 
 
-def batches(count: int = 4) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    return [torch.randn(6, 3) for _ in range(count)]
-
-
-def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for a, b in zip(mine, theirs, strict=True):
-        assert torch.equal(a, b)
-
-
 def test_every_optimizer_is_here() -> None:
     theirs = {
         name
@@ -198,7 +189,7 @@ def test_every_optimizer_is_here() -> None:
 @every_kind
 def test_trains_as_without_a_scaler(maker: str, kind: str) -> None:
     mine, theirs = Training(maker, kind), Training(maker, with_scaler=False)
-    for batch in batches():
+    for batch in batches(4, 6, 3):
         returned, expected = mine.step(batch), theirs.step(batch)
         if expected is not None:
             assert torch.equal(torch.as_tensor(returned), expected)
@@ -213,7 +204,7 @@ def test_trains_as_without_a_scaler(maker: str, kind: str) -> None:
 def test_where_a_closure_is_evaluated(maker: str) -> None:
     """Of PyTorch's optimizers all but LBFGS evaluate once, before they change anything."""
     training = Training(maker, with_scaler=False)
-    for batch in batches():
+    for batch in batches(4, 6, 3):
         before = training.everything()
         evaluations = []
 
@@ -233,7 +224,7 @@ def test_where_a_closure_is_evaluated(maker: str) -> None:
 @pytest.mark.parametrize("fault", ["gradient", "loss"])
 def test_a_bad_batch_leaves_no_trace(maker: str, kind: str, fault: str) -> None:
     mine, theirs = Training(maker, kind), Training(maker, with_scaler=False)
-    for number, batch in enumerate(batches()):
+    for number, batch in enumerate(batches(4, 6, 3)):
         theirs.step(batch)
         mine.step(batch)
         before = mine.everything()
@@ -257,7 +248,7 @@ def test_a_bad_batch_leaves_no_trace(maker: str, kind: str, fault: str) -> None:
 @pytest.mark.parametrize("max_norm", [0.01, 100.0])
 def test_clipping(maker: str, kind: str, max_norm: float) -> None:
     mine, theirs = Training(maker, kind), Training(maker, with_scaler=False)
-    for batch in batches():
+    for batch in batches(4, 6, 3):
         mine.step(batch, max_norm=max_norm)
         theirs.step(batch, max_norm=max_norm)
         for a, b in zip(mine.everything(), theirs.everything(), strict=True):
@@ -289,7 +280,7 @@ def test_every_evaluation_of_lbfgs(kind: str, max_norm: float) -> None:
     training = Training("LBFGS", kind)
     params = list(training.model.parameters())
     training.optimizer = Spy(params, max_iter=5, line_search_fn="strong_wolfe")
-    for batch in batches():
+    for batch in batches(4, 6, 3):
 
         def expected(batch: torch.Tensor = batch) -> list[torch.Tensor]:
             model = copy.deepcopy(training.model)
@@ -319,7 +310,7 @@ class Recorder(torch.optim.SGD):
         return "answer", loss
 
 
-def one_parameter(make: Any = torch.optim.SGD, **kwargs: Any) -> Any:
+def with_scaler(make: Any = torch.optim.SGD, **kwargs: Any) -> Any:
     param = torch.nn.Parameter(torch.ones(2))
     scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None, **kwargs)
     return param, make([param], lr=1.0), scaler
@@ -330,17 +321,14 @@ def assert_usable(param: Any, optimizer: Any, scaler: GradScaler, scale: float =
     before = param.detach().clone()
     scaler.step(optimizer, closure=lambda: param.sum())
     scaler.update()
-    optimizer.zero_grad()
-    scaler.scale(param.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    take_step(scaler, optimizer, param.sum())
     assert torch.equal(param, before - 2.0)
     assert scaler.get_scale() == scale
 
 
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.enable_grad])
 def test_arguments(outer: Any) -> None:
-    param, optimizer, scaler = one_parameter(Recorder)
+    param, optimizer, scaler = with_scaler(Recorder)
     with outer():
         returned = scaler.step(optimizer, 1, closure=lambda: param.sum(), max_norm=0.5, extra=2)
     assert returned == ("answer", 2.0)
@@ -352,7 +340,7 @@ def test_arguments(outer: Any) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_closure_may_be_given_by_place_and_by_name(fused: bool) -> None:
-    param, optimizer, scaler = one_parameter()
+    param, optimizer, scaler = with_scaler()
     optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
     with torch.no_grad():
         assert scaler.step(optimizer, lambda: param.sum()) == 2.0
@@ -370,7 +358,7 @@ def test_a_closure_may_be_given_by_place_and_by_name(fused: bool) -> None:
 
 def test_gradients_of_the_evaluation_before_are_dropped() -> None:
     """If the closure leaves them."""
-    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    param, optimizer, scaler = with_scaler(lambda params, lr: Twice(params))
     seen = []
 
     def closure() -> torch.Tensor:
@@ -392,7 +380,7 @@ def test_no_optimizer_sees_scaled_gradients() -> None:
             self.seen = [param.grad for param in self.param_groups[0]["params"]]
             return closure()
 
-    param, optimizer, scaler = one_parameter(Early)
+    param, optimizer, scaler = with_scaler(Early)
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer, lambda: optimizer.zero_grad() or param.sum())
     (seen,) = optimizer.seen
@@ -404,7 +392,7 @@ def test_a_first_argument_that_is_no_closure() -> None:
         def step(self, number: int, closure: Any = None) -> Any:  # type: ignore[override]
             return number, closure and closure()
 
-    param, optimizer, scaler = one_parameter(Takes)
+    param, optimizer, scaler = with_scaler(Takes)
     assert scaler.step(optimizer, 5, closure=lambda: param.sum()) == (5, 2.0)
     scaler.update()
     scaler.scale(param.sum()).backward()
@@ -413,7 +401,7 @@ def test_a_first_argument_that_is_no_closure() -> None:
 
 def test_a_state_that_refers_to_parameters() -> None:
     """It refers to the same ones when it is restored."""
-    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    param, optimizer, scaler = with_scaler(lambda params, lr: Twice(params))
     optimizer.state[param]["owner"] = param
     scaler.step(optimizer, lambda: Overflow.apply(param.sum()))
     assert optimizer.state[param] == {"owner": param}
@@ -421,7 +409,7 @@ def test_a_state_that_refers_to_parameters() -> None:
 
 
 def test_a_state_of_what_is_no_parameter() -> None:
-    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    param, optimizer, scaler = with_scaler(lambda params, lr: Twice(params))
     key = object()
     optimizer.state[key] = {"steps": 3}
     scaler.step(optimizer, lambda: Overflow.apply(param.sum()))
@@ -433,7 +421,7 @@ def test_a_first_step_that_is_bad(maker: str) -> None:
     """There is no state before it, and none after it."""
     training = Training(maker)
     before = training.everything()
-    training.step(batches()[0], bad=(2, "gradient"))
+    training.step(batches(4, 6, 3)[0], bad=(2, "gradient"))
     assert_same(training.everything(), before)
     assert not training.optimizer.state
 
@@ -450,7 +438,7 @@ def test_a_wrapper_without_a_state() -> None:
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             return self.inner.step(closure)
 
-    param, optimizer, scaler = one_parameter()
+    param, optimizer, scaler = with_scaler()
     wrapper = Wrapper(optimizer)
     for factor in (1.0, math.nan):
         scaler.step(wrapper, lambda factor=factor: param.sum() * factor)
@@ -461,7 +449,7 @@ def test_a_wrapper_without_a_state() -> None:
 
 
 def test_gradients_of_one_evaluation_at_a_time() -> None:
-    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    param, optimizer, scaler = with_scaler(lambda params, lr: Twice(params))
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     counts = []
 
@@ -606,7 +594,7 @@ class Early:
 @pytest.mark.parametrize("which", EARLY)
 def test_an_optimizer_that_needs_gradients_from_before(which: str, enabled: bool) -> None:
     ours, plain = Early(which, GradScaler(init_scale=SCALE, enabled=enabled)), Early(which)
-    for batch in batches():
+    for batch in batches(4, 6, 3):
         ours.step(batch)
         plain.step(batch)
         assert torch.equal(ours.weights(), plain.weights())
@@ -618,7 +606,7 @@ def test_gradients_from_before_are_clipped(which: str, clips: str) -> None:
     ours, plain = Early(which, GradScaler(init_scale=SCALE), clips), Early(which, None, clips)
     if which == "LookSAM":  # max_norm= clips the gradients of the closure too
         ours.optimizer.every = plain.optimizer.every = 4
-    for batch in batches()[:3]:
+    for batch in batches(4, 6, 3)[:3]:
         ours.step(batch)
         plain.step(batch)
         torch.testing.assert_close(ours.weights(), plain.weights())
@@ -628,20 +616,20 @@ def test_gradients_from_before_are_clipped(which: str, clips: str) -> None:
 def test_gradients_that_are_not_finite_before_or_in_the_closure(factors: Any) -> None:
     scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None)
     early = Early("SAM", scaler)
-    early.step(batches()[0])
+    early.step(batches(4, 6, 3)[0])
     before, state = early.weights(), copy.deepcopy(early.optimizer.base.state_dict())
-    assert early.step(batches()[1], factors) is None
+    assert early.step(batches(4, 6, 3)[1], factors) is None
     assert torch.equal(early.weights(), before)
     assert str(early.optimizer.base.state_dict()) == str(state)
     assert scaler.outcome(early.optimizer).reason == "overflow"
     assert scaler.get_scale() == SCALE / 2
-    early.step(batches()[2])
+    early.step(batches(4, 6, 3)[2])
     assert not torch.equal(early.weights(), before)
 
 
 @pytest.mark.parametrize("loss", [math.inf, torch.tensor(math.nan)])
 def test_the_value_of_a_loss_is_checked(loss: Any) -> None:
-    param, optimizer, scaler = one_parameter(Polyak)
+    param, optimizer, scaler = with_scaler(Polyak)
     scaler.scale(param.sum()).backward()
     assert scaler.step(optimizer, lambda: loss) is None
     scaler.update()
@@ -652,7 +640,7 @@ def test_the_value_of_a_loss_is_checked(loss: Any) -> None:
 
 @pytest.mark.parametrize("in_evaluation", [False, True])
 def test_a_step_that_raises_can_be_repeated_with_gradients_from_before(in_evaluation: bool) -> None:
-    param, _, scaler = one_parameter()
+    param, _, scaler = with_scaler()
     optimizer = Sharpness([param], lr=1.0)
     scaler.scale(param.sum()).backward()
 
@@ -672,7 +660,7 @@ def test_a_step_that_raises_can_be_repeated_with_gradients_from_before(in_evalua
 
 def test_gradients_of_an_earlier_iteration_are_dropped() -> None:
     """They have been used, so that they are neither unscaled again nor a reason to wait."""
-    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    param, optimizer, scaler = with_scaler(lambda params, lr: Twice(params))
     reads = []
     for _ in range(2):
         scaler.step(optimizer, lambda: reads.append(param.grad) or param.sum())
@@ -683,7 +671,7 @@ def test_gradients_of_an_earlier_iteration_are_dropped() -> None:
 @pytest.mark.parametrize("plain_step", [False, True])
 def test_gradients_that_a_step_has_used_are_dropped_after_another_loss(plain_step: bool) -> None:
     """Also where only another optimizer had a loss since."""
-    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    param, optimizer, scaler = with_scaler(lambda params, lr: Twice(params))
     scaler.scale(param.sum()).backward()
     if plain_step:
         optimizer = torch.optim.SGD([param], lr=0.1)
@@ -744,7 +732,7 @@ def test_one_bad_batch_is_one_skip_beside_another_optimizer(
 def test_an_optimizer_that_leaves_out_its_closure_beside_another_optimizer(zeroes: bool) -> None:
     """It steps with new gradients as in float32, and never again with the last ones."""
 
-    def train(scaler: Any) -> torch.Tensor:
+    def trained(scaler: Any) -> torch.Tensor:
         torch.manual_seed(0)
         a, b = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
         other, optimizer = torch.optim.SGD(a.parameters()), Sharpness(b.parameters(), every=2)
@@ -754,7 +742,7 @@ def test_an_optimizer_that_leaves_out_its_closure_beside_another_optimizer(zeroe
             (scaler.scale(loss) if scaler else loss).backward()
             return loss
 
-        for x in batches(6):
+        for x in batches(6, 6, 3):
             other.zero_grad()
             backward(a, x)
             if zeroes:
@@ -767,10 +755,10 @@ def test_an_optimizer_that_leaves_out_its_closure_beside_another_optimizer(zeroe
         return b.weight
 
     if zeroes:
-        assert torch.equal(train(GradScaler(init_scale=SCALE)), train(None))
+        assert torch.equal(trained(GradScaler(init_scale=SCALE)), trained(None))
     else:
         with pytest.raises(CallOrderError, match="the optimizer did not call the closure"):
-            train(GradScaler(init_scale=SCALE))
+            trained(GradScaler(init_scale=SCALE))
 
 
 # --- micro-batches before the step --------------------------------------------------------------
@@ -782,7 +770,7 @@ def test_an_optimizer_that_leaves_out_its_closure_beside_another_optimizer(zeroe
 def test_a_closure_adds_to_micro_batches_from_before(make: str, before: str, enabled: bool) -> None:
     """As without a scaler; ``stays``: they wait over the update of another optimizer."""
 
-    def train(scaler: Any) -> torch.Tensor:
+    def trained(scaler: Any) -> torch.Tensor:
         torch.manual_seed(0)
         model, other = torch.nn.Linear(3, 1), torch.nn.Parameter(torch.ones(2))
         optimizer, second = MAKERS[make](list(model.parameters())), torch.optim.SGD([other])
@@ -791,7 +779,7 @@ def test_a_closure_adds_to_micro_batches_from_before(make: str, before: str, ena
             (scaler.scale(loss) if scaler else loss).backward()
             return loss
 
-        for x in batches():
+        for x in batches(4, 6, 3):
             optimizer.zero_grad()
             backward(model(x[:3]).square().mean() / 2)
             if before == "stays" and scaler:
@@ -811,13 +799,12 @@ def test_a_closure_adds_to_micro_batches_from_before(make: str, before: str, ena
                 optimizer.step(closure)
         return model.weight
 
-    assert torch.equal(train(GradScaler(init_scale=SCALE, enabled=enabled)), train(None))
+    assert torch.equal(trained(GradScaler(init_scale=SCALE, enabled=enabled)), trained(None))
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_closure_that_only_returns_the_loss_adds_to_new_gradients_only(enabled: bool) -> None:
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.ones(2))
     scaler = GradScaler(init_scale=SCALE, enabled=enabled)
     for _ in range(2):  # in the second iteration nothing has been set to zero
         scaler.step(optimizer, lambda: param.sum())
@@ -899,7 +886,7 @@ def test_another_optimizer_steps_with_what_the_closure_left(shared: bool) -> Non
 
 def test_a_norm_limit() -> None:
     """The norm of the first evaluation counts: that of the point where the step begins."""
-    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    param, optimizer, scaler = with_scaler(lambda params, lr: Twice(params))
     scaler.set_norm_limit(10.0, window=2)
     factors = iter([1.0, 1000.0] * 3 + [1000.0, 1.0])
     for _ in range(3):
@@ -982,7 +969,7 @@ def test_a_closure_that_fails(wrong: Any, first: bool, make: str) -> None:
 
 
 def test_step_inside_a_closure() -> None:
-    param, optimizer, scaler = one_parameter()
+    param, optimizer, scaler = with_scaler()
 
     def closure() -> torch.Tensor:
         scaler.scale(param.sum()).backward()
@@ -1001,7 +988,7 @@ def test_an_optimizer_that_does_not_call_the_closure() -> None:
                 param.data.add_(1.0)
             super().step()
 
-    param, optimizer, scaler = one_parameter(Deaf)
+    param, optimizer, scaler = with_scaler(Deaf)
     param.grad = torch.ones(2)  # of no scaled loss
     with pytest.raises(CallOrderError, match=r"step\(Deaf, closure\): the optimizer did not call"):
         scaler.step(optimizer, lambda: param.sum())
@@ -1011,7 +998,7 @@ def test_an_optimizer_that_does_not_call_the_closure() -> None:
 
 @pytest.mark.parametrize("before", ["unscale_", "clip_grad_norm_", "accumulate", "step"])
 def test_after_another_call(before: str) -> None:
-    param, optimizer, scaler = one_parameter()
+    param, optimizer, scaler = with_scaler()
     if before == "accumulate":
         with scaler.accumulate(optimizer):
             scaler.scale(param.sum()).backward()
@@ -1031,7 +1018,7 @@ def test_after_another_call(before: str) -> None:
 
 
 def test_float16_gradients() -> None:
-    param, _, scaler = one_parameter()
+    param, _, scaler = with_scaler()
     half = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     optimizer = torch.optim.LBFGS([half])
     with pytest.raises(ValueError, match="LBFGS has float16 gradients"):
@@ -1043,7 +1030,7 @@ def test_float16_gradients() -> None:
 @pytest.mark.parametrize("max_norm", [None, math.inf])
 def test_a_scale_below_one(max_norm: float | None) -> None:
     """A gradient that is finite until it is divided by the scale."""
-    param, optimizer, scaler = one_parameter()
+    param, optimizer, scaler = with_scaler()
     with torch.no_grad():
         param.fill_(2.0**-20)
     scaler.update(2.0**-20)
@@ -1055,7 +1042,7 @@ def test_a_scale_below_one(max_norm: float | None) -> None:
 
 
 def test_no_hook_stays_after_a_closure_that_unscales_before_its_last_loss() -> None:
-    param, optimizer, scaler = one_parameter()
+    param, optimizer, scaler = with_scaler()
     other = torch.nn.Parameter(torch.ones(2))
 
     def closure() -> None:

@@ -119,7 +119,7 @@ def params_with_gradients(number: int, device: torch.device = CPU) -> list[torch
     return params
 
 
-def run(
+def iterations(
     part: Part, rule: Rule, min_scale: float | None, device: torch.device = CPU
 ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor], ScaleState]]:
     scale = LossScale(ScaleState.first(SCALE, rule, min_scale))
@@ -131,7 +131,7 @@ def run(
         yield found, [param.grad for param in params], scale.read()
 
 
-def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor], rtol: float) -> None:
+def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor], rtol: float) -> None:
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=rtol, atol=0.0, equal_nan=True)
 
@@ -148,10 +148,10 @@ def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor], rtol: floa
 @makes_objects
 def test_one_graph(part: Part, rule: Rule, min_scale: float | None) -> None:
     compiled = torch.compile(part, backend="aot_eager", fullgraph=True)
-    expected = run(part, rule, min_scale)
-    for mine, theirs in zip(run(compiled, rule, min_scale), expected, strict=True):
-        assert_same(mine[0], theirs[0], 0.0)
-        assert_same(mine[1], theirs[1], 0.0)
+    expected = iterations(part, rule, min_scale)
+    for mine, theirs in zip(iterations(compiled, rule, min_scale), expected, strict=True):
+        assert_close(mine[0], theirs[0], 0.0)
+        assert_close(mine[1], theirs[1], 0.0)
         assert mine[2] == theirs[2]
     assert num_graphs() == 1
     assert mine[2].num_skipped == 1
@@ -162,10 +162,10 @@ def test_one_graph(part: Part, rule: Rule, min_scale: float | None) -> None:
 def test_one_graph_of_inductor() -> None:
     """It rearranges what it is given: ``x * 0`` is 0 for it, even if x is inf."""
     compiled = torch.compile(plain_with_clip, fullgraph=True)
-    expected = run(plain_with_clip, DYNAMIC, None)
-    for mine, theirs in zip(run(compiled, DYNAMIC, None), expected, strict=True):
-        assert_same(mine[0], theirs[0], 1e-6)
-        assert_same(mine[1], theirs[1], 1e-6)
+    expected = iterations(plain_with_clip, DYNAMIC, None)
+    for mine, theirs in zip(iterations(compiled, DYNAMIC, None), expected, strict=True):
+        assert_close(mine[0], theirs[0], 1e-6)
+        assert_close(mine[1], theirs[1], 1e-6)
         assert mine[2] == theirs[2]
     assert num_graphs() == 1
 
@@ -420,14 +420,14 @@ def test_a_cuda_graph_of_it_can_be_replayed(part: Part, rule: Rule) -> None:
     with torch.cuda.graph(graph):
         found = part(scale, params)
         scale.update(found[:1], [])
-    for number, (expected, grads, after) in enumerate(run(part, rule, None, cuda)):
+    for number, (expected, grads, after) in enumerate(iterations(part, rule, None, cuda)):
         for param, fresh in zip(params, params_with_gradients(number, cuda), strict=True):
             assert param.grad is not None
             assert fresh.grad is not None
             param.grad.copy_(fresh.grad)
         graph.replay()
-        assert_same(found, expected, 1e-6)
-        assert_same([param.grad for param in params], grads, 1e-6)
+        assert_close(found, expected, 1e-6)
+        assert_close([param.grad for param in params], grads, 1e-6)
         now = scale.read()  # the host counts no replays
         assert (now.scale, now.growth_tracker) == (after.scale, after.growth_tracker)
     assert after.num_skipped == 1

@@ -15,6 +15,7 @@ import torch
 from tests.device import seeded
 from tests.scaler.containers import KINDS, Bare, Chained, Facade, OfFirst, Parts, Twice
 from tests.scaler.test_scaler_protocol import CountItems
+from tests.training import assert_same, mlp
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -35,11 +36,6 @@ fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fu
 # --- what they train ------------------------------------------------------------------------------
 
 
-def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
 def make_optimizers(model: nn.Sequential, fused: bool = False) -> list[Any]:
     return [
         SGD(model[0].parameters(), lr=0.1, momentum=0.9, fused=fused),
@@ -47,12 +43,14 @@ def make_optimizers(model: nn.Sequential, fused: bool = False) -> list[Any]:
     ]
 
 
-def make(kind: Any, fused: bool = False, **options: Any) -> tuple[nn.Sequential, Any, GradScaler]:
-    model = make_model()
+def contained(
+    kind: Any, fused: bool = False, **options: Any
+) -> tuple[nn.Sequential, Any, GradScaler]:
+    model = mlp(4, 4, 1)
     return model, kind(make_optimizers(model, fused)), GradScaler(init_scale=SCALE, **options)
 
 
-def loss_of(model: nn.Module, step: int = 0) -> Tensor:
+def loss_at(model: nn.Module, step: int = 0) -> Tensor:
     x = torch.randn(8, 4, generator=seeded(step))
     loss: Tensor = model(x).square().mean()
     return loss
@@ -61,7 +59,7 @@ def loss_of(model: nn.Module, step: int = 0) -> Tensor:
 def backward(model: nn.Sequential, scaler: GradScaler, step: int = 0, is_bad: bool = False) -> None:
     """Leave scaled gradients; in a bad step one that only the last optimizer has is inf."""
     model.zero_grad()
-    scaler.scale(loss_of(model, step)).backward()
+    scaler.scale(loss_at(model, step)).backward()
     if is_bad:
         model[2].weight.grad[0, 0] = math.inf
 
@@ -73,22 +71,16 @@ def values_of(model: nn.Module, optimizers: Any) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in found]
 
 
-def assert_same(found: list[Tensor], wanted: list[Tensor], tolerance: float = 0.0) -> None:
-    assert len(found) == len(wanted)
-    for each, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(each, other, rtol=tolerance, atol=tolerance)
-
-
 BAD_STEPS = (0, 3)
 
 
 def by_hand(fused: bool, max_norm: float | None = None) -> list[Tensor]:
     """Return what training without a scale gives, each optimizer stepped, or none of them."""
-    model = make_model()
+    model = mlp(4, 4, 1)
     optimizers = make_optimizers(model, fused)
     for step in range(6):
         model.zero_grad()
-        loss_of(model, step).backward()
+        loss_at(model, step).backward()
         if step in BAD_STEPS:
             model[2].weight.grad[0, 0] = math.inf  # type: ignore[index, union-attr]
         grads = [param.grad for param in model.parameters()]
@@ -129,7 +121,7 @@ def unscale_last(scaler: GradScaler, container: Any) -> None:
     ids=["step", "all", "each", "all and each", "last"],
 )
 def test_all_step_or_none(kind: Any, fused: bool, before: Callable[..., None]) -> None:
-    model, container, scaler = make(kind, fused)
+    model, container, scaler = contained(kind, fused)
     taken = []
     for step in range(6):
         backward(model, scaler, step, step in BAD_STEPS)
@@ -149,7 +141,7 @@ def test_all_step_or_none(kind: Any, fused: bool, before: Callable[..., None]) -
 @fused_or_not
 @pytest.mark.parametrize("how", ["max_norm", "clip_grad_norm_"])
 def test_one_norm_is_clipped(kind: Any, fused: bool, how: str) -> None:
-    model, container, scaler = make(kind, fused)
+    model, container, scaler = contained(kind, fused)
     norms = []
     for step in range(6):
         backward(model, scaler, step, step in BAD_STEPS)
@@ -161,27 +153,29 @@ def test_one_norm_is_clipped(kind: Any, fused: bool, how: str) -> None:
             scaler.step(container)
         scaler.update()
     assert all(norm > 0.1 for norm in norms)
-    assert_same(values_of(model, container.each()), by_hand(fused, 0.1), 1e-6)
+    torch.testing.assert_close(
+        values_of(model, container.each()), by_hand(fused, 0.1), rtol=1e-6, atol=1e-6
+    )
 
 
 @kinds
 def test_accumulation(kind: Any) -> None:
-    model, container, scaler = make(kind)
+    model, container, scaler = contained(kind)
     model.zero_grad()
     for step in range(3):
         with scaler.accumulate(container):
-            scaler.scale(loss_of(model, step) / 3).backward()
+            scaler.scale(loss_at(model, step) / 3).backward()
             if step == 1:
                 model[2].weight.grad[0, 0] = math.inf
     scaler.step(container)
     scaler.update()
 
-    other = make_model()
+    other = mlp(4, 4, 1)
     for step in (0, 2):
-        (loss_of(other, step) / 2).backward()
+        (loss_at(other, step) / 2).backward()
     for optimizer in make_optimizers(other):
         optimizer.step()
-    assert_same(values_of(model, []), values_of(other, []), 1e-6)
+    torch.testing.assert_close(values_of(model, []), values_of(other, []), rtol=1e-6, atol=1e-6)
     model.zero_grad()
     with (
         pytest.raises(CallOrderError, match="is already open"),
@@ -193,11 +187,11 @@ def test_accumulation(kind: Any) -> None:
 
 @kinds
 def test_another_attempt(kind: Any) -> None:
-    model, container, _ = make(kind)
+    model, container, _ = contained(kind)
     scaler = GradScaler(init_scale=2.0**127)
     taken = []
     for _ in scaler.retry(container, times=9):
-        scaler.scale(100 * loss_of(model)).backward()
+        scaler.scale(100 * loss_at(model)).backward()
         scaler.step(container)
         scaler.update()
         taken.append(scaler.outcome(container).taken)
@@ -225,7 +219,7 @@ def test_one_pass_and_one_wait_for_all(
 ) -> None:
     reads, read = [], Checked.read
     monkeypatch.setattr(Checked, "read", lambda *args: reads.append(args) or read(*args))
-    model, container, scaler = make(kind, fused)
+    model, container, scaler = contained(kind, fused)
     for step in range(5):  # the first ones are measured
         backward(model, scaler, step)
         del reads[:]
@@ -253,17 +247,17 @@ def test_a_parameter_that_two_of_them_have_is_divided_once(kind: Any) -> None:
 
 @kinds
 def test_groups_that_are_added_later(kind: Any) -> None:
-    model, container, scaler = make(kind)
+    model, container, scaler = contained(kind)
     late = nn.Parameter(torch.zeros(2))
     next(container.each()).add_param_group({"params": [late], "momentum": 0.0, "lr": 1.0})
-    scaler.scale(loss_of(model) + late.sum()).backward()
+    scaler.scale(loss_at(model) + late.sum()).backward()
     scaler.step(container)
     assert torch.equal(late, torch.full((2,), -1.0))
 
 
 @kinds
 def test_one_without_gradients(kind: Any) -> None:
-    model, container, scaler = make(kind)
+    model, container, scaler = contained(kind)
     before = values_of(model, [])
     scaler.scale(model[2](torch.ones(2, 4)).sum()).backward()
     scaler.step(container)
@@ -317,7 +311,7 @@ def test_a_container_that_says_it_divides_by_itself(fused: bool) -> None:
             for each in self.optimizers:
                 each.step()
 
-    model, container, scaler = make(Derived, fused)
+    model, container, scaler = contained(Derived, fused)
     for step in range(6):
         backward(model, scaler, step, step in BAD_STEPS)
         scaler.step(container)
@@ -332,20 +326,20 @@ def test_a_container_that_says_it_divides_by_itself(fused: bool) -> None:
 @fused_or_not
 @pytest.mark.parametrize("scales", [False, True])
 def test_closures(kind: Any, fused: bool, scales: bool) -> None:
-    model, container, scaler = make(kind, fused)
-    other = make_model()
+    model, container, scaler = contained(kind, fused)
+    other = mlp(4, 4, 1)
     plain = kind(make_optimizers(other, fused))
     for step in range(3):
 
         def closure(model: nn.Module = model, step: int = step) -> Tensor:
-            loss = loss_of(model, step)
+            loss = loss_at(model, step)
             if scales:
                 scaler.scale(loss).backward()
             return loss
 
         def by_itself(step: int = step) -> Tensor:
             other.zero_grad()
-            loss = loss_of(other, step)
+            loss = loss_at(other, step)
             loss.backward()
             return loss
 
@@ -358,13 +352,13 @@ def test_closures(kind: Any, fused: bool, scales: bool) -> None:
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_bad_evaluation_undoes_the_steps_of_those_before(is_first: bool) -> None:
     """Each of them evaluates the closure: the first has stepped when that of the second fails."""
-    model, container, scaler = make(Parts)
+    model, container, scaler = contained(Parts)
     if not is_first:
-        scaler.step(container, lambda: loss_of(model))
+        scaler.step(container, lambda: loss_at(model))
         scaler.update()
     before = values_of(model, container.each())
     count = itertools.count()
-    scaler.step(container, lambda: loss_of(model) * (math.nan if next(count) else 1.0))
+    scaler.step(container, lambda: loss_at(model) * (math.nan if next(count) else 1.0))
     scaler.update()
     assert next(count) == 2
     assert scaler.outcome(container).skipped
@@ -372,10 +366,10 @@ def test_a_bad_evaluation_undoes_the_steps_of_those_before(is_first: bool) -> No
 
 
 def test_a_container_without_a_closure_raises_and_changes_nothing() -> None:
-    model, container, scaler = make(Chained)
+    model, container, scaler = contained(Chained)
     before = values_of(model, container.each())
     with pytest.raises(TypeError, match=r"Chained\.step\(\) takes 1 positional argument"):
-        scaler.step(container, lambda: loss_of(model))
+        scaler.step(container, lambda: loss_at(model))
     assert_same(values_of(model, container.each()), before)
 
 
@@ -384,7 +378,7 @@ def test_a_container_without_a_closure_raises_and_changes_nothing() -> None:
 
 @kinds
 def test_the_outcome_is_that_of_all_whoever_asks(kind: Any) -> None:
-    model, container, scaler = make(kind, module=None)
+    model, container, scaler = contained(kind, module=None)
     for step, is_bad in enumerate((True, False, True)):
         backward(model, scaler, step, is_bad)
         scaler.step(container)
@@ -400,7 +394,7 @@ def test_the_outcome_is_that_of_all_whoever_asks(kind: Any) -> None:
 
 
 def test_the_newest_outcome_counts() -> None:
-    model, container, scaler = make(Parts)
+    model, container, scaler = contained(Parts)
     first, second = container.optimizers
     backward(model, scaler)
     scaler.step(first)
@@ -425,14 +419,14 @@ def test_the_newest_outcome_counts() -> None:
     ],
 )
 def test_parameters_without_a_name_are_told_by_their_place(kind: Any, name: str) -> None:
-    model, container, scaler = make(kind)
+    model, container, scaler = contained(kind)
     backward(model, scaler, is_bad=True)
     scaler.step(container)
     assert scaler.outcome(container).culprits == [name]
 
 
 def test_an_attribute_of_the_same_name_that_holds_settings() -> None:
-    model = make_model()
+    model = mlp(4, 4, 1)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler(init_scale=8.0)
     optimizer.optimizers = [{"name": "sgd", "params": list(model.parameters()), "lr": 0.1}]
     backward(model, scaler)
@@ -442,7 +436,7 @@ def test_an_attribute_of_the_same_name_that_holds_settings() -> None:
 
 
 def test_names_that_the_optimizers_were_given() -> None:
-    model = make_model()
+    model = mlp(4, 4, 1)
     container = Bare([SGD(model[2].named_parameters(), lr=0.1)])
     scaler = GradScaler(init_scale=SCALE)
     backward(model, scaler, is_bad=True)
@@ -453,7 +447,7 @@ def test_names_that_the_optimizers_were_given() -> None:
 @kinds
 def test_schedules_of_what_it_holds_wait_with_it(kind: Any) -> None:
     """No warning comes of their order either: in these tests each is an error."""
-    model, container, scaler = make(kind)
+    model, container, scaler = contained(kind)
     schedules = [ExponentialLR(each, 0.5) for each in container.each()]
     for step in range(6):
         backward(model, scaler, step, step in BAD_STEPS)
@@ -470,8 +464,8 @@ def test_schedules_of_what_it_holds_wait_with_it(kind: Any) -> None:
 def test_checkpoints(kind: Any) -> None:
     """One norm limit is saved, since one step is taken, and training goes on as it would have."""
 
-    def train(is_resumed: bool) -> tuple[list[Tensor], dict[str, Any]]:
-        model, container, scaler = make(kind)
+    def trained(is_resumed: bool) -> tuple[list[Tensor], dict[str, Any]]:
+        model, container, scaler = contained(kind)
         scaler.set_norm_limit(10.0, 4)
         for step in range(6):
             if step == 3 and is_resumed:
@@ -482,7 +476,7 @@ def test_checkpoints(kind: Any) -> None:
             scaler.update()
         return values_of(model, container.each()), scaler.state_dict()
 
-    (wanted, state), (found, resumed) = train(False), train(True)
+    (wanted, state), (found, resumed) = trained(False), trained(True)
     assert resumed == state
     assert len(json.loads(state["halfstep"])["norm_limits"]["norms"]) == 1
     assert_same(found, wanted)
@@ -490,21 +484,21 @@ def test_checkpoints(kind: Any) -> None:
 
 @kinds
 def test_a_disabled_scaler(kind: Any) -> None:
-    model, container, _ = make(kind)
+    model, container, _ = contained(kind)
     scaler = GradScaler(enabled=False)
     for step in range(3):
         model.zero_grad()
-        scaler.scale(loss_of(model, step)).backward()
+        scaler.scale(loss_at(model, step)).backward()
         scaler.unscale_(container)
         assert scaler.clip_grad_norm_(container, math.inf) > 0.0
         scaler.step(container)
         scaler.update()
         assert scaler.outcome(container).taken
-    other = make_model()
+    other = mlp(4, 4, 1)
     optimizers = make_optimizers(other)
     for step in range(3):
         other.zero_grad()
-        loss_of(other, step).backward()
+        loss_at(other, step).backward()
         for optimizer in optimizers:
             optimizer.step()
     assert_same(values_of(model, container.each()), values_of(other, optimizers))
@@ -516,11 +510,11 @@ def test_a_disabled_scaler(kind: Any) -> None:
 @kinds
 @fused_or_not
 def test_a_guard_of_a_container(kind: Any, fused: bool) -> None:
-    model, container, _ = make(kind, fused)
+    model, container, _ = contained(kind, fused)
     guard = halfstep.guard(container, on_skips=lambda report: None)
     for step in range(6):
         model.zero_grad()
-        loss_of(model, step).backward()
+        loss_at(model, step).backward()
         if step in BAD_STEPS:
             model[2].weight.grad[0, 0] = math.inf  # type: ignore[index, union-attr]
         container.step()
@@ -530,13 +524,13 @@ def test_a_guard_of_a_container(kind: Any, fused: bool) -> None:
 
 def test_a_guard_evaluates_a_closure_once() -> None:
     for kind in (Facade, Parts):
-        model, container, _ = make(kind)
+        model, container, _ = contained(kind)
         halfstep.guard(container)
         count = itertools.count()
 
         def closure(model: nn.Module = model, count: Iterator[int] = count) -> Tensor:
             next(count)
-            loss = loss_of(model)
+            loss = loss_at(model)
             loss.backward()
             return loss
 
@@ -549,7 +543,7 @@ def test_a_guard_evaluates_a_closure_once() -> None:
 
 
 def test_a_guard_refuses_a_container_with_a_line_search() -> None:
-    model = make_model()
+    model = mlp(4, 4, 1)
     with pytest.raises(ValueError, match=r"guard\(LBFGS\)"):
         halfstep.guard(Bare([LBFGS(model.parameters())]))  # type: ignore[arg-type]
 
@@ -564,7 +558,7 @@ def test_something_without_groups_in_a_container_without_groups(call: str) -> No
     class Unknown:
         def step(self) -> None: ...
 
-    model, container, scaler = make(Bare)
+    model, container, scaler = contained(Bare)
     container.optimizers.append(Unknown())
     backward(model, scaler)
     with pytest.raises(
@@ -580,7 +574,7 @@ def test_a_container_with_groups_of_its_own_may_hold_what_has_none() -> None:
         def __init__(self, optimizer: Optimizer) -> None:
             self.step = optimizer.step
 
-    model, container, scaler = make(Parts)
+    model, container, scaler = contained(Parts)
     container.optimizers = [Inner(each) for each in container.optimizers]
     before = values_of(model, [])
     backward(model, scaler)
@@ -598,7 +592,7 @@ def test_something_else_of_that_name() -> None:
     scaler = GradScaler()
     with pytest.raises(TypeError, match=r"step\(Trainer\): pass the optimizer"):
         scaler.step(Trainer())  # type: ignore[arg-type]
-    model = make_model()
+    model = mlp(4, 4, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
     optimizer.optimizers = {"sgd": SGD, "name": "adam", "number": 3, "schedule": None}  # type: ignore[attr-defined]
     backward(model, scaler)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import take_step
 from torch.optim import SGD
 
 from halfstep._scaler import GradScaler
@@ -141,10 +142,7 @@ def test_the_metric_of_reduce_lr_on_plateau() -> None:
     optimizer = SGD([p], 1.0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     for metric in (1.0, 2.0):
-        optimizer.zero_grad()
-        scaler.scale(p.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(scaler, optimizer, p.sum())
         assert scaler.step_scheduler(plateau, "updates", metric)
     assert optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(TypeError, match="metrics"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.device import DEVICE
 from tests.scaler.saved import opened
+from tests.training import one_parameter
 
 from halfstep._scaler import GradScaler
 
@@ -96,8 +97,7 @@ def test_the_floor_stays_when_the_scale_is_raised(start: Callable[[float], GradS
 @pytest.mark.parametrize("fused", [False, True])
 def test_no_inf_by_unscaling(start: Callable[[float], GradScaler], fused: bool) -> None:
     scaler = start(0.25)
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    param, optimizer = one_parameter(torch.ones(2), fused=fused)
     scaler.scale(param.sum())
     param.grad = torch.full((2,), 3e38)
     scaler.step(optimizer)

@@ -1179,7 +1179,7 @@ OPERATIONS = {
 }
 
 
-def run(seed: int, swaps: bool = True) -> World | None:
+def run_sequence(seed: int, swaps: bool = True) -> World | None:
     """Run one sequence; return its end, None if rounding would have decided."""
     world = World(seed, swaps)
     try:
@@ -1204,9 +1204,9 @@ def run(seed: int, swaps: bool = True) -> World | None:
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_random_sequences(part: int) -> None:
     for seed in range(FIRST_SEED + part, FIRST_SEED + NUM_SEQUENCES, NUM_PARTS):
-        world = run(seed)
+        world = run_sequence(seed)
         if world is not None and seed % 10 == 0:
-            continued = run(seed, swaps=False)
+            continued = run_sequence(seed, swaps=False)
             assert continued is not None
             assert world.state == continued.state, f"seed {seed}"
             for mine, other in zip(world.params, continued.params, strict=True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.training import one_parameter, take_step
 
 from halfstep._scaler import GradScaler, Static
 from halfstep._scaler.earlier_norms import NormLimit
@@ -15,16 +16,8 @@ from halfstep._scaler.earlier_norms import NormLimit
 both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
 
-def make(fused: bool, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    param = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
-    return param, torch.optim.SGD([param], lr=1.0, fused=fused)
-
-
-def run(scaler: GradScaler, param: Any, optimizer: Any, norm: float) -> bool:
-    optimizer.zero_grad()
-    scaler.scale((param * torch.tensor([norm, 0.0, 0.0, 0.0])).sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
+def is_taken(scaler: GradScaler, param: Any, optimizer: Any, norm: float) -> bool:
+    take_step(scaler, optimizer, (param * torch.tensor([norm, 0.0, 0.0, 0.0])).sum())
     return scaler.outcome(optimizer).taken
 
 
@@ -33,7 +26,7 @@ def run(scaler: GradScaler, param: Any, optimizer: Any, norm: float) -> bool:
 def test_scale_one_changes_no_gradient_and_skips_what_is_not_finite(
     fused: bool, dtype: torch.dtype
 ) -> None:
-    param, optimizer = make(fused, dtype)
+    param, optimizer = one_parameter(torch.zeros(4, dtype=dtype), fused=fused)
     scaler = GradScaler(init_scale=1.0, rule=Static(), on_skips=lambda report: None)
     loss = (param * torch.tensor([1.0, 1e-30, 3e38, -2.0], dtype=dtype)).sum()
     scaled = scaler.scale(loss)
@@ -44,59 +37,59 @@ def test_scale_one_changes_no_gradient_and_skips_what_is_not_finite(
     assert torch.equal(param, -expected)
     before = param.detach().clone()
     for bad in (math.nan, math.inf):
-        assert not run(scaler, param, optimizer, bad)
+        assert not is_taken(scaler, param, optimizer, bad)
     assert torch.equal(param, before)
     assert scaler.get_scale() == 1.0
 
 
 @both
 def test_a_norm_far_above_the_median_is_skipped(fused: bool) -> None:
-    param, optimizer = make(fused)
+    param, optimizer = one_parameter(torch.zeros(4), fused=fused)
     scaler = GradScaler(init_scale=16.0)
     scaler.set_norm_limit(10.0, window=6)
-    assert [run(scaler, param, optimizer, n) for n in (1.0, 2.0, 1e6)] == [True] * 3
-    assert [run(scaler, param, optimizer, n) for n in (15.0, 16.0, 18.0)] == [True, True, True]
+    assert [is_taken(scaler, param, optimizer, n) for n in (1.0, 2.0, 1e6)] == [True] * 3
+    assert [is_taken(scaler, param, optimizer, n) for n in (15.0, 16.0, 18.0)] == [True, True, True]
     # The median of an even number is the lower one: 15 of 1, 2, 15, 16, 18, 1e6.
     before = param.detach().clone()
-    assert not run(scaler, param, optimizer, 151.0)
+    assert not is_taken(scaler, param, optimizer, 151.0)
     assert str(scaler.outcome(optimizer).reason) == "norm"
     assert scaler.outcome(optimizer).norm == pytest.approx(151.0)
     assert torch.equal(param, before)
     assert scaler.get_scale() == 16.0
-    assert run(scaler, param, optimizer, 149.0)
-    assert not run(scaler, param, optimizer, math.inf)
+    assert is_taken(scaler, param, optimizer, 149.0)
+    assert not is_taken(scaler, param, optimizer, math.inf)
     assert scaler.counts().skipped == 2
 
 
 @both
 def test_switched_off_and_on(fused: bool) -> None:
-    param, optimizer = make(fused)
+    param, optimizer = one_parameter(torch.zeros(4), fused=fused)
     scaler = GradScaler(init_scale=16.0)
     scaler.set_norm_limit(2.0, window=2)
-    assert [run(scaler, param, optimizer, n) for n in (1.0, 1.0, 9.0)] == [True, True, False]
+    assert [is_taken(scaler, param, optimizer, n) for n in (1.0, 1.0, 9.0)] == [True, True, False]
     scaler.set_norm_limit(None)
-    assert run(scaler, param, optimizer, 9.0)
+    assert is_taken(scaler, param, optimizer, 9.0)
     scaler.set_norm_limit(2.0, window=2)
-    assert run(scaler, param, optimizer, 99.0)  # what was seen before is forgotten
+    assert is_taken(scaler, param, optimizer, 99.0)  # what was seen before is forgotten
 
 
 def test_each_optimizer_has_norms_of_its_own() -> None:
-    pairs = [make(False) for _ in range(2)]
+    pairs = [one_parameter(torch.zeros(4)) for _ in range(2)]
     scaler = GradScaler(init_scale=16.0)
     scaler.set_norm_limit(2.0, window=2)
     for _ in range(3):
-        assert run(scaler, *pairs[0], 1.0)
-        assert run(scaler, *pairs[1], 100.0)
-    assert not run(scaler, *pairs[0], 100.0)
+        assert is_taken(scaler, *pairs[0], 1.0)
+        assert is_taken(scaler, *pairs[1], 100.0)
+    assert not is_taken(scaler, *pairs[0], 100.0)
 
 
 def test_a_run_of_outliers_is_told() -> None:
-    param, optimizer = make(False)
+    param, optimizer = one_parameter(torch.zeros(4))
     reports: list[Any] = []
     scaler = GradScaler(max_consecutive_skips=3, on_skips=reports.append)
     scaler.set_norm_limit(2.0, window=2)
     for norm in (1.0, 1.0, 9.0, 9.0, 9.0):
-        run(scaler, param, optimizer, norm)
+        is_taken(scaler, param, optimizer, norm)
     (report,) = reports
     assert str(report.reason) == "norm"
     assert "raise the limit (set_norm_limit)" in str(report)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.device import seeded
+from tests.training import assert_same, batches
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.rules import Dynamic, Static
@@ -86,10 +86,10 @@ class Training:
         factor = random.random() + np.random.rand()
         return Limited.apply(self.model(batch).square().mean() * factor, limit)
 
-    def train(self, limits: list[float], times: int = 20) -> list[int]:
+    def attempts(self, limits: list[float], times: int = 20) -> list[int]:
         """One batch for each limit; returns the number of attempts."""
         attempts = []
-        for batch, limit in zip(batches(len(limits)), limits, strict=True):
+        for batch, limit in zip(batches(len(limits), 6, 3), limits, strict=True):
             for attempt in self.scaler.retry(self.optimizer, times):
                 assert all(param.grad is None for param in self.model.parameters()) or not attempt
                 self.iterate(batch, limit)
@@ -103,7 +103,7 @@ class Training:
         self.scaler.update()
 
     def plain(self, count: int) -> None:
-        for batch in batches(count):
+        for batch in batches(count, 6, 3):
             self.optimizer.zero_grad()
             self.loss(batch).backward()
             self.optimizer.step()
@@ -117,12 +117,7 @@ class Training:
         return [*self.model.parameters(), *self.model.buffers(), *random_numbers]
 
 
-def batches(count: int) -> list[torch.Tensor]:
-    generator = seeded(1)
-    return [torch.randn(6, 3, generator=generator) for _ in range(count)]
-
-
-def one_parameter(**kwargs: Any) -> tuple[Any, Any, GradScaler]:
+def with_scaler(**kwargs: Any) -> tuple[Any, Any, GradScaler]:
     param = torch.nn.Parameter(torch.zeros(2))
     kwargs = {"on_skips": lambda report: None, "init_scale": 2.0**10} | kwargs
     return param, torch.optim.SGD([param], lr=1.0), GradScaler(**kwargs)
@@ -141,13 +136,12 @@ def iterate(param: Any, optimizer: Any, scaler: GradScaler, limit: float = math.
 @fused_or_not
 def test_as_if_it_had_overflowed_never(fused: bool) -> None:
     mine = Training(fused)
-    assert mine.train([math.inf, 2.0**8, 2.0**8, 2.0**5]) == [1, 3, 1, 4]
+    assert mine.attempts([math.inf, 2.0**8, 2.0**8, 2.0**5]) == [1, 3, 1, 4]
     mine_at_the_end = mine.everything()
     theirs = Training(fused)
     theirs.plain(4)
     theirs_at_the_end = theirs.everything()
-    for a, b in zip(mine_at_the_end, theirs_at_the_end, strict=True):
-        assert torch.equal(a, b)
+    assert_same(mine_at_the_end, theirs_at_the_end)
     assert mine.model[2].num_batches_tracked == 4
     for number, attempts in [(1, [1, 2, 3]), (3, [5, 6, 7, 8])]:
         for attempt in attempts:
@@ -164,18 +158,17 @@ def test_as_if_it_had_overflowed_never(fused: bool) -> None:
 def test_at_most_so_many_times(fused: bool, times: int, attempts: int) -> None:
     """The fourth attempt is good; if it does not come to that, the batch is lost."""
     mine = Training(fused)
-    assert mine.train([2.0**7], times) == [attempts]
+    assert mine.attempts([2.0**7], times) == [attempts]
     assert len(mine.masks) == attempts
     theirs = Training(fused)
     if attempts == 4:
         theirs.plain(1)
-    for a, b in zip(mine.model.parameters(), theirs.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_same(mine.model.parameters(), theirs.model.parameters())
     assert mine.scaler.outcome(mine.optimizer).taken == (attempts == 4)
 
 
 def test_twice_by_default() -> None:
-    param, optimizer, scaler = one_parameter()
+    param, optimizer, scaler = with_scaler()
     attempts = []
     for attempt in scaler.retry(optimizer):
         attempts.append(attempt)
@@ -184,7 +177,7 @@ def test_twice_by_default() -> None:
 
 
 def test_gradients_are_gone_before_each_attempt() -> None:
-    param, optimizer, scaler = one_parameter()
+    param, optimizer, scaler = with_scaler()
     seen = []
     for _ in scaler.retry(optimizer, times=5):
         seen.append(param.grad)
@@ -197,7 +190,7 @@ def test_gradients_are_gone_before_each_attempt() -> None:
 
 @pytest.mark.parametrize("kind", ["closure", "accumulate", "wrapper"])
 def test_with_other_features(kind: str) -> None:
-    param, optimizer, scaler = one_parameter()
+    param, optimizer, scaler = with_scaler()
     retried = Wrapper(optimizer) if kind == "wrapper" else optimizer
     attempts = 0
     for _ in scaler.retry(retried, times=5):
@@ -263,7 +256,7 @@ def huge(param: Any) -> torch.Tensor:
 def test_a_batch_that_no_smaller_scale_helps(
     make: Callable[[Any], torch.Tensor], kwargs: dict[str, Any], attempts: int, reason: str | None
 ) -> None:
-    param, optimizer, scaler = one_parameter(**kwargs)
+    param, optimizer, scaler = with_scaler(**kwargs)
     scaler.set_norm_limit(100.0, window=2)
     iterate(param, optimizer, scaler)
     count = 0
@@ -279,7 +272,7 @@ def test_a_batch_that_no_smaller_scale_helps(
 
 @pytest.mark.parametrize("leave", ["raise", "break"])
 def test_leaving_the_loop(leave: str) -> None:
-    param, optimizer, scaler = one_parameter()
+    param, optimizer, scaler = with_scaler()
 
     def loop() -> Iterator[int]:
         for attempt in scaler.retry(optimizer, times=5):
@@ -302,7 +295,7 @@ def test_leaving_the_loop(leave: str) -> None:
 @pytest.mark.parametrize("stepped_before", [False, True])
 @pytest.mark.parametrize("forgotten", ["step", "update", "both", "another optimizer"])
 def test_the_loop_forgets_something(forgotten: str, stepped_before: bool) -> None:
-    param, optimizer, scaler = one_parameter()
+    param, optimizer, scaler = with_scaler()
     other = torch.optim.SGD([param], lr=0.0)
     if stepped_before:
         iterate(param, optimizer, scaler)
@@ -338,6 +331,6 @@ def test_the_loop_forgets_something(forgotten: str, stepped_before: bool) -> Non
     ],
 )
 def test_wrong_times(times: Any, error: type[Exception], words: str) -> None:
-    _, optimizer, scaler = one_parameter()
+    _, optimizer, scaler = with_scaler()
     with pytest.raises(error, match=words):
         scaler.retry(optimizer, times)

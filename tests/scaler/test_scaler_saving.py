@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.device import DEVICE
 from tests.scaler.saved import closed, opened
+from tests.training import take_step
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.loss_scale import LossScale
@@ -21,7 +22,7 @@ from halfstep.errors import CallOrderError
 TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
 
-def make(initialized: bool) -> GradScaler:
+def tripling_scaler(initialized: bool) -> GradScaler:
     scaler = GradScaler(None, 2.0**8, 3.0, 0.25, 7)
     if initialized:
         scaler.scale(torch.ones(()))
@@ -39,7 +40,7 @@ def iterate(scaler: GradScaler | torch.amp.GradScaler, value: float = 1.0) -> No
 
 @pytest.mark.parametrize("initialized", [False, True])
 def test_state_dict(initialized: bool) -> None:
-    state = opened(make(initialized).state_dict())
+    state = opened(tripling_scaler(initialized).state_dict())
     ours = state.pop("halfstep")
     assert state == {
         "scale": 256.0,
@@ -57,7 +58,7 @@ def test_state_dict(initialized: bool) -> None:
 @pytest.mark.parametrize("initialized", [False, True])
 @pytest.mark.parametrize("source_initialized", [False, True])
 def test_torch_loads_ours(initialized: bool, source_initialized: bool) -> None:
-    source = make(source_initialized)
+    source = tripling_scaler(source_initialized)
     iterate(source)
     target = torch.amp.GradScaler(DEVICE)
     if initialized:
@@ -120,7 +121,7 @@ def test_every_state_survives(state: ScaleState, initialized: bool, way: str) ->
     if initialized:
         source.scale(torch.ones(()))
     if way == "load":
-        target = make(initialized)
+        target = tripling_scaler(initialized)
         target.load_state_dict(source.state_dict())
     else:
         target = copy.deepcopy(source) if way == "deepcopy" else pickle.loads(pickle.dumps(source))
@@ -134,30 +135,27 @@ NORM_LIMITS = {"times_median": 7.0, "window": 3, "norms": [[None, 1.5, 2.0], [No
 
 
 def test_norms_seen_are_saved_and_go_on_with_the_same_optimizers() -> None:
-    def run(scaler: GradScaler, optimizer: torch.optim.Optimizer, norm: float) -> bool:
+    def is_taken(scaler: GradScaler, optimizer: torch.optim.Optimizer, norm: float) -> bool:
         (param,) = optimizer.param_groups[0]["params"]
-        optimizer.zero_grad()
-        scaler.scale(param.sum() * norm).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(scaler, optimizer, param.sum() * norm)
         return scaler.outcome(optimizer).taken
 
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2)]
     scaler = GradScaler()
     scaler.set_norm_limit(5.0, window=4)
     for _ in range(4):
-        assert run(scaler, optimizers[0], 1.0)
-        assert run(scaler, optimizers[1], 100.0)
+        assert is_taken(scaler, optimizers[0], 1.0)
+        assert is_taken(scaler, optimizers[1], 100.0)
     copied = pickle.loads(pickle.dumps(scaler))
     for scaler_now in (scaler, copied):
-        assert not run(scaler_now, optimizers[0], 100.0)
+        assert not is_taken(scaler_now, optimizers[0], 100.0)
         assert str(scaler_now.outcome(optimizers[0]).reason) == "norm"
-        assert run(scaler_now, optimizers[1], 100.0)
+        assert is_taken(scaler_now, optimizers[1], 100.0)
         assert scaler_now.get_scale() == 65536.0
 
 
 def test_a_damaged_part_of_ours_changes_nothing() -> None:
-    scaler = make(initialized=True)
+    scaler = tripling_scaler(initialized=True)
     before = scaler.state_dict()
     for damage in (3, {"window": 3}):
         damaged = opened(before)
@@ -188,7 +186,7 @@ def test_a_scale_written_in_place_in_a_run_can_be_saved(kinds: str, written: flo
 
 def test_loading_is_in_place_on_the_device() -> None:
     """CUDA graphs hold the addresses."""
-    scaler = make(initialized=True)
+    scaler = tripling_scaler(initialized=True)
     address = scaler._get_scale_async().data_ptr()
     scaler.load_state_dict(GradScaler(init_scale=4.0).state_dict())
     assert scaler._get_scale_async().data_ptr() == address
@@ -197,7 +195,7 @@ def test_loading_is_in_place_on_the_device() -> None:
 
 @pytest.mark.parametrize("initialized", [False, True])
 def test_an_empty_state_warns_and_changes_nothing(initialized: bool) -> None:
-    scaler = make(initialized)
+    scaler = tripling_scaler(initialized)
     before = scaler.state_dict()
     with pytest.warns(UserWarning, match="saved by a disabled GradScaler and holds no scale"):
         scaler.load_state_dict(GradScaler(enabled=False).state_dict())
@@ -206,7 +204,7 @@ def test_an_empty_state_warns_and_changes_nothing(initialized: bool) -> None:
 
 @pytest.mark.parametrize("initialized", [False, True])
 def test_a_bad_state_changes_nothing(initialized: bool) -> None:
-    scaler = make(initialized)
+    scaler = tripling_scaler(initialized)
     before = scaler.state_dict()
     with pytest.raises(ValueError, match=r"cannot be used: scale is 0\.0"):
         scaler.load_state_dict(before | {"scale": 0.0})
@@ -216,7 +214,7 @@ def test_a_bad_state_changes_nothing(initialized: bool) -> None:
 
 @pytest.mark.parametrize("way", ["pickle", "deepcopy"])
 def test_a_copy_between_iterations_goes_on_alike(way: str) -> None:
-    scaler = make(initialized=True)
+    scaler = tripling_scaler(initialized=True)
     iterate(scaler)
     copied = copy.deepcopy(scaler) if way == "deepcopy" else pickle.loads(pickle.dumps(scaler))
     for value in (1.0, 1.0, float("inf"), 1.0):
@@ -239,7 +237,7 @@ def test_a_subclass_keeps_its_attributes_in_a_copy() -> None:
 
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 def test_no_copy_in_the_middle_of_an_iteration(call: str) -> None:
-    scaler = make(initialized=True)
+    scaler = tripling_scaler(initialized=True)
     param = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([param], lr=0.1)
     scaler.scale(param.sum()).backward()

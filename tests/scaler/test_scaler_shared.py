@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device import DEVICE
+from tests.training import one_parameter, take_step
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.guard import guard
@@ -30,7 +31,7 @@ class Wrapper(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-def make(fused: bool) -> tuple[Any, Any, Any, GradScaler]:
+def optimizers_that_share(fused: bool) -> tuple[Any, Any, Any, GradScaler]:
     shared = torch.nn.Parameter(torch.zeros(2))
     own = torch.nn.Parameter(torch.zeros(3))
     first = torch.optim.SGD([shared], lr=1.0, fused=fused)
@@ -47,7 +48,7 @@ fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fu
 @pytest.mark.parametrize("explicitly", [False, True])
 def test_a_parameter_in_two_optimizers(fused: bool, explicitly: bool) -> None:
     """A5."""
-    first, second, (shared, own), scaler = make(fused)
+    first, second, (shared, own), scaler = optimizers_that_share(fused)
     if explicitly:
         scaler.unscale_(first)
         scaler.unscale_(second)
@@ -63,7 +64,7 @@ def test_a_parameter_in_two_optimizers(fused: bool, explicitly: bool) -> None:
 
 @fused_or_not
 def test_an_overflow_in_the_shared_parameter_stops_both(fused: bool) -> None:
-    first, second, (shared, own), scaler = make(fused)
+    first, second, (shared, own), scaler = optimizers_that_share(fused)
     shared.grad[0] = math.inf
     scaler.step(first)
     scaler.step(second)
@@ -76,7 +77,7 @@ def test_an_overflow_in_the_shared_parameter_stops_both(fused: bool) -> None:
 @fused_or_not
 @pytest.mark.parametrize("how", ["clip_grad_norm_", "unscale_"])
 def test_an_overflow_in_a_gradient_that_came_after_unscale(fused: bool, how: str) -> None:
-    first, second, (shared, _), scaler = make(fused)
+    first, second, (shared, _), scaler = optimizers_that_share(fused)
     scaler.unscale_(first)
     first.zero_grad()
     scaler.scale(shared.sum()).backward()
@@ -93,7 +94,7 @@ def test_an_overflow_in_a_gradient_that_came_after_unscale(fused: bool, how: str
 
 @fused_or_not
 def test_a_gradient_that_came_after_unscale_and_was_left_by_a_skipped_step(fused: bool) -> None:
-    first, second, (shared, own), scaler = make(fused)
+    first, second, (shared, own), scaler = optimizers_that_share(fused)
     scaler.set_norm_limit(2.0, 2)
     scaler.step(second)
     scaler.update()
@@ -114,8 +115,7 @@ def test_a_gradient_that_came_after_unscale_and_was_left_by_a_skipped_step(fused
 @pytest.mark.parametrize("step", ["wrapper", "inner"])
 def test_an_optimizer_behind_a_wrapper(fused: bool, unscale: str, step: str) -> None:
     """A6."""
-    param = torch.nn.Parameter(torch.zeros(2))
-    inner = torch.optim.SGD([param], lr=1.0, fused=fused)
+    param, inner = one_parameter(torch.zeros(2), fused=fused)
     which = {"inner": inner, "wrapper": Wrapper(inner)}
     scaler = GradScaler(init_scale=SCALE)
     scaler.scale(param.sum()).backward()
@@ -129,8 +129,7 @@ def test_an_optimizer_behind_a_wrapper(fused: bool, unscale: str, step: str) -> 
 
 def test_torch_unscales_both_twice() -> None:
     """What A5 and A6 are measured against; a fixed PyTorch is a notice, no failure."""
-    param = torch.nn.Parameter(torch.zeros(2))
-    inner = torch.optim.SGD([param], lr=1.0)
+    param, inner = one_parameter(torch.zeros(2))
     scaler = torch.amp.GradScaler(DEVICE, init_scale=SCALE)
     scaler.scale(param.sum()).backward()
     scaler.unscale_(Wrapper(inner))
@@ -199,10 +198,7 @@ def test_small_gradients_that_never_change_are_no_alarm(num: int, size: float) -
     param = torch.nn.Parameter(torch.zeros(num))
     optimizer, scaler = torch.optim.SGD([param], lr=0.1), GradScaler()
     for _ in range(4):
-        optimizer.zero_grad()
-        scaler.scale((param * size).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(scaler, optimizer, (param * size).sum())
 
 
 @pytest.mark.parametrize(

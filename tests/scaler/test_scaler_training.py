@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device import DEVICE, seeded
+from tests.training import assert_same
 from torch.nn.utils import clip_grad_norm_
 
 from halfstep._autocast import autocast
@@ -38,7 +39,7 @@ def make_batches(count: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def mse(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
@@ -48,10 +49,9 @@ def break_gradient(model: torch.nn.Module, value: float = math.inf) -> None:
     grad[1, 2] = value
 
 
-def assert_same(model: torch.nn.Module, other: torch.nn.Module) -> None:
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        assert mine.isfinite().all()
+def assert_same_weights(model: torch.nn.Module, other: torch.nn.Module) -> None:
+    assert_same(model.parameters(), other.parameters())
+    assert all(param.isfinite().all() for param in model.parameters())
 
 
 def train_plainly(
@@ -65,7 +65,7 @@ def train_plainly(
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     for i, batch in enumerate(make_batches()):
-        loss_of(model, batch).backward()
+        mse(model, batch).backward()
         if (i + 1) % accumulate:
             continue
         if max_norm is not None:
@@ -89,7 +89,7 @@ def train_scaled(
     optimizer = make_optimizer(model.parameters())
     scaler = GradScaler(init_scale=SCALE, growth_interval=2)
     for i, batch in enumerate(make_batches()):
-        scaler.scale(loss_of(model, batch)).backward()
+        scaler.scale(mse(model, batch)).backward()
         if i == skip:
             break_gradient(model, value)
         if (i + 1) % accumulate:
@@ -124,7 +124,7 @@ def test_optimizers_against_float32(
 ) -> None:
     make = maker(cls, kwargs, impl)
     model, scaler = train_scaled(make, skip=3, value=value, unscale_first=unscale_first)
-    assert_same(model, train_plainly(make, skip=3))
+    assert_same_weights(model, train_plainly(make, skip=3))
     # Six iterations with interval 2: grow, -, back off, -, grow.
     assert scaler.get_scale() == SCALE * 2 * 0.5 * 2
 
@@ -144,7 +144,7 @@ def test_clipping_with_and_without_unscale(unscale_first: bool, skip: int | None
 
 def test_accumulation() -> None:
     model, _ = train_scaled(SGD, accumulate=2, skip=3)
-    assert_same(model, train_plainly(SGD, accumulate=2, skip=3))
+    assert_same_weights(model, train_plainly(SGD, accumulate=2, skip=3))
 
 
 def test_gradient_penalty() -> None:
@@ -153,7 +153,7 @@ def test_gradient_penalty() -> None:
         model = make_model()
         optimizer = SGD(model.parameters())
         for batch in make_batches():
-            loss = loss_of(model, batch)
+            loss = mse(model, batch)
             scaled = scaler.scale(loss) if scaler else loss
             grads = torch.autograd.grad(scaled, list(model.parameters()), create_graph=True)
             if scaler:
@@ -169,7 +169,7 @@ def test_gradient_penalty() -> None:
                 optimizer.step()
             optimizer.zero_grad()
         results.append(model)
-    assert_same(*results)
+    assert_same_weights(*results)
 
 
 def test_two_models_optimizers_and_losses() -> None:
@@ -183,8 +183,8 @@ def test_two_models_optimizers_and_losses() -> None:
         ]
         for i, batch in enumerate(make_batches()):
             losses = [
-                2 * loss_of(models[0], batch) + 3 * loss_of(models[1], batch),
-                0.6 * loss_of(models[0], batch) - 0.9 * loss_of(models[1], batch),
+                2 * mse(models[0], batch) + 3 * mse(models[1], batch),
+                0.6 * mse(models[0], batch) - 0.9 * mse(models[1], batch),
             ]
             scaled = scaler.scale(losses) if scaler else losses
             scaled[0].backward(retain_graph=True)
@@ -202,8 +202,8 @@ def test_two_models_optimizers_and_losses() -> None:
         results.append(models)
         if scaler:
             assert scaler.get_scale() == SCALE / 2
-    assert_same(results[0][0], results[1][0])
-    assert_same(results[0][1], results[1][1])
+    assert_same_weights(results[0][0], results[1][0])
+    assert_same_weights(results[0][1], results[1][1])
 
 
 def test_static_scale() -> None:
@@ -211,14 +211,14 @@ def test_static_scale() -> None:
     optimizer = SGD(model.parameters())
     scaler = GradScaler(init_scale=128.0, growth_factor=1.0, backoff_factor=1.0, growth_interval=1)
     for i, batch in enumerate(make_batches()):
-        scaler.scale(loss_of(model, batch)).backward()
+        scaler.scale(mse(model, batch)).backward()
         if i == 3:
             break_gradient(model)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         assert scaler.get_scale() == 128.0
-    assert_same(model, train_plainly(SGD, skip=3))
+    assert_same_weights(model, train_plainly(SGD, skip=3))
 
 
 def test_the_scale_does_not_overflow() -> None:
@@ -282,7 +282,7 @@ def test_sparse_embedding_trains_as_in_float32() -> None:
                 optimizer.step()
             optimizer.zero_grad()
         results.append(model)
-    assert_same(*results)
+    assert_same_weights(*results)
 
 
 def test_complex_parameters_train_as_without_a_scale() -> None:
@@ -313,7 +313,7 @@ def test_autocast_float16_on_the_cpu() -> None:
     batch = make_batches()[0]
     for _ in range(20):
         with torch.autocast(DEVICE, torch.float16):
-            loss = loss_of(model, batch)
+            loss = mse(model, batch)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import DEVICE, seeded
+from tests.device import DEVICE
+from tests.training import assert_same, batches, one_parameter, take_step
 from torch.utils.checkpoint import checkpoint
 
 from halfstep._scaler import GradScaler, unused
@@ -19,11 +20,6 @@ from halfstep._scaler.unused import NUM_LOSSES, NUM_UPDATES, Unused
 
 KINDS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind)))
-
-
-def make(value: float = 0.0, **kwargs: Any) -> tuple[torch.nn.Parameter, torch.optim.SGD]:
-    param = torch.nn.Parameter(torch.full((3,), value))
-    return param, torch.optim.SGD([param], lr=1.0, **kwargs)
 
 
 def growing(**kwargs: Any) -> GradScaler:
@@ -61,7 +57,7 @@ changes = pytest.mark.parametrize("change", [to_number, to_tensor, to_loaded])
 def test_a_step_after_the_scale_was_set(
     kind: dict[str, Any], change: Callable[[GradScaler], None], is_known: bool
 ) -> None:
-    param, optimizer = make(**kind)
+    param, optimizer = one_parameter(torch.zeros(3), **kind)
     scaler = GradScaler(init_scale=1024.0)
     if is_known:
         backward(scaler, param)
@@ -77,7 +73,7 @@ def test_a_step_after_the_scale_was_set(
 @kinds
 @pytest.mark.parametrize("is_known", [False, True])
 def test_one_accumulates_over_the_updates_of_another(kind: dict[str, Any], is_known: bool) -> None:
-    (a, often), (b, rarely) = make(), make(**kind)
+    (a, often), (b, rarely) = one_parameter(torch.zeros(3)), one_parameter(torch.zeros(3), **kind)
     scaler = growing()
     if is_known:
         backward(scaler, b)
@@ -97,7 +93,7 @@ def test_one_accumulates_over_the_updates_of_another(kind: dict[str, Any], is_kn
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zeroed_gradients_are_zero(set_to_none: bool) -> None:
     """Two networks, one of which gives the other gradients that it does not want."""
-    (a, first), (b, second) = make(), make()
+    (a, first), (b, second) = (one_parameter(torch.zeros(3)) for _ in range(2))
     scaler = growing()
     for _ in range(5):
         for optimizer, params in ((first, (a, b)), (second, (b,))):
@@ -109,7 +105,7 @@ def test_zeroed_gradients_are_zero(set_to_none: bool) -> None:
 
 
 def test_a_gradient_that_came_after_the_step() -> None:
-    (a, first), (b, second) = make(), make()
+    (a, first), (b, second) = (one_parameter(torch.zeros(3)) for _ in range(2))
     scaler = growing()
     backward(scaler, a)
     scaler.step(first)
@@ -123,7 +119,7 @@ def test_a_gradient_that_came_after_the_step() -> None:
 
 @pytest.mark.parametrize("max_norm", [None, math.inf])
 def test_the_gradients_of_a_taken_step_stay(max_norm: float | None) -> None:
-    (a, first), (b, second) = make(), make()
+    (a, first), (b, second) = (one_parameter(torch.zeros(3)) for _ in range(2))
     scaler = growing()
     backward(scaler, a)
     scaler.step(first, max_norm=max_norm)
@@ -139,7 +135,7 @@ def test_the_gradients_of_a_taken_step_stay(max_norm: float | None) -> None:
 
 @pytest.mark.parametrize("how", ["unscale_", "clip_grad_norm_", "accumulate"])
 def test_gradients_that_were_unscaled_and_not_used(how: str) -> None:
-    (a, first), (b, second) = make(), make()
+    (a, first), (b, second) = (one_parameter(torch.zeros(3)) for _ in range(2))
     scaler = growing()
     if how == "accumulate":
         with scaler.accumulate(second):
@@ -159,7 +155,7 @@ def test_gradients_that_were_unscaled_and_not_used(how: str) -> None:
 @pytest.mark.parametrize("how", ["unscale_", "clip_grad_norm_", "accumulate"])
 def test_unscaled_after_another_optimizer_has_stepped(how: str) -> None:
     """That one shares a parameter, and has used an earlier gradient of it."""
-    shared, first = make()
+    shared, first = one_parameter(torch.zeros(3))
     second = torch.optim.SGD([shared], lr=1.0)
     scaler = growing()
     backward(scaler, shared)
@@ -181,7 +177,7 @@ def test_unscaled_after_another_optimizer_has_stepped(how: str) -> None:
 
 
 def test_unscaled_together_with_what_another_optimizer_has_used() -> None:
-    (shared, first), (own, other) = make(), make()
+    (shared, first), (own, other) = (one_parameter(torch.zeros(3)) for _ in range(2))
     both = torch.optim.SGD([shared, own], lr=1.0)
     scaler = growing()
     backward(scaler, own)
@@ -199,7 +195,7 @@ def test_unscaled_together_with_what_another_optimizer_has_used() -> None:
 
 
 def test_unscaled_before_a_state_is_loaded() -> None:
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(3))
     scaler = growing()
     backward(scaler, param)
     scaler.unscale_(optimizer)
@@ -240,7 +236,7 @@ def test_a_layout_that_no_scaler_reads_does_not_stop_an_update() -> None:
 
 
 def test_a_disabled_one_changes_nothing() -> None:
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(3))
     scaler = GradScaler(enabled=False)
     backward(scaler, param)
     scaler.update(4.0)
@@ -249,7 +245,7 @@ def test_a_disabled_one_changes_nothing() -> None:
 
 
 def test_a_usual_iteration_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    (a, first), (b, second) = make(), make()
+    (a, first), (b, second) = (one_parameter(torch.zeros(3)) for _ in range(2))
     scaler = growing()
 
     def iterate() -> None:
@@ -267,7 +263,7 @@ def test_a_usual_iteration_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_parameter_of_no_optimizer_is_followed_for_a_while() -> None:
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(3))
     stray = torch.nn.Parameter(torch.zeros(()))
     scaler = GradScaler(init_scale=2.0, rule=Dynamic(growth_interval=1000))
     seen = []
@@ -333,10 +329,6 @@ def two_layers() -> tuple[torch.nn.Linear, torch.nn.Linear, torch.optim.SGD, tor
     )
 
 
-def batches() -> torch.Tensor:
-    return torch.randn(8, 8, 4, generator=seeded(1))
-
-
 def state(*modules: torch.nn.Module) -> list[torch.Tensor]:
     params = [param for module in modules for param in module.parameters()]
     return [t.clone() for p in params for t in (p.detach(), p.grad) if t is not None]
@@ -345,7 +337,7 @@ def state(*modules: torch.nn.Module) -> list[torch.Tensor]:
 def unscaled_and_stepped_alone(scaler: Any) -> list[torch.Tensor]:
     a, b, first, second = two_layers()
     seen = []
-    for batch in batches():
+    for batch in batches(8, 8, 4):
         first.zero_grad()
         second.zero_grad()
         scaler.scale(b(a(batch)).square().mean()).backward()
@@ -360,7 +352,7 @@ def unscaled_and_stepped_alone(scaler: Any) -> list[torch.Tensor]:
 
 def stepped_after_update(scaler: Any) -> list[torch.Tensor]:
     a, b, first, second = two_layers()
-    for batch in batches():
+    for batch in batches(8, 8, 4):
         first.zero_grad()
         second.zero_grad()
         scaler.scale(b(a(batch)).square().mean()).backward()
@@ -374,7 +366,7 @@ def stepped_after_update(scaler: Any) -> list[torch.Tensor]:
 
 def divided_by_hand(scaler: Any) -> list[torch.Tensor]:
     a, b, first, second = two_layers()
-    for batch in batches():
+    for batch in batches(8, 8, 4):
         first.zero_grad()
         second.zero_grad()
         scale = scaler.get_scale()
@@ -390,7 +382,7 @@ def divided_by_hand(scaler: Any) -> list[torch.Tensor]:
 
 def never_scaled(scaler: Any) -> list[torch.Tensor]:
     a, b, first, second = two_layers()
-    for batch in batches():
+    for batch in batches(8, 8, 4):
         first.zero_grad()
         scaler.scale(b(a(batch)).square().mean()).backward()
         scaler.step(first)
@@ -404,7 +396,7 @@ def never_scaled(scaler: Any) -> list[torch.Tensor]:
 def accumulated_without_a_scale(scaler: Any, scaled_first: bool = False) -> list[torch.Tensor]:
     """The other network is in the graph, but gets nothing of it."""
     a, b, first, second = two_layers()
-    for number, batch in enumerate(batches()):
+    for number, batch in enumerate(batches(8, 8, 4)):
         if not scaled_first:
             b(a(batch).detach()).mean().backward()
         loss = scaler.scale(b(a(batch)).square().mean())
@@ -423,12 +415,9 @@ def accumulated_without_a_scale(scaler: Any, scaled_first: bool = False) -> list
 def changed_after_the_step(scaler: Any) -> list[torch.Tensor]:
     a, b, first, second = two_layers()
     seen = []
-    for number, batch in enumerate(batches()):
+    for number, batch in enumerate(batches(8, 8, 4)):
         module, optimizer = (a, first) if number % 2 else (b, second)
-        optimizer.zero_grad()
-        scaler.scale(module(batch).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(scaler, optimizer, module(batch).square().mean())
         for param in module.parameters():
             assert param.grad is not None
             param.grad.mul_(0.5)
@@ -441,7 +430,7 @@ def shared_with_a_copy_of_the_weights(scaler: Any) -> list[torch.Tensor]:
     copies = [torch.nn.Parameter(param.detach().clone()) for param in a.parameters()]
     optimizer = torch.optim.SGD(copies, lr=0.01)
     seen = []
-    for batch in batches():
+    for batch in batches(8, 8, 4):
         a.zero_grad()
         scaler.scale(a(batch).square().mean()).backward()
         for param, its_copy in zip(a.parameters(), copies, strict=True):
@@ -454,7 +443,7 @@ def shared_with_a_copy_of_the_weights(scaler: Any) -> list[torch.Tensor]:
 
 def scale_written_before_update(scaler: Any) -> list[torch.Tensor]:
     a, _, optimizer, _ = two_layers()
-    for batch in batches():
+    for batch in batches(8, 8, 4):
         optimizer.zero_grad()
         scaler.scale(a(batch).square().mean()).backward()
         scaler.step(optimizer)
@@ -480,12 +469,11 @@ RIGHT: list[Loop] = [
 @pytest.mark.parametrize("loop", RIGHT)
 def test_what_torch_amp_does_right_stays_equal(loop: Loop) -> None:
     theirs = loop(torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=1))
-    for mine, expected in zip(loop(growing()), theirs, strict=True):
-        assert torch.equal(mine, expected)
+    assert_same(loop(growing()), theirs)
 
 
 def test_a_reentrant_backward_pass_is_part_of_that_of_the_loss() -> None:
-    (a, first), (b, second) = make(), make()
+    (a, first), (b, second) = (one_parameter(torch.zeros(3)) for _ in range(2))
     scaler = growing()
     for number in range(4):
         first.zero_grad()
@@ -503,7 +491,7 @@ def test_a_reentrant_backward_pass_is_part_of_that_of_the_loss() -> None:
 
 
 def test_hooks_go_with_what_waits_and_keep_no_scaler() -> None:
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(3))
     scaler = growing()
     backward(scaler, param)
     scaler.update(4.0)
@@ -523,7 +511,7 @@ def test_hooks_go_with_what_waits_and_keep_no_scaler() -> None:
 
 
 def test_an_optimizer_does_not_keep_the_outcomes_of_a_scaler() -> None:
-    param, optimizer = make()
+    param, optimizer = one_parameter(torch.zeros(3))
     scaler = growing()
     backward(scaler, param)
     scaler.step(optimizer)
@@ -535,7 +523,7 @@ def test_an_optimizer_does_not_keep_the_outcomes_of_a_scaler() -> None:
 
 
 def test_gradients_that_are_moved_to_other_buckets() -> None:
-    (a, first), (b, second) = make(), make()
+    (a, first), (b, second) = (one_parameter(torch.zeros(3)) for _ in range(2))
     b.grad = torch.zeros(6)[:3]
     scaler = growing()
     backward(scaler, a, b)

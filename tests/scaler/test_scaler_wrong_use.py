@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import one_parameter
 
 from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
@@ -160,8 +161,7 @@ def test_dropped_gradients_beside_blocks_of_another_optimizer(setup: Setup) -> N
 
 
 def test_a_fused_optimizer_may_have_float16_gradients() -> None:
-    half = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
-    optimizer = torch.optim.SGD([half], lr=1.0, fused=True)
+    half, optimizer = one_parameter(torch.zeros(3, dtype=torch.float16), fused=True)
     scaler = GradScaler(init_scale=4.0)
     scaler.scale(half.sum()).backward()
     scaler.step(optimizer)
@@ -278,15 +278,13 @@ def test_disabled() -> None:
     assert scaler.state_dict() == {}
     loss = torch.ones((), requires_grad=True)
     assert scaler.scale(loss) is loss
-    param = torch.nn.Parameter(torch.full((2,), math.inf))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.full((2,), math.inf))
     param.grad = torch.full((2,), math.inf)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert param.isnan().all()
     assert scaler.step(optimizer, lambda: 42.0) == 42.0
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight, optimizer = one_parameter(torch.zeros(1))
     for closure in (lambda: weight.sum() * 100, lambda: (weight.sum() * 100).backward()):
         scaler.step(optimizer, closure, max_norm=1.0)
     assert weight.item() == pytest.approx(-2.0, rel=1e-5)
@@ -352,8 +350,7 @@ def test_a_subclass_can_be_switched_off() -> None:
 
     updates: list[Any] = []
     scaler = Mine(enabled=False)
-    param = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one_parameter(torch.ones(1))
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer)
     scaler.update()

@@ -15,7 +15,7 @@ from halfstep._scaler.rules import Dynamic, Rule, Static
 from halfstep._scaler.scale_state import Reason, ScaleState, next_state, reason
 
 
-def run(state: ScaleState, found: Iterable[int | bool]) -> tuple[list[float], ScaleState]:
+def iterate(state: ScaleState, found: Iterable[int | bool]) -> tuple[list[float], ScaleState]:
     """Return the scale in each iteration, and the state after the last."""
     scales = []
     for found_inf in found:
@@ -44,7 +44,7 @@ def run_until_taken(
 
 def test_four_four_eight_two() -> None:
     state = ScaleState.first(4.0, Dynamic(2.0, 0.25, growth_interval=2))
-    scales, state = run(state, [0, 0, 1, 0])
+    scales, state = iterate(state, [0, 0, 1, 0])
     assert scales == [4.0, 4.0, 8.0, 2.0]
     assert state.growth_tracker == 1
 
@@ -76,7 +76,7 @@ def test_up_to_seven_overflows_in_a_row_are_as_in_torch(
 
 def test_the_eighth_overflow_still_happens_at_the_scale_of_torch() -> None:
     state = ScaleState.first(65536.0, Dynamic())
-    scales, state = run(state, [1] * 8)
+    scales, state = iterate(state, [1] * 8)
     assert scales == [65536.0 / 2**k for k in range(8)]
     assert (state.scale, state.resume_scale) == (1.0, 256.0)
     assert next_state(state, found_inf=False).scale == 256.0
@@ -89,7 +89,7 @@ def test_growth_stops_at_the_largest_float32() -> None:
 
 def test_a_count_past_a_lowered_interval_grows_at_once() -> None:
     state = ScaleState.first(4.0, Dynamic(growth_interval=100))
-    _, state = run(state, [0] * 10)
+    _, state = iterate(state, [0] * 10)
     state = dataclasses.replace(state, rule=Dynamic(growth_interval=3))
     state = next_state(state, found_inf=False)
     assert (state.scale, state.growth_tracker) == (8.0, 0)
@@ -100,32 +100,32 @@ def test_a_count_past_a_lowered_interval_grows_at_once() -> None:
 
 def test_max_scale() -> None:
     state = ScaleState.first(6.0, Dynamic(growth_interval=1), max_scale=20.0)
-    scales, state = run(state, [0] * 4)
+    scales, state = iterate(state, [0] * 4)
     assert scales == [6.0, 12.0, 12.0, 12.0]
     assert state.growth_tracker == 0
 
 
 def test_min_scale() -> None:
     state = ScaleState.first(1024.0, Dynamic(probe_after=None), min_scale=128.0)
-    scales, state = run(state, [1] * 6)
+    scales, state = iterate(state, [1] * 6)
     assert scales == [1024.0, 512.0, 256.0, 128.0, 128.0, 128.0]
-    assert run(state, [0, 0])[0] == [128.0, 128.0]
+    assert iterate(state, [0, 0])[0] == [128.0, 128.0]
 
 
 def test_a_probe_is_made_at_min_scale() -> None:
     state = ScaleState.first(65536.0, Dynamic(probe_after=2), min_scale=128.0)
-    assert run(state, [1] * 6)[0] == [65536.0, 32768.0, 128.0, 65536.0, 65536.0, 128.0]
+    assert iterate(state, [1] * 6)[0] == [65536.0, 32768.0, 128.0, 65536.0, 65536.0, 128.0]
 
 
 def test_a_run_that_reaches_the_floor_needs_no_probe() -> None:
     state = ScaleState.first(4.0, Dynamic())
-    scales, state = run(state, [1] * 5)
+    scales, state = iterate(state, [1] * 5)
     assert scales == [4.0, 2.0, 1.0, 4.0, 4.0]
     assert state.held
 
 
 def test_a_scale_that_starts_at_the_floor_stays() -> None:
-    scales, state = run(ScaleState.first(0.5, Dynamic()), [1] * 20)
+    scales, state = iterate(ScaleState.first(0.5, Dynamic()), [1] * 20)
     assert set(scales) == {0.5}
     assert state.held
 
@@ -133,7 +133,7 @@ def test_a_scale_that_starts_at_the_floor_stays() -> None:
 @pytest.mark.parametrize("rule", [Static(), Dynamic(1.0, 1.0, 1), Dynamic(backoff_factor=1.0)])
 def test_a_rule_that_does_not_back_off(rule: Rule) -> None:
     state = ScaleState.first(4.0, rule)
-    scales, state = run(state, [1] * 20 + [0, 0])
+    scales, state = iterate(state, [1] * 20 + [0, 0])
     assert set(scales) == {4.0}
     assert (state.run_scale, state.overflows, state.num_skipped, state.num_taken) == (0, 0, 20, 2)
 
@@ -144,7 +144,7 @@ def test_a_rule_that_does_not_back_off(rule: Rule) -> None:
 def test_nan_for_166_steps() -> None:
     """In torch.amp the scale is 0 then (facts A1)."""
     state = ScaleState.first(65536.0, Dynamic())
-    scales, state = run(state, [1] * 166)
+    scales, state = iterate(state, [1] * 166)
     assert scales[:10] == [65536.0 / 2**k for k in range(8)] + [1.0, 65536.0]
     assert set(scales[9:]) == {65536.0, 1.0}
     for start in range(len(scales) - 8):
@@ -161,7 +161,7 @@ def test_nan_for_166_steps() -> None:
 
 @pytest.mark.parametrize("num_bad", range(1, 60))
 def test_after_any_number_of_bad_steps_the_scale_is_close(num_bad: int) -> None:
-    _, state = run(ScaleState.first(65536.0, Dynamic()), [1] * num_bad)
+    _, state = iterate(ScaleState.first(65536.0, Dynamic()), [1] * num_bad)
     scales, state = run_until_taken(state, lambda scale: False)
     assert len(scales) <= 2
     # As far down as torch.amp, or where it began: never at the floor.
@@ -187,16 +187,16 @@ def test_an_overflow_is_cured_whatever_was_before(
     refill: str, probe_after: int | None, hysteresis: int, num_bad: int
 ) -> None:
     rule = Dynamic(hysteresis=hysteresis, refill=refill, probe_after=probe_after)  # type: ignore[arg-type]
-    _, state = run(ScaleState.first(2.0**20, rule), [1] * num_bad)
+    _, state = iterate(ScaleState.first(2.0**20, rule), [1] * num_bad)
     _, state = run_until_taken(state, lambda scale: scale > 2.0**5, limit=250)
     assert state.scale <= 2.0**5
 
 
 def test_a_rule_without_probes_does_not_wait() -> None:
-    _, held = run(ScaleState.first(65536.0, Dynamic()), [1] * 9)
+    _, held = iterate(ScaleState.first(65536.0, Dynamic()), [1] * 9)
     assert held.held
     held = dataclasses.replace(held, rule=Dynamic(probe_after=None))
-    assert run(held, [1] * 3)[0] == [65536.0, 32768.0, 16384.0]
+    assert iterate(held, [1] * 3)[0] == [65536.0, 32768.0, 16384.0]
 
 
 def test_reasons_in_a_run() -> None:
@@ -215,7 +215,7 @@ def test_reasons_in_a_run() -> None:
 @pytest.mark.parametrize("num_bad", [0, 1, 3, 8, 9, 12])
 def test_an_outlier_is_only_counted(loss_is_finite: bool, num_bad: int) -> None:
     state = ScaleState.first(65536.0, Dynamic(hysteresis=2))
-    _, state = run(state, [0, 0, *[1] * num_bad])
+    _, state = iterate(state, [0, 0, *[1] * num_bad])
     after = next_state(state, found_inf=False, outlier=True, loss_is_finite=loss_is_finite)
     assert after == dataclasses.replace(
         state,
@@ -379,16 +379,16 @@ def test_hysteresis_of_megatron() -> None:
     """The allowance comes back only after a whole growth interval."""
     rule = Dynamic(growth_interval=3, hysteresis=2, probe_after=None)
     found = [1, 0, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1]
-    scales, _ = run(ScaleState.first(64.0, rule), found)
+    scales, _ = iterate(ScaleState.first(64.0, rule), found)
     assert scales == [64, 64, 64, 32, 16, 16, 16, 8, 8, 8, 16, 16]
-    assert run(ScaleState.first(64.0, rule), [*found, 0])[1].scale == 8.0
+    assert iterate(ScaleState.first(64.0, rule), [*found, 0])[1].scale == 8.0
 
 
 def test_consecutive_hysteresis_of_deepspeed() -> None:
     """The allowance comes back after every step."""
     rule = Dynamic(growth_interval=3, hysteresis=2, refill="step", probe_after=None)
     found = [1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1]
-    scales, state = run(ScaleState.first(64.0, rule), found)
+    scales, state = iterate(ScaleState.first(64.0, rule), found)
     assert scales == [64, 64, 64, 64, 32, 16, 16, 16, 16, 16, 32, 32]
     assert state.scale == 16.0
 
@@ -396,15 +396,15 @@ def test_consecutive_hysteresis_of_deepspeed() -> None:
 def test_the_allowance_comes_back_at_the_ceiling_too() -> None:
     rule = Dynamic(growth_interval=2, hysteresis=3)
     state = ScaleState.first(64.0, rule, max_scale=64.0)
-    _, state = run(state, [1, 1])
+    _, state = iterate(state, [1, 1])
     assert state.hysteresis_left == 1
-    _, state = run(state, [0, 0])
+    _, state = iterate(state, [0, 0])
     assert (state.hysteresis_left, state.scale) == (3, 64.0)
 
 
 def test_forgiven_overflows_do_not_count_for_a_probe() -> None:
     rule = Dynamic(hysteresis=3, probe_after=2)
-    assert run(ScaleState.first(64.0, rule), [1] * 6)[0] == [64, 64, 64, 32, 1, 64]
+    assert iterate(ScaleState.first(64.0, rule), [1] * 6)[0] == [64, 64, 64, 32, 1, 64]
 
 
 # --- whatever happens -----------------------------------------------------------------------------

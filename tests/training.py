@@ -1,0 +1,57 @@
+"""What tests of training share: a model, batches, an optimizer, steps, and equality bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tests.device import seeded
+from torch import Tensor, nn
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    """Return linear layers of these widths, the same in each call, with a tanh between two."""
+    torch.manual_seed(0)
+    layers = [each for sizes in pairwise(widths) for each in (nn.Linear(*sizes), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def batches(num: int, *shape: int) -> list[Tensor]:
+    """Return random batches, the same in each call."""
+    generator = seeded(1)
+    return [torch.randn(shape, generator=generator) for _ in range(num)]
+
+
+def one_parameter(values: Tensor, **options: Any) -> tuple[nn.Parameter, torch.optim.SGD]:
+    """Return a parameter, and the optimizer that subtracts its gradient from it."""
+    param = nn.Parameter(values)
+    return param, torch.optim.SGD([param], lr=1.0, **options)
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    """Return the mean square of what the model makes of a batch, in float32."""
+    loss: Tensor = model(x).float().square().mean()
+    return loss
+
+
+def take_step(scaler: Any, optimizer: Any, loss: Tensor) -> None:
+    """Do one iteration with a scaler."""
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def train(model: Any, scaler: Any, optimizer: Any, data: Iterable[Tensor]) -> None:
+    """Do an iteration for each batch."""
+    for batch in data:
+        take_step(scaler, optimizer, loss_of(model, batch))
+
+
+def assert_same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+    """Compare tensors one by one: their dtypes, and all values."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
