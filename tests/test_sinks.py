@@ -22,7 +22,7 @@ class Collector:
         self.calls.append((step, dict(scalars)))
 
 
-def run(folder: Path, sink: object) -> None:
+def record_to(folder: Path, sink: object) -> None:
     torch.manual_seed(0)
     scaler = halfstep.GradScaler("cpu", init_scale=2.0**28)
     with halfstep.record(folder, every=8, sinks=[sink]):  # type: ignore[list-item]
@@ -31,7 +31,7 @@ def run(folder: Path, sink: object) -> None:
 
 def test_a_sink_gets_what_the_record_holds(tmp_path: Path) -> None:
     sink = Collector()
-    run(tmp_path, sink)
+    record_to(tmp_path, sink)
     recorded = read_run(tmp_path)
     steps = [(step, scalars) for step, scalars in sink.calls if "skipped" in scalars]
     assert [step for step, _ in steps] == [*range(1, 17)]
@@ -53,7 +53,7 @@ def test_a_sink_that_fails_is_left_out_and_the_run_goes_on(tmp_path: Path) -> No
     with pytest.warns(
         UserWarning, match="continues without Broken.*ConnectionError: gone"
     ) as warned:
-        run(tmp_path, Broken())
+        record_to(tmp_path, Broken())
     assert len(warned) == 1
     assert len(read_run(tmp_path).steps) == 16
 

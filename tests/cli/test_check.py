@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from tests.cli.called import called
 from tests.report import records
 from tests.report.records import counted, sample, tensor
 
@@ -11,10 +12,9 @@ from halfstep._record.files import file_of
 
 
 def check(capsys, *argv):
-    code = main(["check", *map(str, argv)])
-    captured = capsys.readouterr()
-    assert all("was skipped" in line for line in captured.err.splitlines())
-    return code, captured.out.splitlines()
+    code, out, err = called(capsys, "check", *argv)
+    assert all("was skipped" in line for line in err.splitlines())
+    return code, out.splitlines()
 
 
 def test_a_good_run_is_one_line(tmp_path, capsys):

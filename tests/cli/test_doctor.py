@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tests.cli.called import called
 
 from halfstep._cli import main
 from halfstep._doctor import hardware
@@ -41,10 +42,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
-    code = main(["doctor", *map(str, argv)])
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return code, captured.out
+    code, out, err = called(capsys, "doctor", *argv)
+    assert err == ""
+    return code, out
 
 
 def test_the_machine_and_its_flags(capsys) -> None:

@@ -3,25 +3,19 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.cli.called import called
 
 from halfstep import Policy, preset
-from halfstep._cli import main
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = main(["policy", *argv])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "show", "fp32; exp,log[fp16]:fp32", "--all")
+    code, out, _ = called(capsys, "policy", "show", "fp32; exp,log[fp16]:fp32", "--all")
     assert code == 0
     assert out == "fp32; exp,log[fp16]:fp32\n  exp[fp16]:fp32\n  log[fp16]:fp32\n"
-    code, out, _ = run(capsys, "show", "standard; exp:leave", "--op", "torch.exp")
+    code, out, _ = called(capsys, "policy", "show", "standard; exp:leave", "--op", "torch.exp")
     assert (code, out) == (0, "exp.default\n  leave: by exp:leave\n  overruled: exp:fp32\n")
     text = "standard; exp@head:leave"
-    code, out, _ = run(capsys, "show", text, "--op", "exp", "--module", "head.proj")
+    code, out, _ = called(capsys, "policy", "show", text, "--op", "exp", "--module", "head.proj")
     assert (code, "by exp@head:leave" in out) == (0, True)
 
 
@@ -30,7 +24,7 @@ def test_show_by_action(
 ) -> None:
     """Rules of one action stand together; one that a later rule replaces is left out."""
     text = "fp32; exp,log[fp16]:fp32; log:lower; exp@a:lower; @head:fp32; sin:lower"
-    code, out, _ = run(capsys, "show", text)
+    code, out, _ = called(capsys, "policy", "show", text)
     assert code == 0
     assert out.splitlines()[1:] == [
         "  [fp16]:fp32, cast to float32",
@@ -43,13 +37,13 @@ def test_show_by_action(
         "      the module as a whole",
     ]
     monkeypatch.setenv("COLUMNS", "10")  # words stay whole
-    named = re.findall(r"[\w.]+", run(capsys, "show", "standard")[1])
+    named = re.findall(r"[\w.]+", called(capsys, "policy", "show", "standard")[1])
     assert {rule.op for rule in preset("standard").rules} <= set(named)
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     text = 'fp32; exp[cuda,fp16,train]:lower; @head:fp32; dot:refuse "no"'
-    code, out, _ = run(capsys, "show", text, "--json")
+    code, out, _ = called(capsys, "policy", "show", text, "--json")
     values = json.loads(out)
     rules = values.pop("rules")
     assert (code, values) == (0, {"schema": 1, "kind": "policy", "policy": text})
@@ -71,21 +65,25 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     Policy.parse("standard; exp[cuda]:leave").save(path)
-    code, out, _ = run(capsys, "diff", "standard", str(path))
+    code, out, _ = called(capsys, "policy", "diff", "standard", str(path))
     assert (code, out.split()) == (0, ["exp", "fp32", "->", "leave", "cuda"])
-    assert run(capsys, "diff", "standard", "standard") == (0, "no difference\n", "")
+    assert called(capsys, "policy", "diff", "standard", "standard") == (0, "no difference\n", "")
 
 
 def test_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('preset = "standard"\n[[rules]]\nops = ["exp"]\naction = "leave"\n')
-    assert run(capsys, "check", str(path)) == (0, f"{path}: good, standard; exp:leave\n", "")
+    assert called(capsys, "policy", "check", str(path)) == (
+        0,
+        f"{path}: good, standard; exp:leave\n",
+        "",
+    )
     path.write_text('preset = "standard"\n[[rules]]\nops = ["exp"]\naction = "leaf"\n')
-    code, out, _ = run(capsys, "check", str(path))
+    code, out, _ = called(capsys, "policy", "check", str(path))
     assert code == 1
     assert f"{path}, line 4: unknown action 'leaf', not one of " in out
     path.write_bytes(b"\x00\xff")
-    code, out, _ = run(capsys, "check", str(path))
+    code, out, _ = called(capsys, "policy", "check", str(path))
     assert (code, out.partition(" 'utf-8'")[0]) == (1, f"{path}: not a text file:")
 
 
@@ -99,7 +97,7 @@ def test_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ],
 )
 def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
-    code, out, err = run(capsys, *argv)
+    code, out, err = called(capsys, "policy", *argv)
     assert (code, out) == (2, "")
     assert err.startswith("halfstep policy: ")
     assert message in err
@@ -110,5 +108,5 @@ def test_a_file_that_does_not_exist_is_looked_for(
 ) -> None:
     (tmp_path / "mine.toml").write_text('preset = "standard"\n')
     for verb in ("show", "check"):
-        _, _, err = run(capsys, verb, str(tmp_path / "mien.toml"))
+        _, _, err = called(capsys, "policy", verb, str(tmp_path / "mien.toml"))
         assert err.endswith(f"; did you mean {str(tmp_path / 'mine.toml')!r}?\n")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.cli.called import called
 from tests.report import records
 
 from halfstep._cli import main
@@ -18,14 +19,8 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def report(capsys, *argv):
-    code = main(["report", *map(str, argv)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 def test_it_writes_the_page_and_prints_sentences_and_its_path(tmp_path, capsys):
-    code, out, err = report(capsys, records.with_skips(tmp_path / "a"))
+    code, out, err = called(capsys, "report", records.with_skips(tmp_path / "a"))
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].startswith("warning: 3 of 100 steps were skipped (3 %")
@@ -35,7 +30,7 @@ def test_it_writes_the_page_and_prints_sentences_and_its_path(tmp_path, capsys):
 
 def test_the_page_goes_where_it_is_told(tmp_path, capsys):
     folder = records.healthy(tmp_path / "a")
-    code, out, _ = report(capsys, folder, "-o", "page.html")
+    code, out, _ = called(capsys, "report", folder, "-o", "page.html")
     assert (code, out.splitlines()[-1]) == (0, "page.html")
     assert (tmp_path / "page.html").is_file()
     assert not (folder / "report.html").exists()
@@ -46,10 +41,10 @@ def test_the_page_is_opened(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
     folder = records.healthy(tmp_path / "a")
     monkeypatch.setenv("DISPLAY", ":0")
-    assert report(capsys, folder, "--open")[::2] == (0, "")
-    report(capsys, "a", "--open", "-o", "page.html")
+    assert called(capsys, "report", folder, "--open")[::2] == (0, "")
+    called(capsys, "report", "a", "--open", "-o", "page.html")
     assert opened == [(folder / "report.html").as_uri(), (tmp_path / "page.html").as_uri()]
-    code, _, err = report(capsys, folder, "--open", "--json")
+    code, _, err = called(capsys, "report", folder, "--open", "--json")
     assert (code, len(opened)) == (2, 2)
     assert "--open opens the page, which --json and --md do not write" in err
 
@@ -65,13 +60,13 @@ def test_where_no_browser_is_the_path_of_the_page_is_said(
     if has_display:
         monkeypatch.setenv("DISPLAY", ":0")
     page = records.healthy(tmp_path / "a") / "report.html"
-    code, _, err = report(capsys, "a", "--open")
+    code, _, err = called(capsys, "report", "a", "--open")
     assert (code, err) == (0, f"there is no browser to open it here: the page is {page}\n")
 
 
 def test_json_is_all_that_is_printed(tmp_path, capsys):
     folder = records.failed(tmp_path / "a")
-    code, out, err = report(capsys, folder, "--json")
+    code, out, err = called(capsys, "report", folder, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["steps"]["skipped"] == [7, 8, 9]
     assert "NaN," not in out
@@ -80,7 +75,7 @@ def test_json_is_all_that_is_printed(tmp_path, capsys):
 
 def test_markdown_for_a_log(tmp_path, capsys):
     folder = records.with_skips(tmp_path / "a")
-    code, out, err = report(capsys, folder, "--md")
+    code, out, err = called(capsys, "report", folder, "--md")
     assert (code, err) == (0, "")
     assert out.startswith("## halfstep report: ")
     assert "- **warning**: 3 of 100 steps" in out
@@ -89,14 +84,14 @@ def test_markdown_for_a_log(tmp_path, capsys):
 
 def test_two_runs_side_by_side(tmp_path, capsys):
     first, second = records.with_skips(tmp_path / "a"), records.healthy(tmp_path / "b")
-    code, out, _ = report(capsys, first, "--against", second)
+    code, out, _ = called(capsys, "report", first, "--against", second)
     assert code == 0
     assert ["skipped", "steps", "5", "0", "+5"] in [line.split() for line in out.splitlines()]
     assert out.splitlines()[-1] == str(first / "comparison.html")
     assert "<html" in (first / "comparison.html").read_text(encoding="utf-8")
-    _, out, _ = report(capsys, first, "--against", second, "--md")
+    _, out, _ = called(capsys, "report", first, "--against", second, "--md")
     assert "| skipped steps | 5 | 0 | +5 |" in out
-    _, out, _ = report(capsys, first, "--against", second, "--json")
+    _, out, _ = called(capsys, "report", first, "--against", second, "--json")
     assert json.loads(out)["runs"][1]["steps"]["num"] == 60
 
 
@@ -104,28 +99,28 @@ def test_the_newest_record_is_taken_and_said(tmp_path, capsys):
     for name, time in (("runs/old", 1000), ("runs/sub/new", 3000), ("runs/middle", 2000)):
         folder = records.healthy(tmp_path / name)
         os.utime(file_of(folder, 0), (time, time))
-    code, out, err = report(capsys, "--json")
+    code, out, err = called(capsys, "report", "--json")
     assert code == 0
     assert json.loads(out)["path"] == "runs/sub/new"
     assert err == "runs/sub/new: the newest record under runs/\n"
 
 
 def test_a_record_that_is_being_written_is_told(tmp_path, capsys):
-    code, out, _ = report(capsys, records.killed(tmp_path / "a"))
+    code, out, _ = called(capsys, "report", records.killed(tmp_path / "a"))
     assert code == 0
     assert "still running, or it was killed" in out
 
 
 def test_one_of_the_files_of_a_record_will_do(tmp_path, capsys):
     folder = records.healthy(tmp_path / "a")
-    assert report(capsys, file_of(folder, 0), "--json")[0] == 0
+    assert called(capsys, "report", file_of(folder, 0), "--json")[0] == 0
 
 
 @pytest.mark.parametrize("form", [[], ["--md"], ["--json"]])
 def test_hostile_names_reach_no_terminal(tmp_path, capsys, form):
     events = [records.header(), records.skip(1), records.culprits(1, "\x1b[2J\nhalfstep: good")]
     records.write(tmp_path / "a", events)
-    code, out, _ = report(capsys, tmp_path / "a", *form)
+    code, out, _ = called(capsys, "report", tmp_path / "a", *form)
     assert code == 0
     assert "\x1b" not in out
     assert not any(line.startswith("halfstep: good") for line in out.splitlines())
@@ -171,7 +166,7 @@ def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path, capsys, options):
     link = folder / (options[-1] if options else "report.html")
     link.symlink_to(tmp_path / "other")
     options = ["-o", str(link)] if options else []
-    assert report(capsys, folder, *options)[0] == 0
+    assert called(capsys, "report", folder, *options)[0] == 0
     assert (tmp_path / "other").read_text() == "mine"
     assert not link.is_symlink()
     assert "<html" in link.read_text(encoding="utf-8")
@@ -179,7 +174,7 @@ def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path, capsys, options):
 
 
 def test_a_page_can_be_written_to_a_device(tmp_path, capsys):
-    assert report(capsys, records.healthy(tmp_path / "a"), "-o", os.devnull)[0] == 0
+    assert called(capsys, "report", records.healthy(tmp_path / "a"), "-o", os.devnull)[0] == 0
     assert not os.path.isfile(os.devnull)
 
 
@@ -249,7 +244,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, command, make, 
 def test_lines_that_lack_a_part_are_skipped_and_told(tmp_path, capsys):
     events = [records.header(), *DAMAGED, records.step(3), records.end(1.5, 3)]
     folder = records.write(tmp_path / "a", events)
-    code, out, err = report(capsys, folder, "--json")
+    code, out, err = called(capsys, "report", folder, "--json")
     assert (code, err) == (0, "")
     told = json.loads(out)
     assert told["steps"]["num"] == 1
@@ -257,13 +252,13 @@ def test_lines_that_lack_a_part_are_skipped_and_told(tmp_path, capsys):
         "2 lines of rank0.jsonl are damaged and were left out: 2, 3 "
         "(the first: Object missing required field `time`)"
     ]
-    _, out, _ = report(capsys, folder)
+    _, out, _ = called(capsys, "report", folder)
     assert "2 lines of rank0.jsonl are damaged and were left out: 2, 3" in out
     assert main(["check", str(folder), "--max-skipped", "0%"]) == 0
 
 
 def test_without_a_name_and_without_records(capsys):
-    assert report(capsys) == (
+    assert called(capsys, "report") == (
         2,
         "",
         "halfstep report: there is no record with a step under runs/: name the folder of one\n",
@@ -273,7 +268,7 @@ def test_without_a_name_and_without_records(capsys):
 def test_without_a_name_records_without_a_step_are_passed_over(tmp_path, capsys):
     full, empty = records.healthy(tmp_path / "runs/a"), records.only_header(tmp_path / "runs/b")
     os.utime(file_of(full, 0), (1, 1))
-    code, _, err = report(capsys)
+    code, _, err = called(capsys, "report")
     assert (code, err) == (0, "runs/a: the newest record under runs/\n")
     assert (full / "report.html").exists()
     assert not (empty / "report.html").exists()
@@ -283,7 +278,7 @@ def test_without_a_name_damaged_records_are_passed_over_and_named(tmp_path, caps
     os.utime(file_of(records.healthy(tmp_path / "runs/a"), 0), (1, 1))
     (tmp_path / "runs/b").mkdir()
     (tmp_path / "runs/b/rank0.jsonl").write_text("?")
-    code, _, err = report(capsys)
+    code, _, err = called(capsys, "report")
     assert code == 0
     assert err.splitlines()[0].startswith("runs/b/rank0.jsonl: none of its lines begins a record")
     assert err.splitlines()[1] == "runs/a: the newest record under runs/"
@@ -294,7 +289,7 @@ def test_a_folder_of_records_is_listed(tmp_path, capsys):
         os.utime(file_of(make(tmp_path / f"runs/{position}"), 0), (position, position))
     (tmp_path / "runs/3").mkdir()
     (tmp_path / "runs/3/rank0.jsonl").write_text("?")
-    code, out, err = report(capsys, "runs")
+    code, out, err = called(capsys, "report", "runs")
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].split() == ["last", "written", "step", "loss", "state", "record"]
@@ -305,7 +300,7 @@ def test_a_folder_of_records_is_listed(tmp_path, capsys):
         ["60", "2.033", "ended", "runs/0"],
     ]
     assert not list(tmp_path.rglob("report.html"))
-    code, _, err = report(capsys, "runs", "--json")
+    code, _, err = called(capsys, "report", "runs", "--json")
     assert (code, err) == (
         2,
         "halfstep report: runs contains 4 records: name one of them, runs/3, runs/2, runs/1, ...\n",
@@ -319,10 +314,10 @@ def test_of_many_records_the_newest_are_listed_and_none_is_read_whole(
         folder = records.killed(tmp_path / f"runs/{position}")
         os.utime(file_of(folder, 0), (position, position))
     monkeypatch.setattr("halfstep._record.read.read_run", None)
-    lines = report(capsys, "runs")[1].splitlines()
+    lines = called(capsys, "report", "runs")[1].splitlines()
     assert [line.split()[-1] for line in lines[1:-1]] == [f"runs/{n}" for n in range(22, 2, -1)]
     assert lines[-1] == "the newest 20 of 23 records; --all lists the others"
-    lines = report(capsys, "runs", "--all")[1].splitlines()
+    lines = called(capsys, "report", "runs", "--all")[1].splitlines()
     assert [line.split()[-1] for line in lines[1:]] == [f"runs/{n}" for n in range(22, -1, -1)]
 
 
@@ -333,14 +328,16 @@ def test_of_many_records_the_newest_are_listed_and_none_is_read_whole(
 def test_a_record_that_does_not_exist_is_looked_for(given, meant, tmp_path, capsys):
     for name in ("train-1", "train-2", "other"):
         records.healthy(tmp_path / "runs" / name)
-    code, out, err = report(capsys, given)
+    code, out, err = called(capsys, "report", given)
     assert (code, out) == (2, "")
     assert f"{given} does not exist" in err
     assert f"did you mean {meant!r}" in err
 
 
 def test_a_page_that_cannot_be_written(tmp_path, capsys):
-    code, _, err = report(capsys, records.healthy(tmp_path / "a"), "-o", "no/such/page.html")
+    code, _, err = called(
+        capsys, "report", records.healthy(tmp_path / "a"), "-o", "no/such/page.html"
+    )
     assert code == 2
     path = "no/such/page.html"
     assert err == f"halfstep report: {path}: cannot be written: No such file or directory; see -o\n"

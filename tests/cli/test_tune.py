@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.cli.called import called
 
 from halfstep import Policy
 from halfstep._cli import main
@@ -71,14 +72,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "script.py"
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    code = main(["tune", *map(str, argv)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 def test_it_writes_the_policy(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, f"{script}:make", "-o", "policy.toml")
+    code, out, err = called(capsys, "tune", f"{script}:make", "-o", "policy.toml")
     assert (code, err) == (0, "")
     assert out.startswith("fp16: 1 module in fp32 is needed and enough (the model has 4 modules)\n")
     assert out.endswith("written to policy.toml\n")
@@ -86,12 +81,12 @@ def test_it_writes_the_policy(script: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_options(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "script:make", "--dtype", "bf16", "--policy", "torch")
+    code, out, _ = called(capsys, "tune", "script:make", "--dtype", "bf16", "--policy", "torch")
     assert (code, out.splitlines()[:2]) == (
         0,
         ["bf16: 4 modules within bounds, nothing has to stay in fp32", "policy: torch"],
     )
-    code, out, _ = run(capsys, "script:make", "--dtype", "bf16", "--error", "1e-7")
+    code, out, _ = called(capsys, "tune", "script:make", "--dtype", "bf16", "--error", "1e-7")
     assert (code, "3 modules in fp32 are needed" in out) == (0, True)
     assert not Path("policy.toml").exists()
 
@@ -99,7 +94,7 @@ def test_options(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_policy_that_is_enough_the_exit_code_is_1(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = run(capsys, "script.py:late", "-o", "policy.toml")
+    code, out, _ = called(capsys, "tune", "script.py:late", "-o", "policy.toml")
     assert (code, "NOT within bounds" in out) == (1, True)
     assert Path("policy.toml").exists()
 
@@ -108,16 +103,16 @@ def test_ctrl_c_and_the_same_again(
     script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STOP_AT", "4")
-    code, out, err = run(capsys, "script.py:stops", "--record", "tune.jsonl")
+    code, out, err = called(capsys, "tune", "script.py:stops", "--record", "tune.jsonl")
     assert (code, out) == (130, "")
     assert err == "\nInterrupted: the same command continues from tune.jsonl.\n"
     lines = Path("tune.jsonl").read_text().splitlines()
     assert len(lines) > 1
-    code, out, err = run(capsys, "script.py:stops")
+    code, out, err = called(capsys, "tune", "script.py:stops")
     assert (code, out) == (130, "")
     assert "with --record FILE the same command would continue from here" in err
     monkeypatch.setenv("STOP_AT", "0")
-    code, out, _ = run(capsys, "script.py:stops", "--record", "tune.jsonl")
+    code, out, _ = called(capsys, "tune", "script.py:stops", "--record", "tune.jsonl")
     assert (code, "policy: standard; @1:fp32" in out) == (0, True)
     assert Path("tune.jsonl").read_text().splitlines()[: len(lines)] == lines
     assert json.loads(lines[1])["event"] == "measured"
@@ -145,7 +140,7 @@ def test_ctrl_c_and_the_same_again(
 def test_mistakes_are_one_line_and_exit_code_2(
     script: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
-    code, out, err = run(capsys, *argv)
+    code, out, err = called(capsys, "tune", *argv)
     assert (code, out) == (2, "")
     assert err.startswith("halfstep tune: ")
     assert message in err
@@ -183,10 +178,10 @@ def test_the_function_is_looked_for_before_the_file_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text("raise SystemExit('it ran')\ndef make(): ...\ndef other(): ...\n")
-    assert run(capsys, "model.py:made")[2].endswith("did you mean 'make'?\n")
-    assert run(capsys, "model.py:x")[2].endswith("its functions are make, other\n")
+    assert called(capsys, "tune", "model.py:made")[2].endswith("did you mean 'make'?\n")
+    assert called(capsys, "tune", "model.py:x")[2].endswith("its functions are make, other\n")
     with pytest.raises(SystemExit, match="it ran"):
-        run(capsys, "model.py:make")
+        called(capsys, "tune", "model.py:make")
 
 
 @pytest.mark.parametrize(
@@ -198,4 +193,4 @@ def test_a_function_may_come_from_elsewhere(
 ) -> None:
     script.write_text("raise SystemExit('it ran')\n" + source)
     with pytest.raises(SystemExit, match="it ran"):
-        run(capsys, "script.py:make")
+        called(capsys, "tune", "script.py:make")

@@ -12,13 +12,14 @@ import pytest
 import torch
 from tests.device import seeded
 from tests.scaler.containers import Parts
+from tests.training import assert_same, loss_of, mlp, take_step
 from torch import Tensor, nn
 
 from halfstep import GradScaler, doctor, float32_weights, lost_updates, master_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
 BF16 = torch.bfloat16
-DATA = torch.randn(32, 8, generator=seeded(0))
+DATA = torch.randn(32, 8, generator=seeded(0)).bfloat16()
 
 
 @pytest.fixture(autouse=True)
@@ -30,19 +31,9 @@ def environment_and_seeds_stay() -> Iterator[None]:
     os.environ.update(before)
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x.bfloat16()).float().square().mean()
-    return loss
-
-
 def trained_by_hand(steps: int, make: Callable[[Any], torch.optim.Optimizer]) -> nn.Sequential:
     """Return a bfloat16 network whose float32 weights are stepped, batches of 4 in order."""
-    model = network().to(BF16)
+    model = mlp(8, 16, 4).to(BF16)
     weights = [nn.Parameter(param.detach().float()) for param in model.parameters()]
     optimizer = make(weights)
     for step in range(steps):
@@ -62,10 +53,9 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
 
-def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert one.dtype is other.dtype is BF16
-        assert torch.equal(one, other)
+def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:
+    assert_same(ours.parameters(), theirs.parameters())
+    assert all(param.dtype is BF16 for param in ours.parameters())
 
 
 # --- lightning ------------------------------------------------------------------------------------
@@ -78,7 +68,7 @@ def fitted(make: Callable[[Any], torch.optim.Optimizer], **kwargs: Any) -> tuple
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
-            self.net = network()
+            self.net = mlp(8, 16, 4)
 
         def training_step(self, batch: list[Tensor], _: int) -> Tensor:
             assert self.net[0].weight.dtype is BF16
@@ -100,7 +90,7 @@ def fitted(make: Callable[[Any], torch.optim.Optimizer], **kwargs: Any) -> tuple
 
 def test_lightning() -> None:
     module, _ = fitted(adamw, max_steps=8, enable_checkpointing=False)
-    assert_same(module.net, trained_by_hand(8, adamw))
+    assert_same_weights(module.net, trained_by_hand(8, adamw))
 
 
 def test_lightning_with_lbfgs_and_several_batches_a_step() -> None:
@@ -127,7 +117,7 @@ def test_lightning_resumes(tmp_path: Path) -> None:
         ckpt_path=tmp_path / "epoch=0.ckpt",
         weights_only=False,
     )
-    assert_same(whole.net, again.net)
+    assert_same_weights(whole.net, again.net)
 
 
 # --- transformers, accelerate, peft ---------------------------------------------------------------
@@ -173,12 +163,12 @@ def test_a_trainer_resumes(kind: str, tmp_path: Path) -> None:
         assert all("master_remainder" in each for each in optimizer.state.values())
         return model  # type: ignore[no-any-return]
 
-    assert_same(trained(), trained(str(tmp_path / "checkpoint-2")))
+    assert_same_weights(trained(), trained(str(tmp_path / "checkpoint-2")))
 
 
 def test_optimizers_in_a_container() -> None:
     """Its own state is not what it saves: each of those that it holds has master weights."""
-    model = network().to(BF16)
+    model = mlp(8, 16, 4).to(BF16)
     container = Parts([adamw(model[0].parameters()), adamw(model[2].parameters())])
     with pytest.raises(TypeError, match=r"it holds several optimizers.*Pass each of them"):
         master_weights(container)
@@ -186,18 +176,15 @@ def test_optimizers_in_a_container() -> None:
         master_weights(optimizer)
     scaler = GradScaler(init_scale=2.0**10)
     for step in range(8):
-        container.zero_grad()
-        scaler.scale(loss_of(model, DATA[4 * step : 4 * step + 4])).backward()
-        scaler.step(container)
-        scaler.update()
-    assert_same(model, trained_by_hand(8, adamw))
+        take_step(scaler, container, loss_of(model, DATA[4 * step : 4 * step + 4]))
+    assert_same_weights(model, trained_by_hand(8, adamw))
 
 
 @pytest.mark.parametrize("first", ["masters", "accelerate"])
 def test_accelerate(first: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
-    model = network().to(BF16)
+    model = mlp(8, 16, 4).to(BF16)
     optimizer = adamw(model.parameters())
     if first == "masters":
         master_weights(optimizer)
@@ -218,7 +205,7 @@ def test_accelerate(first: str, tmp_path: Path) -> None:
     steps(range(6))
     accelerator.load_state(str(tmp_path))
     steps(range(4, 8))
-    assert_same(model, trained_by_hand(8, adamw))
+    assert_same_weights(model, trained_by_hand(8, adamw))
     # What the library made of the optimizer is as good as the optimizer.
     weights = float32_weights(model, prepared)
     assert all(map(torch.equal, weights.values(), float32_weights(model, optimizer).values()))
@@ -232,7 +219,7 @@ def test_adapters_of_peft() -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=["0", "2"])
-    model = peft.get_peft_model(network().to(BF16), config, autocast_adapter_dtype=False)
+    model = peft.get_peft_model(mlp(8, 16, 4).to(BF16), config, autocast_adapter_dtype=False)
     adapters = [param for param in model.parameters() if param.requires_grad]
     optimizer = master_weights(torch.optim.AdamW(adapters, lr=1e-2))
     for step in range(6):
@@ -244,8 +231,8 @@ def test_adapters_of_peft() -> None:
         optimizer.step()
     assert all(param.dtype is BF16 for param in adapters)
     assert all(optimizer.state[param]["master_remainder"].any() for param in adapters)
-    before = model(DATA.bfloat16())
-    torch.testing.assert_close(model.merge_and_unload()(DATA.bfloat16()), before, atol=0.1, rtol=0)
+    before = model(DATA)
+    torch.testing.assert_close(model.merge_and_unload()(DATA), before, atol=0.1, rtol=0)
 
 
 # --- averages -------------------------------------------------------------------------------------
@@ -255,7 +242,7 @@ def test_adapters_of_peft() -> None:
 def test_averages_that_stand_in_for_the_weights(library: str) -> None:
     """Between two steps the weights are an average, and then those that are trained again."""
     imported = pytest.importorskip(library)
-    model = network().to(BF16)
+    model = mlp(8, 16, 4).to(BF16)
     optimizer = master_weights(adamw(model.parameters()))
     params = list(model.parameters())
     if library == "diffusers":
@@ -278,5 +265,5 @@ def test_averages_that_stand_in_for_the_weights(library: str) -> None:
         else:
             average.update()
             with average.average_parameters():
-                model(DATA.bfloat16())
-    assert_same(model, trained_by_hand(8, adamw))
+                model(DATA)
+    assert_same_weights(model, trained_by_hand(8, adamw))

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.device import DEVICE, seeded
+from tests.training import assert_same
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -133,19 +134,9 @@ def give_gradients(params: list[nn.Parameter], seed: int, share: float = 0.8) ->
         param.grad = grad if has_one else None
 
 
-def assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.dtype is other.dtype
-        assert torch.equal(one, other)
-
-
-@pytest.fixture(params=OPTIMIZERS)
-def make(request: pytest.FixtureRequest) -> Make:
-    return OPTIMIZERS[request.param]
-
-
 @pytest.mark.parametrize("store", ["split", "float32"])
 @pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_step_is_that_of_float32_weights(make: Make, store: Any, groups: int) -> None:
     dtype = BF16 if store == "split" else FP16
     ours, theirs = parameters(dtype), parameters(dtype)
@@ -219,7 +210,7 @@ def linear(dtype: torch.dtype = BF16) -> nn.Linear:
     return nn.Linear(16, 16, dtype=dtype)
 
 
-def loss_of(model: nn.Module, seed: int) -> Tensor:
+def loss_at(model: nn.Module, seed: int) -> Tensor:
     torch.manual_seed(seed)
     x = torch.randn(4, 16, dtype=next(model.parameters()).dtype)
     loss: Tensor = model(x).float().square().mean()
@@ -237,7 +228,7 @@ def test_updates_are_not_lost() -> None:
         before = model.weight.detach().clone()
         for seed in range(100):
             optimizer.zero_grad()
-            loss_of(model, seed).backward()
+            loss_at(model, seed).backward()
             optimizer.step()
         moved.append((model.weight != before).float().mean().item())
     assert moved[0] < 0.1
@@ -248,24 +239,24 @@ def test_updates_are_not_lost() -> None:
 def test_lbfgs(search: str | None) -> None:
     """It evaluates a closure many times, with the parameters as the model has them."""
 
-    def make(params: list[Any]) -> torch.optim.Optimizer:
+    def lbfgs(params: list[Any]) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(params, lr=0.5, max_iter=5, line_search_fn=search)
 
     ours, theirs = linear(), linear()
-    optimizer = master_weights(make(list(ours.parameters())))
-    by_hand = ByHand(list(theirs.parameters()), make)
+    optimizer = master_weights(lbfgs(list(ours.parameters())))
+    by_hand = ByHand(list(theirs.parameters()), lbfgs)
 
     def closure() -> Tensor:
         assert ours.weight.dtype is BF16
         optimizer.zero_grad()
-        loss = loss_of(ours, 0)
+        loss = loss_at(ours, 0)
         loss.backward()
         return loss
 
     def closure_by_hand() -> Tensor:
         by_hand.round()
         theirs.zero_grad()
-        loss = loss_of(theirs, 0)
+        loss = loss_at(theirs, 0)
         loss.backward()
         for param, weight in zip(by_hand.params, by_hand.weights, strict=True):
             assert param.grad is not None
@@ -277,7 +268,7 @@ def test_lbfgs(search: str | None) -> None:
         expected = by_hand.optimizer.step(closure_by_hand)  # type: ignore[arg-type]
         assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
         by_hand.round()
-        assert_same(list(ours.parameters()), by_hand.params)
+        assert_same(ours.parameters(), by_hand.params)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -290,17 +281,17 @@ def test_a_closure_of_any_optimizer(by_name: bool) -> None:
         def closure(seed: int = seed) -> float:
             assert ours.weight.dtype is BF16
             optimizer.zero_grad()
-            loss = loss_of(ours, seed)
+            loss = loss_at(ours, seed)
             loss.backward()
             return loss.item()
 
         found: Any = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
         theirs.zero_grad()
-        loss = loss_of(theirs, seed)
+        loss = loss_at(theirs, seed)
         loss.backward()
         by_hand.step()
         assert found == loss.item()
-        assert_same(list(ours.parameters()), by_hand.params)
+        assert_same(ours.parameters(), by_hand.params)
 
 
 class TwoSteps(torch.optim.SGD):
@@ -321,12 +312,12 @@ class TwoSteps(torch.optim.SGD):
 
 
 def test_an_optimizer_that_goes_to_a_neighbour_and_back() -> None:
-    def make(params: list[Any]) -> TwoSteps:
+    def two_steps(params: list[Any]) -> TwoSteps:
         return TwoSteps(params, lr=1e-3)
 
     ours, theirs = linear(), linear()
-    optimizer = master_weights(make(list(ours.parameters())))
-    by_hand = ByHand(list(theirs.parameters()), make)
+    optimizer = master_weights(two_steps(list(ours.parameters())))
+    by_hand = ByHand(list(theirs.parameters()), two_steps)
     for seed in range(10):
         for name in ("first_step", "second_step"):
             give_gradients(list(ours.parameters()), seed, share=1.0)
@@ -336,7 +327,7 @@ def test_an_optimizer_that_goes_to_a_neighbour_and_back() -> None:
             getattr(optimizer, name)()
             getattr(by_hand.optimizer, name)()
             by_hand.round()
-            assert_same(list(ours.parameters()), by_hand.params)
+            assert_same(ours.parameters(), by_hand.params)
     assert all(param.grad is not None and not param.grad.any() for param in ours.parameters())
 
 
@@ -422,7 +413,7 @@ def test_gradients_that_a_hook_sets_to_zero_are_zero() -> None:
     original = optimizer.step
     optimizer.step = lambda *args: original(*args)  # type: ignore[method-assign, assignment]
     master_weights(optimizer)
-    loss_of(model, 0).backward()
+    loss_at(model, 0).backward()
     optimizer.step()
     assert model.weight.grad is not None
     assert not model.weight.grad.any()
@@ -459,17 +450,17 @@ def test_float16_parameters_with_a_scaler(fused: bool, max_norm: float | None) -
     """Unscaled, checked and clipped in float32; a step that overflows changes nothing."""
     ours, theirs = linear(FP16), linear(FP16)
 
-    def make(params: list[Any]) -> torch.optim.Optimizer:
+    def adamw(params: list[Any]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=1e-3, fused=fused)
 
-    optimizer = master_weights(make(list(ours.parameters())), "float32")
-    by_hand = ByHand(list(theirs.parameters()), make)
+    optimizer = master_weights(adamw(list(ours.parameters())), "float32")
+    by_hand = ByHand(list(theirs.parameters()), adamw)
     scaler = halfstep.GradScaler(DEVICE, init_scale=2.0**12)
     taken = []
     for seed in range(6):
         factor = 1e4 if seed == 2 else 1.0
         optimizer.zero_grad()
-        scaler.scale(loss_of(ours, seed) * factor).backward()
+        scaler.scale(loss_at(ours, seed) * factor).backward()
         assert all(
             param.grad is None or param.grad.dtype is torch.float32 for param in ours.parameters()
         )
@@ -479,10 +470,10 @@ def test_float16_parameters_with_a_scaler(fused: bool, max_norm: float | None) -
         scaler.update()
         taken.append(scaler.outcome(optimizer).taken)
         if not taken[-1]:
-            assert_same(list(ours.parameters()), [nn.Parameter(each) for each in before])
+            assert_same(ours.parameters(), before)
             continue
         theirs.zero_grad()
-        (loss_of(theirs, seed) * scale).backward()
+        (loss_at(theirs, seed) * scale).backward()
         for param, weight in zip(by_hand.params, by_hand.weights, strict=True):
             assert param.grad is not None
             weight.grad = param.grad.float() / scale
@@ -502,14 +493,14 @@ def test_a_scaler_with_a_closure_and_with_retries() -> None:
     attempt = 0
     for attempt in scaler.retry(optimizer, times=30):  # noqa: B007
         optimizer.zero_grad()
-        scaler.scale(loss_of(model, 0)).backward()
+        scaler.scale(loss_at(model, 0)).backward()
         scaler.step(optimizer)
         scaler.update()
     assert attempt > 0
     assert scaler.outcome(optimizer).taken
     scaler.update(1024.0)
     before = model.weight.detach().clone()
-    scaler.step(optimizer, lambda: loss_of(model, 1))
+    scaler.step(optimizer, lambda: loss_at(model, 1))
     scaler.update()
     assert scaler.outcome(optimizer).taken
     assert not torch.equal(model.weight, before)
@@ -522,7 +513,7 @@ def test_a_skipped_fused_step_changes_nothing() -> None:
     for is_bad in (False, True):
         before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
         optimizer.zero_grad()
-        (scaler.scale(loss_of(model, 0)) * (float("inf") if is_bad else 1.0)).backward()
+        (scaler.scale(loss_at(model, 0)) * (float("inf") if is_bad else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
     assert not scaler.outcome(optimizer).taken
@@ -536,12 +527,12 @@ def test_a_scaler_leaves_unscaled_gradients_of_a_fused_optimizer() -> None:
     model = linear()
     optimizer = master_weights(torch.optim.AdamW(model.parameters(), fused=True))
     scaler = halfstep.GradScaler(DEVICE, init_scale=1024.0)
-    loss_of(model, 0).backward()
+    loss_at(model, 0).backward()
     expected = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     optimizer.zero_grad()
     for _ in range(30):  # the first steps of an optimizer are measured
         optimizer.zero_grad()
-        scaler.scale(loss_of(model, 0)).backward()
+        scaler.scale(loss_at(model, 0)).backward()
         last = [param.grad.clone() for param in model.parameters() if param.grad is not None]
         scaler.step(optimizer)
         scaler.update()
@@ -569,7 +560,7 @@ def test_compiled_models_and_contexts() -> None:
 def test_a_graph_from_before_a_step_is_an_error() -> None:
     model = linear()
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=1.0))
-    loss_of(model, 0).backward()
+    loss_at(model, 0).backward()
     loss = (model.weight.square()).sum()
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -639,11 +630,11 @@ def test_a_step_in_a_hook_of_the_backward_pass() -> None:
     for param in optimizers:
         param.register_post_accumulate_grad_hook(step)
     for seed in range(4):
-        loss_of(ours, seed).backward()
+        loss_at(ours, seed).backward()
         theirs.zero_grad()
-        loss_of(theirs, seed).backward()
+        loss_at(theirs, seed).backward()
         by_hand.step()
-        assert_same(list(ours.parameters()), by_hand.params)
+        assert_same(ours.parameters(), by_hand.params)
 
 
 # --- gradients in float32 -------------------------------------------------------------------------
@@ -697,14 +688,14 @@ def test_the_next_step_goes_on_from_there(store: Any, write: str) -> None:
     model = linear()
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1), store)
     for seed in range(2):
-        loss_of(model, seed).backward()
+        loss_at(model, seed).backward()
         optimizer.step()
     WRITES[write](model)
     before = [param.detach().clone() for param in model.parameters()]
     optimizer.param_groups[0]["lr"] = 0.0
-    loss_of(model, 2).backward()
+    loss_at(model, 2).backward()
     optimizer.step()
-    assert_same(list(model.parameters()), [nn.Parameter(each) for each in before])
+    assert_same(model.parameters(), before)
 
 
 def test_tied_frozen_and_added_parameters() -> None:
@@ -727,10 +718,10 @@ def test_tied_frozen_and_added_parameters() -> None:
             by_hand.optimizer.add_param_group({"params": [by_hand.weights[-1]]})
         for each in (model, theirs):
             each.zero_grad()
-            loss_of(each, seed).backward()
+            loss_at(each, seed).backward()
         optimizer.step()
         by_hand.step()
-        assert_same(list(model.parameters()), list(theirs.parameters()))
+        assert_same(model.parameters(), theirs.parameters())
 
 
 def test_a_frozen_parameter_takes_no_memory() -> None:
@@ -741,7 +732,7 @@ def test_a_frozen_parameter_takes_no_memory() -> None:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of(model, 0)
+        loss = loss_at(model, 0)
         loss.backward()
         return loss
 
@@ -784,7 +775,7 @@ def test_a_parameter_of_a_new_shape_begins_anew() -> None:
 def test_the_state_of_a_plain_optimizer_loads() -> None:
     plain = linear()
     before = torch.optim.AdamW(plain.parameters(), foreach=True)
-    loss_of(plain, 0).backward()
+    loss_at(plain, 0).backward()
     before.step()
     model = copy.deepcopy(plain)
     optimizer = master_weights(torch.optim.AdamW(model.parameters(), foreach=True))
@@ -793,14 +784,14 @@ def test_the_state_of_a_plain_optimizer_loads() -> None:
     assert state["exp_avg"].dtype is torch.float32
     assert torch.equal(state["exp_avg"], before.state[plain.weight]["exp_avg"].float())
     optimizer.zero_grad()
-    loss_of(model, 1).backward()
+    loss_at(model, 1).backward()
     optimizer.step()
 
 
 def test_state_that_an_optimizer_has_already_becomes_float32() -> None:
     model = linear()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    loss_of(model, 0).backward()
+    loss_at(model, 0).backward()
     optimizer.step()
     master_weights(optimizer)
     assert optimizer.state[model.weight]["exp_avg"].dtype is torch.float32
@@ -837,7 +828,7 @@ def test_all_of_a_state_is_loaded_as_it_was_saved(make: Any, gradients: Any) -> 
 
             def closure() -> Tensor:
                 optimizer.zero_grad()
-                loss = loss_of(model, seed)  # noqa: B023
+                loss = loss_at(model, seed)  # noqa: B023
                 loss.backward()
                 return loss
 
@@ -857,7 +848,7 @@ def test_all_of_a_state_is_loaded_as_it_was_saved(make: Any, gradients: Any) -> 
         assert not (is_container and value is saved["state"][0][key])  # it may be written to
     go_on(model, optimizer, range(2, 4))
     go_on(later, after, range(2, 4))
-    assert_same(list(model.parameters()), list(later.parameters()))
+    assert_same(model.parameters(), later.parameters())
 
 
 class OwnLoading(torch.optim.AdamW):
@@ -887,7 +878,7 @@ def test_an_optimizer_that_loads_without_hooks_goes_on(store: Any) -> None:
     for each, stepped in ((model, optimizer), (later, after)):
         give_gradients(list(each.parameters()), 1, share=1.0)
         stepped.step()
-    assert_same(list(model.parameters()), list(later.parameters()))
+    assert_same(model.parameters(), later.parameters())
 
 
 class LowMomentum(torch.optim.Optimizer):
@@ -910,7 +901,7 @@ class LowMomentum(torch.optim.Optimizer):
 def test_state_that_an_optimizer_keeps_low_stays_low(store: Any) -> None:
     model = linear()
     optimizer = master_weights(LowMomentum(model.parameters()), store)
-    loss_of(model, 0).backward()
+    loss_at(model, 0).backward()
     optimizer.step()
     later = copy.deepcopy(model)
     after = master_weights(LowMomentum(later.parameters()), store)
@@ -918,9 +909,9 @@ def test_state_that_an_optimizer_keeps_low_stays_low(store: Any) -> None:
     assert after.state[later.weight]["momentum"].dtype is BF16
     for each, stepped in ((model, optimizer), (later, after)):
         each.zero_grad()
-        loss_of(each, 1).backward()
+        loss_at(each, 1).backward()
         stepped.step()
-    assert_same(list(model.parameters()), list(later.parameters()))
+    assert_same(model.parameters(), later.parameters())
 
 
 @pytest.mark.parametrize("saved", ["split", "float32", "kahan", "stochastic"])
@@ -929,14 +920,14 @@ def test_another_store_may_go_on(saved: Any, loaded: Any) -> None:
     model = linear()
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=1e-4), saved)
     for seed in range(3):
-        loss_of(model, seed).backward()
+        loss_at(model, seed).backward()
         optimizer.step()
     other = copy.deepcopy(model)
     after = master_weights(torch.optim.SGD(other.parameters(), lr=1e-4), loaded)
     after.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for each, stepped in ((model, optimizer), (other, after)):
         each.zero_grad()
-        loss_of(each, 9).backward()
+        loss_at(each, 9).backward()
         stepped.step()
     if "stochastic" not in (saved, loaded):
         torch.testing.assert_close(other.weight, model.weight, rtol=2**-7, atol=0)
@@ -948,7 +939,7 @@ def test_chance_goes_on_after_loading() -> None:
     def trained(model: nn.Linear, optimizer: torch.optim.Optimizer, seeds: range) -> None:
         for seed in seeds:
             optimizer.zero_grad()
-            loss_of(model, seed).backward()
+            loss_at(model, seed).backward()
             optimizer.step()
 
     def made(seed: int) -> tuple[nn.Linear, torch.optim.Optimizer]:
@@ -975,7 +966,7 @@ def test_state_is_loaded_while_a_model_is_float32() -> None:
     for dtype in (BF16, torch.float32, BF16):
         model.to(dtype)
         optimizer.zero_grad()
-        loss_of(model, 0).backward()
+        loss_at(model, 0).backward()
         optimizer.step()
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert optimizer.state[model.weight]["master_remainder"].dtype is torch.int16
@@ -993,18 +984,18 @@ def test_a_copy_goes_on(kind: Any, store: Any, copied: Callable[[Any], Any]) -> 
     generator = seeded(5) if store == "stochastic" else None
     model = linear()
     optimizer = master_weights(kind(model.parameters()), store, "float32", generator)
-    loss_of(model, 0).backward()
+    loss_at(model, 0).backward()
     optimizer.step()
     again, other = copied((model, optimizer))
     assert type(other) is kind
     for each, stepped in ((model, optimizer), (again, other)):
         for seed in (1, 2):
             stepped.zero_grad()
-            loss_of(each, seed).backward()
+            loss_at(each, seed).backward()
             assert each.weight.grad is not None
             assert each.weight.grad.dtype is torch.float32
             stepped.step()
-    assert_same(list(model.parameters()), list(again.parameters()))
+    assert_same(model.parameters(), again.parameters())
     assert optimizer.state_dict().keys() == other.state_dict().keys()
     kept = (each.state[param] for each, param in ((optimizer, model.weight), (other, again.weight)))
     for one, two in zip(*map(dict.values, kept), strict=True):
@@ -1017,7 +1008,7 @@ def test_a_copy_goes_on(kind: Any, store: Any, copied: Callable[[Any], Any]) -> 
 def test_a_state_that_was_loaded_too_early_is_refused() -> None:
     model = linear()
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
-    loss_of(model, 0).backward()
+    loss_at(model, 0).backward()
     optimizer.step()
     late = torch.optim.SGD(model.parameters(), lr=0.1)
     late.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -1130,7 +1121,7 @@ def test_parameters_are_put_back_after_an_error(
 ) -> None:
     model = linear()
     optimizer = master_weights(Signs(list(model.parameters()), lr=0.1))
-    loss_of(model, 0).backward()
+    loss_at(model, 0).backward()
     grads = [param.grad for param in model.parameters()]
 
     def fail(*_: object) -> None:
@@ -1144,7 +1135,7 @@ def test_parameters_are_put_back_after_an_error(
     for param, grad in zip(model.parameters(), grads, strict=True):
         assert param.dtype is BF16
         assert param.grad is grad
-    loss_of(model, 0).backward()
+    loss_at(model, 0).backward()
 
 
 def test_groups_are_put_back_after_an_error(many: Any) -> None:
@@ -1299,7 +1290,7 @@ def test_a_model_that_became_float16_is_an_error() -> None:
     model = linear()
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
     model.half()
-    loss_of(model, 0).backward()
+    loss_at(model, 0).backward()
     with pytest.raises(ValueError, match=r"parameter 0 is float16.*store='float32'"):
         optimizer.step()
 
@@ -1371,7 +1362,7 @@ def test_tensors_are_where_the_parameters_are(store: Any) -> None:
 def test_nothing_is_kept_alive() -> None:
     model = linear()
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
-    loss_of(model, 0).backward()
+    loss_at(model, 0).backward()
     optimizer.step()
     gone = weakref.ref(optimizer), weakref.ref(model)
     del optimizer, model

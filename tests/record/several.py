@@ -15,7 +15,7 @@ BAD = 12  # the step in which rank 1 goes bad, after the start-up of dynamic sca
 NUM_STEPS = 14
 
 
-def run(rank: int, folder: str, kind: str) -> None:
+def record_training(rank: int, folder: str, kind: str) -> None:
     """Train by FSDP2, or as the two stages of a pipeline."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     try:

@@ -15,6 +15,7 @@ from tests import forked
 from tests.device import DEVICE
 from tests.record.training import Net, train
 from tests.scaler.containers import Facade, Parts
+from tests.training import assert_same
 from torch import nn
 from torch.nn.modules import module as nn_module
 
@@ -29,7 +30,7 @@ def tensors(run: Run, number: int = 0) -> dict[tuple[str, str], object]:
     return {(t.kind, t.name): t for t in run.samples[number].tensors}
 
 
-def make(scale: float = 2.0**10, **kwargs: object) -> tuple[Net, halfstep.GradScaler]:
+def net_and_scaler(scale: float = 2.0**10, **kwargs: object) -> tuple[Net, halfstep.GradScaler]:
     torch.manual_seed(0)
     return Net(), halfstep.GradScaler(DEVICE, init_scale=scale, **kwargs)  # type: ignore[arg-type]
 
@@ -46,7 +47,7 @@ def transformer() -> nn.Module:
 @pytest.mark.parametrize("make_model", [Net, transformer], ids=["net", "transformer"])
 @pytest.mark.parametrize("is_scaled", [True, False], ids=["fp16", "bf16"])
 def test_training_is_the_same_bit_for_bit(make_model, is_scaled, tmp_path: Path) -> None:
-    def run(is_recorded: bool) -> tuple[list[float], list[torch.Tensor], torch.Tensor]:
+    def trained(is_recorded: bool) -> tuple[list[float], list[torch.Tensor], torch.Tensor]:
         torch.manual_seed(0)
         model = make_model()
         scaler = halfstep.GradScaler(DEVICE, init_scale=2.0**24) if is_scaled else None
@@ -61,9 +62,9 @@ def test_training_is_the_same_bit_for_bit(make_model, is_scaled, tmp_path: Path)
             out = model(torch.ones(2, 6))
         return losses, [*model.state_dict().values(), out], torch.get_rng_state()
 
-    plain, recorded = run(False), run(True)
+    plain, recorded = trained(False), trained(True)
     assert plain[0] == recorded[0]
-    assert all(torch.equal(a, b) for a, b in zip(plain[1], recorded[1], strict=True))
+    assert_same(plain[1], recorded[1])
     assert torch.equal(plain[2], recorded[2])
     assert len(read_run(tmp_path).samples) == 6
 
@@ -79,7 +80,7 @@ def test_evaluation_inside_a_sampled_step_keeps_its_fast_path(tmp_path: Path) ->
 
 def test_everything_is_put_back_after_an_error(tmp_path: Path) -> None:
     backward, norm = torch.autograd.backward, nn.utils.clip_grad._get_total_norm
-    model, scaler = make()
+    model, scaler = net_and_scaler()
 
     def fail(step: int) -> None:
         if step == 2:
@@ -100,7 +101,7 @@ def test_everything_is_put_back_after_an_error(tmp_path: Path) -> None:
 
 
 def test_steps_are_those_of_the_scaler(tmp_path: Path) -> None:
-    model, scaler = make(2.0**30)
+    model, scaler = net_and_scaler(2.0**30)
     with halfstep.record(tmp_path, scaler=scaler, every=0) as record:
         losses = train(model, 20, scaler=scaler, max_norm=1.0)
     run, history = read_run(tmp_path), scaler.history()
@@ -119,7 +120,7 @@ def test_steps_are_those_of_the_scaler(tmp_path: Path) -> None:
 
 
 def test_the_norm_is_that_of_clipping_whoever_clips(tmp_path: Path) -> None:
-    model, scaler = make()
+    model, scaler = net_and_scaler()
     norms = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with halfstep.record(tmp_path):
@@ -175,7 +176,7 @@ def test_a_disabled_scaler_is_none(tmp_path: Path) -> None:
 
 
 def test_the_loss_of_an_accumulated_step_is_the_sum(tmp_path: Path) -> None:
-    model, scaler = make()
+    model, scaler = net_and_scaler()
     with halfstep.record(tmp_path):
         losses = train(model, 3, scaler=scaler, micro_batches=4)
     assert [step.loss for step in read_run(tmp_path).steps] == pytest.approx(losses)
@@ -183,7 +184,7 @@ def test_the_loss_of_an_accumulated_step_is_the_sum(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_scaled", [True, False])
 def test_the_loss_of_a_closure_is_that_of_its_last_evaluation(is_scaled, tmp_path: Path) -> None:
-    model, scaler = make(rule=halfstep.Static())
+    model, scaler = net_and_scaler(rule=halfstep.Static())
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     seen = []
 
@@ -208,7 +209,7 @@ def test_the_loss_of_a_closure_is_that_of_its_last_evaluation(is_scaled, tmp_pat
 
 
 def test_only_the_given_scaler_counts(tmp_path: Path) -> None:
-    (model, scaler), (other, others_scaler) = make(), make()
+    (model, scaler), (other, others_scaler) = net_and_scaler(), net_and_scaler()
     with halfstep.record(tmp_path, scaler=scaler):
         train(other, 3, scaler=others_scaler)
         train(model, 2, scaler=scaler)
@@ -219,7 +220,7 @@ def test_only_the_given_scaler_counts(tmp_path: Path) -> None:
 
 
 def test_a_skipped_step_names_where_it_began(tmp_path: Path) -> None:
-    model, scaler = make()
+    model, scaler = net_and_scaler()
 
     def overflow(step: int) -> None:
         if step == 3:  # what an overflow in the block's backward pass leaves
@@ -239,7 +240,7 @@ def test_a_skipped_step_names_where_it_began(tmp_path: Path) -> None:
 
 
 def test_messages_of_the_scaler_have_names_too(tmp_path: Path) -> None:
-    model, scaler = make(max_consecutive_skips=2)
+    model, scaler = net_and_scaler(max_consecutive_skips=2)
 
     def overflow(step: int) -> None:
         model.norm.bias.grad.fill_(math.inf)
@@ -255,14 +256,14 @@ def test_a_scaler_with_a_watch_of_its_own(tmp_path: Path) -> None:
         def watch(self) -> None:  # type: ignore[override]
             raise AssertionError
 
-    model, _ = make()
+    model, _ = net_and_scaler()
     with halfstep.record(tmp_path, model=model):
         train(model, 2, scaler=Scaler())
     assert len(read_run(tmp_path).steps) == 2
 
 
 def test_a_bad_loss_began_nowhere_in_the_model(tmp_path: Path) -> None:
-    model, scaler = make()
+    model, scaler = net_and_scaler()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with halfstep.record(tmp_path):
         scaler.scale(model(torch.full((2, 6), math.nan)).sum()).backward()
@@ -303,7 +304,7 @@ def test_a_sampled_step_is_what_is_in_the_tensors(tmp_path: Path) -> None:
 
 
 def test_names_order_policy_and_size_of_the_model(tmp_path: Path) -> None:
-    model, scaler = make()
+    model, scaler = net_and_scaler()
     with halfstep.record(tmp_path):
         train(model, 1, scaler=scaler)
     run = read_run(tmp_path)
@@ -325,7 +326,7 @@ def test_names_order_policy_and_size_of_the_model(tmp_path: Path) -> None:
     [(3, [1, 2, 3, 6]), (5, [1, 2, 4, 5]), (50, [1, 2, 4, 8]), (1, [*range(1, 9)])],
 )
 def test_which_steps_are_sampled(tmp_path: Path, every: int, expected: list[int]) -> None:
-    model, scaler = make()
+    model, scaler = net_and_scaler()
     with halfstep.record(tmp_path, every=every):
         train(model, 8, scaler=scaler)
     assert [sample.step for sample in read_run(tmp_path).samples] == expected
@@ -371,7 +372,7 @@ def test_the_gradient_of_several_backward_passes_is_their_sum(tmp_path: Path) ->
 def test_steps_of_a_container(
     kind: Any, is_scaled: bool, wanted: list[tuple[int, str]], tmp_path: Path
 ) -> None:
-    model, scaler = make()
+    model, scaler = net_and_scaler()
     container = kind(
         [torch.optim.SGD(model.first.parameters()), torch.optim.AdamW(model.head.parameters())]
     )
@@ -413,7 +414,7 @@ def test_a_model_that_is_gone_is_freed(tmp_path: Path) -> None:
     import gc
     import weakref
 
-    model, scaler = make()
+    model, scaler = net_and_scaler()
     ref = weakref.ref(model.head.weight)
     with halfstep.record(tmp_path):
         train(model, 2, scaler=scaler)
@@ -512,7 +513,7 @@ def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
-    model, scaler = make()
+    model, scaler = net_and_scaler()
     with halfstep.record(tmp_path) as record:
         train(model, 2, scaler=scaler)
         child = os.fork()
@@ -540,7 +541,7 @@ def test_the_rank_comes_from_the_environment(tmp_path: Path, monkeypatch) -> Non
 
 
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
-    model, scaler = make()
+    model, scaler = net_and_scaler()
     with halfstep.record(tmp_path) as record, open("/dev/full", "wb", buffering=0) as full:
         train(model, 1, scaler=scaler)
         record._recorder._writer._file.close()
@@ -619,7 +620,7 @@ RUINED = ("norm.running_mean", "norm.running_var")
 
 
 def test_a_skipped_step_that_ruins_buffers_is_named_at_once(tmp_path: Path) -> None:
-    _, scaler = make()
+    _, scaler = net_and_scaler()
     with (
         halfstep.record(tmp_path),
         pytest.warns(HalfstepWarning, match=r"after step 3, .*NaN: seen, norm.running_mean"),
@@ -701,7 +702,7 @@ def test_statistics_that_are_nan_in_a_checkpoint_are_named(tmp_path: Path) -> No
 
 def test_a_second_segment_with_a_good_checkpoint_begins_with_good_buffers(tmp_path: Path) -> None:
     for broken in (2, 0):
-        _, scaler = make()
+        _, scaler = net_and_scaler()
         with warnings.catch_warnings(action="ignore"), halfstep.record(tmp_path):
             train_with_a_broken_batch(WithBuffers(), broken, scaler, num=3)
     assert buffers_in(tmp_path)[-1] == (3, ())
@@ -728,7 +729,7 @@ def test_a_record_is_entered_once(tmp_path: Path) -> None:
 
 
 def test_a_record_inside_another(tmp_path: Path) -> None:
-    model, scaler = make()
+    model, scaler = net_and_scaler()
     with halfstep.record(tmp_path / "a", every=2):
         with halfstep.record(tmp_path / "b", every=1):
             train(model, 2, scaler=scaler)

@@ -22,7 +22,7 @@ def said(folder: Path) -> str:
 
 
 def test_inf_in_a_shard_of_rank_1(pool: Pool, tmp_path: Path) -> None:
-    pool.run(several.run, str(tmp_path), "fsdp")
+    pool.run(several.record_training, str(tmp_path), "fsdp")
     run = read_run(tmp_path)
     (skipped,) = run.skipped
     assert (skipped.step, skipped.rank, skipped.reason) == (several.BAD, 1, "overflow")
@@ -38,7 +38,7 @@ def test_inf_in_a_shard_of_rank_1(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_a_loss_that_only_the_last_stage_has(pool: Pool, tmp_path: Path) -> None:
-    pool.run(several.run, str(tmp_path), "pipeline")
+    pool.run(several.record_training, str(tmp_path), "pipeline")
     for rank in range(2):  # a stage without a loss has each step once
         lines = (tmp_path / f"rank{rank}.jsonl").read_text().splitlines()
         steps = [event for event in map(json.loads, lines) if event["event"] == "step"]
@@ -59,7 +59,7 @@ def test_a_loss_that_only_the_last_stage_has(pool: Pool, tmp_path: Path) -> None
 
 def test_a_rank_that_raised_is_named(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankFailedError):
-        pool.run(several.run, str(tmp_path), "dies")
+        pool.run(several.record_training, str(tmp_path), "dies")
     text = said(tmp_path)
     assert "with an error on rank 1: `ValueError: rank 1 has had enough`" in text
     limits = Limits(allow_nan=True)
@@ -67,7 +67,7 @@ def test_a_rank_that_raised_is_named(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_was_killed_is_named(pool: Pool, tmp_path: Path) -> None:
-    pool.run(several.run, str(tmp_path), "fsdp")
+    pool.run(several.record_training, str(tmp_path), "fsdp")
     file = tmp_path / "rank1.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     assert "The record has no end on rank 1" in said(tmp_path)

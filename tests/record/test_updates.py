@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.device import DEVICE
 from tests.scaler.containers import Parts
+from tests.training import take_step
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 
@@ -23,7 +24,7 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).to(BF16)
 
 
-def loss_of(model: nn.Module, scale: float = 1.0) -> Tensor:
+def random_loss(model: nn.Module, scale: float = 1.0) -> Tensor:
     return (model(scale * torch.randn(5, 6).to(BF16)).float() + 0.5).square().mean()
 
 
@@ -60,7 +61,7 @@ def test_against_a_loop(tmp_path, has_scaler, fused):
     with halfstep.record(tmp_path, model=model, every=3):
         for number in range(1, 8):
             optimizer.zero_grad()
-            scaler.scale(loss_of(model)).backward()
+            scaler.scale(random_loss(model)).backward()
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
             scaler.step(optimizer)
             scaler.update()
@@ -86,7 +87,7 @@ def test_what_is_kept_is_not_lost(tmp_path, store):
     with halfstep.record(tmp_path, model=model, every=1):
         for _ in range(3):
             optimizer.zero_grad()
-            loss_of(model).backward()
+            random_loss(model).backward()
             optimizer.step()
     weights, shares = sampled_weights(tmp_path)
     if store == "stochastic":  # none is lost on average, and nothing shows it
@@ -104,10 +105,7 @@ def test_what_a_container_steps_counts_by_what_it_holds(tmp_path):
     scaler = halfstep.GradScaler(DEVICE, init_scale=8.0)
     with halfstep.record(tmp_path, model=model, every=1):
         for _ in range(3):
-            container.zero_grad()
-            scaler.scale(loss_of(model)).backward()
-            scaler.step(container)
-            scaler.update()
+            take_step(scaler, container, random_loss(model))
     weights, shares = sampled_weights(tmp_path)
     assert shares[3] < 0.2
     assert weights[3]["0.weight"][0] > 0
@@ -120,10 +118,7 @@ def test_a_skipped_step_has_no_updates(tmp_path, fused):
     scaler = halfstep.GradScaler(DEVICE, init_scale=8.0)
     with halfstep.record(tmp_path, model=model, every=1):
         for scale in (1.0, math.inf, 1.0):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, scale)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(scaler, optimizer, random_loss(model, scale))
     weights, shares = sampled_weights(tmp_path)
     assert [share is None for share in shares.values()] == [False, True, False]
     assert weights[2]["0.weight"] in ([None, None], [0, 0])
@@ -135,7 +130,7 @@ def test_a_learning_rate_of_zero_loses_nothing(tmp_path, rate):
     groups = [{"params": model[0].parameters(), "lr": rate}, {"params": model[2].parameters()}]
     optimizer = torch.optim.SGD(groups, lr=1e-9, foreach=False)
     with halfstep.record(tmp_path, model=model), halfstep.lost_updates(optimizer, model) as lost:
-        loss_of(model).backward()
+        random_loss(model).backward()
         optimizer.step()
     weights, shares = sampled_weights(tmp_path)
     assert weights[1]["0.weight"] == [0, 0]
@@ -151,7 +146,7 @@ def test_each_optimizer_has_its_own_share(tmp_path):
     scaler = halfstep.GradScaler(DEVICE, init_scale=8.0)
     with halfstep.record(tmp_path, model=model, every=2):
         for _ in range(4):
-            scaler.scale(loss_of(model)).backward()
+            scaler.scale(random_loss(model)).backward()
             scaler.step(some)
             scaler.step(others)
             scaler.update()
@@ -244,7 +239,7 @@ def test_ranks_add_their_counts(tmp_path):
         model = small()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
         with halfstep.record(tmp_path / str(rank), model=model, every=1):
-            loss_of(model).backward()
+            random_loss(model).backward()
             optimizer.step()
         if rank:
             text = (tmp_path / "1" / "rank0.jsonl").read_text()
@@ -265,7 +260,7 @@ def test_a_count_that_fails_is_a_note(tmp_path, monkeypatch, name, error):
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with halfstep.record(tmp_path, model=model, every=1) as run:
-        loss_of(model).backward()
+        random_loss(model).backward()
         optimizer.step()
     assert run.num_steps == 1
     assert "lost updates cannot be counted: out of memory" in (tmp_path / "rank0.jsonl").read_text()
@@ -283,7 +278,7 @@ def test_sinks_get_the_share(tmp_path):
     with halfstep.record(tmp_path, model=model, every=2, sinks=[Seen()]):
         for _ in range(3):
             optimizer.zero_grad()
-            loss_of(model).backward()
+            random_loss(model).backward()
             optimizer.step()
     assert (2, 1.0) in seen
     assert (3, None) in seen
@@ -292,7 +287,7 @@ def test_sinks_get_the_share(tmp_path):
 def test_records_without_counts_are_read(tmp_path):
     model = small()
     with halfstep.record(tmp_path, model=model, every=1):
-        loss_of(model).backward()
+        random_loss(model).backward()
         torch.optim.SGD(model.parameters()).step()
     file = tmp_path / "rank0.jsonl"
     lines = []
@@ -317,7 +312,7 @@ def test_optimizers_that_step_in_turn_are_both_sampled(tmp_path, every):
         for _ in range(6):
             for optimizer in optimizers:
                 optimizer.zero_grad()
-                loss_of(model).backward()
+                random_loss(model).backward()
                 optimizer.step()
     steps = read_run(tmp_path).steps
     counted = [(step.step, step.optimizer) for step in steps if step.share_lost_updates is not None]

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from examples.train_text import GPT, GPTConfig
 from tests.device import DEVICE
+from tests.training import assert_same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -447,7 +448,7 @@ def results(
     model = copy.deepcopy(model)
     x = make_input()
 
-    def run() -> Tensor:
+    def forward_and_backward() -> Tensor:
         with halfstep.autocast(DEVICE, dtype):
             out: Tensor = model(x)
             loss = out.float().square().mean()
@@ -456,9 +457,9 @@ def results(
 
     if trace:
         with halfstep.trace(model):
-            out = run()
+            out = forward_and_backward()
     else:
-        out = run()
+        out = forward_and_backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     assert grads
     return [out, *grads, torch.get_rng_state()]
@@ -496,8 +497,7 @@ def test_results_are_the_same_bit_for_bit(name: str, dtype: torch.dtype) -> None
     model = make_model()
     plain = results(model, make_input, trace=False, dtype=dtype)
     seen = results(model, make_input, trace=True, dtype=dtype)
-    for one, other in zip(plain, seen, strict=True):
-        assert torch.equal(one, other)
+    assert_same(plain, seen)
 
 
 def test_modules_do_not_see_that_they_are_watched() -> None:
@@ -643,16 +643,16 @@ def test_a_trace_is_left_in_its_thread(model: nn.Sequential) -> None:
 def test_other_threads_are_not_seen(model: nn.Sequential) -> None:
     got: list[Tensor] = []
 
-    def run() -> None:
+    def call_model() -> None:
         with bf16():
             got.append(model(torch.ones(3, 8)))
 
     with halfstep.trace(model) as t:
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=call_model)
         thread.start()
         thread.join()
     assert t.ops == ()
-    run()
+    call_model()
     assert torch.equal(*got)
 
 

@@ -4,7 +4,7 @@ import io
 import sys
 
 import pytest
-import torch
+from tests.training import batches
 from torch import nn
 
 from halfstep import tune
@@ -15,28 +15,23 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def batches() -> list[torch.Tensor]:
-    return [torch.randn(4, 8)]
-
-
-def test_on_a_terminal_each_measurement_is_seen(batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_each_measurement_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal)
-    tune(nn.Linear(8, 4), batches, None)
+    tune(nn.Linear(8, 4), batches(1, 4, 8), None)
     assert "0 measured: batch 1 of 1 with nothing in fp32" in terminal.getvalue()
     assert "5 measured: time, 5 of 5" in terminal.getvalue()
 
 
-def test_elsewhere_nothing_is(batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", text := io.StringIO())
-    tune(nn.Linear(8, 4), batches, None)
+    tune(nn.Linear(8, 4), batches(1, 4, 8), None)
     assert text.getvalue() == ""
 
 
-def test_without_rich_nothing_is(batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rich_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    tune(nn.Linear(8, 4), batches, None)
+    tune(nn.Linear(8, 4), batches(1, 4, 8), None)
     assert terminal.getvalue() == ""
