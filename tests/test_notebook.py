@@ -23,7 +23,7 @@ def cells() -> list[dict]:
     return json.loads(module.notebook(PAGE))["cells"]
 
 
-def run(code: str, number: int, namespace: dict) -> str:
+def run_cell(code: str, number: int, namespace: dict) -> str:
     """Run a cell as a kernel does: its lines can be looked up. Return what it prints."""
     if code.startswith("!"):
         command = [str(Path(sys.executable).parent / "halfstep"), *code.split()[1:]]
@@ -47,7 +47,7 @@ def test_the_cells_of_the_notebook_print_what_the_page_says(
     for number, cell in enumerate(cells()):
         if cell["cell_type"] == "code":
             code = "".join(cell["source"])
-            printed = run(code, number, namespace).splitlines()
+            printed = run_cell(code, number, namespace).splitlines()
             if code.startswith("!"):
                 for line in blocks.pop(0).splitlines():  # shortened on the page
                     assert any(each.startswith(line.removesuffix(" ...")) for each in printed)

@@ -106,7 +106,7 @@ class Case:
         return parts
 
 
-def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+def squared_error(model: Any, x: Tensor, y: Tensor) -> Tensor:
     loss: Tensor = (model(x).float() - y).square().mean()
     return loss
 
@@ -157,7 +157,7 @@ class Trained:
         for name, state in states.items():
             getattr(self, name).load_state_dict(state)
 
-    def run(self, numbers: range) -> Trained:
+    def take_steps(self, numbers: range) -> Trained:
         case, model = self.case, self.model
         with ExitStack() as stack:
             if case.has("record"):
@@ -205,7 +205,7 @@ class Trained:
             is_block = case.has("accumulate") and case.has_scaler
             with scaler.accumulate(optimizer) if is_block else nullcontext():
                 with halfstep.autocast("cpu", case.dtype, enabled=case.store is None):
-                    loss = loss_of(self.called, x, y) / len(parts)
+                    loss = squared_error(self.called, x, y) / len(parts)
                 scaler.scale(loss).backward()
         if case.has("unscale_"):
             scaler.unscale_(optimizer)
@@ -244,7 +244,7 @@ class ByHand:
         self.optimizer = OPTIMIZERS[case.optimizer](self.weights)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
-    def run(self) -> ByHand:
+    def take_steps(self) -> ByHand:
         for number in range(NUM_STEPS):
             self.taken[number] = self.step(number)
             if self.taken[number] and self.case.has("scheduler"):
@@ -276,7 +276,7 @@ class ByHand:
         for x, y in parts:
             self.model.zero_grad()
             with torch.autocast("cpu", case.dtype, enabled=case.store is None):
-                loss = loss_of(self.model, x, y) / len(parts)
+                loss = squared_error(self.model, x, y) / len(parts)
             (loss * scale).backward()
             grads = [param.grad.float() / scale for param in self.params if param.grad is not None]
             if all(grad.isfinite().all() for grad in grads):
@@ -329,9 +329,9 @@ WITHOUT_HANDS = ("bf16 stochastic",)  # its random bits are not drawn by hand
 
 def assert_as_by_hand(case: Case, folder: Path) -> None:
     torch.compiler.reset()
-    ours = Trained(case, folder).run(range(NUM_STEPS))
+    ours = Trained(case, folder).take_steps(range(NUM_STEPS))
     scales = {number: outcome.scale for number, outcome in ours.outcomes.items()}
-    theirs = ByHand(case, scales).run()
+    theirs = ByHand(case, scales).take_steps()
     # The norm is added up in another order.
     tolerance = (1e-3 if case.store == "kahan" else 2e-5) if case.clips else 0.0
     for mine, other in zip(ours.weights(), theirs.weights, strict=True):
@@ -342,14 +342,14 @@ def assert_as_by_hand(case: Case, folder: Path) -> None:
 
 def assert_continues(case: Case, folder: Path) -> None:
     torch.compiler.reset()
-    whole = Trained(case, folder / "whole").run(range(NUM_STEPS))
-    first = Trained(case, folder / "first").run(range(3))
+    whole = Trained(case, folder / "whole").take_steps(range(NUM_STEPS))
+    first = Trained(case, folder / "first").take_steps(range(3))
     file = io.BytesIO()
     torch.save(first.states(), file)
     file.seek(0)
     second = Trained(case, folder / "second")
     second.load(torch.load(file))
-    second.run(range(3, NUM_STEPS))
+    second.take_steps(range(3, NUM_STEPS))
     assert all(map(torch.equal, whole.weights(), second.weights()))
     assert all(map(torch.equal, whole.model.parameters(), second.model.parameters()))
     assert whole.scaler.get_scale() == second.scaler.get_scale()
@@ -388,7 +388,7 @@ def test_a_guard_beside_a_scaler_names_the_cure(
     trained = Trained(case, tmp_path)
     halfstep.guard(trained.optimizer)
     with pytest.raises(halfstep.CallOrderError, match=r"leave one of them out \(guard.remove"):
-        trained.run(range(1))
+        trained.take_steps(range(1))
 
 
 # --- what stands around a step --------------------------------------------------------------------
@@ -413,12 +413,12 @@ def signature_of(optimizer: torch.optim.Optimizer) -> inspect.Signature:
 def test_any_order_around_a_step(optimizer: str, tmp_path: Path) -> None:
     """The step keeps its signature: PyTorch's scaler and ours look for ``grad_scaler`` in it."""
     case = Case(optimizer, "bf16 split", ("guard", "scheduler"))
-    theirs = ByHand(case, {}).run().weights
+    theirs = ByHand(case, {}).take_steps().weights
     before = signature_of(ByHand(case, {}).optimizer)
     for order in itertools.permutations(("masters", "guard", "scheduler", "another")):
         ours = Trained(case, tmp_path, order)
         assert signature_of(ours.optimizer) == before, order
-        ours.run(range(NUM_STEPS))
+        ours.take_steps(range(NUM_STEPS))
         assert all(map(torch.equal, ours.weights(), theirs)), order
 
 

@@ -37,8 +37,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """The same in each process."""
+
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, CLASSES)
 
@@ -49,13 +52,7 @@ class Model(nn.Module):
         return out
 
 
-def model() -> Model:
-    """Return the same model in each process."""
-    torch.manual_seed(0)
-    return Model()
-
-
-def batches(step: int) -> list[tuple[Tensor, Tensor]]:
+def data_of(step: int) -> list[tuple[Tensor, Tensor]]:
     """Return the data of a step: two batches."""
     generator = seeded(100 + step)
     return [
@@ -74,7 +71,9 @@ def lower() -> autocast:
     return autocast(DEVICE, torch.bfloat16)
 
 
-def train(model: nn.Module, rank: int | None, context: Context = lower) -> dict[str, list[Any]]:
+def three_steps(
+    model: nn.Module, rank: int | None, context: Context = lower
+) -> dict[str, list[Any]]:
     """Train for three steps; return losses, gradients, and what evaluations after steps gave.
 
     Args:
@@ -85,7 +84,7 @@ def train(model: nn.Module, rank: int | None, context: Context = lower) -> dict[
     optimizer = torch.optim.AdamW(groups(model), lr=0.01, foreach=True)
     told: dict[str, list[Any]] = {"losses": [], "gradients": [], "evaluations": []}
     for step in range(3):
-        micro_batches = batches(step)[slice(rank, None if rank is None else rank + 1)]
+        micro_batches = data_of(step)[slice(rank, None if rank is None else rank + 1)]
         for x, target in micro_batches:
             with context():
                 loss = F.cross_entropy(model(x).float(), target)
@@ -97,7 +96,7 @@ def train(model: nn.Module, rank: int | None, context: Context = lower) -> dict[
         with torch.no_grad():
             for _ in range(3):  # a cast that is kept would be used from the second time on
                 with context():
-                    told["evaluations"].append(whole(model(batches(step)[0][0])).detach())
+                    told["evaluations"].append(whole(model(data_of(step)[0][0])).detach())
     return told
 
 
@@ -152,7 +151,7 @@ class Alive(modes.DispatchMode):
 
 def alive_after(model: nn.Module, context: Context, dtype: torch.dtype) -> tuple[int, int]:
     """Return the bytes of weights' sizes alive after a forward and after its backward pass."""
-    x, target = batches(0)[0]
+    x, target = data_of(0)[0]
     with Alive() as alive:
         with context():
             loss = F.cross_entropy(model(x).float(), target)
@@ -175,7 +174,7 @@ def dtypes_of_outputs(model: nn.Module, context: Context) -> tuple[dict[str, str
     for name, module in model.named_modules():
         module.register_forward_hook(note(name))
     with torch.no_grad(), context():
-        out = model(batches(0)[0][0])
+        out = model(data_of(0)[0][0])
     return seen, whole(out)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.device import DEVICE
+from tests.training import assert_same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,8 +17,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
 
 
-@pytest.fixture
-def model() -> nn.Sequential:
+def small_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8)
@@ -30,7 +30,7 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def loss_of(run: Callable[[Tensor], Tensor], seed: int = 1) -> Tensor:
+def squares(run: Callable[[Tensor], Tensor], seed: int = 1) -> Tensor:
     torch.manual_seed(seed)
     return run(torch.randn(4, 8, requires_grad=True)).float().square().sum()
 
@@ -39,25 +39,25 @@ def loss_of(run: Callable[[Tensor], Tensor], seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("policy", ["standard", "torch", LOW_SOFTMAX, None])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_gradients_equal_those_without_checkpointing(
-    model: nn.Sequential, reentrant: bool, policy: Policy | str | None, dtype: torch.dtype
+    reentrant: bool, policy: Policy | str | None, dtype: torch.dtype
 ) -> None:
+    model = small_model()
     with autocast(DEVICE, dtype, policy=policy):
-        without = loss_of(model)
-        loss = loss_of(lambda x: checkpoint(model, x, use_reentrant=reentrant))
+        without = squares(model)
+        loss = squares(lambda x: checkpoint(model, x, use_reentrant=reentrant))
     expected = gradients(model, without)
-    for got, want in zip(gradients(model, loss), expected, strict=True):
-        assert torch.equal(got, want)
+    assert_same(gradients(model, loss), expected)
 
 
 def softmax_dtypes(seen: list[torch.dtype]) -> Callable[[Tensor], Tensor]:
     """Return a function that notes the dtype of its softmax: once forward, once recomputed."""
 
-    def run(x: Tensor) -> Tensor:
+    def noting(x: Tensor) -> Tensor:
         y = F.softmax(x.to(BF16), -1)
         seen.append(y.dtype)
         return y.exp().sum()  # needs y, or x again, in the backward pass
 
-    return run
+    return noting
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -108,13 +108,13 @@ def test_plain_autocast_recomputes_as_it_always_did(reentrant: bool) -> None:
 def in_a_thread(work: Callable[[], None]) -> None:
     errors: list[BaseException] = []
 
-    def run() -> None:
+    def noting() -> None:
         try:
             work()
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=noting)
     thread.start()
     thread.join()
     assert not errors, errors
@@ -144,17 +144,18 @@ def test_a_backward_pass_in_another_thread(reentrant: bool, plain: bool) -> None
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("outer", [True, False])
 @pytest.mark.parametrize("inner", [True, False])
-def test_checkpoints_in_checkpoints(model: nn.Sequential, outer: bool, inner: bool) -> None:
+def test_checkpoints_in_checkpoints(outer: bool, inner: bool) -> None:
+    model = small_model()
+
     def block(x: Tensor) -> Tensor:
         result: Tensor = checkpoint(model, F.softmax(x, -1), use_reentrant=inner)
         return F.softmax(result, -1)
 
     with autocast(DEVICE, BF16, policy=LOW_SOFTMAX):
-        without = loss_of(lambda x: F.softmax(model(F.softmax(x, -1)), -1))
-        loss = loss_of(lambda x: checkpoint(block, x, use_reentrant=outer))
+        without = squares(lambda x: F.softmax(model(F.softmax(x, -1)), -1))
+        loss = squares(lambda x: checkpoint(block, x, use_reentrant=outer))
     expected = gradients(model, without)
-    for got, want in zip(gradients(model, loss), expected, strict=True):
-        assert torch.equal(got, want)
+    assert_same(gradients(model, loss), expected)
 
 
 @pytest.mark.slow
@@ -164,20 +165,20 @@ def test_a_compiled_function_in_a_checkpoint(reentrant: bool) -> None:
     torch._dynamo.reset()
     weight = torch.randn(8, 8, requires_grad=True)
 
-    def run(x: Tensor) -> Tensor:
+    def layer(x: Tensor) -> Tensor:
         return F.softmax(F.linear(x, weight), -1)
 
-    compiled = torch.compile(run, backend="aot_eager")
+    compiled = torch.compile(layer, backend="aot_eager")
     x = torch.randn(4, 8, requires_grad=True)
     with autocast(DEVICE, BF16):
-        expected = torch.autograd.grad(run(x).float().square().sum(), weight)[0]
+        expected = torch.autograd.grad(layer(x).float().square().sum(), weight)[0]
         loss = checkpoint(compiled, x, use_reentrant=reentrant).float().square().sum()
     loss.backward()
     torch.testing.assert_close(weight.grad, expected, rtol=0.02, atol=0.01)
     with torch.autocast(DEVICE, BF16):
-        assert compiled(x).dtype == run(x).dtype == BF16
+        assert compiled(x).dtype == layer(x).dtype == BF16
     with autocast(DEVICE, BF16):
-        assert compiled(x).dtype == run(x).dtype == torch.float32
+        assert compiled(x).dtype == layer(x).dtype == torch.float32
 
 
 def test_a_policy_entered_in_the_backward_pass_is_the_one_that_counts() -> None:

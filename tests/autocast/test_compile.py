@@ -77,15 +77,15 @@ def agree(
 ) -> None:
     """Compiled and eager: the same dtypes and values, forward and backward."""
 
-    def run(function: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+    def outputs_and_gradients(function: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
         outputs = function(x, weight)
         total = torch.stack([out.float().square().sum() for out in outputs]).sum()
         return [*outputs, *torch.autograd.grad(total, weight)]
 
-    expected = run(function)
+    expected = outputs_and_gradients(function)
     compiled = torch.compile(function, backend=backend, fullgraph=fullgraph)
     for _ in range(2):  # once traced, once from the cache
-        for got, want in zip(run(compiled), expected, strict=True):
+        for got, want in zip(outputs_and_gradients(compiled), expected, strict=True):
             assert got.dtype == want.dtype
             # A weight that is cast twice has its gradient summed in another order.
             torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-5)

@@ -537,15 +537,15 @@ def test_recurrent_layers_do_what_they_do_under_torch_autocast(
 ) -> None:
     x = torch.randn(3, 5, 8)
 
-    def run(context: object) -> list[Tensor]:
+    def output_and_gradients(context: object) -> list[Tensor]:
         layer.zero_grad()
         with context:  # type: ignore[attr-defined]
             result = layer(x)[0]
         result.float().sum().backward()
         return [result, *(p.grad for p in layer.parameters() if p.grad is not None)]
 
-    result, *gradients = run(autocast(DEVICE, BF16, policy=policy))
-    expected, *rounded = run(torch.autocast(DEVICE, BF16))
+    result, *gradients = output_and_gradients(autocast(DEVICE, BF16, policy=policy))
+    expected, *rounded = output_and_gradients(torch.autocast(DEVICE, BF16))
     assert torch.equal(result, expected)
     assert result.dtype == expected.dtype
     for got, want in zip(gradients, rounded, strict=True):

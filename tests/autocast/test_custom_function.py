@@ -16,7 +16,7 @@ def softmax_dtype() -> torch.dtype:
     return torch.softmax(torch.ones(2, dtype=BF16), 0).dtype
 
 
-def make(fwd: Any, bwd: Any, seen: list[object]) -> type[torch.autograd.Function]:
+def product(fwd: Any, bwd: Any, seen: list[object]) -> type[torch.autograd.Function]:
     class Product(torch.autograd.Function):
         @staticmethod
         @fwd
@@ -39,9 +39,9 @@ def make(fwd: Any, bwd: Any, seen: list[object]) -> type[torch.autograd.Function
 def test_backward_runs_under_the_autocast_and_policy_of_forward(call: bool) -> None:
     seen: list[object] = []
     function = (
-        make(custom_fwd(device_type=DEVICE), custom_bwd(device_type=DEVICE), seen)
+        product(custom_fwd(device_type=DEVICE), custom_bwd(device_type=DEVICE), seen)
         if call
-        else make(custom_fwd, custom_bwd, seen)
+        else product(custom_fwd, custom_bwd, seen)
     )
     a = torch.randn(4, 4, requires_grad=True)
     with autocast(DEVICE, BF16, policy=LOW_SOFTMAX):
@@ -57,7 +57,7 @@ def test_backward_runs_under_the_autocast_and_policy_of_forward(call: bool) -> N
 
 def test_under_plain_autocast_backward_runs_under_plain_autocast() -> None:
     seen: list[object] = []
-    function = make(custom_fwd(device_type=DEVICE), custom_bwd(device_type=DEVICE), seen)
+    function = product(custom_fwd(device_type=DEVICE), custom_bwd(device_type=DEVICE), seen)
     a = torch.randn(4, 4, requires_grad=True)
     with torch.autocast(DEVICE, BF16):
         out = function.apply(a, a)
@@ -69,7 +69,7 @@ def test_under_plain_autocast_backward_runs_under_plain_autocast() -> None:
 
 def test_inputs_are_cast_and_forward_runs_without_autocast() -> None:
     seen: list[object] = []
-    function = make(
+    function = product(
         custom_fwd(device_type=DEVICE, cast_inputs=FP32), custom_bwd(device_type=DEVICE), seen
     )
     a = torch.randn(4, 4, dtype=BF16, requires_grad=True)
@@ -83,7 +83,7 @@ def test_inputs_are_cast_and_forward_runs_without_autocast() -> None:
 
 def test_outside_autocast_nothing_is_cast() -> None:
     seen: list[object] = []
-    function = make(
+    function = product(
         custom_fwd(device_type=DEVICE, cast_inputs=FP32), custom_bwd(device_type=DEVICE), seen
     )
     a = torch.randn(4, 4, dtype=BF16, requires_grad=True)
@@ -122,7 +122,9 @@ def test_casting_of_inputs_goes_into_containers_and_spares_the_rest() -> None:
 
 def test_torchs_decorator_on_backward_works_too() -> None:
     seen: list[object] = []
-    function = make(custom_fwd(device_type=DEVICE), torch.amp.custom_bwd(device_type=DEVICE), seen)
+    function = product(
+        custom_fwd(device_type=DEVICE), torch.amp.custom_bwd(device_type=DEVICE), seen
+    )
     a = torch.randn(4, 4, requires_grad=True)
     with autocast(DEVICE, FP16):
         out = function.apply(a, a)
@@ -133,7 +135,7 @@ def test_torchs_decorator_on_backward_works_too() -> None:
 
 
 def test_torchs_decorator_on_forward_alone_is_an_error_that_says_so() -> None:
-    function = make(torch.amp.custom_fwd(device_type=DEVICE), custom_bwd(device_type=DEVICE), [])
+    function = product(torch.amp.custom_fwd(device_type=DEVICE), custom_bwd(device_type=DEVICE), [])
     a = torch.randn(4, 4, requires_grad=True)
     with autocast(DEVICE, BF16):
         out = function.apply(a, a)

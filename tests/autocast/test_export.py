@@ -64,7 +64,7 @@ sys.modules["halfstep"] = None
 """
 
 
-def run(path: Path, *parts: str) -> torch.Tensor:
+def run_script(path: Path, *parts: str) -> torch.Tensor:
     script = path / "script.py"
     script.write_text("\n".join((WITHOUT_HALFSTEP, *parts)))
     found = path / "result.pt"
@@ -92,13 +92,13 @@ def test_the_code_does_what_the_policy_does(tmp_path: Path) -> None:
     assert expected.isfinite().all()
     with torch.autocast("cpu", torch.float16), torch.no_grad():
         assert not model(x).isfinite().all()
-    assert torch.equal(run(tmp_path, MODEL, code, UNDER_AUTOCAST).detach(), expected)
+    assert torch.equal(run_script(tmp_path, MODEL, code, UNDER_AUTOCAST).detach(), expected)
 
 
 def test_the_code_cures_a_half_model(tmp_path: Path) -> None:
     model, x = net()
     code = Policy.parse("torch; @squares:fp32").export(model)
-    result = run(tmp_path, MODEL, "model.half()", code, IN_HALF)
+    result = run_script(tmp_path, MODEL, "model.half()", code, IN_HALF)
     assert result.dtype is torch.float16
     assert result.isfinite().all()
     torch.testing.assert_close(result.float(), model(x), rtol=0.01, atol=0.01)

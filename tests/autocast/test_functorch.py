@@ -364,13 +364,13 @@ def test_numbers_where_ops_take_tensors(inside: bool) -> None:
     context = autocast(DEVICE, BF16, policy="standard; mul,add,div,sub:fp32")
     x = torch.rand(3)
 
-    def run(a: Tensor) -> Tensor:
+    def f(a: Tensor) -> Tensor:
         return 1 / (a * 2 + 1 - 3)
 
     with context if inside else contextlib.nullcontext():
-        assert torch.equal(torch.vmap(run)(x), run(x))
-    gradient = torch.func.grad(lambda a: run(a).sum())(x)  # inside: see docs/autocast_details.md
-    torch.testing.assert_close(gradient, -2 * run(x) ** 2)
+        assert torch.equal(torch.vmap(f)(x), f(x))
+    gradient = torch.func.grad(lambda a: f(a).sum())(x)  # inside: see docs/autocast_details.md
+    torch.testing.assert_close(gradient, -2 * f(x) ** 2)
 
 
 def test_a_rule_for_an_op_that_takes_numbers_holds_under_vmap() -> None:

@@ -17,7 +17,7 @@ HALVES = [torch.float16, torch.bfloat16]
 LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
 
 
-def model() -> nn.Sequential:
+def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8), nn.Softmax(-1)
@@ -43,7 +43,7 @@ def test_training_equals_torch_autocast(dtype: torch.dtype, policy: str, ours: b
             context = autocast("cuda", dtype, policy=policy)
     else:
         context = autocast("cuda", dtype, policy=policy)
-    run = model()
+    run = make_model()
     expected = gradients(run, torch.autocast("cuda", dtype))
     for got, want in zip(gradients(run, context), expected, strict=True):
         assert got.dtype == want.dtype
@@ -75,21 +75,21 @@ def test_checkpoint_recomputes_under_the_policy(reentrant: bool) -> None:
     """On CUDA the backward pass runs in a thread of its own."""
     seen: list[torch.dtype] = []
 
-    def run(x: Tensor) -> Tensor:
+    def noting(x: Tensor) -> Tensor:
         y = F.softmax(x.bfloat16(), -1)
         seen.append(y.dtype)
         return y.exp().sum()
 
     x = torch.randn(4, device="cuda", requires_grad=True)
     with autocast("cuda", torch.bfloat16, policy=LOW_SOFTMAX):
-        loss = checkpoint(run, x, use_reentrant=reentrant)
+        loss = checkpoint(noting, x, use_reentrant=reentrant)
     loss.backward()
     assert seen == [torch.bfloat16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("policy", ["standard", LOW_SOFTMAX])
 def test_compiled(policy: Policy | str) -> None:
-    run = model()
+    run = make_model()
     expected = gradients(run, autocast("cuda", torch.bfloat16, policy=policy))
     compiled = torch.compile(run, fullgraph=True)
     for got, want in zip(
@@ -245,7 +245,7 @@ def test_clearing_frees_memory() -> None:
 
 
 def test_rules_for_modules() -> None:
-    run, x = model(), torch.ones(2, 64, device="cuda")
+    run, x = make_model(), torch.ones(2, 64, device="cuda")
     with autocast("cuda", torch.float16, policy="standard; softmax@4:lower", module=run):
         assert run(x).dtype == torch.float16
     with autocast("cuda", torch.float16, policy="standard; @3:fp32", module=run):

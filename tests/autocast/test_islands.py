@@ -33,6 +33,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(4, 2)
 
@@ -40,11 +41,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-def make() -> Net:
-    torch.manual_seed(0)
-    return Net()
 
 
 def dtypes(model: nn.Module, run: Callable[..., Any] | None = None) -> dict[str, torch.dtype]:
@@ -67,7 +63,7 @@ def in_fp32(model: nn.Module, **kwargs: Any) -> list[str]:
 
 
 def test_as_long_as_a_block_and_for_good() -> None:
-    model = make()
+    model = Net()
     with keep(model, "*.norm", "head"):
         assert in_fp32(model) == ["blocks.0.norm.0", "blocks.1.norm.0", "head"]
     assert in_fp32(model) == []
@@ -83,7 +79,7 @@ def test_as_long_as_a_block_and_for_good() -> None:
 
 
 def test_an_exception_ends_the_block() -> None:
-    model = make()
+    model = Net()
     with pytest.raises(RuntimeError, match="shapes"), keep(model, "head"), autocast(DEVICE, BF16):
         model.head(torch.ones(2, 3))
     assert not torch.is_autocast_enabled(DEVICE)
@@ -91,7 +87,7 @@ def test_an_exception_ends_the_block() -> None:
 
 
 def test_the_values_are_those_of_float32() -> None:
-    model = make()
+    model = Net()
     expected = model.head(torch.ones(2, 4, dtype=BF16).float())
     keep(model, "head")
     for context in (autocast(DEVICE, BF16), autocast(DEVICE, enabled=False)):
@@ -100,7 +96,7 @@ def test_the_values_are_those_of_float32() -> None:
 
 
 def test_the_model_looks_as_before() -> None:
-    model = make()
+    model = Net()
     before, names = repr(model), list(model.state_dict())
     keep(model, "*.norm", "head")
     assert repr(model) == before
@@ -109,7 +105,7 @@ def test_the_model_looks_as_before() -> None:
 
 
 def test_the_last_one_holds_and_order_of_removal_does_not_matter() -> None:
-    model = make()
+    model = Net()
     first = keep(model, "head")
     model.head.to(torch.float64)
     second = keep(model, "head", dtype=torch.float64)
@@ -122,7 +118,7 @@ def test_the_last_one_holds_and_order_of_removal_does_not_matter() -> None:
 
 
 def test_islands_in_islands() -> None:
-    model = make()
+    model = Net()
     keep(model, "blocks.*")
     with autocast(DEVICE, BF16):
         assert model.blocks[0].fc(torch.ones(2, 4)).dtype is FP32  # matched by itself, too
@@ -131,7 +127,7 @@ def test_islands_in_islands() -> None:
 
 @pytest.mark.parametrize("cast_back", [False, True])
 def test_outputs_are_cast_back_if_asked(cast_back: bool) -> None:
-    model = make()
+    model = Net()
     keep(model, "blocks.0", cast_back=cast_back)
     with autocast(DEVICE, BF16):
         assert model.blocks[0](torch.ones(2, 4, dtype=BF16)).dtype is (BF16 if cast_back else FP32)
@@ -168,7 +164,7 @@ def test_inputs_in_containers() -> None:
 def test_compiled(backend: str) -> None:
     """Compiled before or after it is kept; the graph is whole."""
     torch.compiler.reset()
-    model = make()
+    model = Net()
     keep(model, "*.norm")
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     grads = []
@@ -187,7 +183,7 @@ def test_compiled(backend: str) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointed(use_reentrant: bool) -> None:
-    model = make()
+    model = Net()
     keep(model, "*.norm")
     grads = []
     for run in (model, lambda x: checkpoint(model, x, use_reentrant=use_reentrant)):
@@ -201,7 +197,7 @@ def test_checkpointed(use_reentrant: bool) -> None:
 
 
 def test_copies_and_replicas_run_their_own_weights() -> None:
-    model = make()
+    model = Net()
     keep(model, "head")
     other = copy.deepcopy(model)
     other.head.weight.data.zero_()
@@ -213,11 +209,11 @@ def test_copies_and_replicas_run_their_own_weights() -> None:
     replica.weight, replica.bias = torch.zeros(2, 4), torch.full((2,), 5.0)
     results = []
 
-    def run() -> None:
+    def call_replica() -> None:
         with autocast(DEVICE, BF16):
             results.append(replica(torch.ones(1, 4, dtype=BF16)))
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=call_replica)
     thread.start()
     thread.join()
     assert (results[0].tolist(), results[0].dtype) == ([[5.0, 5.0]], FP32)
@@ -233,7 +229,7 @@ def test_a_module_that_fsdp2_has_wrapped(tmp_path: Any) -> None:
     try:
         mesh = dist.init_device_mesh("cpu", (1,))
         for comes_first in (True, False):
-            model = make()
+            model = Net()
             if comes_first:
                 keep(model, "head")
             fully_shard(model.head, mesh=mesh)
@@ -272,7 +268,7 @@ def test_a_module_that_fsdp2_has_wrapped(tmp_path: Any) -> None:
     ],
 )
 def test_wrong_calls(call: Any, error: type[Exception], message: str) -> None:
-    model = make()
+    model = Net()
     with pytest.raises(error, match=message):
         call(model)
     assert in_fp32(model) == []
@@ -301,7 +297,7 @@ def test_a_script_is_told() -> None:
 
 
 def test_names_without_what_wrappers_add() -> None:
-    model = torch.compile(make(), backend="eager")
+    model = torch.compile(Net(), backend="eager")
     with keep(model, "head"), autocast(DEVICE, BF16):
         assert model(torch.ones(2, 4)).dtype is FP32
 
@@ -536,7 +532,7 @@ def test_replicas_in_lower_precision() -> None:
 
 
 def test_the_dtype_of_an_island_need_not_be_that_of_its_parameters() -> None:
-    model = make()
+    model = Net()
     keep(model, "head", dtype=BF16)
     result = model.head(torch.ones(1, 4))
     result.sum().backward()

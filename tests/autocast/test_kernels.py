@@ -294,17 +294,17 @@ def test_ops_that_write_to_their_arguments_are_left_alone() -> None:
 def test_each_action_on_an_op_that_pytorch_never_casts() -> None:
     x, y = rand(3), rand(3, dtype=FP32)
 
-    def run(call: Call, *rules: Rule) -> Tensor:
+    def under(call: Call, *rules: Rule) -> Tensor:
         with autocast(DEVICE, BF16, policy=Policy(rules)):
             return call()
 
-    assert run(lambda: torch.sin(y), Rule("sin", "lower")).dtype == BF16
-    assert run(lambda: torch.sin(x), Rule("sin", "fp32")).dtype == FP32
-    assert run(lambda: torch.nansum(x), Rule("nansum", "fp32-dtype")).dtype == FP32
-    assert run(lambda: torch.lerp(x, y, 0.5), Rule("lerp", "promote")).dtype == FP32
+    assert under(lambda: torch.sin(y), Rule("sin", "lower")).dtype == BF16
+    assert under(lambda: torch.sin(x), Rule("sin", "fp32")).dtype == FP32
+    assert under(lambda: torch.nansum(x), Rule("nansum", "fp32-dtype")).dtype == FP32
+    assert under(lambda: torch.lerp(x, y, 0.5), Rule("lerp", "promote")).dtype == FP32
     with pytest.raises(RuntimeError, match="no sine today"):
-        run(lambda: torch.sin(x), Rule("sin", "refuse", message="no sine today"))
-    assert run(lambda: torch.matmul(x, y.bfloat16()), Rule("matmul", "leave")).dtype == BF16
+        under(lambda: torch.sin(x), Rule("sin", "refuse", message="no sine today"))
+    assert under(lambda: torch.matmul(x, y.bfloat16()), Rule("matmul", "leave")).dtype == BF16
 
 
 def test_a_rule_for_float32_alone() -> None:

@@ -55,7 +55,7 @@ def softmaxes(model: Any) -> list[torch.dtype]:
     return [layer.seen["softmax"] for layer in model.layers()]
 
 
-def run(
+def softmax_dtypes(
     rules: str, model: Model | None = None, dtype: torch.dtype = BF16, **options: Any
 ) -> list[torch.dtype]:
     """Return the dtypes of the four softmaxes."""
@@ -83,7 +83,7 @@ def run(
     ],
 )
 def test_a_rule_holds_in_its_modules(rules: str, expected: list[torch.dtype]) -> None:
-    assert run(rules) == expected
+    assert softmax_dtypes(rules) == expected
 
 
 def test_it_holds_in_submodules_and_not_after_them() -> None:
@@ -121,7 +121,7 @@ def test_a_rule_for_a_module_inside_one_that_has_rules() -> None:
 
 def test_a_whole_module_is_an_island() -> None:
     model = Model()
-    run("@blocks.1:fp32; softmax:lower", model)
+    softmax_dtypes("@blocks.1:fp32; softmax:lower", model)
     assert model.blocks[0].seen == {"input": FP32, "linear": BF16, "softmax": BF16}
     assert model.blocks[1].seen == {"input": FP32, "linear": FP32, "softmax": FP32}
     assert model.blocks[2].seen == {"input": FP32, "linear": BF16, "softmax": BF16}
@@ -139,14 +139,14 @@ def test_the_same_as_keep() -> None:
 
 def test_a_later_rule_takes_a_module_off_the_island() -> None:
     model = Model()
-    run("@blocks.?:fp32; @blocks.1:leave", model)
+    softmax_dtypes("@blocks.?:fp32; @blocks.1:leave", model)
     assert [layer.seen["linear"] for layer in model.layers()] == [FP32, BF16, FP32, BF16]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_an_island_for_one_dtype(dtype: torch.dtype) -> None:
     model = Model()
-    run("@head[fp16]:fp32", model, dtype)
+    softmax_dtypes("@head[fp16]:fp32", model, dtype)
     assert model.head.seen["linear"] == (FP32 if dtype == FP16 else BF16)
 
 
@@ -167,7 +167,7 @@ def test_gradients_flow_through() -> None:
 def test_outside_of_the_policy_modules_run_as_ever() -> None:
     model, x = Model(), torch.ones(1, 4)
     expected = model(x)
-    run("softmax@head:lower; @blocks.0:fp32", model)
+    softmax_dtypes("softmax@head:lower; @blocks.0:fp32", model)
     assert torch.equal(model(x), expected)
     assert softmaxes(model) == [FP32] * 4
     with autocast(DEVICE, BF16):
@@ -231,7 +231,7 @@ EXPECTED = [FP32, BF16, FP32, FP32]
 )
 def test_copies_know_their_names(copied: Callable[[Model], Model]) -> None:
     model = Model()
-    run(MIXED, model)
+    softmax_dtypes(MIXED, model)
     other = copied(model)
     with autocast(DEVICE, BF16, policy=f"standard; {MIXED}", module=model):  # not other
         other(torch.ones(1, 4))
@@ -258,7 +258,7 @@ def test_threads_have_policies_of_their_own() -> None:
     def work(rules: str) -> None:
         own = copy.deepcopy(model)
         for _ in range(20):
-            seen[rules] = run(rules, own)
+            seen[rules] = softmax_dtypes(rules, own)
 
     threads = [
         threading.Thread(target=work, args=(rules,))
@@ -321,7 +321,7 @@ def test_wrapped_in_ddp_and_fsdp2(tmp_path: Any) -> None:
         sharded = Model()
         fully_shard(sharded.head, mesh=dist.init_device_mesh("cpu", (1,)))
         fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (1,)))
-        assert run(MIXED, sharded) == EXPECTED
+        assert softmax_dtypes(MIXED, sharded) == EXPECTED
     finally:
         dist.destroy_process_group()
 
@@ -333,7 +333,7 @@ def test_wrapped_in_ddp_and_fsdp2(tmp_path: Any) -> None:
 def test_a_trace_names_the_rule() -> None:
     model = Model()
     with halfstep.trace(model) as t:
-        run(MIXED, model)
+        softmax_dtypes(MIXED, model)
     rules = {row["module"]: row["rule"] for row in t.rows() if row["op"] == "_softmax"}
     assert rules == {
         "blocks.0": "softmax:fp32-dtype",
@@ -360,19 +360,19 @@ def test_a_container_that_never_runs() -> None:
     with pytest.raises(
         ValueError, match=r"blocks is a ModuleList.* modules in it are 'blocks\.\*'"
     ):
-        run("softmax@blocks:lower")
+        softmax_dtypes("softmax@blocks:lower")
 
 
 def test_an_island_whose_parameters_are_in_another_dtype() -> None:
     model = Model().to(BF16)
-    run("@head:fp32", model)
+    softmax_dtypes("@head:fp32", model)
     assert model.head.seen == {"input": FP32, "linear": FP32, "softmax": FP32}
     assert model.blocks[0].seen["linear"] is BF16
 
 
 def test_lazy_modules_are_refused_until_they_are_what_they_become() -> None:
     model = nn.Sequential(nn.LazyLinear(4))
-    for ask in (lambda: keep(model, "0"), lambda: run("@0:fp32", model)):  # type: ignore[arg-type]
+    for ask in (lambda: keep(model, "0"), lambda: softmax_dtypes("@0:fp32", model)):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="LazyLinear becomes another module with its first"):
             ask()
     model(torch.ones(1, 4))

@@ -122,7 +122,7 @@ def test_eigenvectors_by_iteration(given: torch.dtype) -> None:
     factor, start = torch.randn(20, 20), torch.randn(20, 2).to(given)
     matrix = (factor @ factor.T + 20 * torch.eye(20)).to(given)
 
-    def run(policy: str | None) -> tuple[Tensor, ...]:
+    def eigenvectors(policy: str | None) -> tuple[Tensor, ...]:
         leaf = matrix.clone().requires_grad_()
         with autocast(DEVICE, torch.bfloat16, policy=policy) if policy else nullcontext():
             values, vectors = torch.lobpcg(leaf if policy else leaf.float(), k=2, X=start.float())
@@ -132,7 +132,7 @@ def test_eigenvectors_by_iteration(given: torch.dtype) -> None:
         assert leaf.grad is not None
         return values, without_graph, leaf.grad
 
-    (expected, _, gradient), ours = run(None), run("standard")
+    (expected, _, gradient), ours = eigenvectors(None), eigenvectors("standard")
     assert torch.allclose(ours[0], expected, rtol=1e-5)
     assert torch.allclose(ours[1], expected, rtol=1e-2 if given is torch.bfloat16 else 1e-3)
     assert torch.allclose(ours[2], gradient, rtol=1e-2, atol=1e-3)
@@ -157,15 +157,15 @@ def test_forward_and_backward(name: str, dtype: torch.dtype) -> None:
     # Kernels that a CPU has in some dtypes only, or in the forward pass only.
     given = torch.linspace(-2, 2, 12).view(3, 4).to(dtype)
 
-    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+    def result_and_gradient(x: Tensor) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
         x = x.requires_grad_()
         result = CALLS[name](x)
         return result, torch.autograd.grad(result.square().sum(), x)[0]
 
     with autocast(DEVICE, dtype):
-        found = run(given.clone())
-    expected = run(given.float())
+        found = result_and_gradient(given.clone())
+    expected = result_and_gradient(given.float())
     is_random = name == "rrelu" and found[0].dtype is dtype  # bfloat16 draws other slopes
     for ours, exact in zip(found, expected, strict=True):
         assert torch.allclose(ours.float(), exact, rtol=8e-3, atol=1e-6) or is_random

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from tests.autocast.sharding import (
     CAST_BYTES,
     SHARDED,
+    Model,
     alive_after,
-    batches,
+    data_of,
     lower,
-    model,
-    train,
+    three_steps,
 )
 from tests.ranks.pool import Pool
 from torch import Tensor, nn
@@ -37,14 +37,14 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def trained(rank: int, way: str, data: str) -> Any:
-    spread = SHARDED[way](model())
+    spread = SHARDED[way](Model())
     with warnings.catch_warnings(action="ignore"), halfstep.hold_casts(spread) as held:
-        return train(spread, rank if data == "of its own" else None), held.info()
+        return three_steps(spread, rank if data == "of its own" else None), held.info()
 
 
 @functools.cache
 def alone() -> dict[str, list[Any]]:
-    return train(model(), None)
+    return three_steps(Model(), None)
 
 
 @pytest.mark.parametrize("data", ["of its own", "the same"])
@@ -84,7 +84,7 @@ def left_in_memory(rank: int, way: str) -> dict[str, tuple[int, int]]:
     off = functools.partial(torch.autocast, "cpu", BF16, enabled=False)
     measured: dict[str, tuple[int, int]] = {}
     for name, context in (("halfstep", lower), ("torch", plain), ("off", off)):
-        sharded = SHARDED[way](model())
+        sharded = SHARDED[way](Model())
         for dtype in (BF16, FP32):
             measured[f"{name} {dtype}"] = alive_after(sharded, context, dtype)
     return measured
@@ -133,7 +133,7 @@ def backward_of_what_was_kept_aside(rank: int) -> str:
     fully_shard(sharded.inner)
     fully_shard(sharded)
     with lower():
-        sharded(batches(0)[0][0].requires_grad_())
+        sharded(data_of(0)[0][0].requires_grad_())
     with pytest.raises(halfstep.errors.CallOrderError) as raised:
         sharded.inner.aside.sum().backward()
     return str(raised.value)
@@ -145,8 +145,8 @@ def test_a_backward_pass_before_which_nothing_is_gathered_is_told(pool: Pool) ->
 
 
 def recomputed(rank: int) -> Any:
-    sharded = SHARDED["resharded"](model())
-    x, target = batches(0)[0]
+    sharded = SHARDED["resharded"](Model())
+    x, target = data_of(0)[0]
     with lower():
         hidden = checkpoint(sharded, x.requires_grad_(), use_reentrant=False)
         F.cross_entropy(hidden.float(), target).backward()
@@ -154,8 +154,8 @@ def recomputed(rank: int) -> Any:
 
 
 def test_a_sharded_model_inside_a_checkpoint(pool: Pool) -> None:
-    plain = model()
-    x, target = batches(0)[0]
+    plain = Model()
+    x, target = data_of(0)[0]
     with lower():
         F.cross_entropy(plain(x.requires_grad_()).float(), target).backward()
     for grad in pool.run(recomputed):

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from tests.autocast.sharding import (
     SHARDED,
-    batches,
+    Model,
+    data_of,
     dtypes_of_outputs,
     lower,
-    model,
 )
 from tests.device import DEVICE
 from tests.ranks.pool import Pool
@@ -32,12 +32,12 @@ RULES = "standard; @head:fp32; linear@blocks.1.up:fp32; gelu@blocks.0:fp32"
 
 
 def with_rules(rank: int, way: str) -> Any:
-    sharded = SHARDED[way](model())
+    sharded = SHARDED[way](Model())
     return dtypes_of_outputs(sharded, lambda: autocast(DEVICE, BF16, policy=RULES, module=sharded))
 
 
 def with_islands(rank: int, way: str, when: str) -> Any:
-    plain = model()
+    plain = Model()
     if when == "before":
         keep(plain, "*.norm", "blocks.1", "head")
     sharded = SHARDED[way](plain)
@@ -56,7 +56,7 @@ def without_prefixes(dtypes: dict[str, str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("way", ["resharded", "kept gathered", "checkpointed", "ddp"])
 def test_rules_for_modules_hold(way: str, pool: Pool) -> None:
-    plain = model()
+    plain = Model()
     expected, out = dtypes_of_outputs(
         plain, lambda: autocast(DEVICE, BF16, policy=RULES, module=plain)
     )
@@ -73,7 +73,7 @@ def test_rules_for_modules_hold(way: str, pool: Pool) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("way", ["resharded", "checkpointed", "ddp"])
 def test_islands_hold(way: str, when: str, pool: Pool) -> None:
-    plain = model()
+    plain = Model()
     keep(plain, "*.norm", "blocks.1", "head")
     expected, out = dtypes_of_outputs(plain, lower)
     assert expected["blocks.0.up"] == "torch.bfloat16"
@@ -84,10 +84,10 @@ def test_islands_hold(way: str, when: str, pool: Pool) -> None:
 
 
 def island_in_lower_precision(rank: int, pattern: str) -> str:
-    sharded = SHARDED["lower precision"](model())
+    sharded = SHARDED["lower precision"](Model())
     keep(sharded, pattern)
     with lower(), pytest.raises(ValueError, match="is an island") as raised:
-        sharded(batches(0)[0][0])
+        sharded(data_of(0)[0][0])
     return str(raised.value)
 
 
@@ -108,12 +108,12 @@ def test_an_island_that_is_gathered_in_lower_precision_is_told(
 def island_sharded_by_itself(rank: int) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    plain = model()
+    plain = Model()
     fully_shard(plain.head, mp_policy=MixedPrecisionPolicy(param_dtype=FP32))
     sharded = SHARDED["lower precision"](plain)
     keep(sharded, "head")
     told = dtypes_of_outputs(sharded, lower)
-    x, target = batches(0)[0]
+    x, target = data_of(0)[0]
     with lower():
         F.cross_entropy(sharded(x), target).backward()
     return told
@@ -129,11 +129,11 @@ def test_the_cure_for_such_an_island_works(pool: Pool) -> None:
 
 
 def traced(rank: int, way: str) -> list[tuple[str, ...]]:
-    return rows_of(SHARDED[way](model()))
+    return rows_of(SHARDED[way](Model()))
 
 
 def rows_of(model: nn.Module) -> list[tuple[str, ...]]:
-    x, target = batches(0)[0]
+    x, target = data_of(0)[0]
     with halfstep.trace(model) as trace:
         with lower():
             loss = F.cross_entropy(model(x).float(), target)
@@ -149,7 +149,7 @@ def rows_of(model: nn.Module) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("way", ["resharded", "kept gathered", "ddp"])
 def test_a_trace_names_modules_and_rules_as_of_one_rank(way: str, pool: Pool) -> None:
-    expected = rows_of(model())
+    expected = rows_of(Model())
     assert ("forward", "blocks.1.up", "addmm", "bfloat16", "linear:lower") in expected
     for rows in pool.run(traced, way):
         assert rows == expected

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from tests.autocast.sharding import (
     Alive,
     Block,
+    Model,
     alive_after,
-    batches,
+    data_of,
     dtypes_of_outputs,
     groups,
     lower,
-    model,
-    train,
+    three_steps,
     whole,
 )
 from tests.device import DEVICE
@@ -112,12 +112,12 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def trained(rank: int, way: str) -> Any:
-    return train(WAYS[way](model()), None)
+    return three_steps(WAYS[way](Model()), None)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_is_that_of_one_rank(way: str, pool: Pool) -> None:
-    reference = train(model(), None)
+    reference = three_steps(Model(), None)
     for told in pool.run(trained, way):
         if way == "sharded 2x1":  # each rank has all of a product
             assert told["losses"] == reference["losses"]
@@ -131,16 +131,16 @@ def test_training_is_that_of_one_rank(way: str, pool: Pool) -> None:
 
 def evaluated(rank: int, way: str, fused: bool) -> list[tuple[Tensor, Tensor]]:
     """Return after each step what the model gives, twice, and a copy of it made that moment."""
-    trains = WAYS[way](model())
+    trains = WAYS[way](Model())
     optimizer = torch.optim.AdamW(groups(trains), lr=0.01, fused=fused, foreach=False)
     results = []
-    x, target = batches(0)[0]
+    x, target = data_of(0)[0]
     for _ in range(3):
         with lower():
             F.cross_entropy(trains(x).float(), target).backward()
         optimizer.step()
         optimizer.zero_grad()
-        fresh = WAYS[way](model())
+        fresh = WAYS[way](Model())
         copies = {name: whole(p.detach()) for name, p in trains.named_parameters()}
         with torch.no_grad(), lower():
             for name, param in fresh.named_parameters():
@@ -171,7 +171,7 @@ def test_no_stale_cast_after_a_step(way: str, fused: bool, pool: Pool) -> None:
 
 
 def left_in_memory(rank: int, way: str) -> tuple[int, int]:
-    return alive_after(WAYS[way](model()), lower, BF16)
+    return alive_after(WAYS[way](Model()), lower, BF16)
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,11 @@ def test_casts_left_in_memory(way: str, in_forward: int, pool: Pool) -> None:
 
 
 def released(rank: int, way: str) -> tuple[int, bool]:
-    spread = WAYS[way](model())
+    spread = WAYS[way](Model())
     weight = weakref.ref(spread.blocks[0].up.weight)  # type: ignore[index,union-attr]
     with Alive() as alive, torch.no_grad(), lower():
         for _ in range(3):
-            spread(batches(0)[0][0])
+            spread(data_of(0)[0][0])
         left = alive.bytes(BF16)
     del spread
     gc.collect()
@@ -203,8 +203,8 @@ def test_nothing_keeps_weights_or_their_casts(way: str, pool: Pool) -> None:
 
 def written_through_a_state_dict(rank: int) -> tuple[Tensor, Tensor]:
     """As torch.distributed.checkpoint loads: no version of the weight counts it."""
-    spread: Any = across(model())
-    x = batches(0)[0][0]
+    spread: Any = across(Model())
+    x = data_of(0)[0][0]
     with torch.no_grad(), lower():
         for _ in range(3):
             spread(x)
@@ -215,7 +215,7 @@ def written_through_a_state_dict(rank: int) -> tuple[Tensor, Tensor]:
         assert spread.blocks[0].up.weight._version == version
         del state
         after = whole(spread(x))
-        fresh: Any = model()
+        fresh: Any = Model()
         fresh.blocks[0].up.weight.mul_(2)
         fresh.blocks[1].down.weight.mul_(2)
         return after, whole(across(fresh)(x))
@@ -232,19 +232,19 @@ RULES = "standard; @head:fp32; linear@blocks.1.up:fp32; gelu@blocks.0:fp32"
 
 
 def with_rules(rank: int, way: str) -> dict[str, str]:
-    spread = WAYS[way](model())
+    spread = WAYS[way](Model())
     return dtypes_of_outputs(spread, lambda: autocast(DEVICE, BF16, policy=RULES, module=spread))[0]
 
 
 def with_islands(rank: int, way: str) -> dict[str, str]:
-    spread = WAYS[way](model())
+    spread = WAYS[way](Model())
     keep(spread, "*.norm", "blocks.1", "head")
     return dtypes_of_outputs(spread, lower)[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rules_for_modules_and_islands_hold(way: str, pool: Pool) -> None:
-    ruled, kept = model(), model()
+    ruled, kept = Model(), Model()
     keep(kept, "*.norm", "blocks.1", "head")
     rules, _ = dtypes_of_outputs(ruled, lambda: autocast(DEVICE, BF16, policy=RULES, module=ruled))
     islands, _ = dtypes_of_outputs(kept, lower)
@@ -255,11 +255,11 @@ def test_rules_for_modules_and_islands_hold(way: str, pool: Pool) -> None:
 
 
 def traced(rank: int, way: str) -> set[tuple[str, ...]]:
-    return rows_of(WAYS[way](model()))
+    return rows_of(WAYS[way](Model()))
 
 
 def rows_of(model: nn.Module) -> set[tuple[str, ...]]:
-    x, target = batches(0)[0]
+    x, target = data_of(0)[0]
     with halfstep.trace(model) as trace:
         with lower():
             loss = F.cross_entropy(model(x).float(), target)
@@ -274,6 +274,6 @@ def rows_of(model: nn.Module) -> set[tuple[str, ...]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_trace_names_modules_and_rules_as_of_one_rank(way: str, pool: Pool) -> None:
-    expected = rows_of(model())
+    expected = rows_of(Model())
     for rows in pool.run(traced, way):
         assert rows == expected

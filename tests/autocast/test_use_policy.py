@@ -240,12 +240,12 @@ def test_no_cast_of_a_weight_outlives_a_context_inside(context: Callable[[], Any
 
 def test_a_decorator() -> None:
     @use_policy(SOFTMAX_LOW)
-    def train(depth: int) -> torch.dtype:
+    def nested(depth: int) -> torch.dtype:
         """Train."""
-        return train(depth - 1) if depth else under_theirs()
+        return nested(depth - 1) if depth else under_theirs()
 
-    assert train(2) is BF16
-    assert train.__doc__ == "Train."
+    assert nested(2) is BF16
+    assert nested.__doc__ == "Train."
     assert under_theirs() is torch.float32
 
 

@@ -363,7 +363,7 @@ def test_a_decorated_function_holds_during_its_calls() -> None:
     layer = nn.Linear(2, 2, bias=False)
 
     @hold_casts(layer)
-    def run(times: int) -> type:
+    def held(times: int) -> type:
         for _ in range(times):
             product(layer.weight)
         return type(layer.weight)
@@ -374,10 +374,10 @@ def test_a_decorated_function_holds_during_its_calls() -> None:
             yield type(layer.weight)
 
     assert type(layer.weight) is nn.Parameter
-    assert run(2) is not nn.Parameter
+    assert held(2) is not nn.Parameter
     assert nn.Parameter not in list(tokens(3))
     assert type(layer.weight) is nn.Parameter
-    assert run.__name__ == "run"
+    assert held.__name__ == "held"
 
 
 def test_of_two_holds_the_outer_one_holds() -> None:
@@ -417,7 +417,7 @@ def test_wrong_use(call: Callable[[], object], error: type[Exception], message: 
 def test_make_fx_takes_held_weights_as_arguments_only() -> None:
     model, x = nn.Linear(4, 4), torch.ones(1, 4)
 
-    def run(x: Tensor) -> Tensor:
+    def lowered(x: Tensor) -> Tensor:
         with autocast(DEVICE, BF16):
             return model(x)
 
@@ -426,16 +426,16 @@ def test_make_fx_takes_held_weights_as_arguments_only() -> None:
             return F.linear(x, weight, bias)
 
     with hold_casts(model) as held:
-        run(x)
+        lowered(x)
         with pytest.raises(CallOrderError, match="make_fx cannot trace weights held by hold_casts"):
-            make_fx(run)(x)
+            make_fx(lowered)(x)
         graph = make_fx(functional)(model.weight, model.bias, x)
         held.release()
-        of_model = make_fx(run)(x)
+        of_model = make_fx(lowered)(x)
     with torch.no_grad():
         model.weight.mul_(2)
     for result in (graph(model.weight, model.bias, x), of_model(x)):
-        assert torch.equal(result, run(x))
+        assert torch.equal(result, lowered(x))
 
 
 def test_what_cannot_be_held_is_told() -> None:
@@ -1008,7 +1008,7 @@ def test_many_threads() -> None:
         expected = model(x)
     wrong = []
 
-    def run() -> None:
+    def call_often() -> None:
         with torch.no_grad():
             for _ in range(50):
                 with autocast(DEVICE, BF16):
@@ -1017,7 +1017,7 @@ def test_many_threads() -> None:
                 if threading.current_thread().name.endswith("0"):
                     HOLDS[-1].clear()
 
-    threads = [threading.Thread(target=run, name=f"t{i}") for i in range(4)]
+    threads = [threading.Thread(target=call_often, name=f"t{i}") for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from tests.diagnose.models import Again, Block, Place, Spot, run
+from tests.diagnose.models import Again, Block, Place, Spot, through
 from torch import Tensor, nn
 
 CONTEXT = 6
@@ -106,7 +106,7 @@ class GPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.wide(self.embed(x) + self.positions)  # fault: GPT.wide
         for layer in self.layers:
-            x = run(layer, x, self.again)
+            x = through(layer, x, self.again)
         return self.head(self.norm(self.spot(x)))  # fault: GPT.head
 
 

@@ -53,7 +53,7 @@ Again = Literal["no", "yes", "reentrant"]
 """Whether the backward pass computes inner values again, and by which of PyTorch's two ways."""
 
 
-def run(module: nn.Module, x: Tensor, again: Again) -> Tensor:
+def through(module: nn.Module, x: Tensor, again: Again) -> Tensor:
     """Run a module, with or without activation checkpointing."""
     if again == "no":
         return module(x)
@@ -105,7 +105,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)  # fault: MLP.stem
         for block in self.blocks:
-            x = run(block, x, self.again)
+            x = through(block, x, self.again)
         return self.head(self.norm(self.spot(x)))  # fault: MLP.head
 
 
@@ -242,7 +242,7 @@ class Autoencoder(nn.Module):
         self.again = again
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.spot(run(self.encoder, x, self.again))
+        x = self.spot(through(self.encoder, x, self.again))
         for coder in self.decoder:
-            x = run(coder, x, self.again)
+            x = through(coder, x, self.again)
         return self.head(x)  # fault: Autoencoder.head

@@ -303,7 +303,7 @@ def test_another_thread_that_trains_is_left_alone() -> None:
     optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
     steps, stop = [0, 0], threading.Event()
 
-    def train() -> None:
+    def train_other() -> None:
         while not stop.is_set():
             before = other.weight.detach().clone()
             optimizer.zero_grad()
@@ -312,7 +312,7 @@ def test_another_thread_that_trains_is_left_alone() -> None:
             steps[0] += 1
             steps[1] += not torch.equal(before, other.weight)
 
-    thread = threading.Thread(target=train)
+    thread = threading.Thread(target=train_other)
     thread.start()
     try:
         watch = watched(model, lambda i: F.mse_loss(model(X * 10.0 ** (6 * (i == 2))), ONE), 4)

@@ -554,7 +554,7 @@ def bits(run: Run) -> list[list[float]]:
     return [value.reshape(-1).view(torch.int32).tolist() for value in values]
 
 
-def train(function: Loop, told: list[tuple[Diagnosis, int]] | None) -> Run:
+def run_of(function: Loop, told: list[tuple[Diagnosis, int]] | None) -> Run:
     run = Run()
     with suppress(SystemExit, AssertionError, FloatingPointError):
         if told is None:
@@ -572,8 +572,8 @@ def test_the_line_and_the_step_are_named_and_nothing_changes(
     function: Loop, op: str, verdict: str
 ) -> None:
     told: list[tuple[Diagnosis, int]] = []
-    watched = train(function, told)
-    assert bits(watched) == bits(train(function, None))
+    watched = run_of(function, told)
+    assert bits(watched) == bits(run_of(function, None))
     ((found, step),) = told  # and nothing of what the bad step has left
     bad = found.bad
     assert bad is not None, str(found)

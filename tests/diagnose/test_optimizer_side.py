@@ -14,7 +14,7 @@ import halfstep
 from halfstep._diagnose.watch import Watch
 
 
-def train(
+def watched(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     num: int = 12,
@@ -69,7 +69,7 @@ def test_a_setting_that_is_not_finite_is_named_before_the_step(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scaler = halfstep.GradScaler(init_scale=4.0) if has_scaler else None
-        watch, steps = train(model, optimizer, before_step=change, scaler=scaler)
+        watch, steps = watched(model, optimizer, before_step=change, scaler=scaler)
     (found,) = watch.found  # weights that are NaN in the steps after it are left over from it
     assert steps == [5]
     assert (found.verdict, found.tensor) == ("data", f"{name} of AdamW")
@@ -81,13 +81,13 @@ def test_a_setting_that_is_not_finite_is_named_before_the_step(
 def test_a_number_that_no_step_computes_with_may_be_infinite() -> None:
     model = perceptron()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "max_norm": math.inf}], 1e-3)
-    watch, _ = train(model, optimizer)
+    watch, _ = watched(model, optimizer)
     assert watch.found == []
 
 
 def test_a_rate_that_is_too_high_is_the_cause_not_the_op_that_overflows() -> None:
     model = perceptron()
-    watch, steps = train(model, torch.optim.SGD(model.parameters(), 30.0))
+    watch, steps = watched(model, torch.optim.SGD(model.parameters(), 30.0))
     (found,) = watch.found
     assert steps == [4]
     assert found.cure is not None
@@ -113,7 +113,7 @@ def test_weights_explode_in_the_first_step_of_a_recurrent_net() -> None:
 
     torch.manual_seed(0)
     model = Net()
-    watch, steps = train(model, torch.optim.SGD(model.parameters(), 1e-2))
+    watch, steps = watched(model, torch.optim.SGD(model.parameters(), 1e-2))
     assert steps == [2]
     assert watch.found[0].notes[0].startswith("the run diverges")
 
@@ -130,7 +130,7 @@ def test_a_bad_op_of_a_run_that_does_not_diverge_keeps_its_cure() -> None:
             torch.zeros(()) if num == 9 else torch.ones(())
         )
 
-    watch, _ = train(model, torch.optim.Adam(model.parameters(), 1e-2), loss_of=loss_of)
+    watch, _ = watched(model, torch.optim.Adam(model.parameters(), 1e-2), loss_of=loss_of)
     (found,) = watch.found
     assert found.cure is not None
     assert "clamp_min" in found.cure.text

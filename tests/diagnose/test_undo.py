@@ -100,7 +100,7 @@ class Training:
         }
 
 
-def assert_same(one: Any, other: Any, path: str = "") -> None:
+def assert_same_bits(one: Any, other: Any, path: str = "") -> None:
     assert type(one) is type(other), path
     if isinstance(one, torch.Tensor):
         flat = [each.reshape(-1).view(torch.uint8) for each in (one, other)]
@@ -108,11 +108,11 @@ def assert_same(one: Any, other: Any, path: str = "") -> None:
     elif isinstance(one, dict):
         assert one.keys() == other.keys(), path
         for key in one:
-            assert_same(one[key], other[key], f"{path}/{key}")
+            assert_same_bits(one[key], other[key], f"{path}/{key}")
     elif isinstance(one, list):
         assert len(one) == len(other), path
         for index, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_same(a, b, f"{path}/{index}")
+            assert_same_bits(a, b, f"{path}/{index}")
     else:
         assert one == other, path
 
@@ -144,7 +144,7 @@ def test_a_diagnosis_changes_nothing(damage: Callable[[Training], None], verdict
     damage(training)
     before = training.state()
     found = halfstep.diagnose(training.step, model=training.model)
-    assert_same(training.state(), before)
+    assert_same_bits(training.state(), before)
     assert found.verdict == verdict, str(found)
 
 
@@ -156,8 +156,8 @@ def test_training_goes_on_as_if_there_had_been_no_diagnosis() -> None:
     for _ in range(3):
         halfstep.diagnose(diagnosed.step)  # the model is found by itself
         again.append(diagnosed.step())
-    assert_same(again, losses)
-    assert_same(
+    assert_same_bits(again, losses)
+    assert_same_bits(
         [p.detach().clone() for p in diagnosed.model.parameters()],
         [p.detach().clone() for p in plain.model.parameters()],
     )
@@ -173,7 +173,7 @@ def test_a_step_that_raises_or_is_interrupted_is_undone() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         halfstep.diagnose(interrupted)
-    assert_same(training.state(), before)
+    assert_same_bits(training.state(), before)
 
     def failing() -> None:
         training.step()
@@ -181,7 +181,7 @@ def test_a_step_that_raises_or_is_interrupted_is_undone() -> None:
 
     with pytest.raises(RuntimeError, match="of the user"):
         halfstep.diagnose(failing)
-    assert_same(training.state(), before)
+    assert_same_bits(training.state(), before)
     assert training.step().isfinite()
 
 
@@ -196,7 +196,7 @@ def test_accumulated_gradients_are_kept() -> None:
 
     assert halfstep.diagnose(step).verdict != "none"
     assert [id(p.grad) for p in model.parameters()] == [id(grad) for grad in gradients]
-    assert_same([p.grad.clone() for p in model.parameters() if p.grad is not None], before)
+    assert_same_bits([p.grad.clone() for p in model.parameters() if p.grad is not None], before)
 
 
 def test_a_graph_from_before_can_still_be_used() -> None:

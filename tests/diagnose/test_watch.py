@@ -103,7 +103,7 @@ def test_a_bad_step_is_replayed_with_its_loss(loss: Losses) -> None:
 
 
 def test_training_is_what_it_is_without_a_watch() -> None:
-    def run(watched: bool) -> list[Tensor]:
+    def left_by(watched: bool) -> list[Tensor]:
         loop = Loop()
         random.seed(0)
         torch.manual_seed(1)
@@ -119,7 +119,7 @@ def test_training_is_what_it_is_without_a_watch() -> None:
         tensors += [p.grad for p in loop.model.parameters() if p.grad is not None]
         return [tensor.detach().clone() for tensor in tensors]
 
-    with_watch, without = run(True), run(False)
+    with_watch, without = left_by(True), left_by(False)
     assert len(with_watch) == len(without)
     for one, other in zip(with_watch, without, strict=True):
         flat = [each.reshape(-1).view(torch.uint8) for each in (one, other)]

@@ -61,13 +61,13 @@ def test_a_run_against_itself_differs_in_nothing(skipping):
 
 
 def test_layers_that_differ_most_come_first(tmp_path):
-    def run(name, **histograms):
+    def summary(name, **histograms):
         rows = [tensor("parameter_gradient", n, counted(h)) for n, h in histograms.items()]
         events = [records.header(), records.step(1), sample(1, rows)]
         return summary_of(records.write(tmp_path / name, events))
 
-    first = run("a", same={0: 9}, near={0: 9}, lossy={-30: 5, 0: 5}, mine={0: 1})
-    second = run("b", same={0: 9}, near={2: 9}, lossy={0: 10}, its={0: 1})
+    first = summary("a", same={0: 9}, near={0: 9}, lossy={-30: 5, 0: 5}, mine={0: 1})
+    second = summary("b", same={0: 9}, near={2: 9}, lossy={0: 10}, its={0: 1})
     comparison = compare_runs(first, second)
     assert [row[0].name for row in comparison.layers] == ["lossy", "near"]
     assert comparison.layers[0][1].share_lost == 0
@@ -144,12 +144,12 @@ def test_layers_of_many_runs_are_a_table_for_each_measure(tmp_path):
 
 
 def test_a_measure_in_which_no_layer_differs_has_no_table(tmp_path):
-    def run(name, at):
+    def summary(name, at):
         rows = [tensor("parameter_gradient", "layer", counted({at: 9}))]
         events = [records.header(), records.step(1), sample(1, rows)]
         return summary_of(records.write(tmp_path / name, events))
 
-    text = comparison_text(compare_runs(run("a", 0), run("b", 5)))
+    text = comparison_text(compare_runs(summary("a", 0), summary("b", 5)))
     assert "layers that differ most: headroom" in text
     assert "layers that differ most: underflow" not in text
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,21 +21,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture
 def halfstep_run(tmp_path: Path) -> Run:
     """Returns a function that does what ``halfstep run ARGUMENTS`` does in ``tmp_path``."""
-
-    def run(*arguments: object, environ: dict[str, str] | None = None) -> Done:
-        return forked.python("-m", "halfstep", "run", *arguments, cwd=tmp_path, environ=environ)
-
-    return run
+    return partial(forked.python, "-m", "halfstep", "run", cwd=tmp_path)
 
 
 @pytest.fixture
 def python(tmp_path: Path) -> Run:
     """Returns a function that runs ``python ARGUMENTS`` in ``tmp_path``."""
 
-    def run(*arguments: object) -> Done:
+    def call(*arguments: object) -> Done:
         done = subprocess.run(
             [sys.executable, *map(str, arguments)], cwd=tmp_path, capture_output=True, text=True
         )
         return Done(done.returncode, done.stdout, done.stderr)
 
-    return run
+    return call

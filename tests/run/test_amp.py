@@ -57,7 +57,7 @@ class Hand:
         return halfstep.autocast("cpu", self.dtype)
 
 
-def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+def labelled(count: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator))
@@ -79,7 +79,7 @@ def quiet(_: str) -> None:
     pass
 
 
-def run(script: Callable[[], Any], dtype: torch.dtype = torch.float16) -> Any:
+def under_amp(script: Callable[[], Any], dtype: torch.dtype = torch.float16) -> Any:
     with mixed_precision(dtype, quiet):
         return script()
 
@@ -94,7 +94,7 @@ def plain_script(
 ) -> Net:
     model = seeded(Net)
     optimizer = optimizer_of(model.parameters(), lr=0.01)
-    for x, y in batches(8):
+    for x, y in labelled(8):
         optimizer.zero_grad()
         loss = loss_of(model(x), y)
         loss.backward()
@@ -113,7 +113,7 @@ def plain_by_hand(
     hand = Hand(dtype)
     model = seeded(Net)
     optimizer = optimizer_of(model.parameters(), lr=0.01)
-    for x, y in batches(8):
+    for x, y in labelled(8):
         optimizer.zero_grad()
         with hand.autocast():
             loss = loss_of(model(x).float(), y)
@@ -132,7 +132,7 @@ def plain_by_hand(
     [torch.optim.SGD, torch.optim.AdamW, lambda p, lr: torch.optim.AdamW(p, lr, fused=True)],
 )
 def test_a_plain_loop_is_that_by_hand(dtype: torch.dtype, optimizer_of: Any) -> None:
-    trained = run(lambda: plain_script(optimizer_of), dtype)
+    trained = under_amp(lambda: plain_script(optimizer_of), dtype)
 
     assert same(trained, plain_by_hand(dtype, optimizer_of))
     assert not same(trained, plain_script(optimizer_of))  # in float32 it is another
@@ -142,7 +142,7 @@ def test_a_plain_loop_is_that_by_hand(dtype: torch.dtype, optimizer_of: Any) -> 
     "loss_of", [nn.CrossEntropyLoss(), lambda x, y: -x.log_softmax(1)[:, 1].mean()]
 )
 def test_losses_of_other_kinds(loss_of: Any) -> None:
-    trained = run(lambda: plain_script(loss_of=loss_of))
+    trained = under_amp(lambda: plain_script(loss_of=loss_of))
 
     # By hand, autocast takes log_softmax and the mean in float32 too.
     assert same(trained, plain_by_hand(torch.float16, loss_of=loss_of))
@@ -157,7 +157,7 @@ def clamp(params: Any) -> None:
     "clip", [lambda p: clip_grad_norm_(p, 0.1), lambda p: clip_grad_value_(p, 0.01), clamp]
 )
 def test_clipping_of_any_kind_sees_unscaled_gradients(clip: Any) -> None:
-    trained = run(lambda: plain_script(clip=clip))
+    trained = under_amp(lambda: plain_script(clip=clip))
 
     assert same(trained, plain_by_hand(torch.float16, clip=clip))
     assert not same(trained, plain_by_hand(torch.float16))
@@ -171,7 +171,7 @@ def test_gradients_are_unscaled_whoever_looks() -> None:
         (model(x).sum() / 4).backward()
         return [model.weight.grad.clone(), x.grad.clone()]
 
-    assert [grad.unique().item() for grad in run(script)] == [0.5, 0.25]
+    assert [grad.unique().item() for grad in under_amp(script)] == [0.5, 0.25]
 
 
 def test_gradients_of_tensors_that_are_no_leaves() -> None:
@@ -188,7 +188,7 @@ def test_gradients_of_tensors_that_are_no_leaves() -> None:
             found.append(hidden.grad.unique().item())
         return found
 
-    assert run(script) == [0.5, 0.5]
+    assert under_amp(script) == [0.5, 0.5]
 
 
 def test_only_the_inputs_that_were_asked_for() -> None:
@@ -200,7 +200,7 @@ def test_only_the_inputs_that_were_asked_for() -> None:
         assert model.weight.grad is None
         return x.grad.unique().item()
 
-    assert run(script) == 0.25
+    assert under_amp(script) == 0.25
 
 
 def test_what_the_script_drops_is_gone() -> None:
@@ -209,7 +209,7 @@ def test_what_the_script_drops_is_gone() -> None:
 
     def script() -> None:
         for _ in range(2):
-            x = batches(1)[0][0].requires_grad_()
+            x = labelled(1)[0][0].requires_grad_()
             hidden = x * 2
             hidden.retain_grad()
             model(hidden).mean().backward()
@@ -218,7 +218,7 @@ def test_what_the_script_drops_is_gone() -> None:
             x = hidden = None  # type: ignore[assignment]
             assert [ref() for ref in refs] == [None] * len(refs)
 
-    run(script)
+    under_amp(script)
 
 
 @pytest.mark.parametrize("optimizer_of", [torch.optim.SparseAdam, torch.optim.SGD])
@@ -242,7 +242,7 @@ def test_sparse_gradients(optimizer_of: Any) -> None:
     by_hand = script(halfstep.GradScaler())
 
     # The rows are added up after each part and not at the end: in another order.
-    assert torch.allclose(run(lambda: script(None)), by_hand, rtol=0, atol=1e-6)
+    assert torch.allclose(under_amp(lambda: script(None)), by_hand, rtol=0, atol=1e-6)
 
 
 def test_small_gradients_survive() -> None:
@@ -254,7 +254,7 @@ def test_small_gradients_survive() -> None:
         (model(torch.ones(1, 4)).sum() * 1e-8).backward()
         return model[0].weight.grad
 
-    assert run(script).abs().min() > 0
+    assert under_amp(script).abs().min() > 0
     with halfstep.autocast("cpu", torch.float16):
         model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
         loss = model(torch.ones(1, 4)).float().sum() * 1e-8
@@ -315,7 +315,7 @@ def test_a_first_optimizer_brings_the_lower_precision_back() -> None:
         model(torch.ones(2, 8)).mean().backward()
         optimizer.step()
 
-    run(script)
+    under_amp(script)
     assert dtypes == [torch.float16, torch.float32, torch.float16]
 
 
@@ -351,7 +351,7 @@ def test_accumulation_is_that_by_hand() -> None:
     def script() -> Net:
         model = seeded(Net)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for index, (x, y) in enumerate(batches(12)):
+        for index, (x, y) in enumerate(labelled(12)):
             (F.cross_entropy(model(x), y) / 3).backward()
             if index % 3 == 2:
                 clip_grad_norm_(model.parameters(), 0.5)
@@ -362,7 +362,7 @@ def test_accumulation_is_that_by_hand() -> None:
     hand = Hand(torch.float16)
     model = seeded(Net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for index, (x, y) in enumerate(batches(12)):
+    for index, (x, y) in enumerate(labelled(12)):
         with hand.autocast():
             loss = F.cross_entropy(model(x).float(), y) / 3
         hand.scaler.scale(loss).backward()
@@ -373,7 +373,7 @@ def test_accumulation_is_that_by_hand() -> None:
             hand.scaler.update()
             optimizer.zero_grad()
 
-    assert same(run(script), model)
+    assert same(under_amp(script), model)
 
 
 def gan(hand: Hand | None) -> tuple[nn.Module, nn.Module]:
@@ -391,7 +391,7 @@ def gan(hand: Hand | None) -> tuple[nn.Module, nn.Module]:
             hand.scaler.update()
 
     bce = nn.BCELoss()
-    for real, _ in batches(5):
+    for real, _ in labelled(5):
         opt_d.zero_grad()
         # By hand the sigmoid and the loss are kept out of autocast, where BCELoss is refused.
         with hand.autocast() if hand else nullcontext():
@@ -409,7 +409,7 @@ def gan(hand: Hand | None) -> tuple[nn.Module, nn.Module]:
 
 
 def test_a_gan_is_that_by_hand() -> None:
-    ours, by_hand = run(lambda: gan(None)), gan(Hand(torch.float16))
+    ours, by_hand = under_amp(lambda: gan(None)), gan(Hand(torch.float16))
 
     assert same(ours[0], by_hand[0])
     assert same(ours[1], by_hand[1])
@@ -447,7 +447,7 @@ def test_a_container_of_optimizers(kind: Any) -> None:
         container = kind(optimizers)
         schedules = [LambdaLR(each, lambda count: 0.5**count) for each in optimizers]
         moved = []
-        for x, y in batches(3):
+        for x, y in labelled(3):
             container.zero_grad()
             F.cross_entropy(model(x), y).backward()
             before = [weight.clone() for weight in (model.body[0].weight, model.head.weight)]
@@ -542,7 +542,7 @@ def test_an_optimizer_that_accumulates_while_another_steps() -> None:
         opt_a.step()
         return start - a.weight
 
-    assert torch.allclose(run(script), torch.full((1, 2), 1.0))
+    assert torch.allclose(under_amp(script), torch.full((1, 2), 1.0))
 
 
 # --- skipped steps and schedules ------------------------------------------------------------------
@@ -550,7 +550,7 @@ def test_an_optimizer_that_accumulates_while_another_steps() -> None:
 
 def test_a_skipped_step_changes_nothing() -> None:
     model = seeded(lambda: Explosive({2}))
-    x, y = batches(1)[0]
+    x, y = labelled(1)[0]
     rates, weights = [], []
     with mixed_precision(torch.float16, quiet) as scaler:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -573,7 +573,7 @@ def test_a_skipped_step_changes_nothing() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_first_step_that_is_skipped_needs_no_warning(fused: bool) -> None:
     model = seeded(lambda: Explosive({1, 2}))
-    x, y = batches(1)[0]
+    x, y = labelled(1)[0]
 
     def script() -> list[float]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused)
@@ -587,12 +587,12 @@ def test_a_first_step_that_is_skipped_needs_no_warning(fused: bool) -> None:
             rates += schedule.get_last_lr()
         return rates
 
-    assert run(script) == [1, 1, 1 / 2]
+    assert under_amp(script) == [1, 1, 1 / 2]
 
 
 def test_a_schedule_of_epochs_is_not_lost_with_the_last_step() -> None:
     model = seeded(lambda: Explosive({3, 4, 5, 6}))
-    x, y = batches(1)[0]
+    x, y = labelled(1)[0]
 
     def script() -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -608,12 +608,12 @@ def test_a_schedule_of_epochs_is_not_lost_with_the_last_step() -> None:
         return rates
 
     # The last step of the first epoch was skipped, and all of the second.
-    assert run(script) == [1 / 2, 1 / 2, 1 / 3]
+    assert under_amp(script) == [1 / 2, 1 / 2, 1 / 3]
 
 
 def test_other_schedulers_wait_too() -> None:
     model = seeded(lambda: Explosive({1}))
-    x, y = batches(1)[0]
+    x, y = labelled(1)[0]
 
     class Own(LambdaLR):
         def step(self, epoch: Any = None) -> None:
@@ -642,12 +642,12 @@ def test_other_schedulers_wait_too() -> None:
             counts.append([s.last_epoch for s in (own, late, plateau, sequence, parts[0])])
         return counts
 
-    assert run(script) == [[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+    assert under_amp(script) == [[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
 
 
 def test_what_overflowed_is_skipped_though_more_was_added() -> None:
     model = seeded(lambda: Explosive({1}))
-    x, y = batches(1)[0]
+    x, y = labelled(1)[0]
 
     def script() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -658,14 +658,14 @@ def test_what_overflowed_is_skipped_though_more_was_added() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-    run(script)
+    under_amp(script)
     assert same(model, seeded(Net))
 
 
 @pytest.mark.parametrize("change", [clamp, lambda ps: [p.grad.nan_to_num_(0, 1, -1) for p in ps]])
 def test_what_overflowed_is_skipped_though_it_was_made_finite(change: Any) -> None:
     model = seeded(lambda: Explosive({1}))
-    x, y = batches(1)[0]
+    x, y = labelled(1)[0]
     before = model.head.weight.detach().clone()
 
     def script() -> None:
@@ -674,7 +674,7 @@ def test_what_overflowed_is_skipped_though_it_was_made_finite(change: Any) -> No
         change(model.parameters())
         optimizer.step()
 
-    run(script)
+    under_amp(script)
     assert torch.equal(model.head.weight, before)
 
 
@@ -691,8 +691,8 @@ def test_gradients_that_a_script_replaces_are_checked() -> None:
         optimizer.step()
         return before - model.weight
 
-    assert run(lambda: script(float("inf"))).abs().max() == 0
-    assert torch.allclose(run(lambda: script(4.0)), torch.ones(1, 2))
+    assert under_amp(lambda: script(float("inf"))).abs().max() == 0
+    assert torch.allclose(under_amp(lambda: script(4.0)), torch.ones(1, 2))
 
 
 def test_gradients_of_the_script_itself_are_left_alone() -> None:
@@ -708,7 +708,7 @@ def test_gradients_of_the_script_itself_are_left_alone() -> None:
         optimizer.step()
         return before - model.weight
 
-    assert torch.allclose(run(script), torch.ones(1, 2))
+    assert torch.allclose(under_amp(script), torch.ones(1, 2))
 
 
 def test_a_gradient_penalty_has_the_unit_of_the_loss() -> None:
@@ -720,7 +720,7 @@ def test_a_gradient_penalty_has_the_unit_of_the_loss() -> None:
         ((y + grad.square().sum()) / 64).backward()
         return [p.grad for p in model.parameters()]
 
-    for ours, exact in zip(run(script), script(), strict=True):
+    for ours, exact in zip(under_amp(script), script(), strict=True):
         assert torch.allclose(ours, exact, atol=1e-4, rtol=1e-2)
 
 
@@ -735,7 +735,7 @@ def test_a_backward_pass_that_is_differentiated_again() -> None:
         grad.sum().backward()
         return weight.grad.item()
 
-    assert run(script) == 18.0
+    assert under_amp(script) == 18.0
 
 
 # --- closures -------------------------------------------------------------------------------------
@@ -744,7 +744,7 @@ def test_a_backward_pass_that_is_differentiated_again() -> None:
 def lbfgs(hand: Hand | None, model: nn.Module) -> list[float]:
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
     losses = []
-    for x, y in batches(3):
+    for x, y in labelled(3):
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             optimizer.zero_grad()
@@ -763,14 +763,14 @@ def lbfgs(hand: Hand | None, model: nn.Module) -> list[float]:
 def test_lbfgs_is_that_by_hand() -> None:
     ours, by_hand = seeded(Net), seeded(Net)
 
-    assert run(lambda: lbfgs(None, ours)) == lbfgs(Hand(torch.float16), by_hand)
+    assert under_amp(lambda: lbfgs(None, ours)) == lbfgs(Hand(torch.float16), by_hand)
     assert same(ours, by_hand)
 
 
 def test_a_skipped_step_with_a_closure_returns_the_loss() -> None:
     model, start = seeded(lambda: Explosive({1, 2, 3})), seeded(Net)
 
-    losses = run(lambda: lbfgs(None, model))
+    losses = under_amp(lambda: lbfgs(None, model))
 
     assert same(model, start)
     assert all(isinstance(loss, float) for loss in losses)
@@ -794,7 +794,7 @@ def test_a_closure_adds_to_gradients_from_before(keyword: bool) -> None:
         assert isinstance(loss, Tensor)
         return before - model.weight
 
-    assert torch.allclose(run(script), torch.ones(1, 2))
+    assert torch.allclose(under_amp(script), torch.ones(1, 2))
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -821,7 +821,7 @@ def test_an_optimizer_around_another() -> None:
     def script() -> tuple[Net, list[bool]]:
         model = seeded(Net)
         optimizer = Sharpness(model.parameters(), lr=0.1)
-        for x, y in batches(4):
+        for x, y in labelled(4):
 
             def closure(x: Tensor = x, y: Tensor = y) -> None:
                 optimizer.zero_grad()
@@ -844,7 +844,7 @@ def test_an_optimizer_around_another() -> None:
 def test_an_optimizer_around_another_is_skipped(bad: int) -> None:
     """In the gradients from before, or in those of the closure."""
     model = seeded(lambda: Explosive({bad}))
-    x, y = batches(1)[0]
+    x, y = labelled(1)[0]
 
     def script() -> None:
         optimizer = Sharpness(model.parameters(), lr=0.1)
@@ -876,14 +876,14 @@ def test_an_optimizer_in_the_backward_pass() -> None:
 
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(step)
-        for x, y in batches(4):
+        for x, y in labelled(4):
             F.cross_entropy(model(x), y).backward()
         return model
 
     hand = Hand(torch.float16)
     model = seeded(Net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches(4):
+    for x, y in labelled(4):
         optimizer.zero_grad()
         with hand.autocast():
             loss = F.cross_entropy(model(x).float(), y)
@@ -891,4 +891,4 @@ def test_an_optimizer_in_the_backward_pass() -> None:
         hand.scaler.step(optimizer)
         hand.scaler.update()
 
-    assert same(run(script), model)
+    assert same(under_amp(script), model)

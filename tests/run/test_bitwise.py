@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(kind: Any) -> list[Any]:
+def left_by(kind: Any) -> list[Any]:
     """Return all that a loop leaves: losses, parameters, buffers, gradients, random states."""
     torch.manual_seed(1)
     random.seed(1)
@@ -43,23 +43,23 @@ def train(kind: Any) -> list[Any]:
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
+def in_session(monkeypatch, tmp_path):
     """Returns a function that trains in a session, and returns what that leaves and records."""
     close: list[Any] = []
     monkeypatch.setattr(session, "atexit", SimpleNamespace(register=close.append))
     monkeypatch.setattr(session.sys, "argv", ["halfstep"])
 
-    def run(kind: Any, name: str, *, is_diagnosing: bool) -> tuple[list[Any], list[str], int]:
+    def trained(kind: Any, name: str, *, is_diagnosing: bool) -> tuple[list[Any], list[str], int]:
         folder = tmp_path / f"{name} {is_diagnosing}"
         given = {"policy": preset("standard"), "every": 50, "amp": None} | OPTIONS[name]
         options = Options(folder=folder, is_quiet=True, is_diagnosing=is_diagnosing, **given)
         left: list[Any] = []
-        monkeypatch.setattr(session, "execute", lambda *_, **__: left.extend(train(kind)))
+        monkeypatch.setattr(session, "execute", lambda *_, **__: left.extend(left_by(kind)))
         Session(Command("train.py", [], is_module=False), options).run()
         close.pop()()
         return left, *recorded(folder)
 
-    return run
+    return trained
 
 
 def recorded(folder: Path) -> tuple[list[str], int]:
@@ -76,11 +76,11 @@ def recorded(folder: Path) -> tuple[list[str], int]:
 
 
 @pytest.mark.parametrize("kind", kinds.KINDS, ids=lambda kind: kind.__name__)
-def test_a_script_trains_the_same_with_and_without(kind: Any, run) -> None:
-    alone, num_found = train(kind), 0
+def test_a_script_trains_the_same_with_and_without(kind: Any, in_session) -> None:
+    alone, num_found = left_by(kind), 0
     for name, options in OPTIONS.items():
-        left, events, _ = run(kind, name, is_diagnosing=False)
-        seen, same_events, num = run(kind, name, is_diagnosing=True)
+        left, events, _ = in_session(kind, name, is_diagnosing=False)
+        seen, same_events, num = in_session(kind, name, is_diagnosing=True)
         assert seen == left, name
         assert same_events == events, name
         num_found += num

@@ -259,7 +259,7 @@ def test_pytorchs_decorators_for_functions_of_autograd_work(names):
 # --- the scaler -----------------------------------------------------------------------------------
 
 
-def train(scaler: torch.amp.GradScaler) -> float:
+def weight_after_a_step(scaler: torch.amp.GradScaler) -> float:
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.5)
     scaler.scale(weight.sum()).backward()
@@ -278,7 +278,7 @@ def test_scalers_scale(names):
     ):
         assert scaler.is_enabled()
         assert scaler.get_scale() == 8.0
-        assert train(scaler) == 0.5
+        assert weight_after_a_step(scaler) == 0.5
         assert isinstance(scaler, torch.amp.GradScaler)
         assert isinstance(scaler, halfstep.GradScaler)
 
@@ -293,7 +293,7 @@ def test_for_cuda_without_cuda_it_switches_itself_off(name, names):
     assert not scaler.is_enabled()
     assert isinstance(scaler, cls)
     assert scaler.state_dict() == {}
-    assert train(scaler) == 0.5
+    assert weight_after_a_step(scaler) == 0.5
     for copied in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
         assert isinstance(copied, cls)
         assert not copied.is_enabled()
@@ -313,7 +313,7 @@ def test_a_class_of_the_script_may_derive_from_it(names):
         scaler = Scaler({"fp16": fp16})
         assert isinstance(scaler, Scaler)
         assert (scaler.is_enabled(), scaler.get_scale()) == (fp16, scale)
-        assert train(scaler) == 0.5
+        assert weight_after_a_step(scaler) == 0.5
         assert scaler.num_updates == 1
 
 
@@ -326,14 +326,14 @@ def test_an_override_is_called(names):
             return super()._unscale_grads_(*args)
 
     scaler = Scaler("cpu", init_scale=4.0)
-    assert train(scaler) == 0.5
+    assert weight_after_a_step(scaler) == 0.5
     assert scaler.num_calls == 1
 
 
 def test_states_go_both_ways(names):
     theirs = ORIGINALS["torch.amp", "GradScaler"]("cpu")
     ours = torch.amp.GradScaler("cpu", init_scale=16.0, backoff_factor=0.25)
-    train(ours)
+    weight_after_a_step(ours)
     theirs.load_state_dict(ours.state_dict())
     assert (theirs.get_scale(), theirs.get_backoff_factor()) == (16.0, 0.25)
     theirs.set_growth_factor(4.0)

@@ -97,7 +97,7 @@ def test_threads_do_not_see_each_other(model: nn.Sequential) -> None:
     plain = model(X)
     found, barrier = {}, threading.Barrier(len(FORMATS) + 1)
 
-    def run(format: str | None) -> None:
+    def work(format: str | None) -> None:
         barrier.wait()
         if format is None:
             found[None] = [model(X) for _ in range(20)], None
@@ -106,7 +106,7 @@ def test_threads_do_not_see_each_other(model: nn.Sequential) -> None:
             outputs = [nn.Sequential(*model)(X) for _ in range(20)]
         found[format] = outputs, s.rows()
 
-    threads = [threading.Thread(target=run, args=(format,)) for format in (*FORMATS, None)]
+    threads = [threading.Thread(target=work, args=(format,)) for format in (*FORMATS, None)]
     for thread in threads:
         thread.start()
     for thread in threads:

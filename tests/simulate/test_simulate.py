@@ -56,7 +56,7 @@ def batch_for(model: nn.Module) -> tuple[Tensor, Tensor]:
 Result = tuple[Tensor, list[Tensor]]
 
 
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def output_and_loss(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     # In float32: the CPU's log_softmax in lower precision rounds what it computes on the way.
     out = model(x)
     return out, F.cross_entropy(out.float().flatten(0, -2), y) * 1024
@@ -70,7 +70,7 @@ def real(model: nn.Module, dtype: torch.dtype, policy: str = "standard") -> Resu
     model = copy.deepcopy(model)
     x, y = batch_for(model)
     with halfstep.autocast("cpu", dtype, policy=policy, module=model):
-        out, loss = loss_of(model, x, y)
+        out, loss = output_and_loss(model, x, y)
     loss.backward()
     return out.detach(), gradients(model)
 
@@ -79,7 +79,7 @@ def simulated(model: nn.Module, dtype: torch.dtype | str, policy: str = "standar
     model = copy.deepcopy(model)
     x, y = batch_for(model)
     with simulate(model, dtype, policy=policy):
-        out, loss = loss_of(model, x, y)
+        out, loss = output_and_loss(model, x, y)
         loss.backward()
     return out.detach(), gradients(model)
 
@@ -249,7 +249,7 @@ def test_autocast_of_the_program_may_stand_in_the_block(dtype: torch.dtype) -> N
     wanted = simulated(model, dtype)
     with simulate(model, dtype):
         with halfstep.autocast("cpu", dtype):
-            out, loss = loss_of(model, x, y)
+            out, loss = output_and_loss(model, x, y)
         loss.backward()
     assert equal((out.detach(), gradients(model)), wanted)
 
@@ -337,7 +337,7 @@ def test_what_the_policy_does_not_lower_is_not_rounded(format: str) -> None:
     assert error([only_first[0]], [fp32[0]]) < error([plain[0]], [fp32[0]])
     assert equal(simulated(model, format, "standard; linear:fp32"), fp32)
     with simulate(model, format, policy="standard; linear@3:fp32; @5:fp32") as s:
-        _, loss = loss_of(model, *batch_for(model))
+        _, loss = output_and_loss(model, *batch_for(model))
         loss.backward()
     assert {(row["module"], row["phase"]) for row in s.rows()} == {
         ("0", "forward"),
@@ -359,7 +359,7 @@ def test_checkpointing_changes_nothing(format: str, reentrant: bool) -> None:
         with simulate(model, format) as s:
             first = model[:4]
             h = checkpoint(first, x, use_reentrant=reentrant) if is_checkpointed else first(x)
-            out, loss = loss_of(model[4:], h, y)
+            out, loss = output_and_loss(model[4:], h, y)
             loss.backward()
         results.append((out.detach(), [x.grad, *gradients(model)]))
         phases.append({row["phase"] for row in s.rows()})
@@ -404,7 +404,7 @@ def test_a_scaler_skips_what_overflows_and_goes_on() -> None:
     before = copy.deepcopy(model.state_dict())
     with simulate(model, "fp16") as s:
         optimizer.zero_grad()
-        scaler.scale(loss_of(model, x, y)[1]).backward()
+        scaler.scale(output_and_loss(model, x, y)[1]).backward()
     assert any(g.isinf().any() or g.isnan().any() for g in gradients(model))
     assert sum(row["saturated"] for row in s.rows() if row["phase"] == "backward") > 0
     scaler.step(optimizer)
@@ -414,7 +414,7 @@ def test_a_scaler_skips_what_overflows_and_goes_on() -> None:
     for _ in range(12):
         with simulate(model, "fp16"):
             optimizer.zero_grad()
-            scaler.scale(loss_of(model, x, y)[1]).backward()
+            scaler.scale(output_and_loss(model, x, y)[1]).backward()
         scaler.step(optimizer)
         scaler.update()
     assert not torch.equal(model[0].weight, before["0.weight"])

@@ -43,7 +43,7 @@ import functools
 from typing import Any
 
 import torch
-from tests.simulated.kernels import OWN_KERNELS, PYTORCHS_KERNELS, Random, random_states, run
+from tests.simulated.kernels import OWN_KERNELS, PYTORCHS_KERNELS, Random, random_states, run_op
 from tests.simulated.memory import OF_SPARSE, is_resizable, new_storage, run_on_parts
 from tests.simulated.profiles import Profile
 from tests.simulated.state import NAME, NUM_DEVICES, Now, indexed, ops, waits
@@ -70,8 +70,8 @@ def install() -> None:
     )
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _libraries.extend((every, aten))
-    every.fallback(run, "PrivateUse1")
-    every.fallback(run, "SparsePrivateUse1")
+    every.fallback(run_op, "PrivateUse1")
+    every.fallback(run_op, "SparsePrivateUse1")
     for name, op in OF_SPARSE.items():
         aten.impl(name, functools.partial(run_on_parts, op), "SparsePrivateUse1")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
@@ -92,9 +92,9 @@ def install() -> None:
         ):
             op = _overload(name)
             if op is not None:
-                aten.impl(name, functools.partial(run, op), "PrivateUse1")
+                aten.impl(name, functools.partial(run_op, op), "PrivateUse1")
             if op is not None and name not in OF_SPARSE:
-                aten.impl(name, functools.partial(run, op), "SparsePrivateUse1")
+                aten.impl(name, functools.partial(run_op, op), "SparsePrivateUse1")
     UntypedStorage.__new__ = new_storage  # type: ignore[method-assign,assignment]
     UntypedStorage.resizable = is_resizable  # type: ignore[method-assign]
     torch.Event, torch.Generator = Event, _Generator  # type: ignore[misc]

@@ -159,7 +159,7 @@ class _Call:
             set_memory(mine, found, host)
 
 
-def run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def run_op(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Run an op of the device: the CPU's kernel, on the same memory."""
     facts = _facts(op)
     ops[facts.name] += 1
@@ -235,7 +235,7 @@ def _to_copy(
     options = {"dtype": dtype or tensor.dtype, "memory_format": memory_format}
     to = tensor.device if device is None else torch.device(device)
     if to == tensor.device:
-        return run(_aten._to_copy.default, tensor, **options)
+        return run_op(_aten._to_copy.default, tensor, **options)
     if to.type != NAME:  # pinned, as what .to("cpu", non_blocking=True) returns
         target = _host_like(tensor, pin=non_blocking, **options)
     else:
@@ -260,7 +260,7 @@ def _host_like(tensor: Tensor, pin: bool, **options: Any) -> Tensor:
 def _empty_like(tensor: Tensor, **options: Any) -> Tensor:
     device, pin = options.pop("device", None), bool(options.pop("pin_memory", None))
     if device is None or torch.device(device).type == NAME:
-        return run(_aten.empty_like.default, tensor, device=device or tensor.device, **options)
+        return run_op(_aten.empty_like.default, tensor, device=device or tensor.device, **options)
     return _host_like(tensor, pin, **options)
 
 

@@ -151,7 +151,7 @@ def test_sparse_tensors() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_training_is_that_of_the_cpu(fused: bool) -> None:
-    def train(at: str, scaler: Any) -> tuple[list[torch.Tensor], float]:
+    def trained(at: str, scaler: Any) -> tuple[list[torch.Tensor], float]:
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Linear(4, 8, device="cpu"), nn.ReLU(), nn.Linear(8, 1, device="cpu")
@@ -168,8 +168,8 @@ def test_training_is_that_of_the_cpu(fused: bool) -> None:
             scaler.update()
         return [p.detach().cpu() for p in model.parameters()], scaler.get_scale()
 
-    ours = train("sim", torch.amp.GradScaler("sim"))
-    theirs = train("cpu", torch.amp.GradScaler("cpu"))
+    ours = trained("sim", torch.amp.GradScaler("sim"))
+    theirs = trained("cpu", torch.amp.GradScaler("cpu"))
     assert ours[1] == theirs[1] == 2.0**15
     assert all(map(torch.equal, ours[0], theirs[0]))
 
