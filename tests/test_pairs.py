@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import mlp
 from torch import Tensor, nn
 
 import halfstep
@@ -88,12 +89,11 @@ class Case:
             return False  # refused, see below
         return self.optimizer != "LBFGS" or (self.has("closure") and not self.has("guard"))
 
-    def model(self) -> nn.Sequential:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 80), nn.Tanh(), nn.Linear(80, 1))
+    def make_model(self) -> nn.Sequential:
+        model = mlp(6, 80, 1)
         return model.to(self.dtype) if self.store else model
 
-    def batches(self, number: int) -> list[tuple[Tensor, Tensor]]:
+    def parts(self, number: int) -> list[tuple[Tensor, Tensor]]:
         """Return the batch of a step, in two parts if gradients are accumulated."""
         generator = torch.Generator().manual_seed(number)
         parts = []
@@ -118,7 +118,7 @@ class Trained:
     """A loop with the features of a case."""
 
     def __init__(self, case: Case, folder: Path, around: tuple[str, ...] = ()) -> None:
-        self.case, self.folder, self.model = case, folder, case.model()
+        self.case, self.folder, self.model = case, folder, case.make_model()
         self.optimizer = OPTIMIZERS[case.optimizer](self.model.parameters())
         self.outcomes: dict[int, halfstep.Outcome] = {}
         self.scaler = halfstep.GradScaler(
@@ -200,7 +200,7 @@ class Trained:
         """Set the gradients, as a closure does, and clip them where the loop does it by a call."""
         case, scaler, optimizer = self.case, self.scaler, self.optimizer
         optimizer.zero_grad()
-        parts = case.batches(number)
+        parts = case.parts(number)
         for x, y in parts:
             is_block = case.has("accumulate") and case.has_scaler
             with scaler.accumulate(optimizer) if is_block else nullcontext():
@@ -235,7 +235,7 @@ class ByHand:
     """
 
     def __init__(self, case: Case, scales: dict[int, float]) -> None:
-        self.case, self.scales, self.model = case, scales, case.model()
+        self.case, self.scales, self.model = case, scales, case.make_model()
         self.taken: dict[int, bool] = {}
         self.params = list(self.model.parameters())
         self.weights = [nn.Parameter(p.detach().float()) for p in self.params]
@@ -272,7 +272,7 @@ class ByHand:
     def backward(self, number: int) -> Tensor:
         """Set the gradients of the weights. Bad parts are left out if each is checked."""
         case, scale, good = self.case, self.scales.get(number, 1.0), []
-        parts = case.batches(number)
+        parts = case.parts(number)
         for x, y in parts:
             self.model.zero_grad()
             with torch.autocast("cpu", case.dtype, enabled=case.store is None):

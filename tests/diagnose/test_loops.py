@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device import DEVICE, seeded
+from tests.training import mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -37,8 +38,7 @@ class Run:
     """One run of a loop: a model, batches of which one is bad, and the losses."""
 
     def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.model = mlp(6, 8, 3)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scaler = halfstep.GradScaler(init_scale=64.0, on_skips=lambda report: None)
         self.losses: list[float] = []

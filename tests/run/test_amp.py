@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.scaler.containers import Facade, Parts
+from tests.training import mlp
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
@@ -713,7 +714,7 @@ def test_gradients_of_the_script_itself_are_left_alone() -> None:
 
 def test_a_gradient_penalty_has_the_unit_of_the_loss() -> None:
     def script() -> list[Tensor]:
-        model = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+        model = mlp(4, 8, 1)
         x = torch.ones(2, 4, requires_grad=True)
         y = model(x).sum()
         (grad,) = torch.autograd.grad(y, x, create_graph=True)

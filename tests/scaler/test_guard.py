@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.device import DEVICE
 from tests.integrations.quiet import quiet_trainer
+from tests.training import mlp
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -33,11 +34,6 @@ def silent(report: object) -> None:
     pass
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-
-
 def backward(model: nn.Module, seed: int, *, is_bad: bool = False) -> Tensor:
     torch.manual_seed(seed)
     x = torch.full((3, 4), math.nan) if is_bad else torch.randn(3, 4)
@@ -56,7 +52,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 def test_bad_steps_are_left_out_and_others_are_as_without_it(
     name: str, max_norm: float | None
 ) -> None:
-    plain, guarded = net(), net()
+    plain, guarded = mlp(4, 8, 1), mlp(4, 8, 1)
     reference, optimizer = (OPTIMIZERS[name](m.parameters()) for m in (plain, guarded))
     made = guard(optimizer, max_norm, on_skips=silent)
     for seed in range(8):
@@ -81,7 +77,7 @@ def test_bad_steps_are_left_out_and_others_are_as_without_it(
 @pytest.mark.parametrize("schedule", ["none", "made before", "made after"])
 def test_each_skip_is_told_with_the_parameter_and_the_line(schedule: str) -> None:
     """A schedule wraps ``step``, and accelerate hides the warnings of its module."""
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if schedule == "made before":
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -103,7 +99,7 @@ def test_each_skip_is_told_with_the_parameter_and_the_line(schedule: str) -> Non
 
 
 def test_each_of_many_in_a_row_is_told() -> None:
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told: list[int] = []
     guard(optimizer, on_skips=lambda report: told.append(report.skipped_in_a_row))
@@ -114,7 +110,7 @@ def test_each_of_many_in_a_row_is_told() -> None:
 
 
 def test_raise_at_a_skip() -> None:
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = guard(optimizer, on_skips="raise")
     for _ in range(4):
@@ -128,7 +124,7 @@ def test_raise_at_a_skip() -> None:
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_closure_is_evaluated_once(by_name: bool) -> None:
-    model, losses = net(), []
+    model, losses = mlp(4, 8, 1), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     made = guard(optimizer, on_skips=silent)
     for is_bad in (False, True, False):
@@ -157,7 +153,7 @@ class Sharpness(torch.optim.SGD):
 
 
 def test_a_closure_that_is_evaluated_elsewhere_is_refused() -> None:
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = Sharpness(model.parameters(), lr=0.1)
     guard(optimizer)
     with pytest.raises(halfstep.CallOrderError, match="Put the guard"):
@@ -170,7 +166,7 @@ class Foreign(torch.optim.SGD):
 
 
 def test_master_weights_are_no_change_by_the_optimizer() -> None:
-    model = net().to(torch.bfloat16)
+    model = mlp(4, 8, 1).to(torch.bfloat16)
     optimizer = Foreign(model.parameters(), lr=0.1)
     halfstep.master_weights(optimizer)
     made = guard(optimizer)
@@ -196,7 +192,7 @@ class Breaking(torch.optim.SGD):
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_bad_step_after_one_that_raised_is_left_out(max_norm: float | None) -> None:
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = Breaking(model.parameters(), lr=0.1)
     made = guard(optimizer, max_norm, on_skips=silent)
     for seed in range(5):
@@ -214,7 +210,7 @@ def test_a_bad_step_after_one_that_raised_is_left_out(max_norm: float | None) ->
 
 
 def test_one_that_steps_another() -> None:
-    models = net(), net()
+    models = mlp(4, 8, 1), mlp(4, 8, 1)
     outer, inner = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
     guards = [guard(optimizer, on_skips=silent) for optimizer in (outer, inner)]
     outer.register_step_post_hook(lambda *_: inner.step())
@@ -245,7 +241,7 @@ class Lookahead(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("is_outer", [True, False])
 def test_lookahead(is_outer: bool) -> None:
-    plain, guarded = net(), net()
+    plain, guarded = mlp(4, 8, 1), mlp(4, 8, 1)
     reference, inner = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, guarded))
     around_reference, around = Lookahead(reference), Lookahead(inner)
     made = guard(around if is_outer else inner, on_skips=silent)
@@ -304,7 +300,7 @@ def test_tensors_without_values_do_not_hide_others(is_first: bool) -> None:
 
 
 def test_schedulers_and_checkpoints_go_on() -> None:
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     guard(optimizer, on_skips=silent)
     with warnings.catch_warnings():
@@ -315,13 +311,13 @@ def test_schedulers_and_checkpoints_go_on() -> None:
             optimizer.step()
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
-    other = torch.optim.AdamW(net().parameters())
+    other = torch.optim.AdamW(mlp(4, 8, 1).parameters())
     other.load_state_dict(optimizer.state_dict())
     assert len(other.state) == 4
 
 
 def test_without_gradients_it_steps() -> None:
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = guard(optimizer)
     optimizer.step()
@@ -331,7 +327,7 @@ def test_without_gradients_it_steps() -> None:
 
 
 def test_removed_it_is_gone() -> None:
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         made = guard(optimizer)
@@ -345,7 +341,7 @@ def test_removed_it_is_gone() -> None:
 
 
 def test_a_guard_that_was_removed_leaves_the_next_one_alone() -> None:
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first = guard(optimizer)
     first.remove()
@@ -358,7 +354,7 @@ def test_a_guard_that_was_removed_leaves_the_next_one_alone() -> None:
 
 
 def test_removed_it_leaves_what_is_on_top_of_it() -> None:
-    model, calls = net(), []
+    model, calls = mlp(4, 8, 1), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = guard(optimizer)
     step = optimizer.step
@@ -381,7 +377,7 @@ def test_what_it_is_given() -> None:
     with pytest.raises(ValueError, match="LBFGS"):
         guard(torch.optim.LBFGS(params))
     with pytest.raises(TypeError, match="pass the optimizer"):
-        guard(net())  # type: ignore[arg-type]
+        guard(mlp(4, 8, 1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_norm"):
         guard(torch.optim.SGD(params), max_norm=-1.0)
 
@@ -389,7 +385,7 @@ def test_what_it_is_given() -> None:
 @pytest.mark.parametrize("theirs", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_beside_it_is_refused(theirs: bool, fused: bool) -> None:
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     guard(optimizer)
     kind = torch.amp.GradScaler if theirs else halfstep.GradScaler
@@ -404,7 +400,7 @@ def test_a_scaler_beside_it_is_refused(theirs: bool, fused: bool) -> None:
 
 def test_a_step_that_was_kept_from_before_is_an_error() -> None:
     """So accelerate keeps it, with a scaler, and puts it back: nothing would be clipped."""
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     kept = optimizer.step
     made = guard(optimizer, max_norm=0.5)
@@ -429,7 +425,7 @@ class TakesScaler(torch.optim.SGD):
 
 
 def test_an_optimizer_that_takes_a_scaler_gets_none() -> None:
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = TakesScaler(model.parameters(), lr=0.1)
     made = guard(optimizer, max_norm=1.0, on_skips=silent)
     for seed in range(4):
@@ -440,7 +436,7 @@ def test_an_optimizer_that_takes_a_scaler_gets_none() -> None:
 
 
 def test_with_master_weights() -> None:
-    model = net().to(torch.bfloat16)
+    model = mlp(4, 8, 1).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     halfstep.master_weights(optimizer)
     made = guard(optimizer, max_norm=1.0, on_skips=silent)
@@ -457,7 +453,7 @@ def test_with_master_weights() -> None:
 
 
 def test_records_and_reports(tmp_path: Path) -> None:
-    model = net()
+    model = mlp(4, 8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     guard(optimizer, max_norm=1.0, on_skips=silent)
     with halfstep.record(tmp_path, model, every=5), halfstep.use_policy("standard"):
@@ -521,9 +517,9 @@ BATCHES = [torch.ones(3, 4), torch.full((3, 4), math.nan), torch.ones(3, 4)]
 def test_frameworks_survive_a_bad_batch(
     train: Callable[[nn.Module, bool, Path], None], tmp_path: Path
 ) -> None:
-    plain, guarded = net(), net()
+    plain, guarded = mlp(4, 8, 1), mlp(4, 8, 1)
     train(plain, False, tmp_path)
     train(guarded, True, tmp_path)
     assert any(param.isnan().any() for param in plain.parameters())
     assert all(param.isfinite().all() for param in guarded.parameters())
-    assert not all(map(torch.equal, weights(net()), weights(guarded)))
+    assert not all(map(torch.equal, weights(mlp(4, 8, 1)), weights(guarded)))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device import DEVICE, seeded
+from tests.training import mlp
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -24,11 +25,6 @@ def fp16() -> torch.autocast:
     return torch.autocast(DEVICE, torch.float16)
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-
-
 class Program:
     """A training loop, whose ``loss`` is that of one iteration.
 
@@ -38,7 +34,7 @@ class Program:
     learning_rate = 1e-3
 
     def __init__(self, scaler: Any) -> None:
-        self.scaler, self.model = scaler, network()
+        self.scaler, self.model = scaler, mlp(8, 16, 1)
         self.generator = seeded(1)
 
     def outputs(self, x: Tensor, params: dict[str, Tensor] | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import assert_same, batches, one_parameter, take_step
+from tests.training import assert_same, batches, mlp, one_parameter, take_step
 
 from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
@@ -101,9 +101,7 @@ class Training:
     """
 
     def __init__(self, maker: str, kind: str = "scales", with_scaler: bool = True) -> None:
-        torch.manual_seed(0)
-        layers = [torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
-        self.model: torch.nn.Module = torch.nn.Sequential(*layers)
+        self.model: torch.nn.Module = mlp(3, 4, 1)
         if maker == "SparseAdam":
             self.model = torch.nn.EmbeddingBag(5, 3, sparse=True)
         self.optimizer = MAKERS[maker](list(self.model.parameters()))
@@ -546,9 +544,7 @@ class Early:
     """A loop that calls ``backward`` before ``step(closure)``, with a scaler or without one."""
 
     def __init__(self, which: str, scaler: Any = None, clips: str = "") -> None:
-        torch.manual_seed(0)
-        layers = [torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
-        self.model = torch.nn.Sequential(*layers)
+        self.model = mlp(3, 4, 1)
         maker, self.how = EARLY[which]
         self.optimizer = maker(list(self.model.parameters()))
         self.scaler, self.clips = scaler, clips
