@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import sys
 import traceback
+import warnings
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 
 import torch
 from torch import distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
@@ -18,7 +21,7 @@ from halfstep._run.launch import show_once
 from halfstep._run.masters import Additions, added
 from halfstep._run.session import execute
 from halfstep._run.stand_ins import replaced
-from halfstep.errors import RanksError
+from halfstep.errors import RanksError, SkippedStepsWarning
 
 
 def sharded(rank: int) -> tuple[list[bool], float]:
@@ -76,6 +79,38 @@ def with_float16(rank: int, way: str, find_unused: bool) -> tuple[list[float], l
             model(x).float().square().mean().backward()
             optimizer.step()
     return [value for param in model.parameters() for value in param.flatten().tolist()], said
+
+
+def fully_sharded(rank: int, way: str, dtype: torch.dtype) -> tuple[list[list[float]], list[str]]:
+    """A model of FSDP2 whose layers compute in bfloat16, with NaN on rank 1 in the third step.
+
+    Returned are what ranks hold of the parameters and of the optimizer's state.
+    """
+    said: list[str] = []
+    both = Additions("split", is_guarding=True, max_norm=0.5)
+    with added(both, said.append) if way == "added" else nullcontext():
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+        model = torch.nn.Sequential(*layers).to(dtype)
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = distributed.init_device_mesh("cpu", (2,))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        if way == "by hand":
+            if dtype is torch.bfloat16:
+                halfstep.master_weights(optimizer)
+            halfstep.guard(optimizer, max_norm=0.5)
+        for step in range(5):
+            optimizer.zero_grad()
+            x = torch.full((2, 4), torch.nan if step == 2 and rank else step + rank + 1.0)
+            model(x).float().square().mean().backward()
+            with warnings.catch_warnings(action="ignore", category=SkippedStepsWarning):
+                optimizer.step()
+    states = optimizer.state_dict()["state"].values()
+    tensors = [*model.parameters(), *(value for state in states for value in state.values())]
+    parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return [part.detach().double().flatten().tolist() for part in parts], said
 
 
 def script(rank: int, path: str) -> str:

@@ -87,3 +87,22 @@ def test_masters_and_guard_in_the_trainer_of_transformers(tmp_path):
     assert under == hand != alone
     assert error.count("halfstep: --masters: AdamW steps 16 bfloat16 parameters") == 1
     assert "halfstep: 6 steps recorded, 0 skipped" in error
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
+def test_masters_and_guard_in_lightning(tmp_path):
+    path = SCRIPTS / "bf16_lightning.py"
+
+    def run(*words: object) -> tuple[list[str], str]:
+        done = forked.python(*words, cwd=tmp_path, warnings="ignore")
+        assert done.code == 0, done.err
+        return done.out.splitlines(), done.err
+
+    alone, hand = run(path)[0], run(path, "hand")[0]
+    under, error = run("-m", "halfstep", "run", "--masters", "--guard=1.0", path)
+    assert under == hand
+    assert [one == other for one, other in zip(under, alone, strict=True)] == [False] * 5
+    assert "nan" in alone
+    assert "nan" not in under
+    assert "halfstep: --masters: SGD steps 4 bfloat16 parameters in float32" in error
+    assert "halfstep: 70 steps recorded, 2 skipped" in error

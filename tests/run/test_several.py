@@ -1,8 +1,10 @@
 """Several ranks under the runner: scripts with DDP and FSDP2, and an error that all raise."""
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from tests.run import several
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -49,3 +51,22 @@ def test_ranks_whose_gradients_have_to_stay_float16_train_as_before(pool):
     assert len(said) == 1
     assert said[0].startswith("--masters: SGD steps without masters: the gradients of a Distri")
     assert one == other == pool.run(several.with_float16, "unmodified", True)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "line"),
+    [
+        (torch.bfloat16, "AdamW steps 4 bfloat16 parameters in float32 (store: split)"),
+        # What a MixedPrecisionPolicy casts for the forward pass alone is stored in float32.
+        (torch.float32, "AdamW has no bfloat16 or float16 parameters"),
+    ],
+    ids=str,
+)
+def test_ranks_of_fsdp_train_as_with_the_calls(dtype, line, pool):
+    added = pool.run(several.fully_sharded, "added", dtype)
+    by_hand = pool.run(several.fully_sharded, "by hand", dtype)
+    for (numbers, said), (expected, _) in zip(added, by_hand, strict=True):
+        assert numbers == expected
+        assert all(math.isfinite(number) for each in numbers for number in each)
+        assert f"--masters: {line}" in said
+        assert sum("--guard: AdamW leaves out steps" in text for text in said) == 1
