@@ -106,3 +106,24 @@ def test_masters_and_guard_in_lightning(tmp_path):
     assert "nan" not in under
     assert "halfstep: --masters: SGD steps 4 bfloat16 parameters in float32" in error
     assert "halfstep: 70 steps recorded, 2 skipped" in error
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.parametrize("trainer", ["sft", "grpo"])
+def test_the_trainers_of_trl(trainer, tmp_path):
+    path = SCRIPTS / "bf16_trl.py"
+
+    def run(*words: object) -> tuple[list[str], str]:
+        offline = {"HF_HUB_OFFLINE": "1"}
+        done = forked.python(*words, trainer, cwd=tmp_path, environ=offline, warnings="ignore")
+        assert done.code == 0, done.err
+        return done.out.splitlines()[-2:], done.err
+
+    alone, hand = run(path)[0], run(path, "hand")[0]
+    runner = "-m", "halfstep", "run"
+    assert run(*runner, "--diagnose", path)[0] == alone
+    under, error = run(*runner, "--masters", "--guard=1.0", path)
+    assert under == hand != alone
+    assert error.count("halfstep: --masters: AdamW steps 21 bfloat16 parameters") == 1
+    assert error.count("halfstep: --guard: AdamW leaves out") == 1
+    assert "halfstep: 8 steps recorded, 0 skipped" in error
