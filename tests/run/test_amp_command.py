@@ -806,3 +806,27 @@ def test_one_bad_step_is_diagnosed_once_and_its_replays_are_not_the_scripts() ->
         said = run(script)
     assert (found, watch.notes) == ([4], [])
     assert not any("its own autocast" in message for message in said)
+
+
+def test_a_replay_with_a_checkpoint_names_no_inner_module() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.linear, x, use_reentrant=False)
+
+    model = Block()
+
+    def script() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), 6e5 if step == 0 else 1.0)).square().mean().backward()
+            optimizer.step()
+
+    with Watch(tell=lambda *_: None) as watch:
+        said = run(script)
+    assert watch.notes == []
+    assert said[0].startswith("--amp fp16: Block.forward runs under autocast; the loss is scaled")

@@ -98,12 +98,12 @@ class Forward(TopLevelCalls):
             if reason is not None:
                 self._script.switch_off(reason)
                 return None
-        self._script.modules.setdefault(type(_unwrapped(module)).__name__)
+        self._script.note_call(self._script.modules, type(_unwrapped(module)).__name__)
         return self._context(param.device.type, module)
 
     @compiler.do_not_compile_alone
     def _context_of_loss(self, name: str, args: list[Any]) -> AbstractContextManager[object]:
-        self._script.losses.setdefault(name)
+        self._script.note_call(self._script.losses, name)
         # Models return float32. A loss of float32 inputs needs no autocast.
         tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
         device = next((t.device.type for t in tensors if t.dtype is self._dtype), None)

@@ -74,6 +74,14 @@ class ScriptState:
                 f"unchanged{'; the loss is scaled anyway' if self.is_scaling else ''}"
             )
 
+    def note_call(self, names: dict[str, None], name: str) -> None:
+        """Note what runs under our autocast.
+
+        In a replay, a checkpoint also calls modules that are inside of others.
+        """
+        if not is_replaying():
+            names.setdefault(name)
+
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step; the second step of an optimizer marks the end of the first iteration."""
         steps = self.optimizers.get(name(optimizer), 0)
