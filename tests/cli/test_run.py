@@ -35,6 +35,7 @@ def test_help(capsys):
         "--amp",
         "--masters[=STORE]",
         "--guard[=MAX_NORM]",
+        "--guard-ranks {alone,together}",
         "--sink",
         "torchrun",
         "default: 50",
@@ -71,6 +72,7 @@ def test_without_a_target_it_shows_the_help(arguments, capsys):
         (["--every", "x", "train.py"], "argument --every: 'x' is not a number of steps: write 50"),
         (["--amp", "fp8", "train.py"], "argument --amp: 'fp8': choose one of fp16, bf16"),
         (["--masters=splt", "train.py"], "'splt': choose one of split, float32, kahan"),
+        (["--guard-ranks=all", "train.py"], "'all': choose one of alone, together"),
         (["--guard=x", "train.py"], "'x' is not a norm to clip to: write --guard=1.0"),
         (["--guard=0", "train.py"], "'0' is not a norm to clip to"),
         (["--guard=nan", "train.py"], "'nan' is not a norm to clip to"),
@@ -91,6 +93,7 @@ def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
         (["no-such.py"], "can't open file 'no-such.py': No such file or directory"),
         (["--amp", "fp16", "--guard", "train.py"], "leave --guard and --masters out, or use --amp"),
         (["--masters", "--amp=fp16", "train.py"], "leave --guard and --masters out, or use --amp"),
+        (["--guard-ranks=alone", "train.py"], "ranks of --guard decide: add --guard"),
         (["-o", "train.py/x", "train.py"], "cannot write the record to "),
     ],
 )

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import distributed
@@ -111,6 +112,35 @@ def fully_sharded(rank: int, way: str, dtype: torch.dtype) -> tuple[list[list[fl
     tensors = [*model.parameters(), *(value for state in states for value in state.values())]
     parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return [part.detach().double().flatten().tolist() for part in parts], said
+
+
+def guarded(
+    rank: int, ranks: Literal["alone", "together"] | None, is_averaged: bool, norm: float | None
+) -> list[list[float]] | str:
+    """Plain parameters, with inf in the gradients of rank 0 in the second of three steps.
+
+    Returned are the weights after each step, or the error that ends the script.
+    """
+    weights, said = [], list[str]()
+    with added(Additions(is_guarding=True, max_norm=norm, ranks=ranks), said.append):
+        torch.manual_seed(0 if is_averaged else rank)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), step + rank + 1.0)).square().mean().backward()
+            if step == 1 and rank == 0:
+                model.weight.grad[0, 0] = torch.inf
+            for param in model.parameters() if is_averaged else ():
+                distributed.all_reduce(param.grad)
+                param.grad.div_(2)
+            try:
+                with warnings.catch_warnings(action="ignore", category=SkippedStepsWarning):
+                    optimizer.step()
+            except RanksError as error:
+                return str(error)
+            weights.append(model.weight.flatten().tolist())
+    return weights
 
 
 def script(rank: int, path: str) -> str:

@@ -70,3 +70,23 @@ def test_ranks_of_fsdp_train_as_with_the_calls(dtype, line, pool):
         assert all(math.isfinite(number) for each in numbers for number in each)
         assert f"--masters: {line}" in said
         assert sum("--guard: AdamW leaves out steps" in text for text in said) == 1
+
+
+@pytest.mark.parametrize("norm", [None, 0.5])
+def test_ranks_that_average_by_hand_are_guarded_alone(norm, pool):
+    """Gradients of rank 0 hold inf, which the average brings to all."""
+    first, second, third = zip(*pool.run(several.guarded, "alone", True, norm), strict=True)
+    assert first[0] == first[1] == second[0] == second[1] != third[0] == third[1]
+
+
+@pytest.mark.parametrize("norm", [None, 0.5])
+def test_ranks_that_hold_parts_are_guarded_together(norm, pool):
+    for first, second, third in pool.run(several.guarded, "together", False, norm):
+        assert first == second != third
+
+
+@pytest.mark.parametrize("ranks", [None, "together"])
+def test_ranks_that_cannot_be_guarded_are_told_the_option(ranks, pool):
+    for text in pool.run(several.guarded, ranks, True, 0.5):
+        assert "--guard-ranks=alone" in text
+        assert ("nothing says which ranks" if ranks is None else "averaged by hand") in text

@@ -108,6 +108,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the norm of the gradients to MAX_NORM",
     )
     parser.add_argument(
+        "--guard-ranks",
+        choices=("alone", "together"),
+        help="how several ranks decide about a step where their parameters do not show it: each "
+        "alone, if the script averages the gradients itself; together, if each rank has a part of "
+        "the model or of the optimizer",
+    )
+    parser.add_argument(
         "--diagnose",
         action="store_true",
         help="replay a step whose loss or gradients are inf or NaN, and print the op, the module, "
@@ -160,6 +167,8 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
             "--amp fp16 skips bad steps by its own scaler, and is for models in float32: leave "
             "--guard and --masters out, or use --amp bf16"
         )
+    if arguments.guard_ranks is not None and arguments.guard is None:
+        raise CommandError("--guard-ranks says how the ranks of --guard decide: add --guard")
     policy = _policy(arguments)
 
     import torch
@@ -179,7 +188,12 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         if not arguments.quiet and machine.rank() == 0:
             _note_options(target, rest, arguments.parser)
     amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
-    additions = Additions(arguments.masters, arguments.guard is not None, arguments.guard or None)
+    additions = Additions(
+        arguments.masters,
+        arguments.guard is not None,
+        arguments.guard or None,
+        arguments.guard_ranks,
+    )
     options = Options(
         policy,
         arguments.output,

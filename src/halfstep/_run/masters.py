@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,12 +34,15 @@ from halfstep._master_weights.master_weights import (
 from halfstep._numerics.formats import dtype_name
 from halfstep._numerics.measure import counted_part
 from halfstep._pytorch import compiler, optim
-from halfstep._pytorch.distributed import has_process_group, local_part, reduced_by
+from halfstep._pytorch.distributed import has_process_group, local_part, reduced_by, world
 from halfstep._pytorch.listeners import listening_to_backward
 from halfstep._pytorch.modes import unseen_by_modes
 from halfstep._run.amp import watch_scalers
 from halfstep._scaler import Guard, GuardScaler, guard
 from halfstep.errors import CallOrderError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,16 @@ class Additions:
     """What every optimizer of a script gets: master weights, unless ``store`` is None; a guard.
 
     ``"float32"`` takes the place of ``"split"`` where parameters are float16.
+
+    Attributes:
+        ranks: How several ranks decide about a step: each ``"alone"``, by its own gradients;
+            ``"together"``, as parts of a whole; None: as the parameters show.
     """
 
     store: StoreName | None = None
     is_guarding: bool = False
     max_norm: float | None = None
+    ranks: Literal["alone", "together"] | None = None
 
 
 @contextmanager
@@ -183,7 +191,8 @@ class _Adding:
         try:
             if _has_float16_gradients(optimizer):  # an error in the first step
                 raise ValueError("it has gradients in float16; --masters makes them float32")
-            self._guards[optimizer] = guard(optimizer, norm)
+            group = _GROUPS[self._additions.ranks]()
+            self._guards[optimizer] = guard(optimizer, norm, process_group=group)
         except (CallOrderError, TypeError, ValueError) as error:
             self._say(f"--guard: {name(optimizer)} steps without a guard: {error}")
             return False
@@ -208,6 +217,14 @@ class _Adding:
         if text not in self._said:
             self._said.add(text)
             self._print(text)
+
+
+_GROUPS: dict[str | None, Callable[[], ProcessGroup | Literal["local"] | None]] = {
+    None: lambda: None,
+    "alone": lambda: "local",
+    "together": lambda: world() if has_process_group() else None,
+}
+"""The argument of ``guard`` for :attr:`Additions.ranks`."""
 
 
 def _has_float16_gradients(optimizer: Optimizer) -> bool:

@@ -286,7 +286,8 @@ class Agreement:
                 f"{float32_from_bits(largest[OWN_NORM]):g}. They "
                 "seem to be copies, averaged by hand, and would be counted once for each rank. Use "
                 "DistributedDataParallel, or tell a GradScaler: "
-                "scaler.replicated(model.parameters(), process_group)"
+                "scaler.replicated(model.parameters(), process_group). For halfstep run --guard: "
+                "--guard-ranks=alone"
             )
 
     def _who_has_what(self) -> str:

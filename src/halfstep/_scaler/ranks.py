@@ -38,7 +38,9 @@ CURE = (
     "Cure: say which ranks step together: "
     "halfstep.GradScaler(process_group=torch.distributed.group.WORLD), "
     "after init_process_group(), for all of them, or another process group; "
-    "process_group='local' if this rank trains separately. halfstep.guard takes it too. "
+    "process_group='local' if this rank trains separately. halfstep.guard takes it too; "
+    "halfstep run --guard has --guard-ranks=together and, for gradients that are averaged by hand "
+    "and for ranks that train separately, --guard-ranks=alone. "
     "A GradScaler also takes device_mesh=... and, if gradients are averaged by hand, "
     "scaler.replicated(model.parameters(), process_group) for their norm"
 )
