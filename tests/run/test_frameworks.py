@@ -127,3 +127,24 @@ def test_the_trainers_of_trl(trainer, tmp_path):
     assert error.count("halfstep: --masters: AdamW steps 21 bfloat16 parameters") == 1
     assert error.count("halfstep: --guard: AdamW leaves out") == 1
     assert "halfstep: 8 steps recorded, 0 skipped" in error
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_deepspeed(tmp_path):
+    path = SCRIPTS / "bf16_deepspeed.py"
+
+    def run(*words: object) -> tuple[list[str], str]:
+        done = forked.python(*words, cwd=tmp_path, warnings="ignore")
+        assert done.code == 0, done.err
+        return [line for line in done.out.splitlines() if line.startswith("weights:")], done.err
+
+    alone, hand = run(path)[0], run(path, "hand")[0]
+    runner = "-m", "halfstep", "run"
+    assert run(*runner, "--diagnose", path)[0] == alone
+    under, error = run(*runner, "--masters", "--guard=1.0", path)
+    assert under == hand
+    assert "weights: nan" in alone
+    assert under[1:4] == alone[1:4]  # DeepSpeed has float32 masters there, and skips by itself
+    assert under[4] == under[5] == under[3] != alone[4]
+    assert "--masters: AdamW steps 1 bfloat16 parameter in float32 (store: split)" in error
+    assert "--masters: AdamW steps 4 bfloat16 parameters in float32 (store: split)" in error
