@@ -74,6 +74,28 @@ LAUNCHED = (
 """
 )
 
+AVERAGED = """
+import os, torch, torch.distributed as dist
+
+def train(rank):
+    dist.init_process_group("gloo", f"file://{os.path.abspath('store')}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), torch.inf if step == 1 > rank else 1.0)).mean().backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+        optimizer.step()
+    print(f"{model.weight.sum().item():.6f}\\n", end="", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(train, nprocs=2, start_method="fork")
+"""
+
 LIGHTNING = """
 import sys, torch, lightning
 
@@ -253,6 +275,13 @@ def test_options_hold_in_a_process(halfstep_run, folder):
     done = halfstep_run(*rule, write(folder, source), "spawn")
     assert done.out == "torch.float32\n" * 2
     assert "no optimizer step was seen" in done.err
+
+
+def test_a_guard_of_ranks_that_average_by_hand(halfstep_run, folder):
+    done = halfstep_run("--guard=1.0", "--guard-ranks=alone", write(folder, AVERAGED))
+    assert done.code == 0, done.err
+    one, other = done.out.split()
+    assert one == other != "nan"
 
 
 def test_a_diagnosis_in_a_process(halfstep_run, folder):
