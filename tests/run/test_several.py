@@ -72,10 +72,10 @@ def test_ranks_of_fsdp_train_as_with_the_calls(dtype, line, pool):
         assert sum("--guard: AdamW leaves out steps" in text for text in said) == 1
 
 
-@pytest.mark.parametrize("norm", [None, 0.5])
-def test_ranks_that_average_by_hand_are_guarded_alone(norm, pool):
+@pytest.mark.parametrize(("ranks", "norm"), [("alone", None), ("alone", 0.5), ("together", None)])
+def test_ranks_that_average_by_hand_are_guarded(ranks, norm, pool):
     """Gradients of rank 0 hold inf, which the average brings to all."""
-    first, second, third = zip(*pool.run(several.guarded, "alone", True, norm), strict=True)
+    first, second, third = zip(*pool.run(several.guarded, ranks, True, norm), strict=True)
     assert first[0] == first[1] == second[0] == second[1] != third[0] == third[1]
 
 
