@@ -91,6 +91,11 @@ def test_notes_do_not_make_a_run_bad(tmp_path):
     assert note.text == "Step 3: the model is compiled."
 
 
+def test_a_note_after_the_last_step_has_no_step(tmp_path):
+    found = said(tmp_path, records.note(101, "the masters have kept them"))
+    assert the_one(found, "masters").text == "the masters have kept them."
+
+
 def plain_run(folder, *tensors, policy=None):
     """Return what is said of a run without a scaler, every step of which was sampled."""
     rows = [tensor(*each) for each in tensors]

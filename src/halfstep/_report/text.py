@@ -142,7 +142,8 @@ def _notes(summary: Summary) -> Iterator[Sentence]:
         is_bad = "ranks disagree" in note.text or note.text.startswith("steps were taken past")
         is_idle = about_steps.NEVER_ACTED in note.text
         severity: Severity = "bad" if is_bad else "warning" if is_idle else "notice"
-        is_dated = is_idle or not note.step or re.search(r"\bstep \d", note.text) is not None
+        is_at_end = note.step > summary.steps.num  # it has the number of a step that never came
+        is_dated = is_idle or is_at_end or not note.step or re.search(r"\bstep \d", note.text)
         yield say(severity, "" if is_dated else f"Step {note.step}: ", f"{note.text.rstrip('.')}.")
 
 
