@@ -571,6 +571,67 @@ def too_late(rank: int) -> tuple[str, str]:
     return cases.raised(lambda: module(cases.batch(rank).half()).sum().backward())
 
 
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["", "static"])
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_a_call_between_forward_and_backward(
+    pool: Pool, num_before: int, options: dict[str, bool]
+) -> None:
+    """The reducer forgets the forward pass: each rank would keep the gradients of its own batch."""
+    for (kind, message), reduced in pool.run(between, num_before, options):
+        assert kind == "CallOrderError"
+        assert "between the forward and the backward pass" in message
+        assert "Call it before the forward pass." in message
+        # A program may catch it; with static_graph PyTorch needs all of the first pass.
+        assert reduced or (options and num_before == 0)
+
+
+def between(rank: int, num_before: int, options: dict[str, bool]) -> Any:
+    module = DistributedDataParallel(net(FP16), **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(num_before):
+        loss_of(module, rank, step).backward()
+    loss = loss_of(module, rank, 0)
+    master_weights(optimizer, "float32")
+    error = cases.raised(loss.backward)
+    module.zero_grad()
+    loss_of(module, rank, 0).backward()
+    return error, are_same_on_all_ranks(module)
+
+
+def test_backward_passes_without_a_reduction_are_no_error(pool: Pool) -> None:
+    """In no_sync(), also of the wrapped module alone; a forward pass without gradients beside."""
+    assert pool.run(without_reduction) == [[False, True, True]] * 2
+
+
+def without_reduction(rank: int) -> list[bool]:
+    module = DistributedDataParallel(net(FP16))
+    master_weights(torch.optim.SGD(module.parameters(), lr=0.1), "float32")
+    with module.no_sync():
+        loss_of(module.module, rank, 0).backward()
+        loss_of(module, rank, 1).backward()
+    found = [are_same_on_all_ranks(module)]
+    for step in range(2):
+        loss = loss_of(module, rank, step)
+        with torch.no_grad():
+            loss_of(module, rank, step)
+        loss.backward()
+        found.append(are_same_on_all_ranks(module))
+    return found
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
+    loss: Tensor = module(cases.batch(rank, step).half()).float().square().mean()
+    return loss
+
+
+def are_same_on_all_ranks(module: nn.Module) -> bool:
+    """Return whether the gradients are equal on both ranks."""
+    grads = nn.utils.parameters_to_vector(p.grad for p in module.parameters() if p.grad is not None)
+    first, second = torch.empty_like(grads), torch.empty_like(grads)
+    distributed.all_gather([first, second], grads)
+    return torch.equal(first, second)
+
+
 @pytest.mark.parametrize("form", ["fsdp", "tensor parallel"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_gradients_of_dtensors_cannot_be_float32(pool: Pool, form: str, dtype: torch.dtype) -> None:

@@ -30,6 +30,7 @@ from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import (
     has_process_group,
     is_dtensor,
+    lacks_forward,
     local_part,
     names_left_out,
     reduce_in_float32,
@@ -44,6 +45,7 @@ from halfstep._pytorch.optim import (
     with_step_hooks,
 )
 from halfstep._scaler import inside_of_guard
+from halfstep.errors import CallOrderError
 
 LOWER = (torch.bfloat16, torch.float16)
 """The dtypes whose parameters may have master weights."""
@@ -347,6 +349,7 @@ class MasterWeights:
                 }
                 if reduced == {torch.float32}:
                     reduce_in_float32(module)
+                    _refuse_earlier_forward(module, params)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -579,6 +582,31 @@ def _refuse_later_wrapping(params: list[Tensor]) -> None:
                 "master_weights(): a DistributedDataParallel that was made later cannot reduce the "
                 "float32 gradients of its parameters. Make it first: model = "
                 "DistributedDataParallel(model), and then master_weights(optimizer, ...)"
+            )
+
+    trained = (param for param in params if param.requires_grad)
+    handles = [param.register_hook(check) for param in trained]  # type: ignore[no-untyped-call]
+
+
+def _refuse_earlier_forward(
+    module: torch.nn.parallel.DistributedDataParallel, params: list[Tensor]
+) -> None:
+    """Raise an error in the first backward pass if its forward pass has been made already.
+
+    Else each rank would keep its own gradients, and the ranks would diverge.
+    """
+
+    def check(gradient: Tensor) -> None:
+        if not module.require_backward_grad_sync:  # in no_sync(): a later pass reduces
+            return
+        for handle in handles:
+            handle.remove()
+        if lacks_forward(module):
+            raise CallOrderError(
+                "master_weights(): it was called between the forward and the backward pass of a "
+                "DistributedDataParallel, which would not reduce these gradients. Call it before "
+                "the forward pass. If the backward pass is not one of DistributedDataParallel, put "
+                "it into its no_sync()"
             )
 
     trained = (param for param in params if param.requires_grad)

@@ -277,6 +277,17 @@ def reduce_in_float32(module: torch.nn.parallel.DistributedDataParallel) -> None
     is_rebuilt = reducer._rebuild_buckets()
     assert is_rebuilt
     reducer._reset_state()
+    # The reducer has forgotten an earlier forward pass. The next one that leads to a reduction
+    # replaces this value, which is as true, by True.
+    module.require_forward_param_sync = 1  # type: ignore[assignment]
+
+
+def lacks_forward(module: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether a backward pass now would wrongly reduce nothing.
+
+    Its forward pass then came before :func:`reduce_in_float32`, or was one of the wrapped module.
+    """
+    return module.require_backward_grad_sync and type(module.require_forward_param_sync) is int
 
 
 def names_left_out(module: torch.nn.parallel.DistributedDataParallel) -> set[str]:
