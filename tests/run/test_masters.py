@@ -17,7 +17,7 @@ import halfstep
 from halfstep._record.read import read_run
 from halfstep._run.masters import Additions, added
 from halfstep._run.stand_ins import replaced
-from halfstep.errors import SkippedStepsWarning
+from halfstep.errors import CallOrderError, SkippedStepsWarning
 
 BF16, FP16 = torch.bfloat16, torch.float16
 MASTERS = Additions("split")
@@ -46,14 +46,19 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Tensor], *, clip: bool = False
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: list[Tensor],
+    *,
+    clip: bool = False,
+    step: Callable[[], Any] | None = None,
 ) -> None:
     for x in data:
         optimizer.zero_grad()
         loss_of(model, x).backward()
         if clip:
             clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
+        (step or optimizer.step)()
 
 
 def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -215,9 +220,31 @@ def grouped_later(prepare: Prepare) -> dict[str, Tensor]:
     return state_of(model, optimizer)
 
 
+def kept_step(prepare: Prepare) -> dict[str, Tensor]:
+    """The script keeps ``optimizer.step`` before the first backward pass."""
+    model = net().to(BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    prepare(optimizer)
+    step = optimizer.step
+    train(model, optimizer, batches(4), step=step)
+    return state_of(model, optimizer)
+
+
+def kept_step_of_a_schedule(prepare: Prepare) -> dict[str, Tensor]:
+    model = net().to(BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    prepare(optimizer)
+    schedule = LambdaLR(optimizer, lambda number: 0.9**number)
+    step = optimizer.step
+    for x in batches(4):
+        train(model, optimizer, [x], step=step)
+        schedule.step()
+    return state_of(model, optimizer)
+
+
 SCRIPTS = [
     *(plain, cast_later, with_state, some_in_float32, two_optimizers, closure),
-    *(without_backward, resumed, copied, grouped_later),
+    *(without_backward, resumed, copied, grouped_later, kept_step, kept_step_of_a_schedule),
 ]
 
 
@@ -231,6 +258,40 @@ def test_an_unmodified_script_computes_as_with_the_calls(
     assert torch.optim.Optimizer.__init__ is before
     assert same(found, by_hand(script, additions))
     assert not same(found, script(unmodified))
+
+
+@pytest.mark.parametrize("additions", [MASTERS, BOTH], ids=["masters", "both"])
+def test_a_compiled_step_runs_as_it_is(additions: Additions) -> None:
+    compiled = []
+
+    def script(prepare: Prepare) -> dict[str, Tensor]:
+        model = net().to(BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        prepare(optimizer)
+        is_by_hand = prepare is not unmodified
+        step = optimizer.step if is_by_hand else torch.compile(optimizer.step, backend=backend)
+        train(model, optimizer, batches(4), step=step)
+        return state_of(model, optimizer)
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    assert same(run(script, additions)[0], by_hand(script, additions))
+    assert compiled == []
+
+
+def test_a_step_that_is_kept_and_put_back_is_an_error() -> None:
+    """As by accelerate with a scaler, if the master weights come after ``prepare``."""
+    model = net().to(BF16)
+    with added(MASTERS, lambda _: None):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        kept = optimizer.step
+        loss_of(model, batches(1)[0]).backward()
+        optimizer.step = lambda: kept()  # type: ignore[assignment]
+        gc.collect()
+        with pytest.raises(CallOrderError, match="Something has kept it"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("store", ["split", "float32", "kahan", "stochastic"])

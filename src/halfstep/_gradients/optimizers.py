@@ -122,6 +122,7 @@ class Replacements:
     def __init__(self, optimizer: torch.optim.Optimizer, feature: str, harm: str) -> None:
         self._feature, self._harm = feature, harm
         self._num_calls = 0  # running calls of replaced methods
+        _REPLACED.setdefault(optimizer, weakref.WeakSet()).add(self)
         self._hook: Any = None
         with suppress(AttributeError):  # containers and many wrappers have no hooks
             self._hook = optimizer.register_step_pre_hook(self._refuse_original)
@@ -141,8 +142,14 @@ class Replacements:
         replace_method(optimizer, method, counted)
         return counted  # type: ignore[return-value]
 
+    @property
+    def is_called(self) -> bool:
+        """Whether one of the replaced methods is running, or the original ``step`` is allowed."""
+        return self._num_calls > 0
+
     def allow_original(self) -> None:
         """Allow the original ``step`` from now on."""
+        self._num_calls += 1
         if self._hook is not None:
             self._hook.remove()
 
@@ -151,12 +158,22 @@ class Replacements:
 
         With a scaler, accelerate saves the ``step`` that it finds, calls it and puts it back.
         """
-        if self._num_calls == 0:
+        if not self.is_called:
             raise CallOrderError(
                 f"step({name(optimizer)}): this is the step from before {self._feature}(), which "
                 f"{self._harm}. Something has kept it: call {self._feature}(optimizer) first, and "
                 "then what keeps its step, such as accelerator.prepare(optimizer)"
             )
+
+
+_REPLACED: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Replacements]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def is_bypassed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a ``step`` that is called now is an original, and not its replacement."""
+    return not all(each.is_called for each in _REPLACED.get(optimizer, ()))
 
 
 # --- names of parameters --------------------------------------------------------------------------

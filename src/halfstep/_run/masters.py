@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from halfstep._common.numbers import percent, things
 from halfstep._common.patches import Patches, watch_steps
 from halfstep._diagnose.replay import is_replaying
 from halfstep._gradients.gradients import parameters
-from halfstep._gradients.optimizers import members, name
+from halfstep._gradients.optimizers import is_bypassed, members, name
 from halfstep._master_weights.lost_updates import StepUpdates
 from halfstep._master_weights.master_weights import (
     LOWER,
@@ -93,6 +94,8 @@ class _Adding:
         # Ordered: an outer optimizer, such as SAM, comes before the one that it makes.
         self._without_masters = weakref.WeakKeyDictionary[Optimizer, None]()
         self._without_guard = weakref.WeakKeyDictionary[Optimizer, None]()
+        # Weak values: the step of an optimizer refers to it.
+        self._steps = weakref.WeakKeyDictionary[Optimizer, Callable[[], Any]]()
         self._guards = weakref.WeakKeyDictionary[Optimizer, Guard]()
         self._has_scaler = False
         self._said: set[str] = set()
@@ -127,8 +130,12 @@ class _Adding:
         self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
         if not is_replaying():
-            if self._add(optimizer):
-                return optimizer.step(*args, **kwargs)
+            self._add(optimizer)
+            replacement = self._steps.get(optimizer, _nothing)()
+            # The script calls the step that it has kept from before, or calls one for the first
+            # time. Not optimizer.step, by which accelerate may have replaced ours.
+            if replacement is not None and is_bypassed(optimizer):
+                return replacement(optimizer, *args, **kwargs)
             if optimizer in self._without_masters:
                 self._say(f"--masters: {name(optimizer)} has no bfloat16 or float16 parameters")
         return original(optimizer, *args, **kwargs)
@@ -148,13 +155,10 @@ class _Adding:
 
     # --- what is added ----------------------------------------------------------------------------
 
-    def _add(self, optimizer: Optimizer, *, is_early: bool = False) -> bool:
-        """Add what is missing and possible; return whether this has replaced ``step``.
-
-        It ``is_early`` before a forward pass.
-        """
-        has_masters = self._add_masters(optimizer, is_early=is_early)
-        return self._add_guard(optimizer) or has_masters
+    def _add(self, optimizer: Optimizer, *, is_early: bool = False) -> None:
+        """Add what is missing and possible. It ``is_early`` before a forward pass."""
+        self._add_masters(optimizer, is_early=is_early)
+        self._add_guard(optimizer)
 
     def _add_masters(self, optimizer: Optimizer, *, is_early: bool) -> bool:
         if optimizer not in self._without_masters:
@@ -179,14 +183,16 @@ class _Adding:
             return False
         what = " and ".join(things(num[each], f"{dtype_name(each)} parameter") for each in num)
         self._say(f"--masters: {name(optimizer)} steps {what} in float32 (store: {store})")
+        if optimizer not in self._guards:  # whose step is the outer one
+            self._note_step(optimizer)
         return True
 
-    def _add_guard(self, optimizer: Optimizer) -> bool:
+    def _add_guard(self, optimizer: Optimizer) -> None:
         if optimizer not in self._without_guard:
-            return False
+            return
         del self._without_guard[optimizer]
         if _holds_others(optimizer):
-            return False
+            return
         norm = self._additions.max_norm
         try:
             if _has_float16_gradients(optimizer):  # an error in the first step
@@ -195,10 +201,14 @@ class _Adding:
             self._guards[optimizer] = guard(optimizer, norm, process_group=group)
         except (CallOrderError, TypeError, ValueError) as error:
             self._say(f"--guard: {name(optimizer)} steps without a guard: {error}")
-            return False
+            return
         clips = "" if norm is None else f", and clips the norm of the others to {norm:g}"
         self._say(f"--guard: {name(optimizer)} leaves out steps with inf or NaN gradients{clips}")
-        return True
+        self._note_step(optimizer)
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer.step, MethodType):
+            self._steps[optimizer] = weakref.ref(optimizer.step.__func__)
 
     def _note_scaler(self, scaler: Any) -> None:
         """Leave the steps to a scaler of the script, which is an error in a step with a guard."""
@@ -225,6 +235,10 @@ _GROUPS: dict[str | None, Callable[[], ProcessGroup | Literal["local"] | None]] 
     "together": lambda: world() if has_process_group() else None,
 }
 """The argument of ``guard`` for :attr:`Additions.ranks`."""
+
+
+def _nothing() -> None:
+    """Return None, as a weak reference does without an object."""
 
 
 def _has_float16_gradients(optimizer: Optimizer) -> bool:
