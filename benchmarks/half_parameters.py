@@ -6,7 +6,8 @@ on the CPU is asked for its largest resident memory. The exchange is that of all
 their float32 weights and back, to reading and writing its bytes once: two copies of a float32
 tensor of their size. The loss is that of the last step: all variants take the same ones, of random
 tokens, from the same seed. With them are AdamW of optimi (torch-optimi, Kahan sums) and of torchao
-(stochastic rounding) where they are installed; both keep their state in bfloat16.
+(stochastic rounding) where they are installed, both with state in bfloat16; and torchao's with
+state in 8 bits, without and with master weights.
 
     python benchmarks/half_parameters.py
     python benchmarks/half_parameters.py --size small --length 128 --rounds 30
@@ -36,7 +37,11 @@ from halfstep._master_weights.exchange import Exchange, Scratch
 from halfstep._master_weights.stores import STORES
 
 FLOAT32, PLAIN = "torch.autocast of float32", "no masters"
-OTHERS = {name: name.split(",")[0] for name in ("optimi, Kahan", "torchao, stochastic")}
+EIGHT_BITS, EIGHT_BITS_SPLIT = "torchao, 8 bits", "split, torchao, 8 bits"
+OTHERS = {
+    "optimi, Kahan": "optimi",
+    **dict.fromkeys(("torchao, stochastic", EIGHT_BITS, EIGHT_BITS_SPLIT), "torchao"),
+}
 VARIANTS = [
     *(FLOAT32, PLAIN, *STORES, "split, float32 gradients"),
     *(name for name, package in OTHERS.items() if find_spec(package)),
@@ -57,7 +62,9 @@ class Training:
             self.model.to(torch.bfloat16)
         self.optimizer = adamw(variant, self.model)
         store, _, gradients = variant.partition(", ")
-        if store in STORES:
+        if variant == EIGHT_BITS_SPLIT:
+            halfstep.master_weights(self.optimizer, chunked=True)
+        elif store in STORES:
             halfstep.master_weights(self.optimizer, store, "float32" if gradients else None)
         shape = (args.batch, min(args.length, config.context) + 1)
         self.tokens = torch.randint(config.vocab, shape, device=self.device)
@@ -109,6 +116,10 @@ def adamw(variant: str, model: torch.nn.Module) -> torch.optim.Optimizer:
         from optimi import AdamW
 
         made = AdamW(params, betas=(0.9, 0.999), eps=1e-8, kahan_sum=True, **options)
+    elif variant in (EIGHT_BITS, EIGHT_BITS_SPLIT):
+        from torchao.optim import AdamW8bit
+
+        made = AdamW8bit(params, **options)
     else:
         from torchao.optim import _AdamW
 

@@ -1,0 +1,138 @@
+"""Master weights around optimizers whose state is 8 bits wide: the memory of both, and exact."""
+
+import io
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.device import seeded
+from torch import Tensor, nn
+
+from halfstep import bytes_per_parameter, float32_weights, master_weights
+
+BF16 = torch.bfloat16
+BLOCK = 128
+EXACT = "split", "float32"
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class EightBits(torch.optim.Optimizer):
+    """Momentum in int8, with a float32 scale for each block of 128 entries."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["codes"] = torch.zeros_like(param, dtype=torch.int8)
+                    state["scale"] = param.new_zeros(param.numel() // BLOCK, 1)
+                codes = state["codes"].view(-1, BLOCK)
+                momentum = codes * state["scale"] * 0.9 + param.grad.view(-1, BLOCK)
+                state["scale"].copy_(momentum.abs().amax(1, keepdim=True) / 127)
+                codes.copy_((momentum / state["scale"]).round())
+                param.sub_(momentum.view_as(param), alpha=group["lr"])
+
+
+def of_torchao(params: Any) -> torch.optim.Optimizer:
+    optim = pytest.importorskip("torchao.optim")
+    return cast(torch.optim.Optimizer, optim.AdamW8bit(params, lr=1e-3))
+
+
+def of_bitsandbytes(params: Any) -> torch.optim.Optimizer:
+    optim = pytest.importorskip("bitsandbytes.optim")
+    return cast(torch.optim.Optimizer, optim.AdamW8bit(params, lr=1e-3))
+
+
+MAKE: dict[str, Make] = {
+    "own": EightBits,
+    "torchao": of_torchao,
+    "bitsandbytes": of_bitsandbytes,
+}
+
+pytestmark = [
+    pytest.mark.parametrize("make", MAKE.values(), ids=MAKE),
+    pytest.mark.filterwarnings("ignore"),  # of theirs
+]
+
+
+def net(dtype: torch.dtype) -> nn.Sequential:
+    """Both libraries quantize the state of parameters with 4,096 entries and more."""
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
+    return nn.Sequential(*layers).to(BF16).to(dtype)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    """Step with given gradients, which are the same in bfloat16 and in float32."""
+    for step in range(first, last):
+        for param in model.parameters():
+            grad = torch.randn(param.shape, generator=seeded(step)).to(BF16)
+            param.grad = grad.to(param.dtype)
+        optimizer.step()
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("store", EXACT)
+def test_steps_are_those_of_float32_weights(make: Make, store: Any, chunked: bool) -> None:
+    model, wide = net(BF16), net(torch.float32)
+    optimizer = master_weights(make(model.parameters()), store, chunked=chunked)
+    train(model, optimizer, 0, 4)
+    train(wide, make(wide.parameters()), 0, 4)
+    assert_same(float32_weights(model, optimizer), wide.state_dict())
+
+
+@pytest.mark.parametrize("store", ["kahan", "stochastic"])
+def test_the_other_stores_are_close(make: Make, store: Any) -> None:
+    model, wide = net(BF16), net(torch.float32)
+    optimizer = master_weights(make(model.parameters()), store)
+    train(model, optimizer, 0, 4)
+    train(wide, make(wide.parameters()), 0, 4)
+    moved = (wide[0].weight - net(torch.float32)[0].weight).abs().mean()
+    error = (float32_weights(model, optimizer)["0.weight"] - wide[0].weight).abs().mean()
+    assert error < moved * (0.001 if store == "kahan" else 0.1)
+
+
+def test_memory_is_the_sum(make: Make) -> None:
+    """2 each of weights, gradients and remainders, and what the state takes without them."""
+    model, wide = net(BF16), net(torch.float32)
+    optimizer = master_weights(make(model.parameters()))
+    alone = make(wide.parameters())
+    train(model, optimizer, 0, 1)
+    train(wide, alone, 0, 1)
+    memory, reference = bytes_per_parameter(model, optimizer), bytes_per_parameter(wide, alone)
+    assert memory.states == reference.states
+    assert memory.masters == {torch.int16: 2 * memory.num_parameters}
+    states = sum(memory.states.values()) / memory.num_parameters
+    assert 1 < states < 2.5
+    assert memory.total == pytest.approx(6 + states)
+
+
+@pytest.mark.parametrize("store", [*EXACT, "kahan", "stochastic"])
+def test_training_goes_on_bit_for_bit(make: Make, store: Any) -> None:
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = net(BF16)
+        return model, master_weights(make(model.parameters()), store)
+
+    file = io.BytesIO()
+    model, optimizer = fresh()
+    train(model, optimizer, 0, 3)
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    train(model, optimizer, 3, 6)
+    again, resumed = fresh()
+    file.seek(0)
+    weights, state = torch.load(file)
+    again.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    train(again, resumed, 3, 6)
+    assert_same(float32_weights(model, optimizer), float32_weights(again, resumed))
