@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -524,6 +525,60 @@ def fresh_state(rank: int) -> Any:
     module(cases.batch(rank).half()).sum().backward()
     optimizer.step()
     return first, bool(get_optimizer_state_dict(module, optimizer)["state"])
+
+
+def export(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """As in docs/half_parameters_details.md: rank 0 gets all, the others one tensor at a time."""
+    (block,) = [each for each in blocks_of("half_parameters_details.md") if "full_tensor" in each]
+    namespace: dict[str, Any] = {}
+    exec(block, namespace)
+    exported: dict[str, Tensor] = namespace["export"](model, optimizer)
+    return exported
+
+
+def blocks_of(page: str) -> list[str]:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("store", ["split", "float32"])
+def test_weights_are_gathered_once(pool: Pool, store: str) -> None:
+    """Those in bfloat16 and then the remainders of the optimizer would be two gathers of each."""
+    (found, num_before, num_gathers), (other, *counts) = pool.run(exported_once, store)
+    assert (num_before, num_gathers) == (0, 8)  # the parameters
+    assert counts == [0, 8]
+    assert other == {}
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    alone = Training("AdamW", store, is_sharded=False)
+    alone.steps(0, 3)
+    assert_equal([found], [halfstep.float32_weights(alone.module, alone.optimizer)])
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in found.values())
+
+
+def exported_once(rank: int, store: str) -> tuple[dict[str, Tensor], int, int]:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    training = Training("AdamW", store)
+    training.steps(0, 3)
+    with CommDebugMode() as before:
+        halfstep.float32_weights(training.module, training.optimizer)
+    with CommDebugMode() as during:
+        found = export(training.module, training.optimizer)
+    return found, before.get_total_counts(), during.get_total_counts()
+
+
+def test_under_ddp_each_rank_has_the_weights(pool: Pool) -> None:
+    """Rank 0 exports alone: a collective would wait for the other one."""
+    found, other = pool.run(exported_by_the_first)
+    assert found.keys() == net().state_dict().keys()
+    assert other == {}
+
+
+def exported_by_the_first(rank: int) -> dict[str, Tensor]:
+    module = DistributedDataParallel(net())
+    optimizer = master_weights(OPTIMIZERS["AdamW"](module.parameters()))
+    train(rank, 0, module, optimizer)
+    return halfstep.float32_weights(module.module, optimizer) if rank == 0 else {}
 
 
 @pytest.mark.ranks4
