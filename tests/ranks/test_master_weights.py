@@ -653,6 +653,31 @@ def between(rank: int, num_before: int, options: dict[str, bool]) -> Any:
     return error, are_same_on_all_ranks(module)
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_master_weights_of_some_parameters(pool: Pool, views: bool) -> None:
+    """Each dtype has its own buckets, which are those of the parameters, or all are float32."""
+    for (kind, message), reduced in pool.run(of_some, views):
+        assert kind == "CallOrderError"
+        assert "Call it on all optimizers of the model" in message
+        assert reduced
+
+
+def of_some(rank: int, views: bool) -> Any:
+    def halves() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        module = DistributedDataParallel(net(FP16), gradient_as_bucket_view=views)
+        params = list(module.parameters())
+        return module, [torch.optim.SGD(half, lr=0.1) for half in (params[:4], params[4:])]
+
+    module, optimizers = halves()
+    master_weights(optimizers[0], "float32")
+    error = cases.raised(loss_of(module, rank, 0).backward)
+    module, optimizers = halves()
+    for optimizer in optimizers:
+        master_weights(optimizer, "float32")
+    loss_of(module, rank, 0).backward()
+    return error, are_same_on_all_ranks(module)
+
+
 def test_backward_passes_without_a_reduction_are_no_error(pool: Pool) -> None:
     """In no_sync(), also of the wrapped module alone; a forward pass without gradients beside."""
     assert pool.run(without_reduction) == [[False, True, True]] * 2

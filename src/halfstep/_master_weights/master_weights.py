@@ -341,15 +341,9 @@ class MasterWeights:
             modules = dict(reduced_by(params))
             _refuse_later_wrapping([param for param in params if id(param) not in modules])
             for module in dict.fromkeys(modules.values()):
-                left_out = names_left_out(module)
-                reduced = {
-                    param.grad_dtype
-                    for name, param in module.module.named_parameters()
-                    if param.requires_grad and name not in left_out
-                }
-                if reduced == {torch.float32}:
+                if _reduced_dtypes(module) == {torch.float32}:
                     reduce_in_float32(module)
-                    _refuse_earlier_forward(module, params)
+                _check_first_backward(module, params)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -588,12 +582,23 @@ def _refuse_later_wrapping(params: list[Tensor]) -> None:
     handles = [param.register_hook(check) for param in trained]  # type: ignore[no-untyped-call]
 
 
-def _refuse_earlier_forward(
+def _reduced_dtypes(module: torch.nn.parallel.DistributedDataParallel) -> set[torch.dtype | None]:
+    """Return the dtypes of the gradients that a DistributedDataParallel reduces."""
+    left_out = names_left_out(module)
+    return {
+        param.grad_dtype
+        for name, param in module.module.named_parameters()
+        if param.requires_grad and name not in left_out
+    }
+
+
+def _check_first_backward(
     module: torch.nn.parallel.DistributedDataParallel, params: list[Tensor]
 ) -> None:
-    """Raise an error in the first backward pass if its forward pass has been made already.
+    """Raise an error in the first backward pass if float32 gradients could not be reduced.
 
-    Else each rank would keep its own gradients, and the ranks would diverge.
+    If its forward pass came before, each rank would keep its own gradients, and the ranks would
+    diverge. Of other dtypes beside, PyTorch would raise "Expected Half, got Float".
     """
 
     def check(gradient: Tensor) -> None:
@@ -601,6 +606,12 @@ def _refuse_earlier_forward(
             return
         for handle in handles:
             handle.remove()
+        if _reduced_dtypes(module) != {torch.float32}:
+            raise CallOrderError(
+                "master_weights(): a DistributedDataParallel has parameters with float32 gradients "
+                "and others, and cannot reduce both. Call it on all optimizers of the model, with "
+                "the same gradients=, before the first backward pass"
+            )
         if lacks_forward(module):
             raise CallOrderError(
                 "master_weights(): it was called between the forward and the backward pass of a "
