@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from halfstep._autocast import hold, sums, weight_cache
+from halfstep._autocast import hold, products, sums, weight_cache
 from halfstep._autocast.hold import Held
 from halfstep._autocast.rule import HALVES, Rule
 from halfstep._autocast.written import rules_of
@@ -68,6 +68,8 @@ def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
             return _recurrent_layer_in_float32(name, device)
         case "fp32":
             return _cast_to(name, device, torch.float32)
+        case "fp32-out":
+            return _multiply_to_fp32(name, device, dtype)
         case "fp32-dtype":
             return _ask_for_fp32(name, device)
         case "fp32-sums":
@@ -274,6 +276,40 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
         return _with_gathered(lower, keys, args, kwargs, dtype)
 
     return lower
+
+
+@cache
+def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
+    """Round the factors of a product to lower precision, but neither its result nor its sum."""
+    in_float64, in_float32 = _promote(name, device), _cast_to(name, device, torch.float32)
+    if dtype not in HALVES:
+        return in_float32
+    autocast, factors = _autocast_keys(device), products.factors_of(name)
+
+    def lower(value: Any) -> Any:
+        return cast(cast_weights(value, device, dtype), device, dtype)
+
+    def multiply(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+        with dispatch.exclude_keys(autocast):
+            try:
+                casts = [
+                    lower(arg) if i in factors else cast(arg, device, torch.float32)
+                    for i, arg in enumerate(args)
+                ]
+            except Float64Met:
+                return in_float64(keys, *args, **kwargs)
+            except SparseMet:
+                return in_float32(keys, *args, **kwargs)
+            except GatheredMet:
+                pass
+            else:
+                return products.with_fp32_result(name, casts, kwargs)
+        lent = Lent(dtype)
+        given = [lent.cast(arg) if i in factors else arg for i, arg in enumerate(args)]
+        with lent.until_backward():
+            return multiply(keys, *given, **kwargs)
+
+    return multiply
 
 
 @cache

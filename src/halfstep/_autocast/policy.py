@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from halfstep._autocast import comparison, written
+from halfstep._autocast import comparison, products, written
 from halfstep._autocast.comparison import Explanation, PolicyDiff
 from halfstep._autocast.export import exported
 from halfstep._autocast.rule import Action, Phase, Rule, is_in_place
@@ -371,6 +371,10 @@ def _check(rule: Rule) -> None:
         raise ValueError(
             "it needs an op with an optional dtype argument, such as softmax or sum; use the "
             "action 'fp32'"
+        )
+    if rule.action == "fp32-out" and not meant <= {f"{op}.default" for op in products.OPS}:
+        raise ValueError(
+            f"it is for matrix products: {', '.join(products.OPS)}; use the action 'fp32'"
         )
 
 

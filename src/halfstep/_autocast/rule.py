@@ -12,8 +12,9 @@ import torch
 from halfstep._common.text import did_you_mean
 
 Action = Literal[
-    "lower", "fp32", "fp32-dtype", "fp32-sums", "promote", "destination", "refuse", "leave"
-]
+    "lower", "fp32", "fp32-out", "fp32-dtype", "fp32-sums", "promote", "destination", "refuse",
+    "leave",
+]  # fmt: skip
 Phase = Literal["train", "eval"]
 HALVES = (torch.float16, torch.bfloat16)
 LOWER_PRECISIONS = (*HALVES, torch.float32)  # float32 lowers nothing
@@ -67,11 +68,15 @@ class Rule:
             module, means the module as a whole: ``"fp32"`` makes it an island (see
             :func:`halfstep.keep`), ``"leave"`` overrules an earlier such rule.
         action: how to cast the floating-point inputs on the autocast device. Integers and complex
-            numbers are never cast. If an input is float64, ``"lower"``, ``"fp32"`` and
-            ``"promote"`` run the op in float64.
+            numbers are never cast. If an input is float64, ``"lower"``, ``"fp32"``,
+            ``"fp32-out"`` and ``"promote"`` run the op in float64.
 
             * ``"lower"``: cast them to the lower precision (float16 or bfloat16).
             * ``"fp32"``: cast them to float32.
+            * ``"fp32-out"``: for a matrix product (``linear``, ``matmul``, ``mm``, ``bmm``,
+              ``addmm``, ``baddbmm``): cast its factors to the lower precision, add their products
+              in float32, and return that sum in float32. What is added to it, such as a bias, is
+              cast to float32. The backward pass is that of ``"lower"``.
             * ``"fp32-dtype"``: request a float32 result through the op's ``dtype`` argument, unless
               the caller passes one; the inputs are not cast.
             * ``"fp32-sums"``: for an op that adds many terms: add in float32, forward and backward,

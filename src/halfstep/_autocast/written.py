@@ -61,6 +61,7 @@ from halfstep._pytorch import amp, dispatch
 _MEANINGS = {
     "lower": "cast to the lower precision",
     "fp32": "cast to float32",
+    "fp32-out": "factors cast to the lower precision, results in float32",
     "fp32-dtype": "asked for a float32 result",
     "fp32-sums": "added in float32, results in the dtype of the inputs",
     "promote": "cast to the widest dtype among the inputs",

@@ -157,6 +157,13 @@ def has_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey) -> bool:
         return False
 
 
+def has_kernel_on(op: torch._ops.OpOverload, device_type: str) -> bool:
+    """Return whether ``op`` has a kernel of its own for a type of device."""
+    return has_kernel(
+        op, torch._C.DispatchKey.__members__[torch._C._dispatch_key_for_device(device_type)]
+    )
+
+
 def is_composite(op: torch._ops.OpOverload) -> bool:
     """Return whether ``op`` is a composite, whose components autograd and vmap see instead."""
     return has_kernel(op, torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -165,8 +172,7 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
 @cache
 def is_made_of_others(op: torch._ops.OpOverload, device_type: str) -> bool:
     """Return whether ``op`` runs on a device as other ops, without a kernel for that device."""
-    key = torch._C.DispatchKey.__members__[torch._C._dispatch_key_for_device(device_type)]
-    return is_composite(op) and not has_kernel(op, key)
+    return is_composite(op) and not has_kernel_on(op, device_type)
 
 
 @cache

@@ -67,7 +67,8 @@ def without_lowering(policy: Policy) -> Policy:
     functions would be recomputed without autocast.
     """
     return Policy(
-        replace(rule, action="fp32") if rule.action == "lower" else rule for rule in policy.rules
+        replace(rule, action="fp32") if rule.action in ("lower", "fp32-out") else rule
+        for rule in policy.rules
     )
 
 
@@ -278,7 +279,7 @@ class _Simulator(OpMode):  # type: ignore[no-untyped-call]
 
     def run(self, func: Any, args: Args, kwargs: Kwargs, given: list[Tensor]) -> Any:
         place, phase = self.places.place(op_name(func), next(self._numbers), cast=None)
-        lowered = place.rule is not None and place.rule.endswith(":lower")
+        lowered = place.rule is not None and place.rule.endswith((":lower", ":fp32-out"))
         where = OpContext(place.module, phase, lowered, self._counts)
         return self._arithmetic.run(func, args, kwargs, where)
 

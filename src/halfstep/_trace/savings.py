@@ -168,7 +168,7 @@ class _Replay:
     def _target(self, row: Row) -> str | None:
         """Return the dtype to which the rule of an op casts its inputs, None if it casts none."""
         match self._actions.get(row.number, row.action):
-            case "lower":
+            case "lower" | "fp32-out":
                 return row.autocast
             case "fp32":
                 return "float32"
