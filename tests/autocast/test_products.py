@@ -125,7 +125,7 @@ def test_it_is_differentiable_twice() -> None:
     up = torch.randn(5, 7, generator=seeded(9)).to(DEVICE).requires_grad_()
     (to_a,) = torch.autograd.grad(by_rule("mm", BF16, [a, b]), a, up, create_graph=True)
     to_up, to_b = torch.autograd.grad(to_a.sum(), (up, b))
-    ones = torch.ones(5, 300, dtype=FP64)
+    ones = torch.ones(5, 300, dtype=FP64, device="cpu")
     assert error(to_up, ones @ b.detach().cpu().bfloat16().double()) < 0.01
     assert error(to_b, ones.T @ up.detach().cpu().bfloat16().double()) < 0.01
 
@@ -269,6 +269,38 @@ def test_other_ops_are_an_error_that_names_those_it_is_for(op: str) -> None:
 
 
 # --- CUDA -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_kernels() -> Iterator[list[torch.dtype]]:
+    """Give the CPU the kernels that CUDA has; what they are called with is noted."""
+    seen: list[torch.dtype] = []
+
+    def multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        seen.extend((a.dtype, b.dtype, dtype))
+        return a.to(dtype) @ b.to(dtype)
+
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for op in ("mm", "bmm"):
+        library.impl(f"{op}.dtype", multiply, "CPU")  # type: ignore[no-untyped-call]
+    products._has_kernel.cache_clear()
+    yield seen
+    library._destroy()  # type: ignore[no-untyped-call]
+    products._has_kernel.cache_clear()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the kernels are registered for a CPU")
+@pytest.mark.parametrize("name", ["linear, bias", "matmul", "bmm", "addmm, scaled"])
+@halves
+def test_where_there_is_a_kernel_it_gets_the_factors_in_lower_precision(
+    name: str, dtype: torch.dtype, own_kernels: list[torch.dtype]
+) -> None:
+    given = inputs(name)
+    result = by_rule(name, dtype, given)
+    assert own_kernels == [dtype, dtype, FP32]
+    assert error(result, CALLS[name][0](*rounded(given, dtype))) < FP32_SUMS
+    result.sum().backward()
+    assert all(each.grad is not None for each in given)
 
 
 @pytest.mark.gpu
