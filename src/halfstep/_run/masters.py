@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -95,7 +95,7 @@ class _Adding:
         self._without_masters = weakref.WeakKeyDictionary[Optimizer, None]()
         self._without_guard = weakref.WeakKeyDictionary[Optimizer, None]()
         # Weak values: the step of an optimizer refers to it.
-        self._steps = weakref.WeakKeyDictionary[Optimizer, Callable[[], Any]]()
+        self._steps = weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Any], bool]]()
         self._guards = weakref.WeakKeyDictionary[Optimizer, Guard]()
         self._has_scaler = False
         self._said: set[str] = set()
@@ -131,11 +131,11 @@ class _Adding:
     ) -> Any:
         if not is_replaying():
             self._add(optimizer)
-            replacement = self._steps.get(optimizer, _nothing)()
+            replacement = self._replacement(optimizer)
             # The script calls the step that it has kept from before, or calls one for the first
             # time. Not optimizer.step, by which accelerate may have replaced ours.
             if replacement is not None and is_bypassed(optimizer):
-                return replacement(optimizer, *args, **kwargs)
+                return replacement(*args, **kwargs)
             if optimizer in self._without_masters:
                 self._say(f"--masters: {name(optimizer)} has no bfloat16 or float16 parameters")
         return original(optimizer, *args, **kwargs)
@@ -207,8 +207,15 @@ class _Adding:
         self._note_step(optimizer)
 
     def _note_step(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer.step, MethodType):
-            self._steps[optimizer] = weakref.ref(optimizer.step.__func__)
+        step: Any = optimizer.step  # a function if a schedule has wrapped the step of a guard
+        is_method = hasattr(step, "__func__")
+        self._steps[optimizer] = weakref.ref(step.__func__ if is_method else step), is_method
+
+    def _replacement(self, optimizer: Optimizer) -> Callable[..., Any] | None:
+        """Return the step with what was added; None if nothing was, or nothing refers to it."""
+        found, is_method = self._steps.get(optimizer, (None, False))
+        step: Callable[..., Any] | None = None if found is None else found()
+        return partial(step, optimizer) if is_method and step is not None else step
 
     def _note_scaler(self, scaler: Any) -> None:
         """Leave the steps to a scaler of the script, which is an error in a step with a guard."""
@@ -235,10 +242,6 @@ _GROUPS: dict[str | None, Callable[[], ProcessGroup | Literal["local"] | None]] 
     "together": lambda: world() if has_process_group() else None,
 }
 """The argument of ``guard`` for :attr:`Additions.ranks`."""
-
-
-def _nothing() -> None:
-    """Return None, as a weak reference does without an object."""
 
 
 def _has_float16_gradients(optimizer: Optimizer) -> bool:
