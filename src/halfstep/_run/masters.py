@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -215,7 +215,7 @@ class _Adding:
         """Return the step with what was added; None if nothing was, or nothing refers to it."""
         found, is_method = self._steps.get(optimizer, (None, False))
         step: Callable[..., Any] | None = None if found is None else found()
-        return partial(step, optimizer) if is_method and step is not None else step
+        return functools.partial(step, optimizer) if is_method and step is not None else step
 
     def _note_scaler(self, scaler: Any) -> None:
         """Leave the steps to a scaler of the script, which is an error in a step with a guard."""
