@@ -29,7 +29,7 @@ BELOW = {
     "coming_from": ["What torch.amp does not do <beyond_torch_amp>"],
     "scaler": ["Details <scaler_details>"],
     "autocast": ["Details <autocast_details>", "Audit of ops <op_audit>"],
-    "half_parameters": ["Details <half_parameters_details>"],
+    "half_parameters": ["language_models", "Details <half_parameters_details>"],
     "distributed": ["Details <distributed_details>"],
     "integrations": ["The frameworks' own tests <integrations_peers>"],
     "run": ["record <record>"],
