@@ -117,7 +117,8 @@ def test_the_backward_pass_is_that_of_lower(dtype: torch.dtype) -> None:
     up = torch.randn(one.shape, generator=seeded(9)).to(DEVICE)
     found = torch.autograd.grad(one, given, up)
     expected = torch.autograd.grad(other, given, up.to(dtype))
-    assert all(map(torch.equal, found, expected))
+    for gradient, of_lower in zip(found, expected, strict=True):
+        assert error(gradient, of_lower.cpu().double()) < torch.finfo(dtype).eps / 4
 
 
 def test_it_is_differentiable_twice() -> None:
@@ -217,7 +218,9 @@ def test_a_rule_for_a_head_with_tied_weights(action: str) -> None:
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    yield
+    # The cache on disk has graphs of an earlier version of halfstep's kernels.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
     torch._dynamo.reset()
 
 

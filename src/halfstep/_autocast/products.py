@@ -91,9 +91,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (a, b), (for_a, for_b) = ctx.saved_tensors, ctx.needs_input_grad
         low = grad.to(a.dtype)
-        return (low @ b.mT).to(a.dtype) if for_a else None, (
-            (a.mT @ low).to(b.dtype) if for_b else None
-        )
+        to_a = _rounded(low, b.mT) if for_a else None
+        return to_a, _rounded(a.mT, low) if for_b else None
 
     @staticmethod
     def jvp(ctx: Any, to_a: Tensor, to_b: Tensor) -> Tensor:
@@ -107,6 +106,13 @@ def _multiplied(a: Tensor, b: Tensor) -> Tensor:
         product: Tensor = callable_of(overload(name))(a, b, torch.float32)
         return product
     return _raised(a) @ _raised(b)
+
+
+def _rounded(a: Tensor, b: Tensor) -> Tensor:
+    """Return a product in lower precision; a CPU without such instructions is faster in float32."""
+    if a.device.type == "cpu" and not dispatch.has_onednn(a.dtype):
+        return (_raised(a) @ _raised(b)).to(a.dtype)
+    return (a @ b).to(a.dtype)
 
 
 def _raised(factor: Tensor) -> Tensor:
