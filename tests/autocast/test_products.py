@@ -180,6 +180,13 @@ def test_sparse_factors_stay_in_float32() -> None:
     assert torch.allclose(by_rule("mm", BF16, [a.to_sparse(), b]), a @ b, atol=1e-4)
 
 
+@pytest.mark.parametrize("op", ["mm", "bmm"])
+def test_shapes_that_an_op_does_not_take_are_its_error(op: str) -> None:
+    a, b = torch.ones(2, 3, 4), torch.ones(4, 5)
+    with autocast(DEVICE, BF16, policy=policy(op)), pytest.raises(RuntimeError, match="must be"):
+        getattr(torch, op)(a, b)
+
+
 def test_a_context_in_float32_rounds_nothing() -> None:
     given = inputs("mm")
     result = by_rule("mm", FP32, given)

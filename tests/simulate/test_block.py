@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 import halfstep
@@ -145,6 +145,17 @@ def test_the_policy_may_be_one_or_a_text(model: nn.Sequential) -> None:
             model(X)
         assert s.rows() == []
         assert "policy standard; linear:fp32" in repr(s)
+
+
+def test_products_with_results_in_float32_are_lowered_too(model: nn.Sequential) -> None:
+    def run(policy: str) -> tuple[Tensor, object]:
+        with simulate(model, "e4m3", policy=policy) as s:
+            y = model(X)
+        return y, s.rows()
+
+    (y, rows), (expected, expected_rows) = run("standard; linear:fp32-out"), run("standard")
+    assert torch.equal(y, expected)
+    assert rows == expected_rows != []
 
 
 def test_ops_outside_of_the_model_are_lowered_too() -> None:

@@ -28,6 +28,9 @@ _FACTORS = {
 OPS = tuple(_FACTORS)
 """The ops whose result can be in float32 while their factors are in lower precision."""
 
+_NUM_DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}
+"""The dimensions of the factors of ops that take no others."""
+
 
 def factors_of(name: str) -> tuple[int, ...]:
     """Return the positions of the factors among the arguments of an overload."""
@@ -49,7 +52,11 @@ def with_fp32_result(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     a, b = args[first], args[second]
     if not {a.dtype, b.dtype} <= set(HALVES):  # integers, complex numbers: nothing was cast
         return callable_of(overload(name))(*args, **kwargs)
-    product = _product(a, b.mT if name == "linear.default" else b) if _is_plain(args) else None
+    dims = _NUM_DIMS.get(name.partition(".")[0])
+    is_valid = dims is None or a.dim() == b.dim() == dims  # else PyTorch's op raises its error
+    product = None
+    if is_valid and _is_plain(args):
+        product = _product(a, b.mT if name == "linear.default" else b)
     if product is None:
         wide = (arg.float() if isinstance(arg, Tensor) else arg for arg in args)
         return callable_of(overload(name))(*wide, **kwargs)
