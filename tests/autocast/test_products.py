@@ -14,6 +14,7 @@ import halfstep
 from halfstep import Policy, autocast
 from halfstep._autocast import products
 from halfstep._autocast.rule import HALVES
+from halfstep._pytorch import dispatch
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FP32_SUMS = 2e-6
@@ -28,6 +29,7 @@ CALLS: dict[str, tuple[Call, tuple[int, ...] | None, tuple[int, ...], tuple[int,
     "linear": (lambda a, b: F.linear(a, b), None, (5, 300), (7, 300)),
     "linear, bias": (lambda c, a, b: F.linear(a, b, c), (7,), (2, 5, 300), (7, 300)),
     "linear, vector": (lambda c, a, b: F.linear(a, b, c), (7,), (300,), (7, 300)),
+    "linear, weight of one row": (lambda a, b: F.linear(a, b), None, (5, 300), (300,)),
     "matmul": (torch.matmul, None, (2, 3, 5, 300), (2, 3, 300, 7)),
     "matmul, matrix": (torch.matmul, None, (2, 5, 300), (300, 7)),
     "matmul, broadcast": (torch.matmul, None, (2, 1, 5, 300), (3, 300, 7)),
@@ -293,10 +295,10 @@ def own_kernels() -> Iterator[list[torch.dtype]]:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for op in ("mm", "bmm"):
         library.impl(f"{op}.dtype", multiply, "CPU")  # type: ignore[no-untyped-call]
-    products._has_kernel.cache_clear()
+    dispatch.has_kernel_on.cache_clear()
     yield seen
     library._destroy()  # type: ignore[no-untyped-call]
-    products._has_kernel.cache_clear()
+    dispatch.has_kernel_on.cache_clear()
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the kernels are registered for a CPU")

@@ -286,14 +286,13 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
         return in_float32
     autocast, factors = _autocast_keys(device), products.factors_of(name)
 
-    def lower(value: Any) -> Any:
-        return cast(cast_weights(value, device, dtype), device, dtype)
-
     def multiply(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             try:
                 casts = [
-                    lower(arg) if i in factors else cast(arg, device, torch.float32)
+                    cast(cast_weights(arg, device, dtype), device, dtype)
+                    if i in factors
+                    else cast(arg, device, torch.float32)
                     for i, arg in enumerate(args)
                 ]
             except Float64Met:

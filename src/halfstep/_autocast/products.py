@@ -8,7 +8,6 @@ sums. Such kernels exist for CUDA and XPU (``torch.mm(out_dtype=)``), without a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,9 +23,7 @@ _FACTORS = {
     "addmm": (1, 2), "baddbmm": (1, 2),
 }  # fmt: skip
 """Where each op has its factors; the other tensor is added to their product."""
-
 OPS = tuple(_FACTORS)
-"""The ops whose result can be in float32 while their factors are in lower precision."""
 
 _NUM_DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}
 """The dimensions of the factors of ops that take no others."""
@@ -45,8 +42,8 @@ def with_fp32_result(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         args: Its arguments: the factors in lower precision, what is added to them in float32.
         kwargs: ``alpha`` and ``beta``.
 
-    Differentiable, once and twice; the gradients of the factors are those of a product in lower
-    precision: the gradient of the result is rounded and multiplied by the factors. Sync: none.
+    Differentiable, once and twice. The backward pass is that of a product in lower precision: it
+    rounds the gradient of the result and multiplies it by the factors. Sync: none.
     """
     first, second = factors_of(name)
     a, b = args[first], args[second]
@@ -54,9 +51,8 @@ def with_fp32_result(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return callable_of(overload(name))(*args, **kwargs)
     dims = _NUM_DIMS.get(name.partition(".")[0])
     is_valid = dims is None or a.dim() == b.dim() == dims  # else PyTorch's op raises its error
-    product = None
-    if is_valid and _is_plain(args):
-        product = _product(a, b.mT if name == "linear.default" else b)
+    factor = b.t() if name == "linear.default" else b
+    product = _product(a, factor) if is_valid and _is_plain(args) else None
     if product is None:
         wide = (arg.float() if isinstance(arg, Tensor) else arg for arg in args)
         return callable_of(overload(name))(*wide, **kwargs)
@@ -69,19 +65,19 @@ def with_fp32_result(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def _is_plain(args: Sequence[Any]) -> bool:
     """Return whether a function of Python may stand for an op; as in :mod:`.sums`."""
-    if modes.has_transforms() or modes.is_jit_tracing():
-        return False
-    return not any(each.is_nested or distributed.is_dtensor(each) for each in tensors_in(args))
+    is_followed = modes.has_transforms() or modes.is_jit_tracing()
+    others = (each.is_nested or distributed.is_dtensor(each) for each in tensors_in(args))
+    return not (is_followed or any(others))
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor | None:
+def _product(a: Tensor, b: Tensor) -> Any:
     """Return the product of matrices or of equal batches of them, None for other shapes."""
+    multiply: Any = _Product.apply
     if b.dim() == 2 and a.dim() > 1:
-        rows: Tensor = _Product.apply(a.flatten(0, -2), b)  # type: ignore[no-untyped-call]
-        return rows.view(*a.shape[:-1], b.shape[-1])
+        return multiply(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[-1])
     if a.dim() > 2 and a.shape[:-2] == b.shape[:-2]:
-        each: Tensor = _Product.apply(a.flatten(0, -3), b.flatten(0, -3))  # type: ignore[no-untyped-call]
-        return each.view(*a.shape[:-1], b.shape[-1])
+        product = multiply(a.flatten(0, -3), b.flatten(0, -3))
+        return product.view(*a.shape[:-1], b.shape[-1])
     return None
 
 
@@ -89,7 +85,7 @@ class _Product(torch.autograd.Function):
     """The product of two matrices, or of two batches of matrices, in lower precision."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Any:
         ctx.save_for_backward(a, b)
         ctx.save_for_forward(a, b)
         return _multiplied(a, b)
@@ -102,16 +98,15 @@ class _Product(torch.autograd.Function):
         return to_a, _rounded(a.mT, low) if for_b else None
 
     @staticmethod
-    def jvp(ctx: Any, to_a: Tensor, to_b: Tensor) -> Tensor:
+    def jvp(ctx: Any, to_a: Tensor, to_b: Tensor) -> Any:
         a, b = ctx.saved_tensors
         return _multiplied(to_a, b) + _multiplied(a, to_b)
 
 
-def _multiplied(a: Tensor, b: Tensor) -> Tensor:
-    name = "mm.dtype" if a.dim() == 2 else "bmm.dtype"
-    if _has_kernel(name, a.device.type):
-        product: Tensor = callable_of(overload(name))(a, b, torch.float32)
-        return product
+def _multiplied(a: Tensor, b: Tensor) -> Any:
+    op = overload("mm.dtype" if a.dim() == 2 else "bmm.dtype")
+    if dispatch.has_kernel_on(op, a.device.type):
+        return callable_of(op)(a, b, torch.float32)
     return _raised(a) @ _raised(b)
 
 
@@ -131,8 +126,3 @@ def _raised(factor: Tensor) -> Tensor:
     if modes.is_making_graph():
         factor = factor.view(torch.int16).bitwise_or(0).view(factor.dtype)
     return factor.float()
-
-
-@cache
-def _has_kernel(name: str, device: str) -> bool:
-    return dispatch.has_kernel_on(overload(name), device)

@@ -157,11 +157,11 @@ def has_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey) -> bool:
         return False
 
 
+@cache
 def has_kernel_on(op: torch._ops.OpOverload, device_type: str) -> bool:
     """Return whether ``op`` has a kernel of its own for a type of device."""
-    return has_kernel(
-        op, torch._C.DispatchKey.__members__[torch._C._dispatch_key_for_device(device_type)]
-    )
+    key = torch._C._dispatch_key_for_device(device_type)
+    return has_kernel(op, torch._C.DispatchKey.__members__[key])
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:
