@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.autocast.sharding import WIDTH, Context, batches, lower, model
+from tests.autocast.sharding import WIDTH, Context, Model, data_of, lower
 from tests.device import DEVICE
 from tests.ranks.pool import Pool
 from torch import Tensor, nn
@@ -77,12 +77,12 @@ class Gathers(TorchDispatchMode):
 def one_step(rank: int, way: str) -> dict[str, Any]:
     """Return what a step has computed, what it has gathered, and in which dtypes ops ran."""
     shard, context = WAYS[way]
-    module: Any = model()
+    module: Any = Model()
     with torch.no_grad():  # which rounding changes
         for norm in (each for each in module.modules() if isinstance(each, nn.LayerNorm)):
             norm.weight.copy_(torch.linspace(0.9, 1.1, norm.weight.numel()))
     shard(module)
-    x, target = batches(0)[rank]
+    x, target = data_of(0)[rank]
     with Gathers() as gathers, halfstep.trace(module) as trace:
         with context():
             logits = module(x)
@@ -129,7 +129,7 @@ def test_a_rule_reads_weights_that_were_rounded(pool: Pool) -> None:
 def norm_under_a_rule(rank: int, way: str) -> tuple[str, Tensor]:
     """Return the dtype in which the norm ran, and the weight that it read."""
     shard, _ = WAYS[way]
-    module: Any = model()
+    module: Any = Model()
     with torch.no_grad():
         module.blocks[0].norm.weight.copy_(torch.linspace(0.9, 1.1, WIDTH))
     shard(module)
@@ -140,6 +140,6 @@ def norm_under_a_rule(rank: int, way: str) -> tuple[str, Tensor]:
         halfstep.trace(module) as trace,
         halfstep.autocast(DEVICE, policy="standard; layer_norm:fp32"),
     ):
-        module(batches(0)[0][0])
+        module(data_of(0)[0][0])
     dtypes = {row["op"]: row["compute_dtype"] for row in trace.rows()}
     return dtypes["native_layer_norm"], read[0]
