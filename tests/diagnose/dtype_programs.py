@@ -628,10 +628,13 @@ class Judged(NamedTuple):
     is_cured: bool | None
     explanation: str
 
+    @property
+    def is_right(self) -> bool:
+        return self.has_line and not self.missing and self.is_cured is not False
 
-def judge(name: str, folder: Path) -> Judged:
+
+def judge(program: Hostile, folder: Path) -> Judged:
     """Run a program in a folder of its own, and once more with each of its cures."""
-    program = PROGRAMS[name]
     text, marks, said = program.read()
     (file := folder / "train.py").write_text(text)
     found = explain(raised_by(file))

@@ -8,6 +8,7 @@ import torch
 from tests import forked
 from tests.device import DEVICE
 from tests.diagnose import dtype_programs as hostile
+from tests.diagnose import dtype_programs_more as more
 from tests.diagnose.dtype_programs import pasted, runs
 from torch import nn
 
@@ -223,11 +224,21 @@ def test_a_cure_runs_when_it_is_pasted(name: str, tmp_path: Path) -> None:
         runs(file)
 
 
-@pytest.mark.parametrize("name", hostile.PROGRAMS)
+SPREAD = [name for name in more.PROGRAMS if name not in more.MISSES][::3]
+
+
+@pytest.mark.parametrize("name", [*hostile.PROGRAMS, *SPREAD])
 def test_hostile_programs(name: str, tmp_path: Path) -> None:
-    judged = hostile.judge(name, tmp_path)
+    judged = hostile.judge({**hostile.PROGRAMS, **more.PROGRAMS}[name], tmp_path)
     assert (judged.has_line, judged.missing) == (True, [])
     assert judged.is_cured is not False, judged.explanation
+
+
+def test_no_program_becomes_a_miss() -> None:
+    programs = {**more.PROGRAMS, **more.LIBRARIES}
+    assert len(hostile.PROGRAMS | programs) == 100
+    assert {*more.MISSES} <= {*programs}
+    assert len(more.MISSES) <= 23
 
 
 def test_a_module_can_be_kept(tmp_path: Path) -> None:

@@ -41,9 +41,12 @@ _ABOUT_DTYPES = re.compile(
     r"|does not match weight dtype|parameter types mismatch"
     r"|not implemented for '(Half|BFloat16)'|Low precision dtypes not supported"
     r"|Unsupported dtype (Half|BFloat16)|must be either float or double dtype"
+    r"|to have the same type as|Expected both inputs to be|unsupported ScalarType BFloat16"
+    r"|to type c10::(Half|BFloat16) without overflow"
 )
 _ABOUT_ONE = re.compile(
     "not implemented for|weight dtype|Low precision|Unsupported dtype|float or double dtype"
+    "|Expected both inputs|unsupported ScalarType|without overflow"
 )
 _IN_BACKWARD = re.compile(r"Found dtype (\w+) but expected (\w+)")
 
@@ -77,6 +80,8 @@ class DtypeError:
         operands: The floating-point tensors of the failing call.
         notes: Why autocast did not cast them.
         cures: Changes with which the call was tried again, and ran.
+        inside: The line of a package that this line has called, and its text, if the error is
+            there; a name that this line does not have is one of that line.
     """
 
     where: str
@@ -84,9 +89,13 @@ class DtypeError:
     operands: tuple[Operand, ...]
     notes: tuple[str, ...]
     cures: tuple[str, ...]
+    inside: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"the tensors that the error is about, at {self.where}:", f"> {self.text}"]
+        if self.inside:
+            where, text = self.inside
+            lines += [f"which calls {where}:", f"> {text}"]
         lines += [f"  {operand}" for operand in self.operands]
         return "\n".join([*lines, *self.notes, *(f"tried, and it runs: {c}" for c in self.cures)])
 
@@ -112,7 +121,11 @@ def explain(error: BaseException) -> DtypeError | None:
     dtypes. Sync: that of the call.
     """
     is_known = _ABOUT_DTYPES.search(str(error)) is not None
-    if not isinstance(error, (RuntimeError, ValueError)) or not is_known or is_explained(error):
+    if (
+        not isinstance(error, (RuntimeError, TypeError, ValueError))
+        or not is_known
+        or is_explained(error)
+    ):
         return None
     with suppress(Exception):  # of objects of the user that are read; the error comes first
         return _explained(error)
@@ -138,31 +151,43 @@ def _explained(error: BaseException) -> DtypeError | None:
         found = next((named for call in inner if (named := [*call.tensors()])), [])
         if in_backward and len({each.tensor.dtype for each in found}) == 1:
             made, found = _of_loss(users, in_backward)
-        operands = tuple(_operand(each, calls, users) for each in found)
+        own = next((call for call in reversed(users) if not call.is_of_package), user)
+        operands = tuple(_operand(each, calls, users, own) for each in found)
         is_about_one = _ABOUT_ONE.search(str(error)) is not None
         if not operands or (len({o.tensor.dtype for o in operands}) == 1 and not is_about_one):
             return None
         function = _function_of(calls)
         notes = tuple(_why_not_cast(contexts, operands[0].tensor.device.type, function))
         again = _again(made or (user if user.has_no_effects else inner[0]))
-        cures = () if again is None else tuple(_cures(again, made or user, operands, function))
+        cures = () if again is None else tuple(_cures(again, made or own, operands, function))
         if again is not None and made is None and user.has_no_effects:
             cures += tuple(_keeps(again, user, users))
     if made is not None and isinstance(made.other, ast.Call):
         cures = tuple(f"{cure} at line {made.other.lineno}" for cure in cures)
-    line = user.place.line
-    where = f"{Path(line.file).name}, line {line.number}"
-    return DtypeError(where, line.text, operands, notes, cures)
+    where, text = _told(own)
+    inside = () if own is user else _told(user)
+    return DtypeError(where, text, operands, notes, cures, inside)
+
+
+def _told(call: Call) -> tuple[str, str]:
+    line = call.place.line
+    return f"{Path(line.file).name}, line {line.number}", line.text
 
 
 # --- operands -------------------------------------------------------------------------------------
 
 
-def _operand(named: Named, calls: list[Call], users: list[Call]) -> Operand:
-    """Name an operand as the user's line does, else as a member of a module."""
-    own = next((each for each in users[-1].tensors() if _is_it(each, named.tensor)), None)
+def _operand(named: Named, calls: list[Call], users: list[Call], line: Call) -> Operand:
+    """Name an operand as the user's line does, or that of a package, else as a member of a module.
+
+    ``line`` is the last line outside of packages.
+    """
+    names = ((each, call) for call in (line, users[-1]) for each in call.tensors())
+    own, of = next(
+        ((each, call) for each, call in names if _is_it(each, named.tensor)), (None, users[-1])
+    )
     known = own or named
-    within = [*users[-1].within(known)]
+    within = [*of.within(known)]
     for each in within:
         member, kind = member_of(each.tensor, calls)
         if member:

@@ -25,7 +25,14 @@ from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run r
 
 from halfstep._autocast.region import Region
 from halfstep._autocast.scopes import Settings
-from halfstep._diagnose.user_code import Place, is_same_view, is_users, path_to, span_of
+from halfstep._diagnose.user_code import (
+    Place,
+    is_of_package,
+    is_same_view,
+    is_users,
+    path_to,
+    span_of,
+)
 from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
 
@@ -33,12 +40,17 @@ _OURS = f"{Path(__file__).parents[1]}/"
 _BINDING = (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.withitem)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+_OPERATORS: dict[type[ast.operator | ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.MatMult: operator.matmul,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Gt: operator.gt,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
 }
 
 
@@ -107,6 +119,10 @@ class Call:
         return is_users(self.place.code.co_filename)
 
     @property
+    def is_of_package(self) -> bool:
+        return is_of_package(self.place.code.co_filename)
+
+    @property
     def is_between(self) -> bool:
         """Whether it passes a call of the user on: halfstep, PyTorch's dispatcher and modes do."""
         return self.place.code.co_filename.startswith((_OURS, *dispatch.DISPATCHER_FILES))
@@ -139,6 +155,12 @@ class Call:
                 return slice(*(part and self.value(part) for part in (lower, upper, step)))
             case ast.Tuple(elts=parts):
                 return tuple(map(self.value, parts))
+            case ast.List(elts=parts):
+                return [*map(self.value, parts)]
+            case ast.IfExp(test=test, body=body, orelse=other):
+                return self.value(body if self.value(test) else other)
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](self.value(left), self.value(right))
             case ast.UnaryOp(op=ast.USub(), operand=of):
                 return -self.value(of)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
@@ -173,7 +195,7 @@ class Call:
             with suppress(Exception):
                 value = self.value(node)
             found = [(ast.unparse(node), value)]
-            if isinstance(value, (list, tuple)) and not isinstance(node, ast.Tuple):
+            if isinstance(value, (list, tuple)) and not isinstance(node, (ast.Tuple, ast.List)):
                 found = [(f"{ast.unparse(node)}[{n}]", part) for n, part in enumerate(value[:4])]
             elif not isinstance(value, Tensor):
                 waiting += ast.iter_child_nodes(node)

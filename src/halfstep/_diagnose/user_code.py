@@ -236,7 +236,12 @@ def is_users(file: str) -> bool:
     """Return whether a file belongs to the user's program or to a package that it uses."""
     if file.startswith(_OURS):
         return False
-    return any(part in file for part in _PACKAGES) or not file.startswith(_LIBRARY)
+    return is_of_package(file) or not file.startswith(_LIBRARY)
+
+
+def is_of_package(file: str) -> bool:
+    """Return whether a file belongs to a package that is installed."""
+    return any(part in file for part in _PACKAGES)
 
 
 def path_to(is_it: Callable[[Tensor], bool], name: str, value: Any, depth: int) -> str | None:
