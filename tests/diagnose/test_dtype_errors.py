@@ -234,6 +234,13 @@ def test_hostile_programs(name: str, tmp_path: Path) -> None:
     assert judged.is_cured is not False, judged.explanation
 
 
+def test_inside_of_a_package_the_line_is_the_last_of_the_user(tmp_path: Path) -> None:
+    judged = hostile.judge(more.LIBRARIES["LoRA of peft"], tmp_path)
+    assert judged.is_right
+    assert "\nwhich calls layer.py, line " in judged.explanation
+    assert "\n> result = self.base_layer(x" in judged.explanation
+
+
 def test_no_program_becomes_a_miss() -> None:
     programs = {**more.PROGRAMS, **more.LIBRARIES}
     assert len(hostile.PROGRAMS | programs) == 100

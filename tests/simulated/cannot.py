@@ -152,6 +152,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "diagnose/test_dtype_errors.py::test_hostile_programs",
         "diagnose/test_dtype_errors.py::test_nothing_is_written_by_a_try",
         "diagnose/test_dtype_errors.py::test_the_error_of_a_diagnosed_step_has_it_as_a_note",
+        "diagnose/test_dtype_errors.py::test_inside_of_a_package_the_line_is_the_last_of_the_user",
         "diagnose/test_dtype_errors.py::test_the_tensors_and_what_was_tried",
         "diagnose/test_dtype_errors.py::test_under_a_default_device",
         "diagnose/test_loops.py::test_nothing_is_told_of_healthy_steps[truncated]",
