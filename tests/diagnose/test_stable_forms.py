@@ -107,6 +107,11 @@ def diagnosed(body: str, folder: Path, head: str = HEAD) -> Any:
             "eps, axis = 1e-6, 1\nloss = (z.exp().sum(dim=axis) + eps).log().mean()",
             "loss = torch.logsumexp(z, axis).mean()",
         ),
+        # A tensor may be its own result.
+        (
+            "loss = z.exp().contiguous().flatten(1).sum(1).log().mean()",
+            "loss = torch.logsumexp(z, 1).mean()",
+        ),
         # So is one whose names have other values where it is needed.
         (
             "z = torch.exp(z)\nloss = z.sum(1).log().mean()",

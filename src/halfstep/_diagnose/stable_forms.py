@@ -219,7 +219,8 @@ class Formulas(TorchFunctionMode):
             result = form.evaluated()
         else:
             result = func(*args, **kwargs)
-        if call is not None and isinstance(result, Tensor):
+        # Such as x.contiguous(), a tensor may be its own result.
+        if call is not None and isinstance(result, Tensor) and id(result) not in call.versions:
             version = autograd.version_of(result)
             self._made[id(result)] = _Result(call, result, version)
         return result
