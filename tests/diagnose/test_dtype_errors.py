@@ -241,11 +241,81 @@ def test_inside_of_a_package_the_line_is_the_last_of_the_user(tmp_path: Path) ->
     assert "\n> result = self.base_layer(x" in judged.explanation
 
 
+ORIGINS = {
+    "the later of two": ("h = x\nh = h.half()\nmodel(h)", "h = h.half()"),
+    "one of two branches": (
+        "h = x.half()\nif len(h) == 2:\n    h = h.relu()\nmodel(h)",
+        "h = x.half(), or of line 13: h = h.relu()",
+    ),
+    "in the same branch": (
+        "if len(x) == 3:\n    h = x\nelse:\n    h = x.half()\n    model(h)",
+        "h = x.half()",
+    ),
+    "not a later line": ("h = x.half()\nmodel(h)\nh = half", "h = x.half()"),
+    "the next turn of a loop": (
+        "h = x.half()\nfor _ in range(2):\n    model(h)\n    h = x + 1",
+        "h = x.half(), or of line 14: h = x + 1",
+    ),
+    "what is changed in place": (
+        "h = x.half()\nh *= 2\nmodel(h)",
+        "h = x.half(), or of line 12: h *= 2",
+    ),
+    "another name": ("h = x.half()\ng = h\nmodel(g)", "h = x.half()"),
+    "a view": ('d = {"h": half.T.clone()}\nmodel(d["h"].t())', "d = {'h': half.T.clone()}"),
+}
+
+
+@pytest.mark.parametrize("name", ORIGINS)
+def test_the_line_of_an_assignment(name: str, tmp_path: Path) -> None:
+    source, text = ORIGINS[name]
+    found = explain(failing("model = nn.Linear(4, 2)\n" + source, tmp_path / "train.py"))
+    assert found is not None
+    origin = next(o.origin for o in found.operands if o.tensor.dtype is torch.float16)
+    assert origin.partition(": ")[2] == text
+
+
+def test_a_tensor_that_the_traceback_does_not_show(tmp_path: Path) -> None:
+    source = (
+        "parts = nn.Sequential(nn.Linear(4, 4))\n"
+        "with warnings.catch_warnings(action='ignore'):\n"
+        "    model = torch.ao.quantization.quantize_dynamic(parts, {nn.Linear})\n"
+        "model(half)"
+    )
+    found = explain(failing("import warnings\n" + source, tmp_path / "train.py"))
+    assert found is not None
+    assert [*map(str, found.operands)] == ["half: float16 [2, 4], of line 9: half = x.half()"]
+    assert found.notes == ("a tensor that the traceback does not show is float32",)
+    assert "half.to(torch.float32) in place of half" in found.cures
+
+
+def test_nothing_is_tried_with_other_tensors_than_those_that_failed(tmp_path: Path) -> None:
+    source = (
+        "model = nn.Linear(4, 2)\n"
+        "params = {n: p.detach().half() for n, p in model.named_parameters()}\n"
+        "torch.func.functional_call(model, params, (x,))"
+    )
+    found = explain(failing(source, tmp_path / "train.py"))
+    assert found is not None
+    assert [o.name for o in found.operands] == ["params['weight']", "params['bias']", "x"]
+    assert found.cures == ()
+
+
+@pytest.mark.parametrize("value", [-1e9, 70000])
+def test_a_number_that_does_not_fit(value: float, tmp_path: Path) -> None:
+    source = f"half.masked_fill(x > 0, {value})"
+    found = explain(failing(source, tmp_path / "train.py"))
+    assert found is not None
+    end = "min" if value < 0 else "max"
+    assert found.notes == (
+        f"{value} does not fit: float16 ends at 65,504. torch.finfo(half.dtype).{end} does",
+    )
+
+
 def test_no_program_becomes_a_miss() -> None:
     programs = {**more.PROGRAMS, **more.LIBRARIES}
     assert len(hostile.PROGRAMS | programs) == 100
     assert {*more.MISSES} <= {*programs}
-    assert len(more.MISSES) <= 23
+    assert len(more.MISSES) <= 7
 
 
 def test_a_module_can_be_kept(tmp_path: Path) -> None:

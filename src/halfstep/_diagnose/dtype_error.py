@@ -43,11 +43,19 @@ _ABOUT_DTYPES = re.compile(
     r"|Unsupported dtype (Half|BFloat16)|must be either float or double dtype"
     r"|to have the same type as|Expected both inputs to be|unsupported ScalarType BFloat16"
     r"|to type c10::(Half|BFloat16) without overflow"
+    r"|assign a gradient with dtype|can't be cast to the desired output type"
 )
 _ABOUT_ONE = re.compile(
     "not implemented for|weight dtype|Low precision|Unsupported dtype|float or double dtype"
     "|Expected both inputs|unsupported ScalarType|without overflow"
 )
+_ABOUT_INTEGERS = re.compile(r"unsigned char|long int|\b(Long|Int|Byte)\b")
+_DTYPES = {
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Float": torch.float32,
+    "Double": torch.float64,
+}
 _IN_BACKWARD = re.compile(r"Found dtype (\w+) but expected (\w+)")
 
 
@@ -148,18 +156,31 @@ def _explained(error: BaseException) -> DtypeError | None:
                 stack.enter_context(each.context)
         # The innermost call that names tensors: a check of PyTorch may raise, in Python.
         inner = [c for c in reversed(calls[calls.index(user) :]) if not c.is_between]
-        found = next((named for call in inner if (named := [*call.tensors()])), [])
-        if in_backward and len({each.tensor.dtype for each in found}) == 1:
-            made, found = _of_loss(users, in_backward)
-        own = next((call for call in reversed(users) if not call.is_of_package), user)
-        operands = tuple(_operand(each, calls, users, own) for each in found)
+        integers = _ABOUT_INTEGERS.search(str(error)) is not None
         is_about_one = _ABOUT_ONE.search(str(error)) is not None
-        if not operands or (len({o.tensor.dtype for o in operands}) == 1 and not is_about_one):
+        named = [[*call.tensors(with_integers=integers)] for call in inner]
+        found = failing = next(filter(None, named), [])
+        if in_backward and _is_one_dtype(found):
+            made, found = _of_loss(users, in_backward)
+        elif _is_one_dtype(found) and not is_about_one:  # another call may show more of them
+            found = next((each for each in named if not _is_one_dtype(each)), failing)
+        own = next((call for call in reversed(users) if not call.is_of_package), user)
+        operands = tuple(_operand(each, calls, users, own, integers) for each in found)
+        hidden = None if is_about_one or in_backward else _hidden_dtype(found, str(error))
+        if not found or (_is_one_dtype(found) and not is_about_one and hidden is None):
             return None
         function = _function_of(calls)
         notes = tuple(_why_not_cast(contexts, operands[0].tensor.device.type, function))
-        again = _again(made or (user if user.has_no_effects else inner[0]))
-        cures = () if again is None else tuple(_cures(again, made or own, operands, function))
+        if hidden is not None:
+            notes += (f"a tensor that the traceback does not show is {dtype_name(hidden)}",)
+        if "without overflow" in str(error):
+            notes += tuple(_what_fits(own, operands[0]))
+        again = None
+        if made or user.has_no_effects or found is failing:
+            again = _again(made or (user if user.has_no_effects else inner[0]))
+        cures: tuple[str, ...] = ()
+        if again is not None:
+            cures = tuple(_cures(again, made or own, operands, function, hidden))
         if again is not None and made is None and user.has_no_effects:
             cures += tuple(_keeps(again, user, users))
     if made is not None and isinstance(made.other, ast.Call):
@@ -167,6 +188,17 @@ def _explained(error: BaseException) -> DtypeError | None:
     where, text = _told(own)
     inside = () if own is user else _told(user)
     return DtypeError(where, text, operands, notes, cures, inside)
+
+
+def _is_one_dtype(found: list[Named]) -> bool:
+    return len({each.tensor.dtype for each in found}) < 2
+
+
+def _hidden_dtype(found: list[Named], message: str) -> torch.dtype | None:
+    """Return the other dtype of a message if all tensors have one of its two dtypes."""
+    said = {dtype for word, dtype in _DTYPES.items() if re.search(rf"\b{word}\b", message)}
+    others = said - {each.tensor.dtype for each in found}
+    return others.pop() if len(said) == 2 and len(others) == 1 and _is_one_dtype(found) else None
 
 
 def _told(call: Call) -> tuple[str, str]:
@@ -177,15 +209,21 @@ def _told(call: Call) -> tuple[str, str]:
 # --- operands -------------------------------------------------------------------------------------
 
 
-def _operand(named: Named, calls: list[Call], users: list[Call], line: Call) -> Operand:
+def _operand(
+    named: Named, calls: list[Call], users: list[Call], line: Call, with_integers: bool
+) -> Operand:
     """Name an operand as the user's line does, or that of a package, else as a member of a module.
 
     ``line`` is the last line outside of packages.
     """
-    names = ((each, call) for call in (line, users[-1]) for each in call.tensors())
-    own, of = next(
-        ((each, call) for each, call in names if _is_it(each, named.tensor)), (None, users[-1])
+    tensors = (
+        (each, call)
+        for call in (line, users[-1])
+        for each in call.tensors(with_integers=with_integers)
     )
+    same = [(each, call) for each, call in tensors if _is_it(each, named.tensor)]
+    same.sort(key=lambda each: each[0].tensor.shape != named.tensor.shape)  # not ``h`` for ``h.T``
+    own, of = next(iter(same), (None, users[-1]))
     known = own or named
     within = [*of.within(known)]
     for each in within:
@@ -193,12 +231,17 @@ def _operand(named: Named, calls: list[Call], users: list[Call], line: Call) -> 
         if member:
             origin = f"a {kind}, {member}" if own else f"a {kind}"
             return Operand(own.name if own else member, known.tensor, origin)
-    origins = (origin_of(each, users) for each in within)
+    of_line = [c for c in users if line.is_of_package or not c.is_of_package]
+    origins = (origin_of(each, of_line) for each in within)
     return Operand(known.name, known.tensor, next(filter(None, origins), ""))
 
 
 def _is_it(known: Named, tensor: Tensor) -> bool:
     """Return whether PyTorch has been given a known tensor, perhaps in another shape."""
+    if known.tensor is tensor:
+        return True
+    if tensor.layout is not torch.strided or known.tensor.layout is not torch.strided:
+        return False
     if known.tensor.dtype is not tensor.dtype or known.tensor.numel() != tensor.numel():
         return False
     other = known.tensor.reshape(tensor.shape)
@@ -282,6 +325,21 @@ def _why_not_cast(
         yield f"autocast is off here: {here[-1].text} is not for {device}"
 
 
+def _what_fits(line: Call, operand: Operand) -> Iterator[str]:
+    """Yield, for each number of a line that the dtype of an operand cannot hold, one that fits."""
+    info = torch.finfo(operand.tensor.dtype)
+    for node in ast.iter_child_nodes(line.node or ast.Module([], [])):
+        given, number = node.value if isinstance(node, ast.keyword) else node, None
+        with suppress(Exception):
+            number = line.value(given)
+        if isinstance(number, (int, float)) and info.max < abs(number):
+            end = "min" if number < 0 else "max"
+            yield (
+                f"{ast.unparse(given)} does not fit: {dtype_name(operand.tensor.dtype)} ends at "
+                f"{info.max:,.0f}. torch.finfo({operand.name}.dtype).{end} does"
+            )
+
+
 # --- cures ----------------------------------------------------------------------------------------
 
 _Change = Callable[[Tensor], Tensor]
@@ -303,25 +361,42 @@ class _Again:
 
 
 def _cures(
-    again: _Again, line: Call, operands: tuple[Operand, ...], function: _Function | None
+    again: _Again,
+    line: Call,
+    operands: tuple[Operand, ...],
+    function: _Function | None,
+    hidden: torch.dtype | None,
 ) -> Iterator[str]:
-    """Yield the changes of a line of the user with which the failing call runs."""
+    """Yield the changes of a line of the user with which the failing call runs.
+
+    ``hidden`` is the dtype of a tensor that is no operand, if there is one.
+    """
     tensors = [operand.tensor for operand in operands]
     dtypes = [tensor.dtype for tensor in tensors]
     fixed = [t for t in tensors if t is again.written]
     fixed += [t for t in tensors if isinstance(t, nn.Parameter)]
-    wanted = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+    floats = {d: dtypes.count(d) for d in dtypes if d.is_floating_point}
+    each_wanted = sorted(floats, key=lambda dtype: -torch.finfo(dtype).bits)[:1]
     if len(set(dtypes)) == 1:
-        wanted = torch.float32
+        each_wanted = [hidden or torch.float32]
     elif fixed:
-        wanted = fixed[0].dtype
+        each_wanted = [fixed[0].dtype]
+    elif len(floats) == 2 and floats[each_wanted[0]] == 1 < max(floats.values()):
+        each_wanted.insert(0, max(floats, key=floats.__getitem__))  # that changes one tensor
     device = tensors[0].device.type
     is_on, policy = torch.is_autocast_enabled(device), current_policy(device)
     written = {ast.unparse(each) for each in ast.walk(line.node or ast.Module([], []))}
-    changed = [o for o in operands if o.tensor.dtype is not wanted and o.name in written]
-    if _runs(lambda: again.call(lambda t: t.to(wanted) if t.is_floating_point() else t)):
+    for wanted in each_wanted:
+
+        def cast(tensor: Tensor, dtype: torch.dtype = wanted) -> Tensor:
+            is_known = tensor.is_floating_point() or tensor.dtype in dtypes
+            return tensor.to(dtype) if is_known else tensor
+
+        if not _runs(lambda cast=cast: again.call(cast)):  # type: ignore[misc]
+            continue
+        changed = [o for o in operands if o.tensor.dtype is not wanted and o.name in written]
         if changed:
-            yield ", ".join(f"{o.name}.to({wanted}) in place of {o.name}" for o in changed)
+            yield ", ".join(f"{_cast(o.name, wanted)} in place of {o.name}" for o in changed)
         if function is not None and not function.is_backward and is_on:
             arguments = f'device_type="{device}", cast_inputs={wanted}'
             yield f"@halfstep.custom_fwd({arguments}) on {function.name}.forward"
@@ -344,6 +419,12 @@ def _cures(
             )
 
 
+def _cast(name: str, dtype: torch.dtype) -> str:
+    """Return the expression that casts a tensor with a name."""
+    is_sum = isinstance(ast.parse(name, mode="eval").body, (ast.BinOp, ast.UnaryOp, ast.IfExp))
+    return f"({name}).to({dtype})" if is_sum else f"{name}.to({dtype})"
+
+
 def _keeps(again: _Again, user: Call, users: list[Call]) -> Iterator[str]:
     """Yield a ``keep`` of the module that a line of the user calls, if the call runs with it."""
     module = user.value(user.node.func) if isinstance(user.node, ast.Call) else None
@@ -353,9 +434,12 @@ def _keeps(again: _Again, user: Call, users: list[Call]) -> Iterator[str]:
             continue
         path = next((name for name, each in model.named_modules() if each is module), "")
         if path:
-            with keep(model, path, cast_back=True):
-                runs = _runs(lambda: again.call(lambda t: t))
-            if runs:
+
+            def kept(model: nn.Module = model, path: str = path) -> Any:
+                with keep(model, path, cast_back=True):
+                    return again.call(lambda t: t)
+
+            if _runs(kept):
                 yield f'halfstep.keep({owner}, "{path}", cast_back=True) before the call'
             return
 
@@ -371,6 +455,13 @@ def _again(failing: Call) -> _Again | None:
                     written.clone()[index] = change(value)
 
                 return _Again("index_put_", put, written)
+            case ast.Assign(targets=[ast.Attribute(value=of, attr="grad")], value=given):
+                written, value = failing.value(of), failing.value(given)
+
+                def assign(change: _Change) -> None:
+                    written.detach().requires_grad_().grad = change(value)
+
+                return _Again("grad", assign, written)
             case ast.Call(func=func) as node:
                 function = failing.value(func)
                 args, named = failing.arguments(node)
@@ -379,19 +470,21 @@ def _again(failing: Call) -> _Again | None:
                 args = [failing.value(left), failing.value(right)]
             case _:
                 return None
-        if "out" in named or isinstance(function, type):  # such as an exception
+        if "out" in named or isinstance(function, (type, torch.ScriptMethod)):  # as an exception
             return None
         name, written = getattr(function, "__name__", ""), None
-        if name.endswith("_"):
-            written = function.__self__
-            if not isinstance(written, Tensor):  # it may run code of the user
-                return None
-            function, args = getattr(Tensor, name), [written, *args]
+        if isinstance(own := getattr(function, "__self__", None), Tensor):
+            function, args = getattr(Tensor, name), [own, *args]
+            written = own if name.endswith("_") else None
+        elif name.endswith("_"):  # it may run code of the user
+            return None
 
         def call(change: _Change) -> Any:
             def changed(value: Any) -> Any:
                 if written is not None and value is written:
                     return value.clone()
+                if isinstance(value, tuple) and hasattr(value, "_fields"):
+                    return type(value)(*map(changed, value))
                 if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
                     return type(value)(map(changed, value))
                 return change(value) if isinstance(value, Tensor) else value

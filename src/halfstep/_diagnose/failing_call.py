@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import thread as pool
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, NamedTuple
@@ -22,12 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
+from torch.nn.utils.rnn import PackedSequence
 
 from halfstep._autocast.region import Region
 from halfstep._autocast.scopes import Settings
 from halfstep._diagnose.user_code import (
     Place,
     is_of_package,
+    is_part_of,
     is_same_view,
     is_users,
     path_to,
@@ -37,7 +40,15 @@ from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
 
 _OURS = f"{Path(__file__).parents[1]}/"
-_BINDING = (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.withitem)
+_BINDING = (
+    ast.Assign,
+    ast.AnnAssign,
+    ast.AugAssign,
+    ast.NamedExpr,
+    ast.For,
+    ast.AsyncFor,
+    ast.withitem,
+)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _OPERATORS: dict[type[ast.operator | ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -163,6 +174,8 @@ class Call:
                 return _OPERATORS[type(op)](self.value(left), self.value(right))
             case ast.UnaryOp(op=ast.USub(), operand=of):
                 return -self.value(of)
+            case ast.UnaryOp(op=ast.Invert(), operand=of):
+                return ~self.value(of)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 return _OPERATORS[type(op)](self.value(left), self.value(right))
             case ast.Call(func=func) if has_no_effects(self.value(func)):
@@ -181,11 +194,13 @@ class Call:
             named |= value if each.arg is None else {each.arg: value}
         return args, named
 
-    def tensors(self) -> Iterator[Named]:
+    def tensors(self, *, with_integers: bool = False) -> Iterator[Named]:
         """Yield the floating-point tensors that the expression names, longest names first."""
         waiting: list[ast.AST] = []
         match self.node:
-            case ast.Assign(targets=[ast.Subscript(value=of)], value=given):
+            case ast.Assign(
+                targets=[ast.Subscript(value=of) | ast.Attribute(value=of)], value=given
+            ):
                 waiting = [of, given]
             case ast.AST() as failing:
                 waiting = [*ast.iter_child_nodes(failing)]
@@ -195,12 +210,18 @@ class Call:
             with suppress(Exception):
                 value = self.value(node)
             found = [(ast.unparse(node), value)]
-            if isinstance(value, (list, tuple)) and not isinstance(node, (ast.Tuple, ast.List)):
+            if isinstance(value, PackedSequence):
+                found = [(ast.unparse(node), value.data)]
+            elif isinstance(value, dict):
+                found = [(f"{ast.unparse(node)}[{key!r}]", part) for key, part in value.items()][:4]
+            elif isinstance(value, (list, tuple)) and not isinstance(node, (ast.Tuple, ast.List)):
                 found = [(f"{ast.unparse(node)}[{n}]", part) for n, part in enumerate(value[:4])]
             elif not isinstance(value, Tensor):
                 waiting += ast.iter_child_nodes(node)
             for name, part in found:
-                if isinstance(part, Tensor) and part.is_floating_point() and id(part) not in seen:
+                if not isinstance(part, Tensor) or id(part) in seen:
+                    continue
+                if with_integers or part.is_floating_point():
                     seen.add(id(part))
                     yield Named(name, part, node)
 
@@ -208,8 +229,11 @@ class Call:
         """Yield a tensor and those of which its expression is a view: ``x.T``, ``x[0].view(2)``."""
         yield named
         node = named.node
-        while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
-            node = node.func if isinstance(node, ast.Call) else node.value
+        while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call, ast.BinOp)):
+            if isinstance(node, ast.BinOp):  # ``2 * x``
+                node = node.right if isinstance(node.left, ast.Constant) else node.left
+            else:
+                node = node.func if isinstance(node, ast.Call) else node.value
             with suppress(Exception):
                 value = self.value(node)
                 if isinstance(value, Tensor) and value.dtype is named.tensor.dtype:
@@ -253,7 +277,7 @@ def member_of(tensor: Tensor, calls: list[Call]) -> tuple[str, str]:
             ("buffer", owner.named_buffers()),
         ):
             for name, member in members:
-                if member is tensor:
+                if is_same_view(tensor, member):
                     return f"{name} of {type(owner).__name__}", kind
     return "", ""
 
@@ -263,13 +287,14 @@ def origin_of(named: Named, users: list[Call]) -> str:
 
     Empty if it is not known, or if more than two lines of the function may have done so.
     """
-    is_it = functools.partial(is_same_view, named.tensor)
-    for call in users:
-        known = {k: v for k, v in call.local.items() if not isinstance(v, nn.Module)}
-        names = {name for name, value in known.items() if path_to(is_it, name, value, 3)}
-        found = [*dict.fromkeys(_bindings(call, names) if names else ())]
-        if 0 < len(found) < 3:
-            return ", or ".join(found)
+    for is_it in (is_same_view, is_part_of):  # of a view, the line of what it is a view of
+        for call in users:
+            known = {k: v for k, v in call.local.items() if not isinstance(v, nn.Module)}
+            here = functools.partial(is_it, named.tensor)
+            names = {name for name, value in known.items() if path_to(here, name, value, 3)}
+            found = [*dict.fromkeys(_bindings(call, names) if names else ())]
+            if 0 < len(found) < 3:
+                return ", or ".join(found)
     match named.node:
         case ast.Attribute(value=of, attr=attribute):
             with suppress(Exception):
@@ -286,19 +311,45 @@ def origin_of(named: Named, users: list[Call]) -> str:
 
 
 def _bindings(call: Call, names: set[str]) -> Iterator[str]:
-    """Yield the lines of a function that bind one of the names, as text."""
-    tree = _tree_of(call.place.code)
+    """Yield the lines of a function that bind one of the names, as text.
+
+    Those that another one surely follows are left out.
+    """
+    tree, before = _tree_of(call.place.code), [*_surely_before(call)]
+    is_repeated = any(isinstance(each, _LOOPS) for each in call.around())
+    end = float("inf") if is_repeated else call.place.line.number
+    bound: dict[str, list[tuple[ast.AST, int]]] = {}
     for node in nodes_of(call.place.code):
         target = node
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
             is_item = not isinstance(call.local.get(node.value.id), Tensor)  # ``batch["x"] = y``
             target = node.value if is_item else node
         is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
-        if is_stored and isinstance(target, ast.Name) and target.id in names:
+        if not is_stored or not isinstance(target, ast.Name) or target.id not in names:
+            continue
+        if target.lineno <= end:
             by = next((each for each in tree.around(node) if isinstance(each, _BINDING)), node)
             is_failing = by in call.around() and not isinstance(by, (*_LOOPS, ast.withitem))
             if not is_failing or any(isinstance(each, _LOOPS) for each in tree.around(by)):
-                yield _described(by, target.lineno)
+                bound.setdefault(target.id, []).append((by, target.lineno))
+                if target is not node:  # an item leaves the others as they are
+                    before = [each for each in before if each is not by]
+    for found in bound.values():
+        found.sort(key=lambda each: each[1])
+        last = max((n for n, (by, _) in enumerate(found) if by in before), default=0)
+        for by, line in found[last:]:
+            of = getattr(by, "value", None)
+            if not isinstance(of, ast.Name) or of.id not in names:  # another name of the same
+                yield _described(by, line)
+
+
+def _surely_before(call: Call) -> Iterator[ast.AST]:
+    """Yield the assignments that have run each time when a call runs, in the blocks around it."""
+    for inner, outer in pairwise(call.around()):
+        for _, block in ast.iter_fields(outer):
+            if isinstance(block, list) and inner in block:
+                before = block[: block.index(inner)]
+                yield from (n for n in before if isinstance(n, (ast.Assign, ast.AnnAssign)))
 
 
 def _described(by: ast.AST, line: int) -> str:

@@ -186,7 +186,7 @@ def called_by_user(tensor: Tensor) -> str | None:
     The tensor itself is preferred to others in the same memory, a direct name to an item in nested
     containers, and a parameter of a module to a name that a loop may have assigned.
     """
-    for is_it, depth in ((is_same_view, 0), (_is_part_of, 0), (is_same_view, 2)):
+    for is_it, depth in ((is_same_view, 0), (is_part_of, 0), (is_same_view, 2)):
         found = None
         for code, line, names in _known_names():
             for name, value in sorted(names.items(), key=lambda item: _is_module(item[1])):
@@ -226,7 +226,7 @@ def is_of_batch(tensor: Tensor) -> bool:
             given = (frame.f_locals["args"], frame.f_locals["kwargs"])
         else:
             continue
-        if any(_is_part_of(tensor, each) for each in tensors_in([given])):
+        if any(is_part_of(tensor, each) for each in tensors_in([given])):
             return not isinstance(tensor, nn.Parameter)
     return False
 
@@ -275,13 +275,14 @@ def path_to(is_it: Callable[[Tensor], bool], name: str, value: Any, depth: int) 
 def is_same_view(tensor: Tensor, other: Tensor) -> bool:
     if tensor is other:
         return True
-    if tensor.shape != other.shape or not _is_part_of(tensor, other):
+    if tensor.shape != other.shape or not is_part_of(tensor, other):
         return False
     is_plain = tensor.layout is torch.strided and other.layout is torch.strided
     return not is_plain or tensor.storage_offset() == other.storage_offset()
 
 
-def _is_part_of(tensor: Tensor, whole: Tensor) -> bool:
+def is_part_of(tensor: Tensor, whole: Tensor) -> bool:
+    """Return whether two tensors share memory."""
     if tensor is whole:
         return True
     one, other = storages.memory_of(tensor), storages.memory_of(whole)
