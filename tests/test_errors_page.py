@@ -99,6 +99,12 @@ CALLS: dict[str, Callable[[], object]] = {
     "torch.nn.functional.binary": binary_cross_entropy,
     "probability tensor": lambda: torch.multinomial(torch.full((4,), torch.nan), 1),
     "Got unsupported": lambda: SINGLE.bfloat16().numpy(),
+    "attempting to assign": lambda: setattr(SINGLE.clone().requires_grad_(), "grad", HALF),
+    "result type Float": lambda: F.binary_cross_entropy_with_logits(SINGLE, SINGLE.long()),
+    "Expected tensor for argument": lambda: F.embedding_bag(
+        torch.zeros(2, 3, dtype=torch.long), HALF, per_sample_weights=torch.ones(2, 3), mode="sum"
+    ),
+    "Expected both inputs": lambda: torch.polar(SINGLE.bfloat16(), SINGLE.bfloat16()),
     "In CPU autocast": lambda: torch.autocast("cpu", torch.float32),
 }
 
