@@ -143,7 +143,7 @@ class Engine:
         if self.buffers.watched:
             for step in self.iteration.steps.values():
                 if step.skip is None:
-                    self.buffers.restore(step.as_checked().decide().skip)
+                    self.buffers.restore(step.decide().skip)
             self.buffers.end()
         self.iteration = Iteration()
         outcomes, self.journal.open = self.journal.open, []
@@ -157,9 +157,9 @@ class Engine:
         """Return outcomes of optimizers that were unscaled and not stepped: ``if finite: step``."""
         found = []
         for step in self.iteration.steps.values():
-            optimizer = step.gathered.optimizer
-            if step.stage is Stage.UNSCALED and optimizer is not None and step.gathered.checks:
-                decided = step.as_checked().decide()
+            optimizer = step.optimizer
+            if step.stage is Stage.UNSCALED and optimizer is not None and step.checks:
+                decided = step.decide()
                 outcome = Outcome(optimizer, self.names, decided, None, can_measure_late=False)
                 outcome.is_left_out, outcome.num_losses = True, self.iteration.num_losses
                 found.append(outcome)

@@ -82,10 +82,6 @@ class Gathered:
         # torch.compile of 2.11 cannot trace bool() of a list.
         return len(self.gradients.grads) > 0 or self.ranks.is_together
 
-    def parameters(self) -> list[Tensor]:
-        # There is no optimizer if a subclass with its own unscale_() has only told its id.
-        return [] if self.optimizer is None else parameters(self.optimizer)
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Checked:
@@ -182,21 +178,32 @@ class Decided:
 class Remembered:
     """What an iteration knows of an optimizer after a call.
 
+    It has no reference to gradients.
+
     Attributes:
-        gathered: The call, without its gradients, with its check.
+        optimizer: None if a subclass with its own ``unscale_`` has only told its id.
+        checks: All checks of its gradients.
+        measured: The gradients before they were clipped, if the call has measured them.
         num_losses: Number of losses that had been scaled when it ended.
         skip: 1 if its step was skipped, else 0; None if the scaler has made no step.
         outlier: 1 if that was because of a norm limit, else 0; None without one.
     """
 
-    gathered: Gathered
+    optimizer: torch.optim.Optimizer | None
+    checks: tuple[GradientCheck, ...] = ()
     stage: Stage = Stage.SCALED
     num_losses: int = 0
+    measured: Measured | None = None
     skip: Scalar | None = None
     outlier: Scalar | None = None
 
-    def as_checked(self) -> Checked:
-        return Checked(self.gathered, None)
+    def parameters(self) -> list[Tensor]:
+        return [] if self.optimizer is None else parameters(self.optimizer)
+
+    def decide(self) -> Decided:
+        """Decide by the checks whether the step must be skipped. Sync: none."""
+        scale = self.checks[0].scale
+        return Checked(Gathered(self.optimizer, scale, NONE, checks=self.checks), None).decide()
 
 
 def found_inf_by_device(checks: Sequence[GradientCheck]) -> dict[torch.device, Tensor]:
@@ -271,7 +278,7 @@ class Iteration:
         """Forget the step of an optimizer, by its ``id``, and what was found for it."""
         step = self.steps.pop(key, None)
         if step is not None:
-            self.ledger.forget(step.gathered.checks)
+            self.ledger.forget(step.checks)
 
 
 @dataclass(eq=False)
@@ -329,8 +336,7 @@ class Blocks:
         check.agreement = ranks.agree_on(check, gradients)
         iteration.ledger.mark(gradients, check)
         del iteration.blocks[id(optimizer)]
-        gathered = Gathered(optimizer, self.scale, NONE, checks=(check,))
-        iteration.steps[id(optimizer)] = Remembered(gathered)
+        iteration.steps[id(optimizer)] = Remembered(optimizer, (check,))
 
     def _versions(self) -> list[int]:
         return [version_of(p.grad) for p in parameters(self.optimizer) if p.grad is not None]

@@ -126,15 +126,15 @@ def step(
         scaler.unscale_(optimizer)
     state = scaler._per_optimizer_states[id(optimizer)]
     before = engine.iteration.step_of(optimizer)
-    if before is None or not before.gathered.checks:
+    if before is None or not before.checks:
         raise nothing_checked(optimizer)
     gathered = Gathered(
         optimizer,
-        before.gathered.loss_scale,
+        engine.loss_scale,
         collect(parameters(optimizer)),
-        before.gathered.loss_scale.number() if is_fused and ready else None,
-        before.gathered.checks,
-        measured=before.gathered.measured,  # by clip_grad_norm_()
+        engine.loss_scale.number() if is_fused and ready else None,
+        before.checks,
+        measured=before.measured,  # by clip_grad_norm_()
     )
     checked, outlier = _limited(engine, optimizer, gathered)
     if is_fused:

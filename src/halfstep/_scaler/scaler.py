@@ -693,7 +693,7 @@ class GradScaler(TorchAttributes):
         """
         iteration = self._engine.iteration
         begun = [
-            *(step.gathered.optimizer for step in iteration.steps.values()),
+            *(step.optimizer for step in iteration.steps.values()),
             *(blocks.optimizer for blocks in iteration.blocks.values()),
         ]
         if begun or iteration.ledger.entries:

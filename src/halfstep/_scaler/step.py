@@ -29,7 +29,7 @@ from torch import Tensor
 
 from halfstep._common.warn import warn
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import NONE, collect, parameters, refuse_float16
+from halfstep._gradients.gradients import collect, parameters, refuse_float16
 from halfstep._gradients.norms import (
     Norms,
     clip_coefficient,
@@ -137,7 +137,7 @@ def require_not_stepped(earlier: Remembered | None) -> None:
     """Raise CallOrderError if the optimizer has stepped since the last ``update``."""
     if earlier is not None and earlier.stage is Stage.STEPPED:
         raise CallOrderError(
-            f"step({name(earlier.gathered.optimizer)}): {earlier.stage.value} since the last "
+            f"step({name(earlier.optimizer)}): {earlier.stage.value} since the last "
             "update(). Call update() once at the end of each iteration, after step() of every "
             "optimizer"
         )
@@ -181,10 +181,7 @@ def gather(
     must_have_one = needs_one and is_scaled and not ranks.is_together
     if must_have_one and all(map(_is_none, map(_grad, params))):  # map() makes no Python calls
         raise nothing_checked(optimizer)
-    if earlier is not None and earlier.gathered.checks:
-        loss_scale = earlier.gathered.checks[0].scale
-    else:
-        loss_scale = engine.scale_of_iteration(call, owner)
+    loss_scale = engine.scale_of_iteration(call, owner)
     if iteration.blocks:
         # For example a wrapper accumulates and the wrapped optimizer steps, or all parameters are
         # clipped.
@@ -193,8 +190,13 @@ def gather(
     gradients = collect(params)
     require_known(iteration.ledger, call, gradients.params)
     if earlier is not None and not is_scaled:
-        gathered = replace(
-            earlier.gathered, loss_scale=loss_scale, gradients=gradients, ranks=ranks
+        gathered = Gathered(
+            optimizer,
+            loss_scale,
+            gradients,
+            checks=earlier.checks,
+            ranks=ranks,
+            measured=earlier.measured,
         )
         if iteration.num_losses > earlier.num_losses:
             return _with_later_checks(engine, gathered, params, f"{call}({name(owner)})")
@@ -515,13 +517,14 @@ def keep(
     if checked.own is not None:
         iteration.ledger.mark(checked.newly_checked, checked.own, left)
     if checks and gathered.optimizer is not None:
-        # Without references to the user's gradients.
-        kept = replace(
-            gathered, gradients=NONE, multiplier=None, checks=checks, measured=checked.unclipped
-        )
-        skip, outlier = (None, None) if decided is None else (decided.skip, decided.outlier)
         iteration.steps[id(gathered.optimizer)] = Remembered(
-            kept, stage, iteration.num_losses, skip, outlier
+            gathered.optimizer,
+            checks,
+            stage,
+            iteration.num_losses,
+            checked.unclipped,
+            skip=None if decided is None else decided.skip,
+            outlier=None if decided is None else decided.outlier,
         )
 
 

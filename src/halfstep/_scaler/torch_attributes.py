@@ -56,9 +56,7 @@ class OptimizerState(Mapping[str, Any]):
                 return OptState.UNSCALED
             return STAGES[Stage.SCALED if step is None else step.stage]
         if key == "found_inf_per_device":
-            return MappingProxyType(
-                {} if step is None else found_inf_by_device(step.gathered.checks)
-            )
+            return MappingProxyType({} if step is None else found_inf_by_device(step.checks))
         raise KeyError(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -69,7 +67,7 @@ class OptimizerState(Mapping[str, Any]):
         if value == {} or (key == "stage" and stage == OptState.READY.value):
             iteration.forget(self._key)
         elif key == "found_inf_per_device" and isinstance(value, Mapping):
-            optimizer = None if step is None else step.gathered.optimizer
+            optimizer = None if step is None else step.optimizer
             _report(self._engine, self._key, optimizer, value)
         elif key == "stage" and step is not None and stage in OWN_STAGES:
             iteration.steps[self._key] = replace(
@@ -287,15 +285,15 @@ class TorchAttributes:
                 "set_norm_limit(None)"
             )
         params = parameters(optimizer)
-        scale = engine.scale_of_iteration("step", optimizer)
+        engine.scale_of_iteration("step", optimizer)
         engine.unused.use(params)
         steps = engine.iteration.steps
-        steps[id(optimizer)] = earlier or Remembered(Gathered(optimizer, scale, NONE))
+        steps[id(optimizer)] = earlier or Remembered(optimizer)
         try:
             result = optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
             _finish(engine, optimizer)
         finally:
-            if not steps[id(optimizer)].gathered.checks:
+            if not steps[id(optimizer)].checks:
                 del steps[id(optimizer)]
         return result
 
@@ -310,7 +308,7 @@ class TorchAttributes:
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
         step = self._engine.iteration.step_of(optimizer)
-        return {} if step is None else found_inf_by_device(step.gathered.checks)
+        return {} if step is None else found_inf_by_device(step.checks)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str | None) -> None:
         # accelerate 1.15 calls this with self._device to load an FSDP2 checkpoint.
@@ -368,14 +366,14 @@ def _keep_check(
 ) -> None:
     engine.iteration.ledger.mark(NONE, check)
     steps = engine.iteration.steps
-    earlier = steps.get(key) or Remembered(Gathered(optimizer, check.scale, NONE))
-    steps[key] = replace(earlier, gathered=replace(earlier.gathered, checks=(check,)))
+    earlier = steps.get(key) or Remembered(optimizer)
+    steps[key] = replace(earlier, checks=(check,))
 
 
 def _finish(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Record the step of an optimizer that received the scaler."""
     earlier = engine.iteration.step_of(optimizer)
-    checks = () if earlier is None else earlier.gathered.checks
+    checks = () if earlier is None else earlier.checks
     if not checks and any(param.grad is not None for param in parameters(optimizer)):
         raise CallOrderError(
             f"step({name(optimizer)}): its step() takes the scaler (grad_scaler=...) and did "

@@ -117,13 +117,13 @@ class Unused:
         if is_usual and len(done) == len(steps) == len(self._journal.memories):
             return {}
         self._prune()
-        ids_done = {id(param) for step in done for param in step.gathered.parameters()}
+        ids_done = {id(param) for step in done for param in step.parameters()}
         # A step has used what was unscaled before or by it, but not what was unscaled afterwards.
         used = {
             (id(param), check)
             for step in stepped
-            for param in step.gathered.parameters()
-            for check in step.gathered.checks
+            for param in step.parameters()
+            for check in step.checks
         }
         in_blocks = {
             id(param)
@@ -155,7 +155,7 @@ class Unused:
     def _candidates(self, iteration: Iteration) -> Iterator[Tensor]:
         """Yield parameters whose gradients may be unused; some more than once."""
         for step in iteration.steps.values():
-            yield from step.gathered.parameters()
+            yield from step.parameters()
         for blocks in iteration.blocks.values():
             yield from parameters(blocks.optimizer)
         seen = iteration.steps.keys() | iteration.blocks.keys()
