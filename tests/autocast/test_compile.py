@@ -1,5 +1,6 @@
 """Inside and around torch.compile, with the eager result as the reference."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tests.device import DEVICE, seeded
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import halfstep
 from halfstep._autocast import (
     Policy,
     Rule,
@@ -404,6 +406,33 @@ print(counters["inductor"]["fxgraph_cache_hit"])
     for policy, expected, num_found in (("low", BF16, 0), ("standard", FP32, 0), ("low", BF16, 2)):
         done = forked.python(script, policy, cwd=tmp_path, environ=environ)
         assert done.out.split() == [str(expected), str(expected), str(num_found)], done.err
+
+
+@pytest.mark.slow
+def test_the_cache_on_disk_tells_versions_of_the_kernels_apart(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+import torch, torch._inductor.config
+torch._inductor.config.fallback_by_default = True
+from halfstep import autocast
+from torch._dynamo.utils import counters
+with torch.no_grad(), autocast("cpu", torch.bfloat16):
+    torch.compile(lambda x: torch.softmax(x @ x, -1))(torch.ones(8, 8))
+print(counters["inductor"]["fxgraph_cache_hit"])
+""")
+    shutil.copytree(Path(halfstep.__file__).parent, tmp_path / "halfstep")
+    environ = {**os.environ, "PYTHONPATH": ".", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+
+    def num_found() -> str:
+        call = [sys.executable, str(script)]
+        return subprocess.run(
+            call, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert (num_found(), num_found()) == ("0", "1")
+    with open(tmp_path / "halfstep" / "_autocast" / "sums.py", "a") as kernels:
+        kernels.write("# a later version\n")
+    assert num_found() == "0"
 
 
 @backends

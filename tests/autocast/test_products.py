@@ -227,9 +227,7 @@ def test_a_rule_for_a_head_with_tied_weights(action: str) -> None:
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    # The cache on disk has graphs of an earlier version of halfstep's kernels.
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        yield
+    yield
     torch._dynamo.reset()
 
 

@@ -6,12 +6,15 @@ policy of the scope stays.
 
 Code compiled by torch.compile under one policy must not run under another. But the guards and the
 keys of the on-disk caches only depend on the autocast switches, not on halfstep's policies. So a
-thread that activates policies also writes a number for them where the guards look, and a
-fingerprint into the tag that is part of every key.
+thread that activates policies also writes a number for them where the guards look, and
+fingerprints of their rules and of halfstep's code into the tag that is part of every key.
 """
 
+import hashlib
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +22,7 @@ import torch
 from halfstep._autocast import weight_cache
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._pytorch import amp, compiler
+from halfstep._version import __version__
 
 
 class Policies(dict[str, PolicyOnDevice]):
@@ -201,7 +205,8 @@ def _follow(state: _State, policies: Policies) -> None:
 
 
 def _mark(policies: Policies) -> _Mark:
-    tag = ",".join(f"{d}:{policies[d].fingerprint}" for d in sorted(policies))
+    rules = ",".join(f"{d}:{policies[d].fingerprint}" for d in sorted(policies))
+    tag = f"{_kernels()};{rules}"
     backward_off = not all(policy.is_pytorchs for policy in policies.values())
     with _lock:
         if len(_marks) == compiler.NUM_GUARD_VALUES:
@@ -209,6 +214,19 @@ def _mark(policies: Policies) -> _Mark:
             _marks.clear()
         guard = compiler.numbered_guard(len(_marks))
         return _marks.setdefault(policies.key, _Mark(guard, tag, backward_off))
+
+
+@cache
+def _kernels() -> str:
+    """Return a hash of the code of all kernels: another version compiles its graphs anew."""
+    package = Path(__file__).parents[1]
+    files = sorted(
+        file for room in ("_autocast", "_pytorch") for file in package.glob(f"{room}/*.py")
+    )
+    code = hashlib.sha256(__version__.encode())
+    for file in files:
+        code.update(file.read_bytes())
+    return code.hexdigest()[:16]
 
 
 # --- recomputation -------------------------------------------------------------------------------
