@@ -360,32 +360,29 @@ def _after_step(state: ScaleState) -> ScaleState:
     is_restored = state.may_restore and state.has_backed_off
     ends_interval = state.growth_tracker + 1 >= rule.growth_interval
     is_growing = ends_interval and not (is_test or is_restored)
-    after = changed(
-        state,
-        **NO_RUN,
-        num_taken=state.num_taken + 1,
-        skipped_in_a_row=0,
-        hysteresis_left=rule.hysteresis
-        if is_growing or rule.refill == "step"
-        else state.hysteresis_left,
-        # A probe was taken: a smaller scale helps. Continue from the backed-off scale.
-        scale=state.resume_scale if state.is_probe else state.scale,
-    )
+    refills = is_growing or rule.refill == "step"
+    counts = NO_RUN | {
+        "num_taken": state.num_taken + 1,
+        "skipped_in_a_row": 0,
+        "hysteresis_left": rule.hysteresis if refills else state.hysteresis_left,
+    }
+    # A probe was taken: a smaller scale helps. Continue from the backed-off scale.
+    scale = state.resume_scale if state.is_probe else state.scale
     if is_restored:
-        return changed(
-            after, scale=state.run_scale, run_scale=state.run_scale, resume_scale=after.scale
-        )
-    keeps_run_scale = state.may_restore and not (state.held or is_test or is_growing)
-    after = changed(
-        after,
+        counts |= {"run_scale": state.run_scale, "resume_scale": scale}
+        return changed(state, **counts, scale=state.run_scale)
+    if is_growing:
+        grown = round_to_float32(scale * rule.growth_factor)
+        scale = grown if grown <= state.max_scale else scale
+    elif state.may_restore and not (state.held or is_test):
+        counts["run_scale"] = state.run_scale
+    return changed(
+        state,
+        **counts,
+        scale=scale,
         growth_tracker=0 if is_test or is_growing else state.growth_tracker + 1,
         may_restore=not is_growing and rule.probe_after is not None,
-        run_scale=state.run_scale if keeps_run_scale else 0.0,
     )
-    if not is_growing:
-        return after
-    grown = round_to_float32(state.scale * rule.growth_factor)
-    return changed(after, scale=grown) if grown <= state.max_scale else after
 
 
 def changed(state: ScaleState, **values: Any) -> ScaleState:
