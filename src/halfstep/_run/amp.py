@@ -7,10 +7,9 @@ and holds back learning-rate schedules after skipped steps.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from halfstep._autocast import Policy
 from halfstep._autocast.region import listening
 from halfstep._common.patches import Patches, subclasses, watch_steps
 from halfstep._gradients.gradients import NONE, collect, parameters
-from halfstep._gradients.optimizers import evaluates_first, handles_scale
+from halfstep._gradients.optimizers import evaluates_first
 from halfstep._gradients.scalars import CPU, combine
 from halfstep._pytorch import compiler, optim
 from halfstep._run.amp_backward import Backward, FreshGradients
@@ -38,6 +37,7 @@ from halfstep._scaler import (
     snapshot_of,
     split_closure,
 )
+from halfstep._scaler.events import is_in_step
 
 StepFunction = Callable[..., Any]
 
@@ -142,13 +142,6 @@ def watch_scalers(patches: Patches, look: Callable[[Any], None]) -> None:
 # --- steps ----------------------------------------------------------------------------------------
 
 
-class _Thread(threading.local):
-    """Thread-local flags: whether the scaler is stepping, and whether it called the optimizer."""
-
-    is_stepping = False
-    was_called = False
-
-
 @dataclass
 class ScaledSteps:
     """Wrapper of ``step`` of every optimizer class."""
@@ -158,7 +151,6 @@ class ScaledSteps:
     _fresh: FreshGradients
     _schedules: Schedules
     _script: ScriptState
-    _thread: _Thread = field(default_factory=_Thread, init=False)
 
     def install(self, patches: Patches) -> None:
         watch_steps(patches, self._step, self._meet)
@@ -177,8 +169,7 @@ class ScaledSteps:
 
     @compiler.keep_out_of_graphs
     def _step(self, original: StepFunction, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        self._thread.was_called = True
-        if self._thread.is_stepping or not self._script.is_training:
+        if is_in_step() or not self._script.is_training:
             return original(optimizer, *args, **kwargs)
         self._meet(optimizer)
         closure, rest, others = split_closure(args, kwargs)
@@ -207,11 +198,9 @@ class ScaledSteps:
         if access.has_stepped(self._scaler, optimizer):
             self._scaler.update()
         entry = access.add_check(self._scaler, optimizer, *found)
-        with self._stepping():
-            result = self._scaler.step(optimizer, *args, **kwargs)
-            was_called = self._thread.was_called
+        result = self._scaler.step(optimizer, *args, **kwargs)
         entry.gradients = NONE  # the script owns their memory
-        self._finish(optimizer, was_called)
+        self._finish(optimizer)
         return result
 
     def _take_unscaled(
@@ -246,9 +235,8 @@ class ScaledSteps:
             return loss
 
         args, kwargs = _with_closure(evaluate, args, kwargs)
-        with self._stepping():
-            result = self._scaler.step(optimizer, *args, **kwargs)
-        self._finish(optimizer, None)
+        result = self._scaler.step(optimizer, *args, **kwargs)
+        self._finish(optimizer)
         # The script may use the loss even if the step was skipped.
         return loss if result is None else result
 
@@ -292,18 +280,9 @@ class ScaledSteps:
         self._schedules.note(optimizer, True)
         return result
 
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        self._thread.is_stepping, self._thread.was_called = True, False
-        try:
-            yield
-        finally:
-            self._thread.is_stepping = False
-
-    def _finish(self, optimizer: Optimizer, was_called: bool | None) -> None:
+    def _finish(self, optimizer: Optimizer) -> None:
         """Report the outcome to the schedules; end the iteration after the last optimizer."""
-        known = None if handles_scale(optimizer) else was_called
-        self._schedules.note(optimizer, self._scaler.outcome(optimizer) if known is None else known)
+        self._schedules.note(optimizer, self._scaler.outcome(optimizer))
         if self._backward.running is None and not self._fresh.is_waiting():
             self._scaler.update()
 
