@@ -297,7 +297,7 @@ def hooked(folder: Path, *more: str) -> dict[str, str]:
     from halfstep._run.session import HOOK, VARIABLE
 
     values = {"folder": str(folder / "runs/x"), "policy": "torch", "every": 50}
-    values |= {"amp": None, "quiet": False, "diagnose": False, "sinks": [], "additions": None}
+    values |= {"amp": None, "is_quiet": False, "is_diagnosing": False}
     paths = os.pathsep.join([HOOK, *more, os.environ.get("PYTHONPATH", "")])
     return os.environ | {VARIABLE: json.dumps(values), "PYTHONPATH": paths}
 

@@ -9,7 +9,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ Around = Callable[..., Any]
 """A wrapper, called as ``around(original, *args, **kwargs)``."""
 
 
-class Patches:
-    """Replaced attributes, with their original values."""
+class Patches(AbstractContextManager["Patches"]):
+    """Replaced attributes, with their original values, until :meth:`undo` or the end of a block."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, object]] = []
@@ -51,6 +51,9 @@ class Patches:
 
         self.put(owner, name, compiler.do_not_compile_alone(wrapper, nor_below=False))
         return wrapper
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
 
     def undo(self) -> None:
         """Restore all attributes, newest first."""

@@ -67,22 +67,21 @@ def mixed_precision(
     """
     script = ScriptState(dtype, say)
     scaler = GradScaler() if script.is_scaling else None
-    patches = Patches()
     try:
-        forward = Forward(dtype, policy, script)
-        forward.install(patches)
-        _switch_off_for_scalers(patches, scaler, script)
-        if scaler is not None:
-            _scale(patches, scaler, script)
-        try:
-            with listening(forward.note_region), _noting_steps(script):
-                yield scaler
-        except SystemExit:  # the normal end of many scripts
+        with Patches() as patches:
+            forward = Forward(dtype, policy, script)
+            forward.install(patches)
+            _switch_off_for_scalers(patches, scaler, script)
+            if scaler is not None:
+                _scale(patches, scaler, script)
+            try:
+                with listening(forward.note_region), _noting_steps(script):
+                    yield scaler
+            except SystemExit:  # the normal end of many scripts
+                _end(scaler, script)
+                raise
             _end(scaler, script)
-            raise
-        _end(scaler, script)
     finally:
-        patches.undo()
         script.is_on = False
 
 

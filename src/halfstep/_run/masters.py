@@ -73,8 +73,8 @@ def added(additions: Additions, say: Callable[[str], None]) -> Iterator[None]:
     DistributedDataParallel, which needs to know the dtype of the gradients. They stay when the
     block ends. ``say`` receives each message as one line.
     """
-    patches, adding, small = Patches(), _Adding(additions, say), _SmallUpdates()
-    try:
+    adding, small = _Adding(additions, say), _SmallUpdates()
+    with Patches() as patches:
         adding.install(patches)
         with (
             listening_to_backward(adding.before_backward),
@@ -82,8 +82,6 @@ def added(additions: Additions, say: Callable[[str], None]) -> Iterator[None]:
             register_optimizer_step_post_hook(small.after_step),
         ):
             yield
-    finally:
-        patches.undo()
     if text := small.text():
         say(f"--masters: {text}")
 

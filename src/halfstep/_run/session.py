@@ -6,7 +6,6 @@ import atexit
 import builtins
 import errno
 import importlib.util
-import json
 import os
 import shlex
 import sys
@@ -14,20 +13,22 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from textwrap import shorten
 from types import CodeType, ModuleType, TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from halfstep import Policy, record
 from halfstep._common import machine
 from halfstep._common.numbers import things
+from halfstep._common.patches import Patches
 from halfstep._common.text import tell
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._diagnose.dtype_error import DtypeError, explain
@@ -42,8 +43,7 @@ from halfstep._record.files import (
 )
 from halfstep._run.launch import make_folder, show_once
 from halfstep._run.masters import Additions, added
-from halfstep._run.policy_use import PolicyUse
-from halfstep._run.stand_ins import replaced
+from halfstep._run.stand_ins import PolicyUse, replaced
 from halfstep.errors import HalfstepWarning, RanksError, RecordError
 from halfstep.sinks import MLflow, Sink, TensorBoard, WandB
 
@@ -368,15 +368,16 @@ MOST_WARNINGS = 10
 @contextmanager
 def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
     """Note the first warnings that the program prints; they are printed as ever."""
-    show, seen = warnings.showwarning, set[str]()
+    seen = set[str]()
 
     def showwarning(
+        show: Callable[..., None],
         message: Warning | str,
         category: type[Warning],
         filename: str,
         lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         text = shorten(str(message), 200, placeholder=" ...")
         is_new = text not in seen and len(seen) < MOST_WARNINGS
@@ -384,14 +385,11 @@ def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
             seen.add(text)
             where = f"{Path(filename).name}, line {lineno}"
             note(f"the program printed a {category.__name__} ({where}): {text}")
-        show(message, category, filename, lineno, file, line)
+        show(message, category, filename, lineno, *args, **kwargs)
 
-    warnings.showwarning = showwarning
-    try:
+    with Patches() as patches:
+        patches.wrap(warnings, "showwarning", showwarning)
         yield
-    finally:
-        if warnings.showwarning is showwarning:
-            warnings.showwarning = show
 
 
 # --- processes that the program starts ------------------------------------------------------------
@@ -410,19 +408,10 @@ HOOK = str(Path(__file__).parent / "children")
 @contextmanager
 def reaching_children(options: Options) -> Iterator[None]:
     """Let every Python process that is started inside the block record itself, as a fork does."""
-    values = {
-        "folder": str(options.folder),
-        "policy": str(options.policy),
-        "every": options.every,
-        "amp": None if options.amp is None else str(options.amp).removeprefix("torch."),
-        "quiet": options.is_quiet,
-        "diagnose": options.is_diagnosing,
-        "sinks": options.sinks,
-        "additions": options.additions and asdict(options.additions),
-    }
+    values = msgspec.json.encode(options, enc_hook=str).decode()
     paths = [HOOK, *filter(None, [os.environ.get("PYTHONPATH")])]
     before = dict(os.environ)
-    os.environ |= {VARIABLE: json.dumps(values), "PYTHONPATH": os.pathsep.join(paths)}
+    os.environ |= {VARIABLE: values, "PYTHONPATH": os.pathsep.join(paths)}
     try:
         yield
     finally:
@@ -434,20 +423,17 @@ def reaching_children(options: Options) -> Iterator[None]:
 def begin_in_child() -> None:
     """Record this process, which the program of a run has started; see ``children/``."""
     try:
-        values = json.loads(os.environ[VARIABLE])
-        options = Options(
-            policy=Policy.parse(values["policy"]),
-            folder=Path(values["folder"]),
-            every=values["every"],
-            is_quiet=values["quiet"],
-            amp=values["amp"] and getattr(torch, values["amp"]),
-            is_diagnosing=values["diagnose"],
-            sinks=tuple(values["sinks"]),
-            additions=values["additions"] and Additions(**values["additions"]),
-        )
+        options = msgspec.json.decode(os.environ[VARIABLE], type=Options, dec_hook=_read)
         Session(None, options).put_in_place()
     except Exception as error:  # the process is the script's, and goes on
         print(f"halfstep: process {os.getpid()} is not recorded: {error}", file=sys.stderr)
+
+
+def _read(kind: type, text: str) -> object:
+    """Return the value of an option from its text."""
+    if kind is torch.dtype:
+        return getattr(torch, text.removeprefix("torch."))
+    return Policy.parse(text) if kind is Policy else kind(text)
 
 
 # --- execution of the script ----------------------------------------------------------------------

@@ -8,6 +8,7 @@ like PyTorch.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -16,24 +17,88 @@ from types import ModuleType
 from typing import Any, Self
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.amp import autocast_mode
 
 import halfstep
 from halfstep import Dynamic, Policy, preset
 from halfstep._autocast import kernels
+from halfstep._autocast.modules import name_modules
 from halfstep._autocast.region import Region
 from halfstep._autocast.rule import HALVES, LOWER_PRECISIONS
 from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import has_device
-from halfstep._common.patches import Patches
+from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._common.warn import warn
+from halfstep._diagnose.user_code import whole_model
 from halfstep._gradients.scalars import SMALLEST_SCALE
 from halfstep._pytorch import amp, compiler
-from halfstep._run.policy_use import PolicyUse
 
 _TorchAutocast = autocast_mode.autocast
 _TorchGradScaler = torch.amp.GradScaler
+
+# --- the policy -----------------------------------------------------------------------------------
+
+
+class PolicyUse(TopLevelCalls):
+    """A policy, whose rules for modules go to the first model that has modules of these names.
+
+    Attributes:
+        policy: The policy.
+        has_autocast: Whether the script has made a ``torch.autocast`` that is on.
+    """
+
+    losses = ()
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy, self.has_autocast = policy, False
+        self._missing = dict.fromkeys(
+            policy.module_rules, "no model was called outside of a compiled function"
+        )
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._missing)
+
+    @not_compiled
+    def call_module(
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        if module not in self._seen:
+            self._name(module)
+        with self.inside():
+            return original(module, *args, **kwargs)
+
+    @not_compiled
+    def _name(self, module: nn.Module) -> None:
+        is_first = not self._seen
+        self._seen.add(module)
+        for rule in [*self._missing]:
+            # Diagnoses name modules from the whole on, which a method such as training_step calls.
+            for model in dict.fromkeys((module, whole_model(module))):
+                try:
+                    name_modules(model, Policy([rule]))
+                except ValueError as error:
+                    if is_first:
+                        self._missing[rule] = str(error)
+                else:
+                    del self._missing[rule]
+                    break
+
+    def problems(self) -> Iterator[str]:
+        """Yield why the policy, or a rule of it, never acted on the script's own autocast."""
+        if not self.has_autocast and self.policy != preset("torch"):
+            yield (
+                f"the policy {self.policy} never acted: the program used no torch.autocast. "
+                "--amp fp16 or --amp bf16 adds one"
+            )
+            return
+        for rule, why in self._missing.items():
+            why = why.removeprefix(f"policy rule {rule}: ")
+            yield f"the policy's rule {rule} never acted: {why}"
+
 
 # --- autocast -------------------------------------------------------------------------------------
 
@@ -282,44 +347,39 @@ def replaced(policy: Policy) -> Iterator[PolicyUse]:
     Args:
         policy: The policy of ``torch.autocast`` where the script sets none.
     """
-    global _use
-    patches = Patches()
-    _put(NAMES, patches)
+    with _in_place(NAMES) as patches:
+        patches.wrap(torch.export, "export", _export)
+        patches.put(sys.modules[__name__], "_use", PolicyUse(policy))
+        if policy.module_rules:
+            _use.install(patches)
 
-    def when_loaded(module: str) -> None:
-        if module == _SHARDED:
-            patches.put(sys.modules[_SHARDED], "ShardedGradScaler", ShardedGradScaler)
+        def when_loaded(module: str) -> None:
+            if module == _SHARDED:
+                patches.put(sys.modules[_SHARDED], "ShardedGradScaler", ShardedGradScaler)
 
-    patches.wrap(torch.export, "export", _export)
-    finder = _FinderWithOriginals((_SHARDED, compiler.MODULE_OF_CONTEXTS), when_loaded)
-    if _SHARDED in sys.modules:
-        when_loaded(_SHARDED)
-    sys.meta_path.insert(0, finder)
-    before, _use = _use, PolicyUse(policy)
-    if policy.module_rules:
-        _use.install(patches)
-    try:
-        yield _use
-    finally:
-        _use = before
-        sys.meta_path.remove(finder)
-        patches.undo()
+        if _SHARDED in sys.modules:
+            when_loaded(_SHARDED)
+        finder = _FinderWithOriginals((_SHARDED, compiler.MODULE_OF_CONTEXTS), when_loaded)
+        sys.meta_path.insert(0, finder)
+        try:
+            yield _use
+        finally:
+            sys.meta_path.remove(finder)
 
 
 def _export(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Export with PyTorch's own names in place, if the policy is PyTorch's too."""
-    patches = Patches()
-    if _use.policy == _TORCH:
-        _put(_ORIGINALS, patches)
-    try:
+    with _in_place(_ORIGINALS if _use.policy == _TORCH else {}):
         return original(*args, **kwargs)
-    finally:
-        patches.undo()
 
 
-def _put(meanings: Mapping[tuple[str, str], object], patches: Patches) -> None:
-    for (module, name), meaning in meanings.items():
-        patches.put(sys.modules[module], name, meaning)
+@contextmanager
+def _in_place(meanings: Mapping[tuple[str, str], object]) -> Iterator[Patches]:
+    """Give names their meanings inside the block."""
+    with Patches() as patches:
+        for (module, name), meaning in meanings.items():
+            patches.put(sys.modules[module], name, meaning)
+        yield patches
 
 
 class _FinderWithOriginals:
@@ -342,12 +402,8 @@ class _FinderWithOriginals:
         execute = spec.loader.exec_module
 
         def execute_with_originals(module: ModuleType) -> None:
-            patches = Patches()
-            _put(_ORIGINALS, patches)
-            try:
+            with _in_place(_ORIGINALS):
                 execute(module)
-            finally:
-                patches.undo()
             self._when_loaded(name)
 
         spec.loader.exec_module = execute_with_originals  # type: ignore[method-assign]
