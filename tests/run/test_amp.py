@@ -481,6 +481,20 @@ def test_the_scale_moves_once_for_all_optimizers_of_a_loss() -> None:
         assert scaler.get_scale() == 2.0**15
 
 
+def test_the_scale_moves_once_if_an_optimizer_is_made_after_the_backward_pass() -> None:
+    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    before = b.weight.detach().clone()
+
+    with mixed_precision(torch.float16, quiet) as scaler:
+        opt_a = torch.optim.SGD(a.parameters(), lr=0.1)
+        (a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum().backward()  # overflows
+        opt_a.step()
+        torch.optim.SGD(b.parameters(), lr=0.1).step()
+        assert scaler.get_scale() == 2.0**15
+
+    assert torch.equal(b.weight, before)
+
+
 def test_gradients_that_were_replaced_before_another_step() -> None:
     a, b = nn.Linear(2, 1), nn.Linear(2, 1)
     before = b.weight.detach().clone()

@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -201,41 +201,33 @@ class UnscaledGradients:
     refs: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]
     """Weak references to the parameters and their gradients, since the script may drop either."""
 
-    def present(self) -> dict[int, int]:
-        """Return the ids of the gradients that are still in place, keyed by parameter id."""
+    def present(self) -> set[int]:
+        """Return the ids of the gradients that are still in place."""
         pairs = ((param(), grad()) for param, grad in self.refs)
-        return {id(p): id(g) for p, g in pairs if p is not None and g is not None and p.grad is g}
-
-    def part(self, is_in: Callable[[int], bool]) -> UnscaledGradients:
-        """Return the part whose parameter ids satisfy ``is_in``."""
-        ids = set(filter(is_in, self.present()))
-        return replace(self, refs=[refs for refs in self.refs if id(refs[0]()) in ids])
+        return {id(g) for p, g in pairs if p is not None and g is not None and p.grad is g}
 
 
 class FreshGradients:
     """The gradients unscaled since the last step of each known optimizer."""
 
     def __init__(self) -> None:
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # An optimizer made before the block is unknown until it steps.
         self._unscaled: weakref.WeakKeyDictionary[
             torch.optim.Optimizer, list[UnscaledGradients]
         ] = weakref.WeakKeyDictionary()
-        # Gradients whose optimizer is not known. An optimizer made before the block is unknown
-        # until it steps.
-        self._of_unknown: list[UnscaledGradients] = []
         # Those that were dropped before a step used them.
         self._left_out: list[tuple[torch.optim.Optimizer, UnscaledGradients]] = []
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizers.add(optimizer)
+        self._unscaled.setdefault(optimizer, [])
 
     @property
     def has_optimizers(self) -> bool:
-        return len(self._optimizers) > 0
+        return len(self._unscaled) > 0
 
     def owns_any(self, leaves: Iterable[Tensor]) -> bool:
         ids = set(map(id, leaves))
-        return any(id(p) in ids for optimizer in self._optimizers for p in parameters(optimizer))
+        return any(id(p) in ids for optimizer in self._unscaled for p in parameters(optimizer))
 
     def unscale_(self, params: Iterable[Tensor], of: ScaledPass) -> None:
         """Divide the gradients of a pass, in groups of parameters with the same optimizers.
@@ -244,7 +236,7 @@ class FreshGradients:
         step. 2 G. Sync: none.
         """
         owners: dict[int, list[torch.optim.Optimizer]] = defaultdict(list)
-        for optimizer in self._optimizers:
+        for optimizer in self._unscaled:
             for param in parameters(optimizer):
                 owners[id(param)].append(optimizer)
         shared: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
@@ -258,10 +250,7 @@ class FreshGradients:
                 refs = [(weakref.ref(param), weakref.ref(grad)) for param, grad in pairs]
                 unscaled = UnscaledGradients(of, found, refs)
                 for optimizer in owners.get(id(group[0]), ()):
-                    earlier = self._unscaled.get(optimizer, [])
-                    self._unscaled[optimizer] = [*_alive(earlier), unscaled]
-                if id(group[0]) not in owners:
-                    self._of_unknown = [*_alive(self._of_unknown), unscaled]
+                    self._unscaled[optimizer] = [*_alive(self._unscaled[optimizer]), unscaled]
 
     def take(
         self, optimizer: torch.optim.Optimizer
@@ -273,17 +262,15 @@ class FreshGradients:
             Gradients that the script has replaced are checked here. None if there are no gradients,
             or if none come from a scaled pass.
         """
-        self._optimizers.add(optimizer)
-        earlier = self._taken_from_unknown(optimizer)
-        for each in members(optimizer):  # a container steps all of its members
-            earlier += self._unscaled.pop(each, [])
+        stepped = members(optimizer)  # a container steps all of its members
+        earlier = [unscaled for each in stepped for unscaled in self._popped(each)]
         gradients = collect(parameters(optimizer))
         if not earlier or not gradients.grads:
             return None
         for unscaled in earlier:
             unscaled.of.is_used = True
         found = [unscaled.found_inf for unscaled in _alive(earlier)]
-        seen = set[int]().union(*(unscaled.present().values() for unscaled in earlier))
+        seen = set[int]().union(*(unscaled.present() for unscaled in earlier))
         others = gradients.without(seen)
         if others.grads:
             found.append(others.check())
@@ -294,8 +281,7 @@ class FreshGradients:
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the gradients of an optimizer after they were dropped or zeroed."""
-        self._leave_out(optimizer, self._unscaled.pop(optimizer, []))
-        self._taken_from_unknown(optimizer)
+        self._leave_out(optimizer, self._popped(optimizer))
 
     def take_left_out(self) -> list[tuple[torch.optim.Optimizer, dict[torch.device, Tensor]]]:
         """Return the checks of gradients that were dropped without a step, and forget them.
@@ -321,13 +307,11 @@ class FreshGradients:
         """Return whether any known optimizer has such gradients, see :meth:`has`."""
         return any(map(_alive, self._unscaled.values()))
 
-    def _taken_from_unknown(self, optimizer: torch.optim.Optimizer) -> list[UnscaledGradients]:
-        if not self._of_unknown:
-            return []
-        own = set(map(id, parameters(optimizer)))
-        found = self._of_unknown
-        self._of_unknown = _alive([each.part(lambda param: param not in own) for each in found])
-        return _alive([each.part(own.__contains__) for each in found])
+    def _popped(self, optimizer: torch.optim.Optimizer) -> list[UnscaledGradients]:
+        found = self._unscaled.get(optimizer, [])
+        if found:
+            self._unscaled[optimizer] = []
+        return found
 
 
 def _alive(unscaled: list[UnscaledGradients]) -> list[UnscaledGradients]:
