@@ -29,7 +29,7 @@ from halfstep._pytorch import amp, autograd, compiler, dispatch, modes
 from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._pytorch.modules import GlobalHooks
-from halfstep._trace.rows import Cast, Phase, Value
+from halfstep._trace.rows import Cast, Phase, Row, Value
 
 # Ops that allocate results without computing them.
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -124,9 +124,32 @@ class ModuleCall(NamedTuple):
     in_backward: bool
 
 
-class _Stack(threading.local):
+class ThreadState(threading.local):
+    """State of one thread.
+
+    Attributes:
+        calls: The running calls of modules, outermost first.
+        ruled: The nested ops that run by a rule, outermost first.
+        next_node: The next autograd sequence number, as of the last op.
+        nodes: The places of the autograd nodes created in this thread, by sequence number.
+        records: Whether gradients are recorded, by backward pass.
+        nested: The backward passes that began inside of another one.
+        is_cast: Whether autocast has cast the arguments of the composite being decomposed.
+        casts: Of a trace: casts made under plain ``torch.autocast``, by its kernels for the next op
+            or by hand, each with its own row.
+        of_cast: Of a trace, in the backward pass: the cast whose gradient the last op computed.
+    """
+
     def __init__(self) -> None:
         self.calls: list[tuple[nn.Module, ModuleCall]] = []
+        self.ruled: list[RuledOp] = []
+        self.next_node = autograd.next_sequence_number()
+        self.nodes: dict[int, OpPlace] = {}
+        self.records: dict[int, bool] = {}
+        self.nested: set[int] = set()
+        self.is_cast = False
+        self.casts: list[Row] = []
+        self.of_cast: int | None = None
 
 
 class RunningModules:
@@ -136,7 +159,7 @@ class RunningModules:
         self._names: dict[nn.Module, str] = {}
         self._owners: dict[Tensor, str] = {}
         self._counts: Counter[nn.Module] = Counter()
-        self._stack = _Stack()
+        self.of_thread = ThreadState()
         if model is not None:
             self.add(model)
 
@@ -165,7 +188,8 @@ class RunningModules:
 
     def innermost(self) -> ModuleCall | None:
         """Return the innermost running call, None outside the model."""
-        return self._stack.calls[-1][1] if self._stack.calls else None
+        calls = self.of_thread.calls
+        return calls[-1][1] if calls else None
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -183,12 +207,12 @@ class RunningModules:
             in_backward = autograd.backward_number() >= 0
             call = ModuleCall(name, self._counts[module], in_backward)
             self._counts[module] += 1
-            self._stack.calls.append((module, call))
+            self.of_thread.calls.append((module, call))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
         # Calls that a KeyboardInterrupt ended are still above it, since no hook ran for them. The
         # module itself is missing if an earlier hook raised an error.
-        calls = self._stack.calls
+        calls = self.of_thread.calls
         if any(running is module for running, _ in calls):
             while calls.pop()[0] is not module:
                 pass
@@ -244,31 +268,12 @@ class OpPlace(NamedTuple):
     made_by: str = ""
 
 
-class ThreadState(threading.local):
-    """State of one thread.
-
-    Attributes:
-        ruled: The nested ops that run by a rule, outermost first.
-        next_node: The next autograd sequence number, as of the last op.
-        nodes: The places of the autograd nodes created in this thread, by sequence number.
-        records: Whether gradients are recorded, by backward pass.
-        nested: The backward passes that began inside of another one.
-    """
-
-    def __init__(self) -> None:
-        self.ruled: list[RuledOp] = []
-        self.next_node = autograd.next_sequence_number()
-        self.nodes: dict[int, OpPlace] = {}
-        self.records: dict[int, bool] = {}
-        self.nested: set[int] = set()
-
-
 class OpPlaces:
     """The attribution of ops to modules, rules and autograd nodes, by thread."""
 
     def __init__(self, modules: RunningModules) -> None:
         self.modules = modules
-        self._thread = ThreadState()
+        self._thread = modules.of_thread
         self._nodes = self._thread.nodes  # of the thread that runs the forward pass
 
     @property
@@ -367,19 +372,12 @@ class OpPlaces:
 # --- the mode -------------------------------------------------------------------------------------
 
 
-class _Decomposing(threading.local):
-    """Whether autocast has cast the arguments of the composite being decomposed."""
-
-    is_cast = False
-
-
 class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that calls :meth:`run` for every op except composites."""
 
     def __init__(self, modules: RunningModules) -> None:
         super().__init__()
-        self.modules, self.places = modules, OpPlaces(modules)
-        self._decomposing = _Decomposing()
+        self.modules, self.places, self.of_thread = modules, OpPlaces(modules), modules.of_thread
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -421,7 +419,7 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
         Autocast is off inside a mode. It is enabled for the components, unless it has already cast
         the arguments of the composite.
         """
-        here, before = self._decomposing, self._decomposing.is_cast
+        here, before = self.of_thread, self.of_thread.is_cast
         here.is_cast = before or self._is_cast_by_autocast(func, device)
         is_on = not here.is_cast and autocast_of_caller(device)[0] is not None
         try:

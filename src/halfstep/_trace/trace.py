@@ -237,20 +237,6 @@ def _seconds_between(begin: Any, end: Any) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-class _Thread(threading.local):
-    """The state of a trace in one thread.
-
-    Attributes:
-        casts: Casts made under plain ``torch.autocast``, by its kernels for the next op or by hand,
-            each with its own row.
-        of_cast: In the backward pass, the cast whose gradient the last op computed.
-    """
-
-    def __init__(self) -> None:
-        self.casts: list[Row] = []
-        self.of_cast: int | None = None
-
-
 class Tracer(OpMode):  # type: ignore[no-untyped-call]
     """A mode that writes a row for every op of a thread, without affecting results."""
 
@@ -264,12 +250,11 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         self._weights: dict[int, int] = {}  # the last cast of each weight, by storage
         self._sources: dict[int, Value] = {}  # what casts of weights read, by number
         super().__init__(RunningModules(model))
-        self._thread = _Thread()
 
     def rows(self) -> tuple[Row, ...]:
         """Return all rows so far. Sync: waits for the ops on CUDA."""
-        self._write_by_hand(self._thread.casts)
-        self._thread.casts = []
+        self._write_by_hand(self.of_thread.casts)
+        self.of_thread.casts = []
         seconds = self._clock.read()
         return tuple(
             replace(
@@ -322,7 +307,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         if op == "_unsafe_view" and inputs[0].is_weight:  # the cache connects a cast to its weight
             cast = self._weights.get(inputs[0].storage)
         place, phase = self.places.place(op, number, cast=cast)
-        self._thread.of_cast = place.cast
+        self.of_thread.of_cast = place.cast
         autocast, cache = ruled[-1].switches if ruled else autocast_of_caller(device)
         return Row(
             number=number,
@@ -359,14 +344,14 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         if ruled:
             ruled[-1].casts.append(cast)
         elif row.phase == "backward":
-            of = self._thread.of_cast
+            of = self.of_thread.of_cast
             if of is None:  # the engine casts the gradient of a cast from the cache
                 of = self._cached_like(source)
             self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
         elif row.rule is not None:  # at the edge of an island
             self._write_casts(row, [cast])
         elif row.autocast is not None and row.device not in scopes.policies():  # made by PyTorch
-            self._thread.casts.append(replace(row, casts=(cast,)))
+            self.of_thread.casts.append(replace(row, casts=(cast,)))
         else:
             self._write_by_hand([replace(row, casts=(cast,))])
 
@@ -392,7 +377,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
 
     def _pending(self, row: Row) -> list[Cast]:
         """Return the casts that belong to an op."""
-        here, ruled = self._thread, self.places.ruled
+        here, ruled = self.of_thread, self.places.ruled
         if ruled:
             return ruled[-1].casts
         # PyTorch's kernels cast what the next op reads. A cast by hand may look the same.
