@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 
 import torch
 
@@ -31,7 +32,7 @@ class ScriptState:
         self.has_unscaled = False
         self.is_by_hand = False  # true while gradients are used without an optimizer
         self._option, self._print = _OPTION[dtype], say
-        self._said: set[str] = set()
+        self.say_once = cache(self._say)
         self._has_summed_up = False
 
     @property
@@ -56,11 +57,6 @@ class ScriptState:
             "the loss is not scaled, and models run in float32 from here on, until there is one "
             "(--amp bf16 needs none)"
         )
-
-    def say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)
 
     def _say(self, text: str) -> None:
         self._print(f"{self._option}: {text}")

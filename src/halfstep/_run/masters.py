@@ -88,7 +88,7 @@ def added(additions: Additions, say: Callable[[str], None]) -> Iterator[None]:
 
 class _Adding:
     def __init__(self, additions: Additions, say: Callable[[str], None]) -> None:
-        self._additions, self._print = additions, say
+        self._additions, self._say = additions, functools.cache(say)  # each message once
         # Ordered: an outer optimizer, such as SAM, comes before the one that it makes.
         self._without_masters = weakref.WeakKeyDictionary[Optimizer, None]()
         self._without_guard = weakref.WeakKeyDictionary[Optimizer, None]()
@@ -96,7 +96,6 @@ class _Adding:
         self._steps = weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Any], bool]]()
         self._guards = weakref.WeakKeyDictionary[Optimizer, Guard]()
         self._has_scaler = False
-        self._said: set[str] = set()
 
     def install(self, patches: Patches) -> None:
         watch_steps(patches, self._step, self._meet, is_transparent=True)
@@ -227,11 +226,6 @@ class _Adding:
         self._say(
             "--guard: the script has its own GradScaler, which skips such steps; nothing is guarded"
         )
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._print(text)
 
 
 _GROUPS: dict[str | None, Callable[[], ProcessGroup | Literal["local"] | None]] = {

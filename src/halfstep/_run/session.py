@@ -333,10 +333,8 @@ class Session:
 
     def _print(self, text: str) -> None:
         if self._stderr is not None:
-            try:
+            with suppress(OSError, ValueError):  # stderr was closed by the script or its reader
                 tell(f"halfstep: {text}", self._stderr, flush=True)
-            except (OSError, ValueError):  # stderr was closed by the script or its reader
-                return
 
 
 def _require_same_program(file: Path, target: str) -> None:
