@@ -6,17 +6,14 @@ import argparse
 import difflib
 import io
 import json
-import os
-import shutil
 import sys
-import tempfile
 import tokenize
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep._cli.exits import CommandError, reason
+from halfstep._cli.exits import CommandError, reason, replace_file
 from halfstep._common.numbers import things
 from halfstep._common.text import tell
 
@@ -132,23 +129,10 @@ def _fix(scripts: list[Path], to: Target, *, is_dry: bool) -> int:
         tell("".join(difflib.unified_diff(before, after, str(path), str(path))).rstrip("\n"))
         if not is_dry:
             with _readable(path):
-                _write(path.resolve(), new.text.encode(encoding))
+                replace_file(path.resolve(), new.text.encode(encoding))
     what = "to change" if is_dry else "changed"
     print(f"{things(num_changed, 'file')} {what}", file=sys.stderr)
     return 1 if is_dry and num_changed else 0
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace a file by new content at once; its mode stays."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        shutil.copymode(path, name)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 # --- the machine ----------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""Exit codes, errors for the user, unreadable files, and Ctrl-C."""
+"""Exit codes, errors for the user, files, and Ctrl-C."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -43,6 +44,19 @@ def near(path: Path, suffix: str = "") -> str:
 def reason(error: OSError, path: Path, suffix: str = ".py") -> str:
     """Return why a file cannot be read, with similar names if it does not exist."""
     return f"{error.strerror}{near(path, suffix) if isinstance(error, FileNotFoundError) else ''}"
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file by new content at once; its mode stays. A link is replaced, not its target."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with new.open("xb") as file:
+            file.write(content)
+        if path.exists():
+            shutil.copymode(path, new)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 @contextmanager

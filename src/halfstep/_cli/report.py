@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep._cli.exits import CommandError, ending_at_interrupts, near
+from halfstep._cli.exits import CommandError, ending_at_interrupts, near, replace_file
 from halfstep._common.numbers import NONE, count, number, things
 from halfstep._common.text import TableLine, aligned, printable, tell
 from halfstep._record.files import RUNS, files_in, records_in
@@ -179,18 +179,13 @@ def _json(values: dict[str, Any]) -> str:
 
 
 def _written(path: Path, page: str) -> str:
-    """Write a page and return its path to print; a link is replaced, not its target."""
+    """Write a page and return its path to print."""
+    content = page.encode("utf-8", errors="replace")
     try:
         if path.exists() and not path.is_file():  # /dev/stdout, a pipe
-            path.write_text(page, encoding="utf-8", errors="replace")
-            return printable(str(path))
-        new = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with new.open("x", encoding="utf-8", errors="replace") as file:
-                file.write(page)
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+            path.write_bytes(content)
+        else:
+            replace_file(path, content)
     except OSError as error:
         raise CommandError(f"{path}: cannot be written: {error.strerror}; see -o") from None
     return printable(str(path))
