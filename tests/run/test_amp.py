@@ -907,3 +907,22 @@ def test_an_optimizer_in_the_backward_pass() -> None:
         hand.scaler.update()
 
     assert same(under_amp(script), model)
+
+
+def test_an_optimizer_that_steps_at_each_gradient() -> None:
+    def script() -> nn.Module:
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(_: nn.Parameter) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            (model(torch.ones(2, 4)).mean() / 100).backward()
+        return model
+
+    for ours, theirs in zip(under_amp(script).parameters(), script().parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)

@@ -45,8 +45,9 @@ class ScaledPass:
             held.multiply_(self.by)
 
     def unscale_(self, params: Iterable[Tensor] | None = None) -> None:
-        """Unscale the gradients of some leaves, by default of all that remain. 2 G."""
-        ids = list(self._leaves) if params is None else [id(p) for p in params]
+        """Unscale the gradients so far of some leaves, by default of all that remain. 2 G."""
+        given = self._leaves.values() if params is None else params
+        ids = [id(leaf) for leaf in given if leaf.grad is not None]
         done = [self._leaves.pop(key) for key in ids if key in self._leaves]
         if done:
             self._fresh.unscale_(done, self)
