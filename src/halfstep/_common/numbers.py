@@ -83,12 +83,10 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def step_list(steps: Iterable[int], most: int = 6) -> str:
-    """Format step numbers, with consecutive ones combined: ``1, 5 to 9 and 3 more``.
+def step_list(steps: Iterable[int]) -> str:
+    """Format ascending step numbers, with consecutive ones combined: ``1, 5 to 9 and 3 more``.
 
-    Args:
-        steps: In ascending order.
-        most: Maximum number of parts; the remaining steps are counted.
+    After six parts, the remaining steps are counted.
     """
     spans: list[list[int]] = []
     for step in steps:
@@ -96,8 +94,8 @@ def step_list(steps: Iterable[int], most: int = 6) -> str:
             spans[-1].append(step)
         else:
             spans.append([step])
-    words = [_span(span) for span in spans[:most]]
-    left = sum(map(len, spans[most:]))
+    words = [_span(span) for span in spans[:6]]
+    left = sum(map(len, spans[6:]))
     return listed([*words, f"{left} more"] if left else words)
 
 

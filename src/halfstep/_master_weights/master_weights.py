@@ -6,6 +6,7 @@ import builtins
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from operator import methodcaller
 from typing import Any, Literal, SupportsIndex, TypeVar
@@ -227,9 +228,9 @@ class MasterWeights:
             self._see_to_dtypes(optimizer)
             self._number_step(optimizer, 1)
             if alone is None:  # replaced by others: its hooks see float32 parameters
-                return self._step_at_once(optimizer, original, *args, **kwargs)
+                return self._step_at_once(original, optimizer, *args, **kwargs)
             tell_scheduler(optimizer)
-            return self._step(optimizer, alone, *args, **kwargs)
+            return self._step(alone, optimizer, *args, **kwargs)
 
         replaced.put(optimizer, "step", step if alone is None else with_step_hooks(step))
 
@@ -237,13 +238,7 @@ class MasterWeights:
         for name in BESIDE_STEP:
             original = getattr(optimizer, name, None)
             if callable(original):
-                replaced.put(optimizer, name, self._at_once(original))
-
-    def _at_once(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self._step_at_once(optimizer, original, *args, **kwargs)
-
-        return call
+                replaced.put(optimizer, name, partial(self._step_at_once, original))
 
     def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
         original = optimizer.add_param_group
@@ -349,8 +344,8 @@ class MasterWeights:
 
     def _step(
         self,
-        optimizer: torch.optim.Optimizer,
         step: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
         /,
         *args: Any,
         **kwargs: Any,
@@ -361,10 +356,10 @@ class MasterWeights:
         if callable(closure) and is_known:  # it calls the closure once, at the start
             with torch.enable_grad():
                 loss = closure()
-            self._step(optimizer, step)
+            self._step(step, optimizer)
             return loss
         if callable(closure) or not (is_known or self._chunked):
-            return self._step_at_once(optimizer, step, *args, **kwargs)
+            return self._step_at_once(step, optimizer, *args, **kwargs)
         scratch = Scratch() if is_known else None
 
         def step_chunk() -> Any:
@@ -375,8 +370,8 @@ class MasterWeights:
 
     def _step_at_once(
         self,
-        optimizer: torch.optim.Optimizer,
         step: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
         /,
         *args: Any,
         **kwargs: Any,
