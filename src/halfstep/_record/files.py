@@ -6,7 +6,6 @@ a line is a checksum of everything before it. The format is described in docs/re
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -41,16 +40,6 @@ def files_in(folder: Path) -> dict[int, Path]:
     numbers = {path: _rank_of(path) for path in folder.glob("rank*.jsonl")}
     found = {number: path for path, number in numbers.items() if number is not None}
     return dict(sorted(found.items()))
-
-
-def folder_of_process(folder: Path) -> Path:
-    """Create a folder in that of a run, for a process that is none of its ranks."""
-    for number in itertools.count(1):
-        path = folder / f"process-{number}"
-        with suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return path
-    raise AssertionError
 
 
 def records_in(folder: Path) -> list[Path]:

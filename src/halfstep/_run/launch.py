@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
 
@@ -25,13 +25,22 @@ def make_folder(stem: str, environ: Mapping[str, str], parent_pid: int) -> Path:
         folder = RUNS / f"{stem}-{_name_of_launch(environ, parent_pid)}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-    name = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    for number in itertools.count(1):
-        folder = RUNS / (name if number == 1 else f"{name}-{number}")
+    folder = RUNS / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    others = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return _first_new(chain([folder], others))
+
+
+def folder_of_process(folder: Path) -> Path:
+    """Create a folder in that of a run, for a process that is none of its ranks."""
+    return _first_new(folder / f"process-{number}" for number in count(1))
+
+
+def _first_new(folders: Iterable[Path]) -> Path:
+    for folder in folders:
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
-            break
-    return folder
+            return folder
+    raise AssertionError
 
 
 def _name_of_launch(environ: Mapping[str, str], parent_pid: int) -> str:

@@ -37,11 +37,10 @@ from halfstep._record.files import (
     LateWriter,
     LineWriter,
     file_of,
-    folder_of_process,
     is_same_program,
     programs_in,
 )
-from halfstep._run.launch import make_folder, show_once
+from halfstep._run.launch import folder_of_process, make_folder, show_once
 from halfstep._run.masters import Additions, added
 from halfstep._run.stand_ins import PolicyUse, replaced
 from halfstep.errors import HalfstepWarning, RanksError, RecordError
