@@ -22,7 +22,7 @@ from halfstep._autocast import Policy
 from halfstep._autocast.region import listening
 from halfstep._common.patches import Patches, subclasses, watch_steps
 from halfstep._gradients.gradients import NONE, collect, parameters
-from halfstep._gradients.optimizers import evaluates_first
+from halfstep._gradients.optimizers import evaluates_first, handles_scale
 from halfstep._gradients.scalars import CPU, combine
 from halfstep._pytorch import compiler, optim
 from halfstep._run.amp_backward import Backward, FreshGradients
@@ -281,7 +281,9 @@ class ScaledSteps:
 
     def _finish(self, optimizer: Optimizer) -> None:
         """Report the outcome to the schedules; end the iteration after the last optimizer."""
-        self._schedules.note(optimizer, self._scaler.outcome(optimizer))
+        outcome = self._scaler.outcome(optimizer)
+        # Reading a step that was decided on the device would wait for it.
+        self._schedules.note(optimizer, outcome if handles_scale(optimizer) else outcome.taken)
         if self._backward.running is None and not self._fresh.is_waiting():
             self._scaler.update()
 
