@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from halfstep._doctor import iteration
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.iteration import UNKNOWN, Call, Iteration, finding, is_optimizer_name
+from halfstep._doctor.iteration import UNKNOWN, Call, Iteration, finding
 from halfstep._doctor.read_names import Function, NameScope, arguments, dotted
 from halfstep._doctor.read_paths import Walk, call_key
 from halfstep._doctor.read_program import Program, Root
 from halfstep._doctor.read_sites import Names, Path, Site
-from halfstep._doctor.read_values import argument
+from halfstep._doctor.read_values import argument, is_optimizer_name
 
 _AMP = "<mixed precision>"
 _OPAQUE = re.compile(r"backward|optim|step|train|closure|scale", re.I)
@@ -164,8 +164,7 @@ class IterationWalk(LossWalk):
         if self.meaning.is_scaler(site.owner, site.scope, key):
             is_on = self.meaning.may_be_on(site.owner, site.scope)
             return self._of_scaler(now, site, key, path) if is_on else now
-        is_optimizer = self.meaning.is_optimizer(site.owner, site.scope)
-        if site.method == "step" and (is_optimizer or is_optimizer_name(key)):
+        if site.method == "step" and self.meaning.is_optimizer(site.owner, site.scope, key):
             if not now.line and path.facts.get(_AMP):  # an iteration without a scaler
                 return now
             call = replace(self._call_of(site, optimizer=key), decided=frozenset(path.facts))

@@ -245,12 +245,6 @@ def after_unknown(now: Iteration) -> Iteration:
     return replace(now, is_uncertain=True)
 
 
-def is_optimizer_name(key: str) -> bool:
-    """Return whether a key ends with a name that is typical for an optimizer."""
-    last = re.split(r"[./]", re.sub(r"\[.*?\]$", "", key))[-1].lower()
-    return "optim" in last or last.startswith("opt") or last.endswith("_opt")
-
-
 def _shown(key: str) -> str:
     """Return a key as written in the source, without its function."""
     return key.rpartition("/")[2]

@@ -34,12 +34,17 @@ class NameScope:
 
     def lookup(self, name: str) -> list[Written | None]:
         """Return the possible bindings of a name that is used here."""
-        return next((s.bindings[name] for s in self._outward() if name in s.bindings), [])
+        scope = self.where(name)
+        return [] if scope is None else scope.bindings[name]
 
     def is_variable(self, name: str) -> bool:
         """Return whether a name used here is a variable, not a parameter."""
-        scope = next((each for each in self._outward() if name in each.bindings), None)
+        scope = self.where(name)
         return scope is not None and name not in scope.parameters
+
+    def where(self, name: str) -> NameScope | None:
+        """Return the scope that binds a name used here."""
+        return next((each for each in self._outward() if name in each.bindings), None)
 
     def function(self, name: str) -> Function | None:
         """Return the function that a name used here refers to."""

@@ -322,9 +322,7 @@ class Walk:
         return found if isinstance(found, str) else key
 
     def _frame(self, name: str, scope: NameScope) -> str:
-        found: NameScope | None = scope
-        while found is not None and name not in found.bindings:
-            found = found.parent
+        found = scope.where(name)
         return "" if found is None else self._frames.get(found, "")
 
     def _own_key(self, target: ast.expr, scope: NameScope, names: Names) -> str:

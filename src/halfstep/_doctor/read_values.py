@@ -18,6 +18,7 @@ from halfstep._scaler import GradScaler
 
 _Seen: TypeAlias = frozenset[tuple[str, NameScope]]
 _MISSING: Any = object()
+_OPTIMIZERS = ("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")
 _CONTEXTS = (
     *("autocast", "no_grad", "enable_grad", "inference_mode", "set_grad_enabled"),
     *("nullcontext", "profile", "record_function", "sdpa_kernel"),
@@ -25,8 +26,39 @@ _CONTEXTS = (
 """The names of functions that return a context."""
 
 
-class Values:
-    """The possible values of the expressions of a file.
+@dataclass(frozen=True)
+class SourceAutocast:
+    """An autocast, as far as the source shows it."""
+
+    dtype: str  # "float16", "bfloat16"; empty if uncertain
+    enabled: bool | None  # None if uncertain
+    is_torch: bool  # PyTorch's, which drops its casts of weights at the end
+    device: str = ""  # "cuda", "cpu"; empty if uncertain
+    switch: str = ""  # the source of ``enabled``
+
+
+@dataclass(frozen=True)
+class SourceScaler:
+    """A GradScaler, as far as the source shows it."""
+
+    is_torch: bool
+    enabled: bool | None  # None if uncertain
+    is_guard: bool = False  # it only skips steps: GradScaler(1.0, rule=Static())
+    line: int = 0  # where it is created; 0 if elsewhere
+    switch: str = ""  # the source of ``enabled``
+    device: str = ""  # "cuda", "cpu"; empty if uncertain
+    init_scale: float | None = None  # None if uncertain
+
+
+_AUTOCASTS = re.compile(r"^(?!.*(disabl|no_|without|enabled|get_)).*auto_?cast(?!\w*dtype)", re.I)
+"""A pattern for functions that return an autocast, such as ``smart_amp_autocast``."""
+
+_T = TypeVar("_T")
+_Context = TypeVar("_Context", SourceAutocast, SourceScaler)
+
+
+class Meaning:
+    """The possible values of the expressions of a file, and the training objects among them.
 
     Args:
         tree: The file.
@@ -164,74 +196,7 @@ class Values:
         is_certain = first is not _MISSING and all(value == first for value in others)
         return first if is_certain else None
 
-
-def _only(names: Iterable[str]) -> str:
-    found = set(names)
-    return found.pop() if len(found) == 1 else ""
-
-
-def _literal(node: ast.expr, known: object) -> Any:
-    if isinstance(known, bool | int | float | str):
-        return known
-    match node:
-        case ast.BinOp(ast.Constant(value=int() | float() as base), ast.Pow(), right):
-            exponent = _literal(right, None)
-            return base**exponent if exponent in range(64) else _MISSING
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, RecursionError):
-        return _MISSING
-
-
-def argument(call: ast.Call, name: str, position: int = -1) -> ast.expr | None:
-    """Return the argument of a call by name or position (-1: by name only)."""
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    before = call.args[: position + 1]
-    is_given = 0 <= position < len(call.args)
-    is_certain = not any(isinstance(arg, ast.Starred) for arg in before)
-    return before[-1] if is_given and is_certain else None
-
-
-# --- autocasts, scalers, optimizers and schedules -------------------------------------------------
-
-_OPTIMIZERS = ("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")
-
-
-@dataclass(frozen=True)
-class SourceAutocast:
-    """An autocast, as far as the source shows it."""
-
-    dtype: str  # "float16", "bfloat16"; empty if uncertain
-    enabled: bool | None  # None if uncertain
-    is_torch: bool  # PyTorch's, which drops its casts of weights at the end
-    device: str = ""  # "cuda", "cpu"; empty if uncertain
-    switch: str = ""  # the source of ``enabled``
-
-
-@dataclass(frozen=True)
-class SourceScaler:
-    """A GradScaler, as far as the source shows it."""
-
-    is_torch: bool
-    enabled: bool | None  # None if uncertain
-    is_guard: bool = False  # it only skips steps: GradScaler(1.0, rule=Static())
-    line: int = 0  # where it is created; 0 if elsewhere
-    switch: str = ""  # the source of ``enabled``
-    device: str = ""  # "cuda", "cpu"; empty if uncertain
-    init_scale: float | None = None  # None if uncertain
-
-
-_AUTOCASTS = re.compile(r"^(?!.*(disabl|no_|without|enabled|get_)).*auto_?cast(?!\w*dtype)", re.I)
-"""A pattern for functions that return an autocast, such as ``smart_amp_autocast``."""
-
-_T = TypeVar("_T")
-_Context = TypeVar("_Context", SourceAutocast, SourceScaler)
-
-
-class Meaning(Values):
-    """The autocasts, scalers, optimizers and schedules among the expressions of a file."""
+    # --- autocasts, scalers, optimizers and schedules ---------------------------------------------
 
     def autocast(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
         """Return the autocast that ``node`` may stand for, None if there is none."""
@@ -261,10 +226,9 @@ class Meaning(Values):
         found = self.scaler(scaler, scope)
         return found is None or found.enabled is not False
 
-    def is_optimizer(self, node: ast.expr, scope: NameScope) -> bool:
-        """Return whether ``node`` is an optimizer, or is named like one."""
-        name = _last_name(node)
-        if "optim" in name or name == "opt" or name.startswith("opt_") or name.endswith("_opt"):
+    def is_optimizer(self, node: ast.expr, scope: NameScope, key: str = "") -> bool:
+        """Return whether ``node`` is an optimizer, or ``node`` or its key is named like one."""
+        if any(map(is_optimizer_name, (dotted(node), key))):
             return True
         return self._is(node, scope, torch.optim.Optimizer, self.makes_optimizer)
 
@@ -334,7 +298,7 @@ class Meaning(Values):
             switch = argument(node, "enabled")
             is_on = None if switch is None else self._flag(switch, scope)
             return SourceAutocast("", is_on, is_torch=False) if is_wrapper else None
-        device = next((part for part in ("cuda", "cpu") if f".{part}.amp." in name), "")
+        device = _device_in(name)
         # torch.cuda.amp.autocast(enabled, dtype), or autocast(device_type, dtype, enabled)
         enabled, dtype = argument(node, "enabled", 0 if device else 2), argument(node, "dtype", 1)
         device_type = None if device else argument(node, "device_type", 0)
@@ -360,7 +324,7 @@ class Meaning(Values):
         name = self._maker(node, scope)
         if not isinstance(node, ast.Call) or not name.endswith("GradScaler"):
             return None
-        first = 0 if ".cuda.amp." in name or ".cpu.amp." in name else 1  # after the device
+        first = 0 if _device_in(name) else 1  # after the device
         rule = argument(node, "rule")
         is_static = isinstance(rule, ast.Call) and dotted(rule.func).endswith("Static")
         given, scale = argument(node, "enabled", first + 4), argument(node, "init_scale", first)
@@ -379,11 +343,9 @@ class Meaning(Values):
         return float(value) if isinstance(value, int | float) and value > 0 else None
 
     def _device_of_scaler(self, call: ast.Call, name: str, scope: NameScope) -> str:
-        if ".amp." in name and name.split(".")[1] in ("cuda", "cpu"):
-            return name.split(".")[1]
         device = argument(call, "device", 0)
-        if device is None:
-            return "cuda" if name.startswith("torch.") else ""
+        if _device_in(name) or device is None:
+            return _device_in(name) or ("cuda" if name.startswith("torch.") else "")
         types = self.devices(device, scope)
         return types.pop() if len(types) == 1 else ""
 
@@ -410,6 +372,46 @@ class Meaning(Values):
             return True
         value = self.constant(node, scope)
         return bool(value) if isinstance(value, bool | int) else None
+
+
+def _only(names: Iterable[str]) -> str:
+    found = set(names)
+    return found.pop() if len(found) == 1 else ""
+
+
+def _literal(node: ast.expr, known: object) -> Any:
+    if isinstance(known, bool | int | float | str):
+        return known
+    match node:
+        case ast.BinOp(ast.Constant(value=int() | float() as base), ast.Pow(), right):
+            exponent = _literal(right, None)
+            return base**exponent if exponent in range(64) else _MISSING
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError):
+        return _MISSING
+
+
+def argument(call: ast.Call, name: str, position: int = -1) -> ast.expr | None:
+    """Return the argument of a call by name or position (-1: by name only)."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    before = call.args[: position + 1]
+    is_given = 0 <= position < len(call.args)
+    is_certain = not any(isinstance(arg, ast.Starred) for arg in before)
+    return before[-1] if is_given and is_certain else None
+
+
+def is_optimizer_name(key: str) -> bool:
+    """Return whether a name, or a key of a walk, is typical for an optimizer."""
+    last = re.split(r"[./]", re.sub(r"\[.*?\]$", "", key))[-1].lower()
+    return "optim" in last or last.startswith("opt") or last.endswith("_opt")
+
+
+def _device_in(name: str) -> str:
+    """Return the device type in ``torch.cuda.amp.autocast``, empty for other names."""
+    return next((part for part in ("cuda", "cpu") if f".{part}.amp." in name), "")
 
 
 def _last_name(node: ast.expr) -> str:
