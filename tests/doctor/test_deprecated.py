@@ -176,6 +176,13 @@ def test_the_command_writes_and_shows_the_changes(tmp_path, capsys):
     assert capsys.readouterr().err == "0 files to change\n"
 
 
+def test_the_names_of_a_line_are_in_its_order():
+    names = ("GradScaler", "custom_bwd", "autocast", "custom_fwd")
+    line = f"from torch.cuda.amp import {', '.join(names)}\n"
+    found = [(f"torch.cuda.amp.{name}", number) for number in range(1, 6) for name in names]
+    assert list(rewritten(line * 5).names) == found
+
+
 def test_the_command_names_what_it_leaves(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text("from torch.cuda.amp import *\n")

@@ -105,7 +105,7 @@ class _Rewriter:
         result = self._bytes
         for (start, end), new in sorted(edits.items(), reverse=True):
             result = result[:start] + new.encode() + result[end:]
-        names = sorted(set(self._names), key=lambda each: each[1])
+        names = sorted(dict.fromkeys(self._names), key=lambda each: each[1])
         return Rewritten(result.decode(), tuple(names), tuple(sorted(self._left.items())))
 
     def _is_old(self, module: str, name: str = "") -> bool:
