@@ -110,7 +110,7 @@ def self_check(
         backend = _backend(compiled)
         task = Task(compiled_from(model) or model, loss_fn)
         with show_progress() as progress, step_runner(task, batch, lowering) as runner:
-            return check_compiled(runner, lowering, backend, progress)
+            return check_compiled(runner, backend, progress)
     with step_runner(Task(model, loss_fn), batch, lowering) as runner:
         return SelfCheck.of(compare_step(runner, reference_of(runner)), lowering)
 

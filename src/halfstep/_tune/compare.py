@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from halfstep._tune.module_check import (
     Difference,
     ModuleCheck,
     check_lines,
-    difference,
+    differences_of,
     is_leaf,
     module_name,
     origins,
@@ -203,8 +203,8 @@ def _rows(
             is_leaf(seen_a.module),
             bound,
             bound,
-            _difference(inputs),
-            _difference(outputs),
+            differences_of((seen.to(wanted.device), wanted) for wanted, seen in inputs),
+            differences_of((seen.to(wanted.device), wanted) for wanted, seen in outputs),
             Difference(),  # gradients are not compared
             Difference(),
             Difference(),
@@ -235,13 +235,6 @@ def _has_same_weights(a: nn.Module, b: nn.Module) -> bool:
         for x, y in zip(some, others, strict=True)
         for dtype in [coarser(x.dtype, y.dtype)]
     )
-
-
-def _difference(found: Iterable[tuple[Tensor, Tensor]]) -> Difference:
-    total = Difference()
-    for wanted, seen in found:
-        total += difference(seen.to(wanted.device), wanted)
-    return total
 
 
 @torch.no_grad()

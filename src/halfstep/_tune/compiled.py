@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from halfstep._autocast.region import Region, current_settings
+from halfstep._autocast.scopes import Settings
+from halfstep._common.machine import RandomStates, accelerators
+from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._common.numbers import listed, things
 from halfstep._numerics.formats import dtype_name
+from halfstep._pytorch import modes
 from halfstep._pytorch.compiler import compiled_anew, lacks_cpp_compiler, raised_inside
 from halfstep._trace.rows import short
-from halfstep._tune.alone import ModuleCall, Repetition, calls_of, float32, perturbed, repeat
 from halfstep._tune.measurer import ShowProgress
 from halfstep._tune.module_check import (
     BoundedError,
     Difference,
     ModuleCheck,
     check_lines,
-    difference,
+    differences_of,
     error_text,
     is_leaf,
     is_within,
     module_name,
     short_dtype,
 )
-from halfstep._tune.passes import Lowering, StepRunner, compare_step, reference_of
-from halfstep._tune.tolerances import MOST, tolerance_beside
+from halfstep._tune.passes import (
+    StepRunner,
+    TensorCopies,
+    TensorPlace,
+    compare_step,
+    module_hooks,
+    reference_of,
+    tensor_hooks,
+)
+from halfstep._tune.tolerances import MOST, SPREAD, Depths, tolerance_beside
 
 INDUCTOR = "inductor"
 """The default backend of torch.compile."""
@@ -141,9 +156,7 @@ class CompiledCheck:
         return f"<CompiledCheck {self.backend} {result}, {things(len(self.rows), 'module')}>"
 
 
-def check_compiled(
-    runner: StepRunner, lowering: Lowering, backend: str, show_progress: ShowProgress
-) -> CompiledCheck:
+def check_compiled(runner: StepRunner, backend: str, show_progress: ShowProgress) -> CompiledCheck:
     """Compile each module alone and compare it with its eager code.
 
     Raises:
@@ -157,7 +170,7 @@ def check_compiled(
     breaks: dict[str, str] = {}
     for number, (name, calls) in enumerate(calls_of(runner, scale).items()):
         show_progress(f"{module_name(name)}, compiled by {backend}", number)
-        found = _Beside(runner, lowering, backend, name, modules[name], calls)
+        found = _Beside(runner, backend, name, modules[name], calls)
         try:
             row = found.row()
         except NotComparable as error:
@@ -175,7 +188,7 @@ def check_compiled(
         tuple(begin),
         not_compared,
         _innermost(breaks),
-        lowering.dtype,
+        runner.lowering.dtype,
         backend,
         scale,
     )
@@ -190,7 +203,6 @@ class _Beside:
     """The comparison of one compiled module with its eager code."""
 
     runner: StepRunner
-    lowering: Lowering
     backend: str
     name: str
     module: nn.Module
@@ -203,10 +215,10 @@ class _Beside:
         Raises:
             NotComparable: The module cannot be run alone, or its results are not repeatable.
         """
-        wanted = self._repeated("does not run alone in float32", lowered=False, change=float32)
-        if not any(each.outputs for each in wanted):
+        wanted = self._repeated("does not run alone in float32", lowered=False, change=Tensor.float)
+        if not any(each.output for each in wanted):
             return None
-        near = self._repeated("does not run alone in float32", lowered=False, change=perturbed)
+        near = self._repeated("does not run alone in float32", lowered=False, change=_perturbed)
         eager = self._repeated("does not run alone")
         with compiled_anew() as captured:
             compiled = torch.compile(self.module, backend=self.backend, options=self._options())
@@ -261,9 +273,9 @@ class _Beside:
                     f"the {WHAT[kind]} of its eager code is off from float32 by "
                     f"{error_text(error)}: self_check without compiled= tells where that begins"
                 )
-            dtype, unavoidable = self.lowering.dtype, of_near[kind].error
+            dtype, unavoidable = self.runner.lowering.dtype, of_near[kind].error
             bound = tolerance_beside(dtype, ops, self._longest(), size, error, unavoidable)
-            return self.lowering.error or bound
+            return self.runner.lowering.error or bound
 
         found = _differences(seen, wanted)
         return CompiledModule(
@@ -283,7 +295,7 @@ class _Beside:
 
     def _longest(self) -> int:
         """Return the largest dimension of the module's inputs and parameters."""
-        given = [tensor for call in self.calls for tensor in call.tensors()]
+        given = [tensor for call in self.calls for tensor in tensors_in([call.args, call.kwargs])]
         sizes = [size for each in (*given, *self.module.parameters()) for size in each.shape]
         return max(sizes, default=1)
 
@@ -297,7 +309,7 @@ def _require_repeatable(
         NotComparable: They can have another cause.
     """
     for first, second, compiled in zip(eager, again, seen, strict=True):
-        if not _is_same(first.outputs, second.outputs):
+        if not _is_same(first.output, second.output):
             raise NotComparable(
                 "its eager code returns something else each time: it keeps state in an argument "
                 "that cannot be copied, such as a cache (use_cache=False), or draws random numbers "
@@ -319,7 +331,7 @@ def _is_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 def _problem(eager: Sequence[Repetition], seen: Sequence[Repetition]) -> str:
     """Return a difference in dtypes or shapes, empty if there is none."""
     for by_eager, by_compiled in zip(eager, seen, strict=True):
-        kinds = [[_described(each) for each in run.outputs] for run in (by_compiled, by_eager)]
+        kinds = [[_described(each) for each in run.output] for run in (by_compiled, by_eager)]
         if kinds[0] != kinds[1]:
             returned = [listed(each) or "nothing" for each in kinds]
             return f"returns {returned[0]}, eager code {returned[1]}"
@@ -332,18 +344,16 @@ def _described(tensor: Tensor) -> str:
 
 def _differences(seen: Sequence[Repetition], wanted: Sequence[Repetition]) -> dict[str, Difference]:
     """Return the differences from float32, by kind."""
-    found = {kind: Difference() for kind in WHAT}
-    for one, other in zip(seen, wanted, strict=True):
-        for kind, some, right in (
-            ("output", one.outputs, other.outputs),
-            ("input_gradient", one.input_gradients, other.input_gradients),
-            ("parameters", one.parameter_gradients, other.parameter_gradients),
-        ):
-            for tensor, value in zip_longest(some, right):
-                if value is not None:
-                    tensor = torch.zeros_like(value) if tensor is None else tensor
-                    found[kind] += difference(tensor, value)
-    return found
+    calls = list(zip(seen, wanted, strict=True))
+    return {
+        kind: differences_of(
+            (torch.zeros_like(value) if tensor is None else tensor, value)
+            for one, other in calls
+            for tensor, value in zip_longest(getattr(one, kind), getattr(other, kind))
+            if value is not None
+        )
+        for kind in WHAT
+    }
 
 
 def _innermost(reasons: Mapping[str, str]) -> dict[str, str]:
@@ -353,3 +363,182 @@ def _innermost(reasons: Mapping[str, str]) -> dict[str, str]:
         for name, why in reasons.items()
         if not any(is_within(other, name) for other in reasons)
     }
+
+
+# --- modules that run alone -----------------------------------------------------------------------
+
+
+@dataclass
+class ModuleCall:
+    """A recorded call of a module in a step.
+
+    Attributes:
+        args: A copy of its positional arguments.
+        kwargs: A copy of its keyword arguments.
+        settings: The autocast settings around the call.
+        gradients: The gradients of its floating-point outputs, by position; some may be missing.
+    """
+
+    args: Any
+    kwargs: Any
+    settings: Settings
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+
+def calls_of(runner: StepRunner, scale: float) -> dict[str, list[ModuleCall]]:
+    """Run a step in lower precision and return its module calls by name, outer modules first."""
+    calls: dict[str, list[ModuleCall]] = {}
+    device = runner.task.device(runner.batch)
+
+    def before(name: str, _: int, given: Any) -> None:
+        args, kwargs = _copied(given)
+        call = ModuleCall(args, kwargs, current_settings(device))
+        calls.setdefault(name, []).append(call)
+
+    def after(name: str, call: int, output: Any) -> None:
+        pass
+
+    def see(place: TensorPlace, tensor: Tensor) -> None:
+        if place.kind == "output_gradient":
+            calls[place.module][place.call].gradients[place.position] = tensor.detach().clone()
+
+    @contextmanager
+    def kept() -> Iterator[None]:
+        hooks = module_hooks(runner.task.named_modules(), before, after)
+        with hooks, tensor_hooks(runner.task, see):
+            yield
+
+    runner.step(kept(), lowered=True, scale=scale)
+    return calls
+
+
+def _copied(given: Any) -> Any:
+    """Return a copy of arguments; a tensor that occurs several times is copied once."""
+    copies = TensorCopies()
+
+    def copy(tensor: Tensor) -> Tensor:
+        if modes.is_inside_functorch(tensor):
+            return tensor
+        return copies.of(tensor).requires_grad_(tensor.requires_grad)
+
+    return copied(given, copy)
+
+
+def copied(values: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of arguments in which ``copy(tensor)`` replaces each tensor.
+
+    Objects that modules write to, such as a cache, are copied too; modules are not. If something
+    cannot be pickled, only containers and tensors are copied.
+    """
+    file, kept = io.BytesIO(), list[Any]()
+    try:
+        _Pickler(file, kept).dump(values)
+        copies = [copy(each) if isinstance(each, Tensor) else each for each in kept]
+        return _Unpickler(io.BytesIO(file.getvalue()), copies).load()
+    except (pickle.PickleError, TypeError, AttributeError):
+        return map_tensors(copy, values)
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that puts tensors and modules into a list instead."""
+
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the index of a tensor or module, None for values to pickle."""
+        if not isinstance(value, (Tensor, nn.Module)):
+            return None
+        self._kept.append(value)
+        return len(self._kept) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler that takes tensors and modules from a list."""
+
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_load(self, number: int) -> Any:
+        return self._kept[number]
+
+
+class Repetition(NamedTuple):
+    """The results of a module that ran alone; a missing gradient is None."""
+
+    output: list[Tensor]
+    input_gradient: list[Tensor | None]
+    parameters: list[Tensor | None]  # their gradients
+    depth: int  # the largest depth of an output, in ops
+    random: list[Tensor]  # the states of the random number generators after the run
+
+
+def repeat(
+    runner: StepRunner,
+    module: nn.Module,
+    call: ModuleCall,
+    run: Callable[..., Any],
+    *,
+    lowered: bool = True,
+    change: Callable[[Tensor], Tensor] | None = None,
+) -> Repetition:
+    """Replay a call of a module, forward and backward, from the state before the step.
+
+    Args:
+        runner: The runner of the step.
+        module: The module for whose parameters gradients are computed.
+        call: The recorded call.
+        run: The module, or its compiled code.
+        lowered: Whether to run under the autocast of the call; otherwise in float32.
+        change: A function that is applied to each floating-point input.
+    """
+    leaves: list[Tensor] = []
+    given: dict[int, Tensor] = {}
+
+    def fresh(tensor: Tensor) -> Tensor:
+        if id(tensor) not in given:
+            leaf = tensor.detach().clone()
+            if change is not None and leaf.is_floating_point():
+                leaf = change(leaf)
+            if tensor.requires_grad:
+                leaves.append(leaf.requires_grad_())
+                leaf = leaf.clone()  # leaves cannot be modified in place
+            given[id(tensor)] = leaf
+        return given[id(tensor)]
+
+    args, kwargs = copied((call.args, call.kwargs), fresh)
+    runner.reset()
+    with Region(call.settings) if lowered else nullcontext():
+        found = run(*args, **kwargs)
+    outputs = [each for each in tensors_in([found]) if each.is_floating_point()]
+    depth = max((Depths().of(each) for each in outputs), default=0)
+    values = [each.detach().clone() for each in outputs]
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    gradients = _gradients(outputs, call.gradients, [*leaves, *parameters])
+    states = RandomStates(accelerators()).tensors
+    num = len(leaves)
+    return Repetition(values, gradients[:num], gradients[num:], depth, states)
+
+
+def _gradients(
+    outputs: list[Tensor], arrived: dict[int, Tensor], leaves: list[Tensor]
+) -> list[Tensor | None]:
+    roots = [
+        (output, arrived[position].to(output.dtype))
+        for position, output in enumerate(outputs)
+        if position in arrived and output.requires_grad
+    ]
+    if not roots or not leaves:
+        return [None] * len(leaves)
+    tensors, seeds = zip(*roots, strict=True)
+    found = torch.autograd.grad(tensors, leaves, seeds, allow_unused=True)
+    return [None if each is None else each.detach() for each in found]
+
+
+def _perturbed(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 with each entry off by SPREAD roundings, randomly up or down."""
+    off = SPREAD * torch.finfo(torch.float32).eps / 2
+    signs = torch.rand_like(tensor, dtype=torch.float32).round() * 2 - 1
+    return tensor.float() * (1 + off * signs)

@@ -109,6 +109,11 @@ def difference(seen: Tensor, wanted: Tensor, scale: float = 1.0) -> Difference:
     )
 
 
+def differences_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> Difference:
+    """Return the difference of tensors from their float32 values, taken together."""
+    return sum((difference(seen, wanted) for seen, wanted in pairs), Difference())
+
+
 def amax(tensor: Tensor) -> float:
     """Return the largest magnitude, 0 for an empty tensor. Sync: one."""
     return float(_dense(tensor).abs().max()) if tensor.numel() else 0.0
