@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from halfstep._doctor.finding import Finding
 from halfstep._doctor.read_names import NameScope, arguments, dotted
-from halfstep._doctor.read_program import Program, Root
+from halfstep._doctor.read_program import Built, Program, Root
 from halfstep._doctor.read_sites import Around, Site
 from halfstep._doctor.read_values import SourceScaler
 
@@ -34,9 +33,8 @@ def findings(program: Program) -> Iterator[Finding]:
     yield from _not_entered(program)
     for root in program.roots:
         yield from _without_forward(program, root)
-    for root in program.roots:
-        for built in _optimizers(program, root):
-            yield from _lowered(program, root, built)
+    for built in program.built:
+        yield from _lowered(program, built)
 
 
 def _backward_inside(program: Program) -> Iterator[Finding]:
@@ -161,8 +159,7 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
     found = [site.autocast for site in sites if site.autocast]
     line = min((site.inside[site.autocast_at].line for site in sites), default=0)
     if not found:
-        built = [(root, each) for root in program.roots for each in _optimizers(program, root)]
-        lowered = [_lowering(program, *each) for each in built]
+        lowered = [_lowering(program, built) for built in program.built]
         line = max((site.line for site, _ in filter(None, lowered)), default=0)
         if {each and each[1] for each in lowered} != {"bfloat16"}:
             return
@@ -359,47 +356,14 @@ _LOST = {
 _CHAINED = (*_MOVES, *_LOWERS, *_RESTORES, "train", "eval", "requires_grad_")
 
 
-@dataclass(frozen=True)
-class _Built:
-    """An optimizer created from the parameters of a model."""
-
-    site: Site
-    model: str
-    name: str
-
-
-def _optimizers(program: Program, root: Root) -> Iterator[_Built]:
-    for site in root.sites:
-        if not program.meaning.makes_optimizer(site.call, site.scope):
-            continue
-        name = _target(site)
-        for node in arguments(site.call):
-            for model in _models(program, node, site.scope):
-                yield _Built(site, model, name or "the optimizer")
-
-
-def _models(program: Program, node: ast.expr, scope: NameScope) -> Iterator[str]:
-    """Yield the models whose parameters, not copies of them, an expression contains."""
-    for written in program.meaning.candidates(node, scope):
-        methods = [
-            inner.func
-            for inner in (ast.walk(written[0]) if written else ())
-            if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute)
-        ]
-        if not any(method.attr in ("clone", "float", "detach") for method in methods):
-            for method in methods:
-                if method.attr in ("parameters", "named_parameters"):
-                    yield dotted(method.value)
-
-
-def _is_same_run(site: Site, built: _Built) -> bool:
+def _is_same_run(site: Site, built: Built) -> bool:
     """Return whether a name means the same at both: in one call, not in different arms."""
     is_same_call = site.around("call") == built.site.around("call")
     return bool(built.model) and is_same_call and not site.excludes(built.site)
 
 
-def _lowered(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
-    lowered = _lowering(program, root, built)
+def _lowered(program: Program, built: Built) -> Iterator[Finding]:
+    lowered = _lowering(program, built)
     if "master_weights" in program.words or lowered is None or not lowered[1]:
         return
     site, dtype = lowered
@@ -418,10 +382,10 @@ def _lowered(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
     )
 
 
-def _lowering(program: Program, root: Root, built: _Built) -> tuple[Site, str] | None:
+def _lowering(program: Program, built: Built) -> tuple[Site, str] | None:
     """Return the last cast of the parameters that an optimizer has, and its half dtype or empty."""
     lowered: tuple[Site, str] | None = None
-    for site in root.sites:
+    for site in built.root.sites:
         if _is_same_run(site, built) and _model(site) == built.model:
             dtype = "" if site.method in _RESTORES else _lowers_to(program, site)
             if dtype is not None:
@@ -454,8 +418,4 @@ def _model(site: Site) -> str:
         and owner.func.attr in _CHAINED
     ):
         owner = owner.func.value
-    return _target(site) if isinstance(owner, ast.Call) else dotted(owner)
-
-
-def _target(site: Site) -> str:
-    return "" if site.target is None else dotted(site.target)
+    return site.target_name if isinstance(owner, ast.Call) else dotted(owner)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from halfstep._doctor.read_names import Function, dotted, words_of
+from halfstep._doctor.read_names import Function, NameScope, arguments, dotted, words_of
 from halfstep._doctor.read_paths import Walk
 from halfstep._doctor.read_sites import Site, condition_of
 from halfstep._doctor.read_values import Meaning, SourceScaler
@@ -40,6 +40,16 @@ class Root:
 
     node: ast.Module | Function
     sites: tuple[Site, ...]
+
+
+@dataclass(frozen=True)
+class Built:
+    """An optimizer created from the parameters of a model."""
+
+    root: Root
+    site: Site
+    model: str
+    name: str
 
 
 class Program:
@@ -169,8 +179,8 @@ class Program:
 
         If the file creates none, return the stepped optimizer if there is exactly one.
         """
-        if self._models:
-            return self._models.get(ast.unparse(model), set())
+        if self.built:
+            return {built.name for built in self.built if built.model == dotted(model)}
         return self._stepped if len(self._stepped) == 1 else set()
 
     @cached_property
@@ -180,18 +190,29 @@ class Program:
         return stepped | {_first(site) for site in self.sites if self.is_scaler_step(site)}
 
     @cached_property
-    def _models(self) -> dict[str, set[str]]:
-        """The names of the optimizers that are created from each model's parameters."""
-        found: dict[str, set[str]] = {}
-        for site in self.sites:
-            match site.statement:
-                case ast.Assign(targets=[target]) if self.meaning.makes_optimizer(
-                    site.call, site.scope
-                ):
-                    for node in ast.walk(site.call):
-                        if isinstance(node, ast.Attribute) and node.attr == "parameters":
-                            found.setdefault(ast.unparse(node.value), set()).add(dotted(target))
-        return found
+    def built(self) -> list[Built]:
+        """The optimizers that are created from the parameters of models."""
+        return [
+            Built(root, site, model, site.target_name or "the optimizer")
+            for root in self.roots
+            for site in root.sites
+            if self.meaning.makes_optimizer(site.call, site.scope)
+            for node in arguments(site.call)
+            for model in self._models(node, site.scope)
+        ]
+
+    def _models(self, node: ast.expr, scope: NameScope) -> Iterator[str]:
+        """Yield the models whose parameters, not copies of them, an expression contains."""
+        for written in self.meaning.candidates(node, scope):
+            methods = [
+                inner.func
+                for inner in (ast.walk(written[0]) if written else ())
+                if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute)
+            ]
+            if not any(method.attr in ("clone", "float", "detach") for method in methods):
+                for method in methods:
+                    if method.attr in ("parameters", "named_parameters"):
+                        yield dotted(method.value)
 
     def is_clip(self, site: Site) -> bool:
         """Return whether a call clips gradients without unscaling them."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from halfstep._doctor.read_names import Function, NameScope
+from halfstep._doctor.read_names import Function, NameScope, dotted
 from halfstep._doctor.read_values import SourceAutocast
 
 AroundKind: TypeAlias = Literal["autocast", "grad", "loop", "arm", "call"]
@@ -66,6 +66,11 @@ class Site:
             case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
                 return target
         return None
+
+    @property
+    def target_name(self) -> str:
+        """The target as text, empty unless it is a name with attributes."""
+        return "" if self.target is None else dotted(self.target)
 
     @property
     def autocast_at(self) -> int:
