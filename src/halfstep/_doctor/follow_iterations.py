@@ -4,106 +4,30 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 from halfstep._doctor import iteration
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.iteration import UNKNOWN, Call, Iteration, finding
+from halfstep._doctor.iteration import Call, Iteration, finding
 from halfstep._doctor.read_names import Function, NameScope, arguments, dotted
-from halfstep._doctor.read_paths import Walk, call_key
+from halfstep._doctor.read_paths import LOSSES, UNKNOWN, Walk, is_object
 from halfstep._doctor.read_program import Program, Root
-from halfstep._doctor.read_sites import Names, Path, Site
+from halfstep._doctor.read_sites import MIXED, Names, Path, Site
 from halfstep._doctor.read_values import argument, is_optimizer_name
 
-_AMP = "<mixed precision>"
 _OPAQUE = re.compile(r"backward|optim|step|train|closure|scale", re.I)
 """A pattern for functions of other files that may run a backward pass or step."""
 _RELEVANT = re.compile(rf"zero_grad|update|clip|div_|mul_|{_OPAQUE.pattern}", re.I)
-_OBJECTS = re.compile(r"(opt\w*|optim\w*|scaler)(\[.*\])?$", re.I)
-_LOSSES = re.compile(r"loss|cost|err|objective", re.I)
 _METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
-_SCALES = re.compile(r"(?<!logit_)scale", re.I)
-"""A pattern for factors that may scale a loss; ``logit_scale`` is a parameter of the model."""
 _STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
 """A pattern for functions that run once for each step."""
-_KEEPING = ("mean", "sum", "to", "float", "squeeze", "view", "reshape", "cuda", "half", "double")
-_ADDING = ("sum", "torch.stack", "torch.cat", "torch.mean", "torch.sum", "torch.add", "max", "min")
 
 
-class LossWalk(Walk):
-    """A walk that tracks how often values were multiplied by a scale; -1 if uncertain."""
-
-    def value(self, node: ast.expr, scope: NameScope, names: Names) -> int:
-        """Return how often a value was multiplied by a scale; -1 if uncertain."""
-
-        def of(part: ast.expr) -> int:
-            return self.value(part, scope, names)
-
-        match node:
-            case ast.Constant():
-                return 0
-            case ast.Name() | ast.Attribute():
-                return self._named(node, scope, names)
-            case ast.Subscript(value=part) | ast.Starred(value=part) | ast.NamedExpr(value=part):
-                return of(part)
-            case ast.Call():
-                return self._returned(node, scope, names)
-            case ast.BinOp(op=ast.Add() | ast.Sub(), left=left, right=right):
-                return _added([of(left), of(right)])
-            case ast.BinOp(left=left, right=right):
-                if "scale" in ast.unparse(node).lower().replace("scaler.scale(", ""):
-                    return UNKNOWN
-                factors = [of(e) for e in (left, right) if not isinstance(e, ast.Constant)]
-                # An unscaled loss times any factor is unscaled; an unknown loss may be scaled.
-                return _added([0] if 0 in factors and max(factors) <= 0 else factors)
-            case ast.List(elts=parts) | ast.Tuple(elts=parts):
-                return _added([of(part) for part in parts])
-            case ast.IfExp(body=body, orelse=orelse):
-                either = {of(body), of(orelse)}
-                return either.pop() if len(either) == 1 else UNKNOWN
-        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-        return UNKNOWN if any(of(child) > 0 for child in inner) else 0
-
-    def _named(self, node: ast.Name | ast.Attribute, scope: NameScope, names: Names) -> int:
-        key = self.key(node, scope, names)
-        found = names.get(key)
-        if isinstance(found, int):
-            return found
-        if "[*]" in key:
-            return UNKNOWN
-        if isinstance(node, ast.Attribute):
-            is_of_other = isinstance(node.value, ast.Name) and node.value.id != "self"
-            return self.value(node.value, scope, names) if is_of_other else UNKNOWN
-        is_local = node.id in scope.bindings and node.id not in scope.parameters
-        return 0 if is_local else UNKNOWN
-
-    def _returned(self, call: ast.Call, scope: NameScope, names: Names) -> int:
-        """Return :meth:`value` for the result of a call."""
-        found = names.get(call_key(call))
-        if isinstance(found, int):
-            return found
-        given = arguments(call)
-        values = [self.value(each, scope, names) for each in given]
-        if isinstance(call.func, ast.Attribute):
-            owner, method = call.func.value, call.func.attr
-            key = self.key(owner, scope, names)
-            if method == "scale" and self.meaning.is_scaler(owner, scope, key):
-                return max([0, *values]) + self.meaning.may_be_on(owner, scope)
-            if method in _KEEPING and not dotted(call.func).startswith("torch."):
-                return self.value(owner, scope, names)
-        name = dotted(call.func)
-        if name in _ADDING:
-            return _added(values)
-        is_opaque = any(_SCALES.search(text) for text in (name, *map(dotted, given)))
-        return UNKNOWN if is_opaque or any(value > 0 for value in values) else 0
-
-
-class IterationWalk(LossWalk):
+class IterationWalk(Walk):
     """A walk that tracks the iterations of a root and collects findings."""
 
     def __init__(self, program: Program, root: Root) -> None:
-        super().__init__(program.meaning)
+        super().__init__(program.meaning, program.switches)
         self.found: list[Finding] = []
         self._program = program
         self._is_step = bool(_STEPS.search(getattr(root.node, "name", "")))
@@ -128,8 +52,8 @@ class IterationWalk(LossWalk):
 
     def _is_part(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...]) -> bool:
         if isinstance(node, ast.Name):
-            is_known = self.is_object(node.id) or self.is_loss(node.id)
-            return isinstance(node.ctx, ast.Store) and is_known
+            is_known = is_object(node.id) or LOSSES.search(node.id)
+            return isinstance(node.ctx, ast.Store) and bool(is_known)
         if isinstance(node, ast.Call):
             function = self._names.called(node, scope)
             if function is not None:
@@ -139,14 +63,6 @@ class IterationWalk(LossWalk):
                 dotted(each).lower().endswith("scaler") for each in arguments(node)
             )
         return isinstance(node, ends)
-
-    def is_object(self, key: str) -> bool:
-        """Return whether a key is named like an optimizer or a scaler."""
-        return bool(_OBJECTS.search(key)) and "(" not in key
-
-    def is_loss(self, key: str) -> bool:
-        """Return whether a name is typical for a loss."""
-        return bool(_LOSSES.search(key))
 
     def after_call(self, site: Site, path: Path) -> Iteration:
         """Return the state after a call."""
@@ -165,7 +81,7 @@ class IterationWalk(LossWalk):
             is_on = self.meaning.may_be_on(site.owner, site.scope)
             return self._of_scaler(now, site, key, path) if is_on else now
         if site.method == "step" and self.meaning.is_optimizer(site.owner, site.scope, key):
-            if not now.line and path.facts.get(_AMP):  # an iteration without a scaler
+            if not now.line and path.facts.get(MIXED):  # an iteration without a scaler
                 return now
             call = replace(self._call_of(site, optimizer=key), decided=frozenset(path.facts))
             return iteration.after_plain_step(now, call, self._report)
@@ -186,11 +102,6 @@ class IterationWalk(LossWalk):
     def after_failure(self, state: Iteration) -> Iteration:
         """Return the state after an exception was caught: the gradients are uncertain."""
         return replace(state, is_uncertain=True, zeroed=frozenset())
-
-    def condition(self, test: str) -> tuple[str, int]:
-        """Return the name of a condition; all that decide whether the loss is scaled share one."""
-        which = self._program.switches.get(test)
-        return (test, 0) if which is None else (_AMP, which)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -316,9 +227,3 @@ def _text(node: ast.expr | None) -> str:
 def _loops(site: Site) -> tuple[int, ...]:
     """Return the lines of the loops around a call."""
     return tuple(around.line for around in site.inside if around.kind == "loop")
-
-
-def _added(values: Sequence[int]) -> int:
-    """Return how often a sum was scaled, given the numbers of its terms."""
-    most = max([0, *values])
-    return most if most or UNKNOWN not in values else UNKNOWN

@@ -10,8 +10,6 @@ from typing import TypeAlias
 from halfstep._common.numbers import power
 from halfstep._doctor.finding import Finding
 
-UNKNOWN = -1
-"""The number of scalings of a value that may or may not be scaled."""
 _Calls: TypeAlias = "frozenset[tuple[str, str, int]]"
 """The calls of scalers for optimizers: the key of each, and the line."""
 Report: TypeAlias = Callable[..., None]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
-from halfstep._doctor.read_names import Function, NameScope, dotted, passed_to
+from halfstep._doctor.read_names import Function, NameScope, arguments, dotted, passed_to
 from halfstep._doctor.read_sites import (
     Around,
     Conditions,
@@ -31,6 +31,17 @@ MOST_NESTED_CALLS = 5
 MOST_SITES = 5000
 """The largest number of visits for a root, since nested functions can multiply the calls."""
 
+UNKNOWN = -1
+"""The number of scalings of a value that may or may not be scaled."""
+LOSSES = re.compile(r"loss|cost|err|objective", re.I)
+"""A pattern for names that are typical for a loss."""
+_OBJECTS = re.compile(r"(opt\w*|optim\w*|scaler)(\[.*\])?$", re.I)
+_SCALES = re.compile(r"(?<!logit_)scale", re.I)
+"""A pattern for factors that may scale a loss; ``logit_scale`` is a parameter of the model."""
+_KEEPING = ("mean", "sum", "to", "float", "squeeze", "view", "reshape", "cuda", "half", "double")
+_ADDING = ("sum", "torch.stack", "torch.cat", "torch.mean", "torch.sum", "torch.add", "max", "min")
+
+_NONE: Mapping[str, int] = {}
 _EXITS = ("exit", "sys.exit", "quit", "os._exit")
 _VISITED = (ast.Call, ast.NamedExpr)
 _ENDS = (ast.Return, ast.Break, ast.Continue, ast.Raise)
@@ -56,14 +67,15 @@ class Walk:
 
     Args:
         meaning: The meanings of the file's expressions.
+        switches: The conditions that decide whether the loss is scaled.
     """
 
-    def __init__(self, meaning: Meaning) -> None:
+    def __init__(self, meaning: Meaning, switches: Mapping[str, int] = _NONE) -> None:
         self.meaning = meaning
         self._names = meaning.names
         self._left: dict[str, list[Path]] = {"return": [], "break": [], "continue": []}
         self._visits = 0
-        self._conditions = Conditions(self.condition)
+        self._conditions = Conditions(switches)
         self._sites: dict[tuple[ast.Call, Inside], Site] = {}
         self._frames: dict[NameScope, str] = {}
 
@@ -83,22 +95,6 @@ class Walk:
     def matters(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...] = ()) -> bool:
         """Return whether anything inside a statement or function, or ``ends``, changes paths."""
         return True
-
-    def is_object(self, key: str) -> bool:
-        """Return whether the object with a key is tracked."""
-        return False
-
-    def is_loss(self, key: str) -> bool:
-        """Return whether a name is typical for a loss, whose number is tracked."""
-        return False
-
-    def value(self, node: ast.expr, scope: NameScope, names: Names) -> int:
-        """Return the tracked number of a value, 0 for ordinary values."""
-        return 0
-
-    def condition(self, test: str) -> tuple[str, int]:
-        """Return the name of a condition, and 1 if ``test`` is its negation."""
-        return test, 0
 
     def after_call(self, site: Site, path: Path) -> Any:
         """Return the state after a call."""
@@ -297,6 +293,72 @@ class Walk:
         del self._frames[inner]
         return [_returned(frame, call, path) for path in paths]
 
+    # --- losses -----------------------------------------------------------------------------------
+
+    def value(self, node: ast.expr, scope: NameScope, names: Names) -> int:
+        """Return how often a value was multiplied by a scale; -1 if uncertain."""
+
+        def of(part: ast.expr) -> int:
+            return self.value(part, scope, names)
+
+        match node:
+            case ast.Constant():
+                return 0
+            case ast.Name() | ast.Attribute():
+                return self._named(node, scope, names)
+            case ast.Subscript(value=part) | ast.Starred(value=part) | ast.NamedExpr(value=part):
+                return of(part)
+            case ast.Call():
+                return self._returned(node, scope, names)
+            case ast.BinOp(op=ast.Add() | ast.Sub(), left=left, right=right):
+                return _added([of(left), of(right)])
+            case ast.BinOp(left=left, right=right):
+                if "scale" in ast.unparse(node).lower().replace("scaler.scale(", ""):
+                    return UNKNOWN
+                factors = [of(e) for e in (left, right) if not isinstance(e, ast.Constant)]
+                # An unscaled loss times any factor is unscaled; an unknown loss may be scaled.
+                return _added([0] if 0 in factors and max(factors) <= 0 else factors)
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                return _added([of(part) for part in parts])
+            case ast.IfExp(body=body, orelse=orelse):
+                either = {of(body), of(orelse)}
+                return either.pop() if len(either) == 1 else UNKNOWN
+        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        return UNKNOWN if any(of(child) > 0 for child in inner) else 0
+
+    def _named(self, node: ast.Name | ast.Attribute, scope: NameScope, names: Names) -> int:
+        key = self.key(node, scope, names)
+        found = names.get(key)
+        if isinstance(found, int):
+            return found
+        if "[*]" in key:
+            return UNKNOWN
+        if isinstance(node, ast.Attribute):
+            is_of_other = isinstance(node.value, ast.Name) and node.value.id != "self"
+            return self.value(node.value, scope, names) if is_of_other else UNKNOWN
+        is_local = node.id in scope.bindings and node.id not in scope.parameters
+        return 0 if is_local else UNKNOWN
+
+    def _returned(self, call: ast.Call, scope: NameScope, names: Names) -> int:
+        """Return :meth:`value` for the result of a call."""
+        found = names.get(_call_key(call))
+        if isinstance(found, int):
+            return found
+        given = arguments(call)
+        values = [self.value(each, scope, names) for each in given]
+        if isinstance(call.func, ast.Attribute):
+            owner, method = call.func.value, call.func.attr
+            key = self.key(owner, scope, names)
+            if method == "scale" and self.meaning.is_scaler(owner, scope, key):
+                return max([0, *values]) + self.meaning.may_be_on(owner, scope)
+            if method in _KEEPING and not dotted(call.func).startswith("torch."):
+                return self.value(owner, scope, names)
+        name = dotted(call.func)
+        if name in _ADDING:
+            return _added(values)
+        is_opaque = any(_SCALES.search(text) for text in (name, *map(dotted, given)))
+        return UNKNOWN if is_opaque or any(value > 0 for value in values) else 0
+
     # --- names ------------------------------------------------------------------------------------
 
     def key(self, node: ast.expr, scope: NameScope, names: Names) -> str:
@@ -356,10 +418,10 @@ class Walk:
         own = self._own_key(target, scope, names)
         stands_for = element if value is None else self._meant(value, scope, names)
         names.pop(own, None)
-        is_object = isinstance(stands_for, int) or self.is_object(stands_for)
-        if stands_for and stands_for != own and is_object:
+        is_tracked = isinstance(stands_for, int) or is_object(stands_for)
+        if stands_for and stands_for != own and is_tracked:
             names[own] = stands_for
-        elif isinstance(target, ast.Attribute) and self.is_loss(target.attr):
+        elif isinstance(target, ast.Attribute) and LOSSES.search(target.attr):
             names[own] = 0
         facts = _without_mentions(dotted(target), path.facts)
         return Path(self.after_assignment(own, path.state), facts, names)
@@ -370,7 +432,7 @@ class Walk:
         if number > 0 or not isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
             return number
         key = self.key(value, scope, names)
-        return key if self.is_object(key) else number
+        return key if is_object(key) else number
 
     def _bind_element(
         self, target: ast.expr, sequence: ast.expr, scope: NameScope, path: Path
@@ -392,7 +454,18 @@ class Walk:
         return replace(path, names={**path.names, key: self._meant(value, scope, path.names)})
 
 
-def call_key(call: ast.Call) -> str:
+def is_object(key: str) -> bool:
+    """Return whether a key is named like an optimizer or a scaler."""
+    return bool(_OBJECTS.search(key)) and "(" not in key
+
+
+def _added(values: Sequence[int]) -> int:
+    """Return how often a sum was scaled, given the numbers of its terms."""
+    most = max([0, *values])
+    return most if most or UNKNOWN not in values else UNKNOWN
+
+
+def _call_key(call: ast.Call) -> str:
     """Return the name under which a path stores the result of a call."""
     return f"call@{call.lineno}:{call.col_offset}"
 
@@ -400,7 +473,7 @@ def call_key(call: ast.Call) -> str:
 def _returned(frame: str, call: ast.Call, path: Path) -> Path:
     names = dict(_without(frame, path.names))
     returned = names.pop("return", 0)
-    return replace(path, names=names | {call_key(call): returned})
+    return replace(path, names=names | {_call_key(call): returned})
 
 
 def _without(prefix: str, names: Names) -> Names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -119,7 +119,10 @@ MOST_PATHS = 16
 """The largest number of paths that are kept; dropping paths can only hide findings."""
 
 Names: TypeAlias = Mapping[str, "str | int"]
-"""The meanings of names on a path: another name, or a number that a walk computes."""
+"""The meanings of names on a path: another name, or how often a loss was scaled."""
+
+MIXED = "<mixed precision>"
+"""The name of all conditions that decide whether the loss is scaled."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +144,12 @@ class Conditions:
     """The decisions of conditions along paths.
 
     Args:
-        name: A function that returns the name of a condition, and 1 if its text is the negation.
+        switches: The conditions that decide whether the loss is scaled, each with the arm that
+            scales it.
     """
 
-    def __init__(self, name: Callable[[str], tuple[str, int]]) -> None:
-        self._name = name
+    def __init__(self, switches: Mapping[str, int]) -> None:
+        self._switches = switches
         self._texts: dict[tuple[ast.expr, int], tuple[str, int]] = {}
 
     def forked(self, test: ast.expr, paths: list[Path]) -> tuple[list[Path], list[Path]]:
@@ -170,8 +174,8 @@ class Conditions:
         text, arm = known_text
         if text in ("True", "False"):
             return facts if (text == "False") == arm else None
-        name, is_opposite = self._name(text)
-        key, which = name, arm ^ is_opposite
+        scaling = self._switches.get(text)
+        key, which = (text, arm) if scaling is None else (MIXED, arm ^ scaling)
         if facts.get(key, which) != which:
             return None
         known: Mapping[str, int] | None = {**facts, key: which}
