@@ -389,17 +389,11 @@ class _Listener(TopLevelCalls):
 
     def _kept(self, values: Any) -> list[Tensor]:
         """Return copies of the floating-point tensors in containers."""
-        return [
-            self._copy(each)
-            for each in tensors_in([values])
-            if each.is_floating_point() and not modes.is_inside_functorch(each)
-        ]
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        self._count_precision(tensor)
-        if tensor.is_inference():  # it has no version counter
-            return tensor.clone()
-        return self._copies.of(tensor)
+        found = [each for each in tensors_in([values]) if each.is_floating_point()]
+        found = [each for each in found if not modes.is_inside_functorch(each)]
+        for each in found:
+            self._count_precision(each)
+        return [self._copies.of(each) for each in found]
 
     def _count_precision(self, tensor: Tensor) -> None:
         if tensor.is_floating_point():

@@ -295,6 +295,8 @@ class TensorCopies:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return a copy of the current values of a tensor."""
+        if tensor.is_inference():  # it has no version counter
+            return tensor.clone()
         key = id(tensor), autograd.version_of(tensor)
         if key not in self._known:
             self._known[key] = tensor, tensor.detach().clone()

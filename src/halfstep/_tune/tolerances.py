@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from halfstep._common.nested import map_plain
 from halfstep._tune.module_check import is_leaf
 
 SPREAD = 8.0
@@ -65,9 +66,8 @@ def tolerance_for(
     """
     if given is not None:
         return Tolerance(given, given)
-    unit = torch.finfo(dtype).eps / 2
-    output = unit * math.sqrt(max(depth, 1))
-    gradient = unit * math.sqrt(max(2 * total_depth - depth, 1))
+    output = _rounding(dtype, depth)
+    gradient = _rounding(dtype, 2 * total_depth - depth)
     of_gradient = min(SPREAD * gradient + 2 * math.sqrt(gradient), MOST)
     return Tolerance(min(SPREAD * output, MOST), max(of_gradient, TIMES * unavoidable))
 
@@ -89,11 +89,11 @@ def tolerance_beside(
         >>> tolerance_beside(torch.float16, 1, 64, 1024, 3e-4, 1e-7)
         0.0012
     """
-    exact = SPREAD * torch.finfo(torch.float32).eps / 2 * math.sqrt(max(depth, 1) * longest)
+    exact = SPREAD * _rounding(torch.float32, max(depth, 1) * longest)
     bound = max(exact, TIMES * eager, TIMES * unavoidable)
     if eager > exact:  # it computes in lower precision; a few entries may be exact by chance
-        unit = torch.finfo(dtype).eps / 2
-        bound = max(bound, SPREAD * unit * math.sqrt(max(depth, 1) / max(size, 1)))
+        unit = SPREAD * _rounding(dtype, 1)
+        bound = max(bound, unit * math.sqrt(max(depth, 1) / max(size, 1)))
     return min(bound, MOST)
 
 
@@ -112,7 +112,12 @@ def tolerance_between(dtype: torch.dtype, depth: int, longest: int) -> float:
     """
     is_lower = torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
     num = max(depth, 1) * (1 if is_lower else longest)
-    return min(SPREAD * torch.finfo(dtype).eps / 2 * math.sqrt(num), MOST)
+    return min(SPREAD * _rounding(dtype, num), MOST)
+
+
+def _rounding(dtype: torch.dtype, num: int) -> float:
+    """Return the typical relative error of consecutive roundings."""
+    return torch.finfo(dtype).eps / 2 * math.sqrt(max(num, 1))
 
 
 def require_tolerance(asker: str, name: str, given: object) -> None:
@@ -171,8 +176,13 @@ def outputs_rounded(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterato
     Gradients pass through unchanged.
     """
 
+    def rounded(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype is not torch.float32:
+            return value
+        return value + (rounded_to_digits(value.detach(), dtype) - value.detach())
+
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        return _mapped(output, dtype)
+        return map_plain(rounded, output)
 
     with ExitStack() as stack:
         for module in modules:
@@ -195,16 +205,3 @@ def rounded_to_digits(values: Tensor, dtype: torch.dtype) -> Tensor:
     split = values * (2.0**digits_less + 1)
     upper = split - (split - values)
     return torch.where(upper.isfinite(), upper, values)
-
-
-def _mapped(value: Any, dtype: torch.dtype) -> Any:
-    """Return the output of a module with its float32 tensors rounded, also those in containers."""
-    if isinstance(value, Tensor):
-        if value.dtype is not torch.float32:
-            return value
-        return value + (rounded_to_digits(value.detach(), dtype) - value.detach())
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(each, dtype) for each in value)
-    if type(value) is dict:
-        return {key: _mapped(each, dtype) for key, each in value.items()}
-    return value
