@@ -1,6 +1,7 @@
 """What is found in models, optimizers, scalers and schedules."""
 
 import ast
+import re
 
 import pytest
 import torch
@@ -80,6 +81,16 @@ def test_parameters_in_bfloat16_are_a_notice() -> None:
     model = nn.Linear(4, 1).to(BF16)
     found = doctor(model, sgd(model))
     assert (ids(found), found.worst) == (["bf16-parameters"], "notice")
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_updates_below_the_named_share_are_lost_in_all_weights(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 1).to(dtype)
+    (finding,) = doctor(model, sgd(model))
+    share = int(re.search(r"below 1/(\d+) of a weight", finding.text)[1])
+    weights = torch.linspace(1, 2, 1000).to(dtype)[:-1]
+    updates = (weights.double() / share).nextafter(torch.zeros((), dtype=torch.double))
+    assert torch.equal((weights.double() + updates).to(dtype), weights)
 
 
 @pytest.mark.parametrize(

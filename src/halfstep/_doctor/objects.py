@@ -21,15 +21,16 @@ from halfstep._scaler import GradScaler, Static
 _LOST = {
     torch.float16: (
         "half-parameters",
-        2**11,
+        2**12,
         ", and no scaler unscales such gradients",
         "halfstep.master_weights(optimizer, store='float32')",
     ),
-    torch.bfloat16: ("bf16-parameters", 2**8, "", "halfstep.master_weights(optimizer)"),
+    torch.bfloat16: ("bf16-parameters", 2**9, "", "halfstep.master_weights(optimizer)"),
 }
 """Finding id, factor, more text and cure by dtype.
 
-An update is lost if the weight is larger by this factor: half a unit in the last place.
+An update is lost if the weight is larger by this factor: it is less than half a unit in the
+last place, also just below a power of two.
 """
 _EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 
