@@ -315,8 +315,7 @@ class _IterationWalk(Walk):
 
     def after_assignment(self, key: str, state: Iteration) -> Iteration:
         """Return the state after an assignment: the variable refers to another object."""
-        is_used = any(key in each for each in (*state.unscaled, *state.stepped, *state.zeroed))
-        return state.without(key) if is_used else state
+        return state.without(key)
 
     def after_failure(self, state: Iteration) -> Iteration:
         """Return the state after an exception was caught: the gradients are uncertain."""
@@ -380,7 +379,7 @@ class _IterationWalk(Walk):
         return replace(now, is_uncertain=True)
 
     def _check_made(self, now: Iteration, site: Site, call: Call) -> None:
-        around = _loops(site)
+        around = tuple(site.around("loop"))
         for key, loops, line in now.made:
             # An attribute that is created next to its use is created in each call of the method.
             is_again = bool(around) or self._is_step or key.startswith("self.")
@@ -413,7 +412,9 @@ class _IterationWalk(Walk):
             return now
         key = self.key(site.target, site.scope, names)
         others = frozenset(each for each in now.made if each[0] != key)
-        return replace(now.without(key), made=others | {(key, _loops(site), site.line)})
+        return replace(
+            now.without(key), made=others | {(key, tuple(site.around("loop")), site.line)}
+        )
 
     def _may_change(self, site: Site) -> bool:
         """Return whether a function of another file may step or run a backward pass."""
@@ -441,8 +442,3 @@ def _optimizer_of(site: Site) -> str:
 
 def _text(node: ast.expr | None) -> str:
     return "" if node is None else ast.unparse(node)
-
-
-def _loops(site: Site) -> tuple[int, ...]:
-    """Return the lines of the loops around a call."""
-    return tuple(around.line for around in site.inside if around.kind == "loop")

@@ -264,8 +264,7 @@ def _stays_on_cpu(program: Program) -> bool:
 
 def _moved_to(program: Program, site: Site) -> set[str] | None:
     """Return the devices that a call may move a model to, empty if unknown; else None."""
-    target = site.statement.targets[0] if isinstance(site.statement, ast.Assign) else site.owner
-    if site.method not in ("to", "cuda") or not program.is_model(target):
+    if site.method not in ("to", "cuda") or not program.is_model(site.target or site.owner):
         return None
     if site.method == "cuda":
         return {"cuda"}
@@ -399,11 +398,9 @@ def _lowers_to(program: Program, site: Site) -> str | None:
         return _LOWERS[site.method]
     if site.method != "to":
         return None
-    given = [*site.call.args, *(k.value for k in site.call.keywords if k.arg == "dtype")]
-    dtypes = [dtype for node in given if (dtype := program.meaning.dtype(node, site.scope))]
-    if not dtypes:
-        return None
-    return dtypes[0] if dtypes[0] in _LOWERS.values() else ""
+    given = [program.meaning.dtype(node, site.scope) for node in arguments(site.call)]
+    dtype = next(filter(None, given), None)
+    return "" if dtype and dtype not in _LOWERS.values() else dtype
 
 
 def _model(site: Site) -> str:

@@ -73,8 +73,7 @@ class _Rewriter:
         self._nodes = [*ast.walk(tree)]
         self._parents = {c: node for node in self._nodes for c in ast.iter_child_nodes(node)}
         self._tree = tree
-        self._inserted: dict[int, str] = {}
-        self._replaced: dict[tuple[int, int], str] = {}
+        self._edits: dict[tuple[int, int], str] = {}
         self._done: set[ast.expr] = set()
         self._names: list[tuple[str, int]] = []
         self._left: dict[int, str] = {}
@@ -101,9 +100,8 @@ class _Rewriter:
                         self._whole(node, name, dotted(value))
         if self._needs_import:
             self._import_halfstep()
-        edits = {**self._replaced, **{(at, at): text for at, text in self._inserted.items()}}
         result = self._bytes
-        for (start, end), new in sorted(edits.items(), reverse=True):
+        for (start, end), new in sorted(self._edits.items(), reverse=True):
             result = result[:start] + new.encode() + result[end:]
         names = sorted(dict.fromkeys(self._names), key=lambda each: each[1])
         return Rewritten(result.decode(), tuple(names), tuple(sorted(self._left.items())))
@@ -141,12 +139,12 @@ class _Rewriter:
         if len(moved) == 1 and module not in moved:
             old = self._bytes[start:end].decode()
             new = rf"\g<1>{next(iter(moved))}"
-            self._replaced[start, end] = re.sub(r"(from\s+)[\w.]+", new, old, count=1)
+            self._edits[start, end] = re.sub(r"(from\s+)[\w.]+", new, old, count=1)
         elif len(moved) > 1:
             before = self._bytes[self._starts[node.lineno - 1] : start].decode()
             between = "; " if before.strip() else f"\n{before}"
             parts = (ast.unparse(ast.ImportFrom(name, of, 0)) for name, of in moved.items())
-            self._replaced[start, end] = between.join(parts)
+            self._edits[start, end] = between.join(parts)
 
     def _import_module(
         self, node: ast.Import | ast.ImportFrom, alias: ast.alias, module: str
@@ -167,7 +165,7 @@ class _Rewriter:
             for use in used:
                 self._change(use, use.attr, module)
             suffix = "" if bound == "amp" else f" as {bound}"
-            self._replaced[self._span(node)] = f"from torch import amp{suffix}"
+            self._edits[self._span(node)] = f"from torch import amp{suffix}"
         elif used and all(known):
             self._left[node.lineno] = f"`{bound}` is not only used for names that have moved"
 
@@ -221,7 +219,7 @@ class _Rewriter:
         self._done.add(use)
         parent, old = self._parents.get(use), _OLD.fullmatch(module)
         if is_whole:
-            self._replaced[self._span(use)] = f"{self._module(name)}.{name}"
+            self._edits[self._span(use)] = f"{self._module(name)}.{name}"
             self._needs_import |= self._module(name) == "halfstep"
         if old is None:
             return
@@ -252,7 +250,7 @@ class _Rewriter:
         return start, self._starts[end_line - 1] + (node.end_col_offset or 0)
 
     def _insert(self, at: int, text: str) -> None:
-        self._inserted[at] = self._inserted.get(at, "") + text
+        self._edits[at, at] = self._edits.get((at, at), "") + text
 
 
 def _binds(node: ast.AST, name: str, module: str) -> bool:

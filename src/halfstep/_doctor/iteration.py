@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ class Iteration:
     has_clip: bool = False  # gradients were clipped since update
     zeroed: frozenset[tuple[str, int]] = frozenset()  # optimizers with dropped gradients, lines
     updated: frozenset[tuple[str, int]] = frozenset()  # scalers updated since backward, lines
-    made: frozenset[tuple[str, tuple[int, ...], int]] = frozenset()  # scalers, their loops, lines
+    made: frozenset[tuple[str, tuple[ast.AST, ...], int]] = frozenset()  # scalers, loops, lines
 
     @property
     def is_used(self) -> bool:
@@ -238,9 +239,8 @@ def next_iteration(now: Iteration) -> Iteration:
 
 def after_unknown(now: Iteration) -> Iteration:
     """Return the state after a call that may step or run a backward pass."""
-    none = frozenset[tuple[str, str, int]]()
-    now = replace(now, unscaled=none, stepped=none, zeroed=frozenset(), updated=frozenset())
-    return replace(now, is_uncertain=True)
+    now = replace(now, unscaled=frozenset(), stepped=frozenset(), zeroed=frozenset())
+    return replace(now, updated=frozenset(), is_uncertain=True)
 
 
 def _shown(key: str) -> str:
