@@ -89,22 +89,22 @@ class RankRecord:
     number: int
     header: Header = field(default_factory=Header)
     starts: list[int] = field(default_factory=list)
-    models: list[Model] = field(default_factory=list)
-    policies: list[PolicySeen] = field(default_factory=list)
-    rules: list[RulesActed] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    culprits: list[Culprits] = field(default_factory=list)
-    buffers: list[BadBuffers] = field(default_factory=list)
-    diagnoses: list[Diagnosed] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
     end: End | None = None
+    _events: dict[type[Struct], list[Any]] = field(default_factory=dict)
     _cut: list[_LeftOut] = field(default_factory=list)
     _damaged: list[_LeftOut] = field(default_factory=list)
     _steps_before: int = 0
     _last_step: int = 0
     _begun: datetime | None = None
     _seconds_before: float = 0.0
+
+    def of(self, kind: type[_Values]) -> list[_Values]:
+        """Return the events of one kind in order, as a list to add to."""
+        return self._events.setdefault(kind, [])
+
+    @property
+    def steps(self) -> list[Step]:
+        return self.of(Step)
 
     def take(self, number: int, line: bytes) -> None:
         """Add the event of a line; cut and damaged lines are counted and left out.
@@ -190,9 +190,10 @@ class RankRecord:
         self._steps_before = self._last_step
         self.header, self.end = replace(header, started=str(beginning.started)), None
         self.starts.append(self._last_step + 1)
-        if self.buffers and self.buffers[-1].names:
+        buffers = self.of(BadBuffers)
+        if buffers and buffers[-1].names:
             # A checkpoint may have repaired them. If not, the recorder writes them again.
-            self.buffers.append(BadBuffers(self._last_step, (), 0, self.number))
+            buffers.append(BadBuffers(self._last_step, (), 0, self.number))
 
     def _numbered_on(self, event: _Values) -> _Values:
         if self._steps_before or self._seconds_before:
@@ -205,33 +206,18 @@ class RankRecord:
 
     def _take(self, event: Struct) -> None:
         match event:
-            case Step():
-                self.steps.append(event)
-            case Sample():
-                self.samples.append(event)
-            case Culprits():
-                self.culprits.append(replace(event, rank=self.number))
-            case BadBuffers():
-                self.buffers.append(replace(event, rank=self.number))
-            case Diagnosed():
-                self.diagnoses.append(event)
-            case Device():
+            case Device(device=device, machine=machine, is_diagnosing=is_diagnosing):
                 self.header = replace(
-                    self.header,
-                    device=event.device,
-                    machine=event.machine,
-                    is_diagnosing=event.is_diagnosing,
+                    self.header, device=device, machine=machine, is_diagnosing=is_diagnosing
                 )
-            case Model():
-                self.models.append(replace(event, rank=None))
-            case PolicySeen():
-                self.policies.append(event)
-            case RulesActed():
-                self.rules.append(event)
-            case Note():
-                self.notes.append(event)
             case End():
                 self.end = event
+            case Culprits() | BadBuffers():
+                self.of(type(event)).append(replace(event, rank=self.number))
+            case Model():
+                self.of(Model).append(replace(event, rank=None))
+            case _:
+                self.of(type(event)).append(event)
 
 
 def _line_head(line: bytes) -> _LineHead | None:

@@ -6,9 +6,9 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import TypeVar
 
 from msgspec import structs
 
@@ -16,9 +16,24 @@ from halfstep._common.numbers import power
 from halfstep._numerics.statistics import merged
 from halfstep._record.files import files_in
 from halfstep._record.rank_record import RankRecord, read_rank
-from halfstep._record.run import Kind, Measured, Model, Note, Run, Sample, Step
+from halfstep._record.run import (
+    BadBuffers,
+    Culprits,
+    Diagnosed,
+    Measured,
+    Model,
+    Note,
+    PolicySeen,
+    RulesActed,
+    Run,
+    Sample,
+    Step,
+)
 from halfstep._trace.recording import Recording
+from halfstep._trace.rows import grouped
 from halfstep.errors import RecordError
+
+_Dated = TypeVar("_Dated", Sample, Culprits, BadBuffers, Diagnosed)
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -39,13 +54,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         raise RecordError(
             f"{folder} {what}: give the folder that `halfstep run` or `halfstep.record` has written"
         )
-    ranks = {number: read_rank(file, number) for number, file in files.items()}
-    run = _joined(folder, ranks)
-    trace, damage = _trace(folder / "trace.json")
-    first, *others = ranks.values()
-    differ = (_first_disagreement(first.steps, other) for other in others)
-    notes = (*run.notes, *damage, *(note for note in differ if note is not None))
-    return replace(run, notes=notes, left_out=(*run.left_out, *damage), trace=trace)
+    return _joined(folder, [read_rank(file, number) for number, file in files.items()])
 
 
 _RUN, _STEP, _END = (b'\n{"event":"%s"' % name for name in (b"run", b"step", b"end"))
@@ -87,39 +96,43 @@ def glance(folder: Path) -> RankRecord:
 # --- several ranks --------------------------------------------------------------------------------
 
 
-def _joined(folder: Path, ranks: Mapping[int, RankRecord]) -> Run:
-    """Join the records of the ranks, without comparing them."""
-    first = next(iter(ranks.values()))
-    others = {number: rank for number, rank in ranks.items() if rank is not first}
-    left_out = [note for rank in ranks.values() for note in rank.left_out]
-    notes = [*first.notes, *left_out]
-    for number, rank in others.items():
-        new = [note for note in rank.notes if note not in first.notes]
-        notes += [Note(note.step, f"rank {number}: {note.text}") for note in new]
-    error, error_rank = _first_error(ranks.values())
-    culprits = (each for rank in ranks.values() for each in rank.culprits)
-    buffers = (each for rank in ranks.values() for each in rank.buffers)
-    diagnoses = (each for rank in ranks.values() for each in rank.diagnoses)
+def _joined(folder: Path, ranks: Sequence[RankRecord]) -> Run:
+    """Join the records of the ranks."""
+    first, *others = ranks
+    trace, damage = _trace(folder / "trace.json")
+    left_out = [note for rank in ranks for note in rank.left_out]
+    notes = [*first.of(Note), *left_out]
+    for rank in others:
+        new = [note for note in rank.of(Note) if note not in first.of(Note)]
+        notes += [Note(note.step, f"rank {rank.number}: {note.text}") for note in new]
+    differ = (_first_disagreement(first.steps, other) for other in others)
+    notes += [*damage, *(note for note in differ if note is not None)]
+    error, error_rank = _first_error(ranks)
     return Run(
         path=folder,
         header=first.header,
         starts=tuple(first.starts),
-        ranks=tuple(ranks),
-        models=tuple(_joined_models(ranks.values())),
-        policies=tuple(first.policies),
-        rules=tuple(each for rank in ranks.values() for each in rank.rules),
+        ranks=tuple(rank.number for rank in ranks),
+        models=tuple(_joined_models(ranks)),
+        policies=tuple(first.of(PolicySeen)),
+        rules=tuple(each for rank in ranks for each in rank.of(RulesActed)),
         steps=tuple(_joined_steps(ranks)),
-        samples=joined_samples(rank.samples for rank in ranks.values()),
-        culprits=tuple(sorted(culprits, key=lambda each: each.step)),
-        buffers=tuple(sorted(buffers, key=lambda each: each.step)),
-        diagnoses=tuple(sorted(diagnoses, key=lambda each: each.step)),
+        samples=tuple(_joined_samples(ranks)),
+        culprits=_by_step(ranks, Culprits),
+        buffers=_by_step(ranks, BadBuffers),
+        diagnoses=_by_step(ranks, Diagnosed),
         notes=tuple(notes),
-        left_out=tuple(left_out),
+        left_out=(*left_out, *damage),
         error=error,
         error_rank=error_rank,
-        without_end=tuple(number for number, rank in ranks.items() if rank.end is None),
-        trace=None,
+        without_end=tuple(rank.number for rank in ranks if rank.end is None),
+        trace=trace,
     )
+
+
+def _by_step(ranks: Iterable[RankRecord], kind: type[_Dated]) -> tuple[_Dated, ...]:
+    events = (event for rank in ranks for event in rank.of(kind))
+    return tuple(sorted(events, key=lambda event: event.step))
 
 
 def _trace(path: Path) -> tuple[Recording | None, tuple[Note, ...]]:
@@ -134,15 +147,15 @@ def _trace(path: Path) -> tuple[Recording | None, tuple[Note, ...]]:
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def _joined_steps(ranks: Mapping[int, RankRecord]) -> Iterator[Step]:
+def _joined_steps(ranks: Iterable[RankRecord]) -> Iterator[Step]:
     """Yield the first rank's steps, joined with the losses of all ranks.
 
     In a pipeline only the last stage has a loss; each replica of a model has the loss of its batch.
     """
     first, *others = ranks
-    waiting = {number: deque(ranks[number].steps) for number in others}
-    for step in ranks[first].steps:
-        alike = {first: step}
+    waiting = {other.number: deque(other.steps) for other in others}
+    for step in first.steps:
+        alike = {first.number: step}
         for other, its in waiting.items():
             _leave_out(its, before=step.step)
             if its and its[0].step == step.step:
@@ -207,10 +220,10 @@ def _verdict(step: Step) -> str:
 def _joined_models(ranks: Iterable[RankRecord]) -> list[Model]:
     """Return the models of the first rank, and those that only others have."""
     first, *others = ranks
-    known = [_looks(model) for model in first.models]
-    own = ((rank.number, model) for rank in others for model in rank.models)
+    known = [_looks(model) for model in first.of(Model)]
+    own = ((rank.number, model) for rank in others for model in rank.of(Model))
     new = (structs.replace(each, rank=rank) for rank, each in own if _looks(each) not in known)
-    return [*first.models, *new]
+    return [*first.of(Model), *new]
 
 
 def _looks(model: Model) -> tuple[object, ...]:
@@ -233,21 +246,16 @@ def _first_error(ranks: Iterable[RankRecord]) -> tuple[str | None, int | None]:
 # --- samples --------------------------------------------------------------------------------------
 
 
-def joined_samples(samples: Iterable[Iterable[Sample]]) -> tuple[Sample, ...]:
-    """Join the samples of several ranks into one per step."""
-    by_step: dict[int, list[Sample]] = {}
-    for of_rank in samples:
-        for sample in of_rank:
-            by_step.setdefault(sample.step, []).append(sample)
-    return tuple(_joined_sample(alike) for _, alike in sorted(by_step.items()))
+def _joined_samples(ranks: Iterable[RankRecord]) -> Iterator[Sample]:
+    """Yield one sample for each step that any rank has sampled, in order."""
+    alike = grouped(_by_step(ranks, Sample), lambda sample: sample.step)
+    return map(_joined_sample, alike.values())
 
 
 def _joined_sample(samples: Sequence[Sample]) -> Sample:
     if len(samples) == 1:
         return samples[0]
-    tensors: dict[tuple[Kind, str, str], list[Measured]] = {}
-    for sample in samples:
-        for each in sample.tensors:
-            tensors.setdefault((each.kind, each.name, each.dtype), []).append(each)
+    measured = (each for sample in samples for each in sample.tensors)
+    tensors = grouped(measured, lambda each: (each.kind, each.name, each.dtype))
     together = (Measured.of(*key, merged(alike)) for key, alike in tensors.items())
     return structs.replace(samples[0], tensors=tuple(together))
