@@ -9,12 +9,11 @@ from tests.report.records import counted, sample, tensor
 
 from halfstep._numerics.formats import FORMATS
 from halfstep._record.read import read_run
-from halfstep._record.run import Measured
+from halfstep._record.run import Measured, PolicySeen, Sample
 from halfstep._report.layers import (
-    SampledTensor,
-    format_fit,
     largest_scale,
     power_below,
+    sampled,
     smallest_scale,
 )
 from halfstep._report.summarize import summarize
@@ -27,6 +26,13 @@ def summary_of(folder, *events, dtype="float16"):
     policies = [] if dtype is None else [records.policy(dtype)]
     first = [records.header(), *policies, records.step(1)]
     return summarize(read_run(records.write(folder, [*first, *events])))
+
+
+def judged(measured, lower="fp16"):
+    """Return a tensor of a sample, at a scale of 1, with the lower precision in force."""
+    policy = PolicySeen(1, "cpu", FORMATS[lower].dtype_name, "standard")
+    (tensor,) = sampled(Sample(1, 1.0, (measured,)), [policy])
+    return tensor
 
 
 def gradient(histogram, **values):
@@ -75,9 +81,8 @@ def test_headroom_is_the_worst_and_may_be_zero_or_less(tmp_path):
 )
 def test_tensors_are_judged_by_the_format_they_are_in(dtype, lower, format):
     statistics = counted({-30: 1, 2: 3})
-    measured = Measured.of("output", "fc", dtype, statistics)
-    fit = format_fit(measured, lower, is_in_force=True)
-    assert fit.format == format
+    fit = judged(Measured.of("output", "fc", dtype, statistics), lower)
+    assert fit.format.name == format
     assert fit.headroom == statistics.headroom(FORMATS[format])
     assert fit.lost == statistics.underflow[format]
 
@@ -130,10 +135,8 @@ def test_only_gradients_of_parameters_have_a_window(tmp_path):
 @pytest.mark.parametrize("magnitude", [1.0, 0.75, 2.0**-25, 1.01 * 2.0**-25, 3e-11, 123.4])
 def test_the_ends_of_a_window_are_those_of_casts(magnitude):
     statistics = counted({0: 1}, amin=magnitude, amax=magnitude)
-    measured = Measured.of(GRADIENT, "fc.weight", "float16", statistics)
-    fit = format_fit(measured, "fp16", is_in_force=True)
-    seen = SampledTensor(1, 1.0, False, measured, fit)
-    lower, upper = smallest_scale([seen]), largest_scale([seen])
+    seen = judged(Measured.of(GRADIENT, "fc.weight", "float16", statistics))
+    lower, upper = smallest_scale([seen]), largest_scale([seen], {})
 
     def cast(scale):
         return torch.tensor(magnitude * scale, dtype=torch.float64).half().item()

@@ -23,81 +23,57 @@ def lower_of(policies: Sequence[PolicySeen]) -> str:
     return "fp16" if format is None else format.name
 
 
-class FormatFit(Struct, frozen=True, gc=False):
-    """How well one tensor of one sample fits its format.
+class SampledTensor(Struct, frozen=True, gc=False):
+    """One tensor of one sample, and how well it fits its format.
 
     Attributes:
-        format: Name of the format.
-        headroom: Bits from the largest finite magnitude to the largest value of the format; None
-            without such a magnitude.
+        scale: The scale of the gradients in the sample.
+        format: The format whose range applies.
         lost: Number of entries that are lost to underflow.
-        share_lost: ``lost`` as a share of the measured entries.
-        is_used: Whether the run computed in the format; otherwise ``lost`` is hypothetical.
         is_held: Whether the tensor is the gradient of a parameter that autocast left in a wider
             dtype, such as that of a norm: no scale makes it overflow or underflow.
     """
 
-    format: str
-    headroom: float | None
+    step: int
+    scale: float
+    measured: Measured
+    format: Format
     lost: int
-    share_lost: float
-    is_used: bool
     is_held: bool
 
     @property
-    def verb(self) -> str:
-        """The verb for the share that is lost."""
-        return "underflow" if self.is_used else f"would underflow in {self.format}"
+    def headroom(self) -> float | None:
+        """Bits from the largest finite magnitude to the largest value of the format, if known."""
+        return self.measured.headroom(self.format)
+
+    @property
+    def share_lost(self) -> float:
+        """``lost`` as a share of the measured entries."""
+        return self.measured.share(self.lost)
 
 
-def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFit:
-    """Return how well one tensor of one sample fits its format.
-
-    If the lower precision is not in force, the losses are those that it would cause.
-    """
-    format = FORMATS_BY_DTYPE.get(measured.dtype) or FORMATS[lower]
-    is_cast = measured.kind == "parameter_gradient" and measured.dtype not in FORMATS_BY_DTYPE
-    if is_cast and is_in_force:
-        # These values have passed through the lower precision, so the losses have already happened.
-        lost = _flushed(measured, format)
-        is_held = (
-            measured.flushed is None
-            and measured.amin is not None
-            and measured.amin < CERTAINLY_WIDER * format.smallest_subnormal
-        )
-    else:
-        lost, is_held = measured.lost(format), False
-    headroom = measured.headroom(format)
-    is_used = is_in_force or measured.dtype in FORMATS_BY_DTYPE
-    return FormatFit(format.name, headroom, lost, measured.share(lost), is_used, is_held)
-
-
-def fitted(sample: Sample, policies: Sequence[PolicySeen]) -> Iterator[tuple[Measured, FormatFit]]:
+def sampled(sample: Sample, policies: Sequence[PolicySeen]) -> Iterator[SampledTensor]:
     """Yield the tensors of a sample, each with its fit to its format.
 
     Before the first policy, or without one, the losses are those that the format would cause.
     """
     so_far = [policy for policy in policies if policy.step <= sample.step]
-    lower = lower_of(so_far or policies[:1])
+    lower = FORMATS[lower_of(so_far or policies[:1])]
     is_in_force = bool(so_far) and so_far[-1].dtype in FORMATS_BY_DTYPE
     for measured in sample.tensors:
-        yield measured, format_fit(measured, lower, is_in_force=is_in_force)
-
-
-class SampledTensor(Struct, frozen=True, gc=False):
-    """One tensor of one sample.
-
-    Attributes:
-        scale: The scale of the gradients in the sample.
-        is_overflow: Whether the step was skipped and a smaller scale might have prevented that.
-            Only then does an inf put a limit on the scale.
-    """
-
-    step: int
-    scale: float
-    is_overflow: bool
-    measured: Measured
-    fit: FormatFit
+        format = FORMATS_BY_DTYPE.get(measured.dtype, lower)
+        is_cast = measured.kind == "parameter_gradient" and measured.dtype not in FORMATS_BY_DTYPE
+        if is_cast and is_in_force:
+            # These values have passed through the lower precision: the losses have happened.
+            lost = _flushed(measured, format)
+            is_held = (
+                measured.flushed is None
+                and measured.amin is not None
+                and measured.amin < CERTAINLY_WIDER * format.smallest_subnormal
+            )
+        else:
+            lost, is_held = measured.lost(format), False
+        yield SampledTensor(sample.step, sample.scale, measured, format, lost, is_held)
 
 
 _ByLayer: TypeAlias = dict[tuple[Kind, str], list[SampledTensor]]
@@ -112,27 +88,27 @@ def layers_and_gradients(
     """
     found: _ByLayer = {}
     for sample in samples:
-        step, scale, is_overflow = sample.step, sample.scale, sample.step in overflows
-        for measured, fit in fitted(sample, policies):
-            seen = SampledTensor(step, scale, is_overflow, measured, fit)
-            found.setdefault((measured.kind, measured.name), []).append(seen)
-    layers = tuple(_layer(*key, seen) for key, seen in found.items())
+        for each in sampled(sample, policies):
+            found.setdefault((each.measured.kind, each.measured.name), []).append(each)
+    layers = tuple(_layer(*key, seen, overflows) for key, seen in found.items())
     return layers, _gradients(found, layers, overflows)
 
 
-def _layer(kind: Kind, name: str, seen: list[SampledTensor]) -> Layer:
+def _layer(
+    kind: Kind, name: str, seen: list[SampledTensor], overflows: Mapping[int, float]
+) -> Layer:
     total = merged(each.measured for each in seen)
     last = seen[-1]
-    lost = sum(each.fit.lost for each in seen)
-    headrooms = [(each.fit.headroom, each.step) for each in seen if each.fit.headroom is not None]
+    lost = sum(each.lost for each in seen)
+    headrooms = [(each.headroom, each.step) for each in seen if each.headroom is not None]
     headroom, headroom_step = min(headrooms, default=(None, None))
-    most_lost = max(seen, key=lambda each: each.fit.share_lost)
+    most_lost = max(seen, key=lambda each: each.share_lost)
     bad = (each.step for each in seen if each.measured.nan or each.measured.inf)
     return Layer(
         kind=kind,
         name=name,
         dtypes=tuple(dict.fromkeys(each.measured.dtype for each in seen)),
-        format=last.fit.format,
+        format=last.format.name,
         num_samples=len({each.step for each in seen}),
         size=last.measured.size,
         measured=total.measured,
@@ -144,12 +120,12 @@ def _layer(kind: Kind, name: str, seen: list[SampledTensor]) -> Layer:
         amin=total.amin,
         headroom=headroom,
         headroom_step=headroom_step,
-        headroom_last=last.fit.headroom,
+        headroom_last=last.headroom,
         lost=lost,
         share_lost=total.share(lost),
-        share_lost_worst=most_lost.fit.share_lost,
-        share_lost_step=most_lost.step if most_lost.fit.lost else None,
-        share_lost_last=last.fit.share_lost,
+        share_lost_worst=most_lost.share_lost,
+        share_lost_step=most_lost.step if most_lost.lost else None,
+        share_lost_last=last.share_lost,
         flushed=total.flushed,
         underflow=dict(total.underflow),
         overflow=dict(total.overflow),
@@ -157,7 +133,7 @@ def _layer(kind: Kind, name: str, seen: list[SampledTensor]) -> Layer:
         lost_updates=total.lost_updates,
         share_lost_updates=(total.lost_updates or 0) / total.updates if total.updates else None,
         histogram=total.by_exponent(),
-        window=_window_of(seen) if kind == "parameter_gradient" else None,
+        window=_window_of(seen, overflows) if kind == "parameter_gradient" else None,
     )
 
 
@@ -172,7 +148,7 @@ def _gradients(
     inside = _of_kind(found, "output_gradient")
     largest = [
         *(each.largest for each in windows),
-        largest_scale(each for each in inside if each.measured.dtype == "float16"),
+        largest_scale((x for x in inside if x.measured.dtype == "float16"), overflows),
         *map(power_below, overflows.values()),
     ]
     window = _window(
@@ -183,7 +159,7 @@ def _gradients(
     scale = max(gradients, key=lambda each: each.step).scale
     best = _best(window, scale)
     measured = sum(each.measured.measured for each in gradients)
-    lost = sum(each.fit.lost for each in gradients)
+    lost = sum(each.lost for each in gradients)
     lost_there = None if best is None else sum(_lost_at(best, each) for each in gradients)
     return GradientTotals(
         scale=scale,
@@ -220,12 +196,11 @@ def _best(window: ScaleWindow, scale: float) -> float | None:
 
 
 def _lost_at(scale: float, seen: SampledTensor) -> int:
-    if seen.fit.is_held:
+    if seen.is_held:
         return 0
-    format = FORMATS[seen.fit.format]
     factor = scale / seen.scale
-    flushed = _flushed(seen.measured, format) if factor <= 1 else 0  # above: unknown
-    return seen.measured.underflow_if(factor, format) + flushed
+    flushed = _flushed(seen.measured, seen.format) if factor <= 1 else 0  # above: unknown
+    return seen.measured.underflow_if(factor, seen.format) + flushed
 
 
 # --- limits of the scale --------------------------------------------------------------------------
@@ -235,16 +210,17 @@ _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 """The smallest and largest power of two that a scale, a float32 number, can be."""
 
 
-def _window_of(gradients: Sequence[SampledTensor]) -> ScaleWindow:
+def _window_of(gradients: Sequence[SampledTensor], overflows: Mapping[int, float]) -> ScaleWindow:
     # One held sample is enough: others of a norm may have no value small enough to tell.
     has_passed = any(each.measured.flushed is not None for each in gradients)
-    if not has_passed and any(each.fit.is_held for each in gradients):
+    if not has_passed and any(each.is_held for each in gradients):
         return _window(None, None, is_at_least=False)
     # Values flushed at one scale are only visible in samples at a larger scale.
     flushed = [each.scale for each in gradients if each.measured.flushed]
     whole = [each.scale for each in gradients if each.measured.amin and not each.measured.flushed]
     is_at_least = bool(flushed) and max(flushed) >= max(whole, default=0.0)
-    return _window(smallest_scale(gradients), largest_scale(gradients), is_at_least=is_at_least)
+    largest = largest_scale(gradients, overflows)
+    return _window(smallest_scale(gradients), largest, is_at_least=is_at_least)
 
 
 def _window(smallest: float | None, largest: float | None, *, is_at_least: bool) -> ScaleWindow:
@@ -260,23 +236,29 @@ def smallest_scale(gradients: Iterable[SampledTensor]) -> float | None:
     needed = []
     for each in gradients:
         measured = each.measured
-        if measured.amin is not None and not each.fit.is_held:
-            needed.append(FORMATS[each.fit.format].flushed_below / measured.amin * each.scale)
+        if measured.amin is not None and not each.is_held:
+            needed.append(each.format.flushed_below / measured.amin * each.scale)
         if measured.flushed:
             needed.append(each.scale)
-    return _power_above(max(needed)) if needed else None
+    return _as_scale(math.frexp(max(needed))[1]) if needed else None  # the power above
 
 
-def largest_scale(gradients: Iterable[SampledTensor]) -> float | None:
-    """Return the largest power of two at which no gradient overflows; None without a limit."""
+def largest_scale(
+    gradients: Iterable[SampledTensor], overflows: Mapping[int, float]
+) -> float | None:
+    """Return the largest power of two at which no gradient overflows; None without a limit.
+
+    An inf puts a limit on the scale only if a smaller scale might have prevented it.
+    """
     allowed, too_large = [], []
     for each in gradients:
-        measured, fit = each.measured, each.fit
-        if measured.amax and not fit.is_held:
-            allowed.append(FORMATS[fit.format].largest / measured.amax * each.scale)
-        if measured.inf and each.is_overflow and not fit.is_held:
+        if each.is_held:
+            continue
+        if each.measured.amax:
+            allowed.append(each.format.largest / each.measured.amax * each.scale)
+        if each.measured.inf and each.step in overflows:
             too_large.append(each.scale)
-    powers = [_power_up_to(min(allowed))] if allowed else []
+    powers = [_as_scale(math.frexp(min(allowed))[1] - 1)] if allowed else []  # not above it
     return min([*powers, *map(power_below, too_large)], default=None)
 
 
@@ -284,16 +266,6 @@ def power_below(value: float) -> float:
     """Return the largest power of two below a value: 4 for 8."""
     mantissa, exponent = math.frexp(value)
     return _as_scale(exponent - (2 if mantissa == 0.5 else 1))
-
-
-def _power_up_to(value: float) -> float:
-    """Return the largest power of two that is not above a value: 8 for 8."""
-    return _as_scale(math.frexp(value)[1] - 1)
-
-
-def _power_above(value: float) -> float:
-    """Return the smallest power of two above a value: 16 for 8."""
-    return _as_scale(math.frexp(value)[1])
 
 
 def _as_scale(exponent: int) -> float:

@@ -22,7 +22,7 @@ from halfstep._report.drawing import (
     png,
     round_numbers,
 )
-from halfstep._report.layers import fitted
+from halfstep._report.layers import sampled
 from halfstep._report.page_tables import KIND_TITLES, badness
 from halfstep._report.summary import NOTABLE, Layer, Summary
 
@@ -146,13 +146,13 @@ _Cells: TypeAlias = Mapping[tuple[Kind, str], Mapping[int, _Cell]]
 def _cells(run: Run, column_of: Sequence[int], summary: Summary) -> _Cells:
     found: _Cells = defaultdict(lambda: defaultdict(_Cell))
     for column, sample in zip(column_of, run.samples, strict=True):
-        for measured, fit in fitted(sample, summary.policies):
-            cell = found[measured.kind, measured.name][column]
-            cell.is_finite &= not (measured.nan or measured.inf)
-            cell.share_lost = max(cell.share_lost, fit.share_lost)
-            if fit.headroom is not None:
-                known = fit.headroom if cell.headroom is None else cell.headroom
-                cell.headroom = min(known, fit.headroom)
+        for each in sampled(sample, summary.policies):
+            cell = found[each.measured.kind, each.measured.name][column]
+            cell.is_finite &= not (each.measured.nan or each.measured.inf)
+            cell.share_lost = max(cell.share_lost, each.share_lost)
+            headroom = each.headroom
+            if headroom is not None:
+                cell.headroom = min(headroom, math.inf if cell.headroom is None else cell.headroom)
     return found
 
 
