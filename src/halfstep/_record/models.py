@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -13,6 +14,8 @@ from halfstep._common.module_names import without_wrappers
 from halfstep._gradients.buffers import NAN, levels_of
 from halfstep._pytorch import compiler, modes
 from halfstep._record.files import Event
+
+_Kind = TypeVar("_Kind")
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -26,6 +29,11 @@ class _KnownModel:
     is_written: bool = False
     bad_buffers: list[str] = field(default_factory=list)
     levels: dict[str, int] | None = None  # of the buffers that may be inf or NaN
+
+    def named(self, found: Iterable[tuple[str, _Kind]]) -> Iterator[tuple[str, _Kind]]:
+        """Yield modules, parameters or buffers of the model with their names in the record."""
+        for name, each in found:
+            yield ".".join(filter(None, (self.prefix, without_wrappers(name)))), each
 
 
 class Models:
@@ -61,12 +69,13 @@ class Models:
             if (known.is_written or known.ref() is not None) and known.ref() not in modules
         ]
         prefix = f"{type(model).__name__}[{len(self)}]" if self._models else ""
-        self._models.append(_KnownModel(weakref.ref(model), prefix))
-        for name, module in model.named_modules():
+        known = _KnownModel(weakref.ref(model), prefix)
+        self._models.append(known)
+        for name, module in known.named(model.named_modules()):
             if has_parts or module not in self._names:
-                self._names[module] = _joined(prefix, without_wrappers(name))
+                self._names[module] = name
         with modes.unseen_by_modes():
-            levels = levels_of(self._buffers(self._models[-1], model)).items()
+            levels = levels_of(known.named(model.named_buffers())).items()
         # Statistics never begin as NaN: this model has run before, or its checkpoint has NaN.
         self._first_levels |= {n: at for n, at in levels if at < NAN or not n.endswith(_STATISTICS)}
         return has_parts
@@ -86,8 +95,7 @@ class Models:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for known, model in self._present():
-            for name, parameter in model.named_parameters():
-                yield _joined(known.prefix, without_wrappers(name)), parameter
+            yield from known.named(model.named_parameters())
 
     def bad_buffers(self) -> list[str]:
         """Return the names of buffers that became inf or NaN since they were finite.
@@ -98,16 +106,12 @@ class Models:
         some.
         """
         for known, model in self._present():
-            levels = levels_of(self._buffers(known, model))
+            levels = levels_of(known.named(model.named_buffers()))
             if known.levels is None:
                 known.levels = {n: max(1, self._first_levels.get(n, 0)) for n in levels}
             known.levels = {n: min(at, known.levels.get(n, 0)) for n, at in levels.items()}
             known.bad_buffers = [n for n, at in levels.items() if at > known.levels[n]]
         return [name for known in self._models for name in known.bad_buffers]
-
-    def _buffers(self, known: _KnownModel, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        for name, buffer in model.named_buffers():
-            yield _joined(known.prefix, without_wrappers(name)), buffer
 
     def ran(self, name: str) -> None:
         """Record that a module has run to its end, for the order of first runs."""
@@ -124,9 +128,9 @@ class Models:
         names = [name for name, p in self.parameters() if id(p) in bad]
         # A parameter in several modules belongs to the last of them.
         owners = {
-            _joined(known.prefix, without_wrappers(name)).rpartition(".")[0]
+            name.rpartition(".")[0]
             for known, model in self._present()
-            for name, p in model.named_parameters(remove_duplicate=False)
+            for name, p in known.named(model.named_parameters(remove_duplicate=False))
             if id(p) in bad
         }
         around = {owner for owner in owners if any(_starts(o, owner) for o in owners - {owner})}
@@ -157,10 +161,6 @@ class Models:
             model = known.ref()
             if model is not None:
                 yield known, model
-
-
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def _starts(name: str, prefix: str) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,3 +150,10 @@ def _device_of(steps: Sequence[PendingStep]) -> torch.device:
         if step.outcome is not None:
             return step.outcome.loss_scale.tensor.device
     return torch.device("cpu")
+
+
+def step_scalars(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return what sinks receive of a step, from its line in the record."""
+    names = ("loss", "scale", "norm", "share_lost_updates")
+    known = {name: event[name] for name in names if event[name] is not None}
+    return known | {"skipped": float(not event["taken"])}

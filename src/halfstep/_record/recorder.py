@@ -30,9 +30,8 @@ from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._pytorch.devices import to_device
 from halfstep._record.files import Event, LateWriter, LineWriter
 from halfstep._record.models import Models
-from halfstep._record.pending import PendingStep, PendingSteps
-from halfstep._record.sample import Sampler, UpdateCounter
-from halfstep._record.scalars import sample_scalars, step_scalars
+from halfstep._record.pending import PendingStep, PendingSteps, step_scalars
+from halfstep._record.sample import Sampler, UpdateCounter, sample_scalars
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._scaler.access import is_unscaled, watch_names
 from halfstep._scaler.events import OBSERVERS, is_in_step

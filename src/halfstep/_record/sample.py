@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -24,7 +24,7 @@ from halfstep._autocast.rule import Rule
 from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
 from halfstep._master_weights.lost_updates import Counted, OpenSteps
-from halfstep._numerics.formats import dtype_name
+from halfstep._numerics.formats import FORMATS, FORMATS_BY_DTYPE, dtype_name
 from halfstep._numerics.measure import counted_part, measure
 from halfstep._numerics.statistics import Statistics, merged
 from halfstep._pytorch import autograd, modes
@@ -301,6 +301,20 @@ def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
+
+
+def sample_scalars(tensors: Sequence[Measured]) -> dict[str, float]:
+    """Return what sinks receive of a sampled step, from its measured tensors."""
+    headrooms, underflows, non_finite = [], [0.0], 0
+    for tensor in tensors:
+        headroom = tensor.headroom(FORMATS_BY_DTYPE.get(tensor.dtype, FORMATS["fp16"]))
+        if headroom is not None:
+            headrooms.append(headroom)
+        if tensor.kind == "parameter_gradient":
+            underflows.append(tensor.share(tensor.lost()))
+        non_finite += bool(tensor.nan or tensor.inf)
+    scalars = {"underflow": max(underflows), "non_finite": float(non_finite)}
+    return scalars | ({"headroom": min(headrooms)} if headrooms else {})
 
 
 # --- lost updates ---------------------------------------------------------------------------------
