@@ -423,10 +423,10 @@ def about_policy(summary: Summary) -> Iterator[Sentence]:
 
 def about_course(summary: Summary) -> str:
     """Return the course of loss and scale in a few words, for the sentence that all is well."""
-    losses = [(f"the loss of {each.optimizer}", each.curve) for each in summary.losses]
-    if summary.loss is not None and not losses:
-        losses = [("the loss", summary.loss)]
-    words = [f"{what} went from {number(x.first)} to {number(x.last)}" for what, x in losses]
+    losses = [(name, summary.at(key)) for name, key in summary.loss_keys.items()]
+    words = [
+        f"the {name} went from {number(x.first)} to {number(x.last)}" for name, x in losses if x
+    ]
     if summary.scale is not None:
         scale = summary.scale
         if scale.min == scale.max:

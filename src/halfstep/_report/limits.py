@@ -84,7 +84,7 @@ def pass_line(summary: Summary, limits: Limits) -> str:
             f"{normal if steps.num_by_scaling else ''} (limit {percent(limits.skipped)})"
         )
     for limit, layers, what in (
-        (limits.underflow, _gradients(summary), _underflow_verb(summary)),
+        (limits.underflow, _gradients(summary), summary.underflow_verb),
         (limits.overflow, _held_tensors(summary), "overflow"),
         (limits.lost_updates, _stepped_weights(summary), "of the updates lost"),
     ):
@@ -155,10 +155,6 @@ def _skipped(summary: Summary, limit: float | None) -> Iterator[str]:
         f"skipped: {percent(share)} of the steps, the limit is {percent(limit)}: "
         f"{count(steps.num_skipped_later)} of {count(steps.num)}, {at_steps(later)}{began}"
     )
-
-
-def _underflow_verb(summary: Summary) -> str:
-    return "underflow" if summary.can_underflow else f"would underflow in {summary.lower}"
 
 
 def _underflow(summary: Summary, limit: float | None) -> Iterator[str]:

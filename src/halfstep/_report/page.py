@@ -232,19 +232,11 @@ def tiles(summary: Summary) -> list[Tile]:
         ("{} other", count, "steps.num_skipped_later") if steps.num_by_scaling else None,
     )
     add("Last scale", "scale.last", power, ("from {} to {}", power, "scale.min", "scale.max"))
-    for place, each in enumerate(summary.losses):
-        key = f"losses.{place}.curve"
-        add(
-            f"Last loss of {each.optimizer}",
-            f"{key}.last",
-            number,
-            (recent, number, f"{key}.recent"),
-        )
-    if not summary.losses:
-        add("Last loss", "loss.last", number, (recent, number, "loss.recent"))
+    for name, key in summary.loss_keys.items():
+        add(f"Last {name}", f"{key}.last", number, (recent, number, f"{key}.recent"))
     add("Last gradient norm", "norm.last", number, (recent, number, "norm.recent"))
     add(
-        "Gradients underflow" if summary.can_underflow else f"Would underflow in {summary.lower}",
+        "Gradients underflow" if summary.can_underflow else summary.underflow_verb.capitalize(),
         "gradients.share_lost",
         percent,
         ("at scale {}", power, "gradients.scale"),

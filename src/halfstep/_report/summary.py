@@ -451,6 +451,14 @@ class Summary:
         return value
 
     @property
+    def loss_keys(self) -> dict[str, str]:
+        """The keys of the losses by name: of one, or of one for each optimizer."""
+        if not self.losses:
+            return {"loss": "loss"}
+        optimizers = enumerate(each.optimizer for each in self.losses)
+        return {f"loss of {name}": f"losses.{place}.curve" for place, name in optimizers}
+
+    @property
     def policy(self) -> PolicySeen | None:
         """The last policy in force."""
         return self.policies[-1] if self.policies else None
@@ -468,6 +476,11 @@ class Summary:
     def can_underflow(self) -> bool:
         """Whether any gradient was in a lower precision."""
         return any(map(self.underflows, self.of_kind("parameter_gradient")))
+
+    @property
+    def underflow_verb(self) -> str:
+        """``underflow``, or ``would underflow in fp16`` if no gradient did."""
+        return "underflow" if self.can_underflow else f"would underflow in {self.lower}"
 
     @property
     def went_bad_at(self) -> int | None:

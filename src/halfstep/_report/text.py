@@ -291,22 +291,16 @@ def _differing(
     return name(layer.name), _KINDS[layer.kind], *values
 
 
-_CURVES = (
-    ("loss: first, last, smallest", "loss", ("first", "last", "min"), number),
-    ("norm: first, last, largest", "norm", ("first", "last", "max"), number),
-    ("scale: first, last, smallest, largest", "scale", ("first", "last", "min", "max"), power),
-    ("gradient entries that underflow", "gradients", ("share_lost",), percent),
-    ("lost updates: first, last, largest", "lost_updates", ("first", "last", "max"), percent),
-)
-"""Numbers that a run may lack: name, part of the summary, keys in it, and format."""
-
-
 def _curves_of(summary: Summary) -> Iterator[tuple[str, str, tuple[str, ...], Callable[..., str]]]:
-    loss, *others = _CURVES
-    for place, each in enumerate(summary.losses):
-        name = loss[0].replace("loss", f"loss of {each.optimizer}", 1)
-        yield name, f"losses.{place}.curve", *loss[2:]
-    yield from others if summary.losses else _CURVES
+    """Yield the numbers that a run may lack: name, part of the summary, keys in it, and format."""
+    for name, key in summary.loss_keys.items():
+        yield f"{name}: first, last, smallest", key, ("first", "last", "min"), number
+    yield "norm: first, last, largest", "norm", ("first", "last", "max"), number
+    scales = ("first", "last", "min", "max")
+    yield "scale: first, last, smallest, largest", "scale", scales, power
+    underflow = f"gradient entries that {summary.underflow_verb}"
+    yield underflow, "gradients", ("share_lost",), percent
+    yield "lost updates: first, last, largest", "lost_updates", ("first", "last", "max"), percent
 
 
 def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -316,8 +310,6 @@ def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "skipped", f"{count(steps.num_skipped)} ({share}){kinds}"
     for name, part, keys, text in _curves_of(summary):
         if summary.at(part) is not None:
-            if part == "gradients" and not summary.can_underflow:
-                name = f"gradient entries that would underflow in {summary.lower}"
             yield name, ", ".join(text(summary.at(f"{part}.{key}")) for key in keys)
     yield "time per step", seconds(facts.seconds_per_step)
     yield "policy", f"{plain(policy.dtype)}, {code(policy.text)}" if policy else NONE
