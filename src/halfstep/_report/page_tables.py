@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from halfstep._numerics.formats import FORMATS
 from halfstep._record.run import Kind
-from halfstep._report.drawing import Tick, bars
+from halfstep._report.drawing import Axis, Tick, bars
 from halfstep._report.summary import NOTABLE, Layer, Summary
 from halfstep._trace.recording import Recording
 from halfstep._trace.rows import Row, grouped, short
@@ -122,11 +122,8 @@ def exponents_of(layers: Iterable[Layer]) -> Exponents:
     seen = [exponent for layer in layers for exponent in layer.histogram]
     low = max(_LOWEST, min([*seen, -25]) - 2)
     high = min(_HIGHEST, max([*seen, 16]) + 2)
-    ticks = [
-        (round(100 * (exponent - low) / (high - low), 2), str(exponent))
-        for exponent in range(low, high + 1)
-        if exponent % 10 == 0
-    ]
+    tens = [exponent for exponent in range(low, high + 1) if exponent % 10 == 0]
+    ticks = Axis(low, high).ticks(tens, str)
     return Exponents(low, high, ticks, [_window(name, low, high) for name in FORMATS])
 
 

@@ -417,13 +417,13 @@ def beginnings(run: Run) -> dict[tuple[int, str], Beginning]:
 
 
 def _models(run: Run) -> Mapping[int, _Models]:
-    """Return the models of each rank."""
-    models: dict[int, list[tuple[str, int, tuple[str, ...]]]] = {rank: [] for rank in run.ranks}
-    others = {model.rank for model in run.models if model.rank is not None}
-    for model in run.models:
-        for rank in set(run.ranks) - others if model.rank is None else [model.rank]:
-            models[rank].append((model.name, model.parameters, model.modules))
-    return models
+    """Return the models of each rank: its own, or those of the first rank."""
+    own = grouped(run.models, lambda model: model.rank)
+    of_first = own.get(None, [])
+    return {
+        rank: [(each.name, each.parameters, each.modules) for each in own.get(rank, of_first)]
+        for rank in run.ranks
+    }
 
 
 def _first(found: Sequence[Culprits], models: Mapping[int, _Models]) -> Beginning:
