@@ -50,7 +50,7 @@ def test_each_cell_has_the_value_of_its_layer_and_step(tmp_path):
     )
     (tab,) = drawn.tabs
     headroom, lost = map(pixels, tab.maps)
-    assert [row.name for row in tab.rows] == ["fc", "head"]
+    assert [row.title.split("\n")[0] for row in tab.rows] == ["fc", "head"]
     assert [[label(HEADROOM, p) if p else None for p in row] for row in headroom] == [
         ["about 12.5 bits", "about 12.5 bits"],
         [None, "20 bits or more"],

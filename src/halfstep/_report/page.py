@@ -80,7 +80,7 @@ def render(summary: Summary, run: Run) -> str:
         table=table,
         limits=format_limits(table.axis) if table else (),
         formats=list(FORMATS),
-        kinds={kind: title for kind, title in KIND_TITLES.items() if summary.of_kind(kind)},
+        kinds=[kind for kind in KIND_TITLES if summary.of_kind(kind)],
         precision=precision_map(run.trace) if run.trace else None,
         dtype_class=lambda dtype: _DTYPE_CLASSES.get(dtype, "p5"),
         skipped=_skipped(run),
@@ -96,7 +96,6 @@ def render_comparison(comparison: RunComparison, runs: Sequence[Run]) -> str:
         names=comparison.names,
         runs=list(zip(comparison.names, comparison.runs, strict=True)),
         curves=curves({n: r.steps for n, r in zip(comparison.names, runs, strict=True)}),
-        kind_titles=KIND_TITLES,
         value=value_tag,
     )
 
@@ -121,6 +120,7 @@ def _environment() -> Environment:
         n=numbers,
         severity_words=SEVERITY_WORDS,
         evidence=EVIDENCE,
+        kind_titles=KIND_TITLES,
         followed=FOLLOWED,
         island=_island,
     )

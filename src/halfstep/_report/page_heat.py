@@ -31,10 +31,8 @@ LABEL_HEIGHT, LABEL_LETTERS = 12, 24
 
 
 class HeatRow(NamedTuple):
-    """One layer of a heat map: upper edge in pixels, worst values, and index in the summary."""
+    """One layer of a heat map: name and worst values, and index in the summary."""
 
-    y: float
-    name: str
     title: str
     number: int
 
@@ -64,7 +62,6 @@ class Tab(NamedTuple):
     """
 
     kind: Kind
-    title: str
     rows: list[HeatRow]
     row_height: int
     labels: list[tuple[float, str, str]]
@@ -168,11 +165,7 @@ def _tab(kind: Kind, summary: Summary, cells: _Cells, num_columns: int) -> Tab:
     names = [layer.name for layer in layers]
     return Tab(
         kind,
-        KIND_TITLES[kind],
-        [
-            HeatRow(i * row_height, layer.name, _title(layer), number)
-            for i, (layer, number) in enumerate(zip(layers, numbers, strict=True))
-        ],
+        [HeatRow(_title(layer), number) for number, layer in zip(numbers, layers, strict=True)],
         row_height,
         [
             ((index + 0.5) * row_height, _short(names[index]), names[index])

@@ -62,11 +62,10 @@ class Exponents(NamedTuple):
 
 
 class LayerRow(NamedTuple):
-    """One line of the table: a layer, its index in the summary, its kind in words, its SVG path."""
+    """One line of the table: a layer, its index in the summary, and its histogram."""
 
     number: int
     layer: Layer
-    kind: str
     histogram: str | None
 
 
@@ -88,7 +87,7 @@ def layer_table(summary: Summary) -> LayerTable:
         if layer.histogram and num_histograms < MOST_HISTOGRAMS:
             path = histogram(layer, axis)
             num_histograms += 1
-        rows.append(LayerRow(index, layer, KIND_TITLES[layer.kind], path))
+        rows.append(LayerRow(index, layer, path))
     return LayerTable(rows, axis, num_histograms)
 
 
