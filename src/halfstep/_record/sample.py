@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._autocast import default_device, kernels, scopes
-from halfstep._autocast.region import LISTENERS
+from halfstep._autocast.region import listening
 from halfstep._autocast.rule import Rule
 from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
@@ -69,9 +69,8 @@ class Sampler:
         self._say, self._is_listening = say, is_listening
         self.is_open = self._is_measuring = False
         self._global_hooks = GlobalHooks(self._enter, self._leave)
-        self._forward_hooks: list[RemovableHandle] = []
-        self._parameter_hooks: list[RemovableHandle] = []
-        self._output_hooks: list[RemovableHandle] = []
+        self._opened = ExitStack()  # undoes what the step has installed
+        self._watched = ExitStack()  # undoes the hooks on the models
         self._found: dict[tuple[Kind, str], tuple[str, Statistics]] = {}
         self._last_outputs: list[weakref.ref[Tensor]] = []
         self._depth = 0
@@ -80,7 +79,6 @@ class Sampler:
         # Number of calls by device, dtype and policy number; None is PyTorch's policy.
         self._ran_under: Counter[tuple[str, torch.dtype, int | None]] = Counter()
         self.policies: dict[str, tuple[str, str]] = {}  # lower precision and text, by device type
-        self._counting = ExitStack()
         self._decided: Counter[Rule] = Counter()  # how often each rule decided in the step
         self.acted: dict[str, int] = {}  # the same of the rules that policies have beyond presets
 
@@ -90,22 +88,19 @@ class Sampler:
         self._depth, self._depth_of_region = 0, -1
         self._ran_under.clear()
         self._decided.clear()
-        self._counting.enter_context(kernels.counted_by(self._count_rule))
-        LISTENERS.append(self._enter_region)
+        self._opened.enter_context(kernels.counted_by(self._count_rule))
+        self._opened.enter_context(listening(self._enter_region))
         self._global_hooks.install()
+        self._opened.callback(self._global_hooks.remove)
         self._watch_models()
 
     def end(self) -> list[Measured]:
         """End the step and return its tensors, in the order of the kinds."""
         self.is_open = False
-        if self._enter_region in LISTENERS:
-            LISTENERS.remove(self._enter_region)
-        self._counting.close()
+        self._watched.close()
+        self._opened.close()
         self._settle_policies()
         self._settle_rules()
-        self._global_hooks.remove()
-        for hooks in (self._forward_hooks, self._parameter_hooks, self._output_hooks):
-            _remove(hooks)
         found, self._found = self._found, {}
         measured = [Measured.of(*key, *value) for key, value in found.items()]
         return sorted(measured, key=lambda each: KINDS.index(each.kind))
@@ -114,17 +109,16 @@ class Sampler:
         """Install hooks on the models; called again when another model is found."""
         if not len(self._models):
             return
+        self._watched.close()
         if self._models.has_compiled:
             # Global hooks would make torch.compile compile everything again.
             self._say(COMPILED)
             self._global_hooks.remove()
-            _remove(self._forward_hooks)
             for module in self._models.eager_modules():
                 handle = module.register_forward_hook(_ForwardHook(self._leave))
-                self._forward_hooks.append(handle)
+                self._watched.callback(handle.remove)
         if not self._is_measuring:
             return
-        _remove(self._parameter_hooks)
         for name, parameter in self._models.parameters():
             if is_lazy(parameter):  # it has no shape before the first batch
                 continue
@@ -133,7 +127,7 @@ class Sampler:
             if parameter.requires_grad and parameter.is_leaf:
                 hook = partial(self._take_gradient, name)
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._parameter_hooks.append(handle)
+                self._watched.callback(handle.remove)
 
     # --- hooks ------------------------------------------------------------------------------------
 
@@ -187,7 +181,8 @@ class Sampler:
                 continue  # a container returns the output of its last module
             self._take("output", name, tensor)
             hook = partial(self._take, "output_gradient", name)
-            self._output_hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+            handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            self._opened.callback(handle.remove)
         self._last_outputs = [weakref.ref(tensor) for tensor in outputs]
 
     def _take_gradient(self, name: str, parameter: Tensor) -> None:
@@ -295,12 +290,6 @@ def _is_being_built(module: nn.Module) -> bool:
                 return True
         frame = frame.f_back
     return False
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
 
 
 def sample_scalars(tensors: Sequence[Measured]) -> dict[str, float]:
