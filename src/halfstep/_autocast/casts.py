@@ -5,7 +5,7 @@ A kernel calls its op with the Autocast key excluded, so that component ops are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from operator import methodcaller
@@ -157,8 +157,7 @@ def contracts(equation: str) -> bool:
 @cache
 def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Return a kernel that uses PyTorch's, which is faster, for everything but cached weights."""
-    pytorch = pytorch_kernel(name, device)
-    in_float64, in_float32 = _promote(name, device), _cast_to(name, device, torch.float32)
+    pytorch, detour = pytorch_kernel(name, device), _detours(name, device, dtype)
 
     def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         is_cache_on = torch.is_autocast_cache_enabled()
@@ -168,15 +167,11 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
                 casts = [cast_weights(arg, device, dtype) for arg in args]
             torch.set_autocast_cache_enabled(False)  # only PyTorch's cache, for the other arguments
             return pytorch(keys, *casts, **kwargs)
-        except Float64Met:
-            return in_float64(keys, *args, **kwargs)
-        except SparseMet:
-            return in_float32(keys, *args, **kwargs)
-        except GatheredMet:
-            pass  # called below, to keep this exception out of the context of the op's errors
+        except Detour as raised:
+            met = type(raised)
         finally:
             torch.set_autocast_cache_enabled(is_cache_on)
-        return _with_gathered(lower, keys, args, kwargs, dtype)
+        return detour(met, lower, keys, args, kwargs)
 
     return lower
 
@@ -198,7 +193,7 @@ def _is_product(name: str) -> bool:
 @cache
 def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = False) -> Kernel:
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
-    in_float64 = _promote(name, device)
+    detour = _detours(name, device, dtype)
     written = dispatch.written_by(overload(name))  # statistics, which must not be copies
     to = lowered if dtype in HALVES else cast
 
@@ -213,25 +208,37 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
                 ]
                 if kwargs:
                     kwargs = {key: cast(arg, device, dtype) for key, arg in kwargs.items()}
-            except Float64Met:
-                return in_float64(keys, *args, **kwargs)
-            except SparseMet:
-                return _cast_to(name, device, torch.float32)(keys, *args, **kwargs)
-            except GatheredMet:
-                pass
-            else:
                 return op(*casts, **kwargs)
-        return _with_gathered(cast_to, keys, args, kwargs, dtype)
+            except Detour as raised:
+                met = type(raised)
+        return detour(met, cast_to, keys, args, kwargs)
 
     return cast_to
 
 
-def _with_gathered(kernel: Kernel, keys: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
-    """Call a kernel with gathered weights already cast; autograd saves none of these casts."""
-    lent = Lent(dtype)
-    casts = lent.cast(args)
-    with lent.until_backward():
-        return kernel(keys, *casts, **kwargs)
+_ALL = range(1000)  # positions of arguments
+
+
+def _detours(
+    name: str, device: str, dtype: torch.dtype, lent: Container[int] = _ALL
+) -> Callable[..., Any]:
+    """Return what runs an op whose kernel met an argument that it does not cast.
+
+    Call it after the ``except``, to keep that exception out of the context of the op's errors.
+    Gathered weights are cast where their positions are in ``lent``, and autograd saves no casts.
+    """
+
+    def detour(met: type[Detour], kernel: Kernel, keys: Keys, args: Any, kwargs: Any) -> Any:
+        if met is Float64Met:
+            return _promote(name, device)(keys, *args, **kwargs)
+        if met is SparseMet:
+            return _cast_to(name, device, torch.float32)(keys, *args, **kwargs)
+        weights = Lent(dtype)
+        casts = [weights.cast(arg) if i in lent else arg for i, arg in enumerate(args)]
+        with weights.until_backward():
+            return kernel(keys, *casts, **kwargs)
+
+    return detour
 
 
 @cache
@@ -254,8 +261,7 @@ def _promote(name: str, device: str) -> Kernel:
 def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Round the inputs and the result to lower precision; compute in float32 between."""
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
-    in_float64, in_float32 = _promote(name, device), _cast_to(name, device, torch.float32)
-    has_onednn = dispatch.has_onednn(dtype)
+    detour, has_onednn = _detours(name, device, dtype), dispatch.has_onednn(dtype)
     in_lower = _cast_to(name, device, dtype, use_cache=_is_product(name))
 
     def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
@@ -264,16 +270,11 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
         with dispatch.exclude_keys(autocast):
             try:
                 low = [cast(cast_weights(arg, device, dtype), device, dtype) for arg in args]
-            except Float64Met:
-                return in_float64(keys, *args, **kwargs)
-            except SparseMet:
-                return in_float32(keys, *args, **kwargs)
-            except GatheredMet:
-                pass
-            else:
                 wide = [cast(arg, device, torch.float32) for arg in low]
                 return _rounded(op(*wide, **kwargs), dtype)
-        return _with_gathered(lower, keys, args, kwargs, dtype)
+            except Detour as raised:
+                met = type(raised)
+        return detour(met, lower, keys, args, kwargs)
 
     return lower
 
@@ -281,10 +282,10 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
 @cache
 def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Round the factors of a product to lower precision, but neither its result nor its sum."""
-    in_float64, in_float32 = _promote(name, device), _cast_to(name, device, torch.float32)
     if dtype not in HALVES:
-        return in_float32
+        return _cast_to(name, device, torch.float32)
     autocast, factors = _autocast_keys(device), products.factors_of(name)
+    detour = _detours(name, device, dtype, lent=factors)
 
     def multiply(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
@@ -295,18 +296,10 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
                     else cast(arg, device, torch.float32)
                     for i, arg in enumerate(args)
                 ]
-            except Float64Met:
-                return in_float64(keys, *args, **kwargs)
-            except SparseMet:
-                return in_float32(keys, *args, **kwargs)
-            except GatheredMet:
-                pass
-            else:
                 return products.with_fp32_result(name, casts, kwargs)
-        lent = Lent(dtype)
-        given = [lent.cast(arg) if i in factors else arg for i, arg in enumerate(args)]
-        with lent.until_backward():
-            return multiply(keys, *given, **kwargs)
+            except Detour as raised:
+                met = type(raised)
+        return detour(met, multiply, keys, args, kwargs)
 
     return multiply
 
@@ -415,12 +408,20 @@ _NO_TENSORS = frozenset({type(None), bool, int, float, str})
 """Types without tensors; this lookup is faster than ``isinstance`` or calling :func:`cast`."""
 
 
-class Float64Met(Exception):  # noqa: N818  # not an error: see cast
-    """Raised for a float64 argument."""
+class Detour(Exception):  # noqa: N818  # not an error: see _detours
+    """Raised for an argument that a kernel does not cast."""
 
 
-class SparseMet(Exception):  # noqa: N818  # not an error: see lowered
+class Float64Met(Detour):
+    """Raised for a float64 argument: see :func:`cast`."""
+
+
+class SparseMet(Detour):
     """Raised for a sparse argument: see :func:`lowered`."""
+
+
+class GatheredMet(Detour):
+    """Raised for a gathered weight: see :func:`cast_weights`."""
 
 
 _SPARSE = frozenset(
@@ -575,10 +576,6 @@ def widest(values: Iterable[Any], device: str) -> torch.dtype | None:
 # fully_shard gathers the weights of a layer before its forward pass, frees them after it, and
 # gathers them again before its backward pass. Casts saved by autograd would stay: eventually one of
 # every weight, on every rank. So none is saved; the backward pass casts the gathered weights again.
-
-
-class GatheredMet(Exception):  # noqa: N818  # not an error: see cast_weights
-    """Raised for a gathered weight."""
 
 
 def is_gathered(weight: Tensor) -> bool:
