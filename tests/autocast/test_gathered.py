@@ -66,15 +66,17 @@ PRODUCTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] 
 def test_no_cast_of_a_factor_with_a_result_in_float32_outlives_its_op() -> None:
     def run(shared: bool) -> tuple[list[Tensor], int]:
         weight, flat = weight_of(64, 32, shared=shared)
-        x, bias = X.clone().requires_grad_(), weight.detach()[:, 0].clone()
+        x, bias = X.clone().requires_grad_(), nn.Parameter(weight.detach()[:, 0].clone())
+        keeping = bias.detach() if shared else None  # it is added unrounded
         with Alive() as alive, autocast(DEVICE, BF16, policy="standard; linear:fp32-out"):
             y = F.linear(x, weight, bias)
             kept = alive.bytes(BF16, 64 * 32)
         y.square().sum().backward()
         assert x.grad is not None
         assert weight.grad is not None
-        del flat
-        return [y.detach(), x.grad, weight.grad], kept
+        assert bias.grad is not None
+        del flat, keeping
+        return [y.detach(), x.grad, weight.grad, bias.grad], kept
 
     (here, kept), (there, kept_there) = run(shared=True), run(shared=False)
     assert (kept, kept_there) == (0, 64 * 32 * 2)
