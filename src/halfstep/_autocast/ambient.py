@@ -70,7 +70,7 @@ class use_policy:
         if self._is_entered:
             raise CallOrderError(f"{self!r} is entered already; make another one")
         outer = scopes.current()
-        scopes.enter(outer, self._within(outer.policies or scopes.ambient), block=self)
+        scopes.enter(outer, self._within(outer.policies or scopes.ambient), context=self)
         self._is_entered = True
         with _lock:
             self._ambient = self._within(scopes.ambient)
@@ -93,7 +93,7 @@ class use_policy:
             del _entered[max(n for n, each in enumerate(_entered) if each is self._ambient)]
             scopes.ambient = _entered[-1] if _entered else scopes.NO_POLICIES
         scope = scopes.current()
-        if scope.block is self:
+        if scope.context is self:
             scopes.leave(scope)
             return
         where = "before a context that was entered in it"

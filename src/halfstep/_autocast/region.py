@@ -1,6 +1,5 @@
 """Entering and exiting of validated autocast contexts, also in torch.compile's graphs."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -40,8 +39,9 @@ class Region:
             context.__enter__()
             self._traced.append(context)
         else:
-            if _thread.change is not None and self._is_users:
-                settings = _thread.change(settings)
+            change = scopes.thread.state.change
+            if change is not None and self._is_users:
+                settings = change(settings)
             _enter(self, settings)
             if LISTENERS and self._is_users:
                 for listener in [*LISTENERS]:
@@ -96,21 +96,15 @@ class ModuleRegion(Region):
     _is_users = False
 
 
-class _Thread(threading.local):
-    change: Callable[[Settings], Settings] | None = None
-
-
-_thread = _Thread()
-
-
 @contextmanager
 def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
     """Apply ``change`` to the settings of contexts that the user enters in this thread."""
-    before, _thread.change = _thread.change, change
+    state = scopes.thread.state
+    before, state.change = state.change, change
     try:
         yield
     finally:
-        _thread.change = before
+        state.change = before
 
 
 def outside_of(context: Region) -> amp.Switches:
@@ -119,9 +113,7 @@ def outside_of(context: Region) -> amp.Switches:
     Raises:
         AttributeError: The context is not entered in this thread.
     """
-    scope: scopes.Scope | None = scopes.current()
-    while scope is not None and scope.context is not context:
-        scope = scope.outer
+    _, scope = scopes.entered(context)
     if scope is None or scope.switches is None:
         raise AttributeError(f"{context!r} is not entered in this thread: nothing is outside of it")
     return scope.switches
@@ -172,7 +164,7 @@ def settings_within(module: str, device_type: str) -> Settings | None:
 # --- entering and leaving -------------------------------------------------------------------------
 
 
-def _enter(context: Region, settings: Settings) -> None:
+def _enter(context: object, settings: Settings) -> None:
     switches, number, inherit = settings
     outer = scopes.thread.state.scope
     if outer.nesting is not None:
@@ -208,34 +200,24 @@ def _exit_below_others(context: Region) -> CallOrderError | None:
 
     Return an error, or None if the inner contexts have the same effect, so that no op was affected.
     """
-    inner: list[scopes.Scope] = []
-    scope = scopes.current()
-    while scope.context is not context:
-        if (scope.context is None and scope.block is None) or scope.outer is None:
-            return CallOrderError(
-                f"{context!r} is left in a thread that did not enter it (a generator, say, that "
-                "was started in another one); enter and leave it in one thread"
-            )
-        inner.append(scope)
-        scope = scope.outer
-    for each in (*inner, scope):
-        if each.block is None:
-            _exit(each)
-        else:
-            scopes.leave(each)
+    inner, scope = scopes.entered(context)
+    if scope is None or any(each.context is None for each in inner):
+        return CallOrderError(
+            f"{context!r} is left in a thread that did not enter it (a generator, say, that "
+            "was started in another one); enter and leave it in one thread"
+        )
     assert scope.settings is not None
+    for each in (*inner, scope):
+        (scopes.leave if each.settings is None else _exit)(each)
     other: object = None
     for each in reversed(inner):
-        if each.block is not None:
-            scopes.enter(scopes.current(), each.policies, block=each.block)
-            if each.policies is not scope.policies:
-                other = each.block
-            continue
-        assert isinstance(each.context, Region)
-        assert each.settings is not None
-        _enter(each.context, each.settings)
+        if each.settings is None:  # of use_policy
+            scopes.enter(scopes.current(), each.policies, each.context)
+        else:
+            _enter(each.context, each.settings)
+        switches = (each.settings or scope.settings).switches
         alike = scope.policies, scope.settings.switches, scope.policies
-        if (each.policies, each.settings.switches, scopes.current().policies) != alike:
+        if (each.policies, switches, scopes.current().policies) != alike:
             other = each.context
     if other is None:
         return None

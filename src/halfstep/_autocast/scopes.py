@@ -66,12 +66,11 @@ class Scope(NamedTuple):
 
     Attributes:
         outer: the scope outside this one, None for the scope of a thread outside of all contexts.
-        context: the autocast that was entered, None for other scopes.
-        settings: its settings.
+        context: the autocast, or use_policy, that was entered; None for other scopes.
+        settings: the settings of an autocast.
         switches: PyTorch's autocast switches outside of it.
         nesting: for a scope entered by a compiled graph, its autocast nesting depth. If tracing is
             aborted, such a scope is left behind; the depth reveals it.
-        block: the use_policy that was entered.
     """
 
     policies: Policies
@@ -80,16 +79,16 @@ class Scope(NamedTuple):
     settings: Settings | None = None
     switches: amp.Switches | None = None
     nesting: int | None = None
-    block: object = None
 
 
 class _State:
     """The state of a thread, in one object, because attributes of thread-locals are slow."""
 
-    __slots__ = ("followed", "guard", "guard_outside", "scope")
+    __slots__ = ("change", "followed", "guard", "guard_outside", "scope")
 
     def __init__(self) -> None:
         self.scope = Scope(NO_POLICIES)  # current(), unless it has a nesting depth
+        self.change: Callable[[Settings], Settings] | None = None  # of the user's contexts
         self.followed = NO_POLICIES  # the policies that torch.compile's mark stands for
         self.guard = compiler.compile_guard()  # the guard value for them
         self.guard_outside = self.guard  # the guard value outside of all policies
@@ -128,16 +127,13 @@ def enter(
     context: object = None,
     settings: Settings | None = None,
     switches: amp.Switches | None = None,
-    block: object = None,
-) -> Scope:
+) -> None:
     """Make a :class:`Scope` inside of ``outer`` the current one; :func:`leave` undoes it."""
     state = thread.state
     # Takes half the time of Scope(...).
-    scope = tuple.__new__(Scope, (policies, outer, context, settings, switches, None, block))
-    state.scope = scope
+    state.scope = tuple.__new__(Scope, (policies, outer, context, settings, switches, None))
     if policies is not state.followed:
         _follow(state, policies)
-    return scope
 
 
 def enter_in_graph(outer: Scope, policies: Policies) -> None:
@@ -152,22 +148,31 @@ def leave(scope: Scope) -> None:
     state.scope = outer
     if scope.nesting is None and outer.policies is not state.followed:
         _follow(state, outer.policies)
-    # Outside of all contexts and graphs, or at the end of a recomputation: drop the casts of
+    # Outside of all autocasts and graphs, or at the end of a recomputation: drop the casts of
     # weights.
-    if outer.context is None and outer.nesting is None:
+    if outer.settings is None and outer.nesting is None:
         weight_cache.clear()
 
 
-def leave_below(block: object) -> bool:
-    """Leave a block that is not the innermost; return whether it was entered in this thread."""
+def entered(context: object) -> tuple[list[Scope], Scope | None]:
+    """Return the scopes inside of that of ``context``, innermost first, and that scope.
+
+    It is None for a context that is not entered in this thread.
+    """
     inner: list[Scope] = []
-    each: Scope | None = current()
-    while each is not None and each.block is not block:
-        inner.append(each)
-        each = each.outer
-    if each is None or each.outer is None:
+    scope: Scope | None = current()
+    while scope is not None and scope.context is not context:
+        inner.append(scope)
+        scope = scope.outer
+    return inner, scope
+
+
+def leave_below(context: object) -> bool:
+    """Leave a context that is not the innermost; return whether it was entered in this thread."""
+    inner, scope = entered(context)
+    if scope is None or scope.outer is None:
         return False
-    rest = each.outer
+    rest = scope.outer
     for each in reversed(inner):
         rest = each._replace(outer=rest)
     thread.state.scope = rest
