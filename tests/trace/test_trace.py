@@ -535,7 +535,7 @@ def test_everything_is_undone(model: nn.Sequential) -> None:
         plain = model(x)
     t = traced(model, x)
     assert kernels._observer is None
-    assert kernels._observed_kernels is None
+    assert not kernels._registering
     assert not hooks._global_forward_hooks
     assert not hooks._global_forward_pre_hooks
     num_ops = len(t.ops)

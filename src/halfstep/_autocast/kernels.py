@@ -21,10 +21,7 @@ import torch
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
 from halfstep._autocast import hold, scopes
-from halfstep._autocast.casts import (
-    is_eligible,
-    pytorch_kernel,
-)
+from halfstep._autocast.casts import is_eligible, pytorch_kernel
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.policy import Policy, check, meant_by
 from halfstep._autocast.rule import LOWER_PRECISIONS, Phase, Rule
@@ -96,10 +93,8 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
             hold.follow_writes()
             _prepared.append(on_device)
             _numbers[key] = number
-            if _observed_kernels is not None:
-                _register_observed(on_device, _observed_kernels)
-            if _counting_kernels is not None:
-                _register_counting(on_device, _counting_kernels)
+            for register in _registering:
+                register(on_device)
         return _numbers[key]
 
 
@@ -123,13 +118,40 @@ def prepared(number: int) -> PolicyOnDevice:
     return _prepared[number]
 
 
+_registering: list[Callable[[PolicyOnDevice], None]] = []
+"""What registers the kernels of the blocks that are running."""
+
+
+@contextmanager
+def _registered(
+    ops: Callable[[PolicyOnDevice], Iterable[str]], kernel: Callable[[str, str], Kernel]
+) -> Iterator[None]:
+    """Register kernels for ops of every policy in a block, and remove them afterwards."""
+    temporary = dispatch.TemporaryKernels()
+
+    def register(policy: PolicyOnDevice) -> None:
+        key = dispatch.autocast_key(policy.device)
+        for op in sorted(ops(policy)):
+            temporary.register(overload(op), key, kernel(op, policy.device))
+
+    _registering.append(register)
+    try:
+        with _lock:
+            for policy in _prepared:
+                register(policy)
+        yield
+    finally:
+        with _lock:
+            _registering.remove(register)
+            temporary.remove()
+
+
 # --- observing ------------------------------------------------------------------------------------
 
 # (op, rule, policy) -> a context in which the op runs by the rule.
 Observer = Callable[[str, Rule, PolicyOnDevice], AbstractContextManager[object]]
 
 _observer: Observer | None = None
-_observed_kernels: dispatch.TemporaryKernels | None = None
 
 
 @contextmanager
@@ -142,30 +164,19 @@ def observed_by(observer: Observer) -> Iterator[None]:
     Raises:
         CallOrderError: There already is an observer.
     """
-    global _observer, _observed_kernels
+    global _observer
     with _lock:
         if _observer is not None:
             raise CallOrderError(
                 "a trace is running already, and there is one at a time in a process; leave its "
                 "block first"
             )
-        kernels = dispatch.TemporaryKernels()
-        _observer, _observed_kernels = observer, kernels
+        _observer = observer
     try:
-        with _lock:
-            for policy in _prepared:
-                _register_observed(policy, kernels)
-        yield
+        with _registered(PolicyOnDevice.table, _kernel):
+            yield
     finally:
-        with _lock:
-            kernels.remove()
-            _observer = _observed_kernels = None
-
-
-def _register_observed(policy: PolicyOnDevice, kernels: dispatch.TemporaryKernels) -> None:
-    key = dispatch.autocast_key(policy.device)
-    for op in sorted(policy.table()):
-        kernels.register(overload(op), key, _kernel(op, policy.device))
+        _observer = None
 
 
 def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch: Kernel) -> Kernel:
@@ -198,7 +209,6 @@ def _applies(rule: Rule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 # --- counting -------------------------------------------------------------------------------------
 
 _counters: list[Callable[[Rule], object]] = []
-_counting_kernels: dispatch.TemporaryKernels | None = None
 
 
 @contextmanager
@@ -208,27 +218,12 @@ def counted_by(counter: Callable[[Rule], object]) -> Iterator[None]:
     Only rules that a policy has beyond its preset are certain to be passed. Ops run as they do
     without a counter. Outside of the block nothing is counted, and nothing costs time.
     """
-    global _counting_kernels
-    with _lock:
-        _counters.append(counter)
-        if _counting_kernels is None:
-            _counting_kernels = dispatch.TemporaryKernels()
-            for policy in _prepared:
-                _register_counting(policy, _counting_kernels)
+    _counters.append(counter)
     try:
-        yield
+        with _registered(lambda policy: meant_by(policy.added), _counting_kernel):
+            yield
     finally:
-        with _lock:
-            _counters.remove(counter)
-            if not _counters:
-                _counting_kernels.remove()
-                _counting_kernels = None
-
-
-def _register_counting(policy: PolicyOnDevice, kernels: dispatch.TemporaryKernels) -> None:
-    key = dispatch.autocast_key(policy.device)
-    for op in sorted(meant_by(policy.added)):
-        kernels.register(overload(op), key, _counting_kernel(op, policy.device))
+        _counters.remove(counter)
 
 
 @cache
