@@ -21,7 +21,15 @@ from halfstep._autocast.rule import HALVES, Rule
 from halfstep._autocast.written import rules_of
 from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._pytorch import autograd, dispatch, distributed, modes, storages
-from halfstep._pytorch.dispatch import Kernel, Keys, overload, schema_of
+from halfstep._pytorch.dispatch import (
+    Kernel,
+    Keys,
+    arguments_of,
+    autocast_keys,
+    callable_of,
+    overload,
+    schema_of,
+)
 from halfstep.errors import CallOrderError
 
 
@@ -38,10 +46,10 @@ def pytorch_kernel(name: str, device: str) -> Kernel:
 @cache
 def _leave(name: str, device: str) -> Kernel:
     """Continue at the next key. Autocast stays on: a composite's inner ops have their own rules."""
-    op, autocast = overload(name), _autocast_keys(device)
+    op, autocast = overload(name), autocast_keys(device)
     below = dispatch.keys_below(dispatch.autocast_key(device))
     redispatch = dispatch.redispatch_of(op)
-    tensors = [i for i, arg in enumerate(schema_of(op).arguments) if str(arg.type) == "Tensor"]
+    tensors = [i for i, arg in enumerate(arguments_of(name)) if str(arg.type) == "Tensor"]
 
     def leave(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         return redispatch(keys & below, *args, **kwargs)
@@ -115,7 +123,7 @@ def lower_unlike_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype)
 def _recurrent_layer_in_float32(name: str, device: str) -> Kernel:
     """Run a recurrent layer in float32; where weights lie in their buffer depends on the dtype."""
     in_float32 = _cast_to(name, device, torch.float32)
-    names = [argument.name for argument in schema_of(overload(name)).arguments]
+    names = [argument.name for argument in arguments_of(name)]
     if "weight_buf" not in names:
         return in_float32
     place = names.index("weight_buf")
@@ -176,10 +184,6 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
     return lower
 
 
-def _autocast_keys(device: str) -> Keys:
-    return dispatch.key_set(dispatch.autocast_key(device))
-
-
 def _is_product(name: str) -> bool:
     """Return whether an op benefits from lower precision, or is a custom one.
 
@@ -192,7 +196,7 @@ def _is_product(name: str) -> bool:
 
 @cache
 def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = False) -> Kernel:
-    op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
+    op, autocast = callable_of(overload(name)), autocast_keys(device)
     detour = _detours(name, device, dtype)
     written = dispatch.written_by(overload(name))  # statistics, which must not be copies
     to = lowered if dtype in HALVES else cast
@@ -243,7 +247,7 @@ def _detours(
 
 @cache
 def _promote(name: str, device: str) -> Kernel:
-    op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
+    op, autocast = callable_of(overload(name)), autocast_keys(device)
 
     def promote(_: Keys, *args: Any, **kwargs: Any) -> Any:
         # None means that there is nothing to cast.
@@ -260,7 +264,7 @@ def _promote(name: str, device: str) -> Kernel:
 @cache
 def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Round the inputs and the result to lower precision; compute in float32 between."""
-    op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
+    op, autocast = callable_of(overload(name)), autocast_keys(device)
     detour, has_onednn = _detours(name, device, dtype), dispatch.has_onednn(dtype)
     in_lower = _cast_to(name, device, dtype, use_cache=_is_product(name))
 
@@ -284,7 +288,7 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Round the factors of a product to lower precision, but neither its result nor its sum."""
     if dtype not in HALVES:
         return _cast_to(name, device, torch.float32)
-    autocast, factors = _autocast_keys(device), products.factors_of(name)
+    autocast, factors = autocast_keys(device), products.factors_of(name)
     detour = _detours(name, device, dtype, lent=factors)
 
     def multiply(keys: Keys, *args: Any, **kwargs: Any) -> Any:
@@ -306,8 +310,9 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
 
 @cache
 def _add_in_fp32(name: str, device: str) -> Kernel:
-    op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
-    promote, adds = _promote(name, device), sums.adds(name, device)
+    op, autocast = callable_of(overload(name)), autocast_keys(device)
+    promote, in_float32 = _promote(name, device), _cast_to(name, device, torch.float32)
+    adds = sums.adds(name, device)
     with_backward: Any = sums.with_backward_in_float32(name)
     is_rounded = sums.is_rounded(name, device)
 
@@ -315,12 +320,7 @@ def _add_in_fp32(name: str, device: str) -> Kernel:
         dtype = widest((*args, *kwargs.values()), device)
         if dtype not in HALVES or not adds(args, kwargs):
             return promote(keys, *args, **kwargs)
-        with dispatch.exclude_keys(autocast):
-            result = op(
-                *(cast(arg, device, torch.float32) for arg in args),
-                **{key: cast(arg, device, torch.float32) for key, arg in kwargs.items()},
-            )
-        return _rounded(result, dtype)
+        return _rounded(in_float32(keys, *args, **kwargs), dtype)
 
     def add_in_backward(keys: Keys, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         call: Any = op
@@ -346,7 +346,7 @@ def _rounded(result: Any, dtype: torch.dtype) -> Any:
 
 @cache
 def _cast_to_destination(name: str, device: str) -> Kernel:
-    op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
+    op, autocast = callable_of(overload(name)), autocast_keys(device)
     adding = sums.out_of_place(name) if sums.is_rounded(name, device) else None
     adds = sums.adds(name, device)
 
@@ -368,11 +368,11 @@ def _cast_to_destination(name: str, device: str) -> Kernel:
 
 @cache
 def _ask_for_fp32(name: str, device: str) -> Kernel:
-    op, autocast = overload(name), _autocast_keys(device)
+    op, autocast = overload(name), autocast_keys(device)
     with_dtype = dispatch.overload_with_dtype(name)
     names = [argument.name for argument in schema_of(with_dtype).arguments][1:]
     # The dispatcher omits arguments that have default values; with_dtype may have no defaults.
-    defaults = {a.name: a.default_value for a in schema_of(op).arguments if a.has_default_value()}
+    defaults = {a.name: a.default_value for a in arguments_of(name) if a.has_default_value()}
 
     def ask_for_fp32(_: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):

@@ -27,7 +27,7 @@ from halfstep._autocast.policy import Policy, check, meant_by
 from halfstep._autocast.rule import LOWER_PRECISIONS, Phase, Rule
 from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._pytorch import autograd, compiler, dispatch
-from halfstep._pytorch.dispatch import Kernel, Key, Keys, overload, schema_of
+from halfstep._pytorch.dispatch import Kernel, Key, Keys, overload
 from halfstep.errors import CallOrderError
 
 # --- preparing ------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def _applies(rule: Rule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     """
     if rule.action != "fp32-dtype":
         return True
-    names = [argument.name for argument in schema_of(overload(name)).arguments]
+    names = [argument.name for argument in dispatch.arguments_of(name)]
     return (dict(zip(names, args, strict=False)) | kwargs).get("dtype") is None
 
 
@@ -369,7 +369,7 @@ def _register_at(name: str, key: Key) -> None:
         if is_composite:  # its component ops have their own rules
             return pytorch(keys, *args, **kwargs)
         # Its batched form has none: matmul replaces an mm that must be left alone.
-        with dispatch.exclude_keys(dispatch.key_set(dispatch.autocast_key(device))):
+        with dispatch.exclude_keys(dispatch.autocast_keys(device)):
             return pytorch(keys, *args, **kwargs)
 
     dispatch.register_kernel(op, key, kernel)

@@ -17,7 +17,7 @@ from torch import Tensor
 from halfstep._common.nested import map_leaves, tensors_in
 from halfstep._pytorch import dispatch
 from halfstep._pytorch.devices import facts
-from halfstep._pytorch.dispatch import callable_of, overload, schema_of
+from halfstep._pytorch.dispatch import arguments_of, callable_of, overload
 
 _aten = torch.ops.aten
 
@@ -111,7 +111,7 @@ def adds(name: str, device: str) -> Callable[[Sequence[Any], Mapping[str, Any]],
         return lambda args, kwargs: args[2] > args[3]
     if op.rstrip("_") in facts(device).adds_rows_in_float32:
         return lambda args, kwargs: not (len(args) > 1 and args[1] == 0 and args[0].dim() > 1)
-    names = [argument.name for argument in schema_of(overload(name)).arguments]
+    names = [argument.name for argument in arguments_of(name)]
     flag = next((flag for flag in ("accumulate", "sparse") if flag in names), None)
     if flag is None:
         return lambda args, kwargs: True
@@ -139,7 +139,7 @@ def with_backward_in_float32(name: str) -> Callable[..., Any] | None:
     """
     if name.partition(".")[0] not in _BACKWARD:
         return None
-    op, rest = callable_of(overload(name)), schema_of(overload(name)).arguments[1:]
+    op, rest = callable_of(overload(name)), arguments_of(name)[1:]
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         given = {argument.name: argument.default_value for argument in rest}
@@ -199,7 +199,7 @@ _SAVED = object()
 
 
 def _call(name: str, x: Tensor, args: list[Any]) -> Any:
-    arguments = schema_of(overload(name)).arguments[1:]
+    arguments = arguments_of(name)[1:]
     positional = [v for a, v in zip(arguments, args, strict=False) if not a.kwarg_only]
     keywords = {a.name: v for a, v in zip(arguments, args, strict=False) if a.kwarg_only}
     return callable_of(overload(name))(x, *positional, **keywords)

@@ -35,9 +35,10 @@ def autocast_key(device_type: str) -> torch._C.DispatchKey:
     ]
 
 
-def key_set(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
-    """Return the set that contains only ``key``."""
-    return torch._C.DispatchKeySet(key)
+@cache
+def autocast_keys(device_type: str) -> torch._C.DispatchKeySet:
+    """Return the set that contains only :func:`autocast_key`."""
+    return torch._C.DispatchKeySet(autocast_key(device_type))
 
 
 def keys_below(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
