@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple, TypeVar
 
-import torch
+from halfstep._autocast.rule import DTYPE_NAMES, HALVES, PHASES, Action, Phase, Rule, Rules, around
 
-from halfstep._autocast.rule import PHASES, Action, Phase, Rule, Rules, around
-
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_HALVES = {name: dtype for name, dtype in DTYPE_NAMES.items() if dtype in HALVES}
 _Rule = TypeVar("_Rule", Rule, Rule | None)
 
 
@@ -26,7 +24,7 @@ class Case(NamedTuple):
 
 
 def _cases(devices: Sequence[str]) -> list[Case]:
-    return [Case(*each) for each in product(devices, _DTYPES, PHASES)]
+    return [Case(*each) for each in product(devices, _HALVES, PHASES)]
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def _where(cases: Sequence[Case], devices: Sequence[str]) -> str:
     """Describe some cases briefly; empty if they are all cases."""
     if set(cases) == set(_cases(devices)):
         return ""
-    known: tuple[Sequence[str], ...] = (devices, tuple(_DTYPES), PHASES)
+    known: tuple[Sequence[str], ...] = (devices, tuple(_HALVES), PHASES)
     seen = [dict.fromkeys(values) for values in zip(*cases, strict=True)]
     return ", ".join("/".join(s) for s, k in zip(seen, known, strict=True) if len(s) < len(k))
 
@@ -96,7 +94,7 @@ def diff(before: Rules, after: Rules, ops: frozenset[str], devices: Sequence[str
     """Compare the actions of two policies for some overloads on some device types."""
     found: dict[tuple[str, Action, Action], list[Case]] = {}
     for op, case in product(sorted(ops), _cases(devices)):
-        where = (case.device, _DTYPES[case.dtype], case.phase)
+        where = (case.device, _HALVES[case.dtype], case.phase)
         one, other = before.action(op, *where), after.action(op, *where)
         if one != other:
             found.setdefault((op, one, other), []).append(case)
@@ -176,7 +174,7 @@ def explain(
     alike: dict[tuple[object, ...], list[str]] = {}
     for overload in sorted(overloads):
         rules = tuple(
-            (case, policy.rule(overload, case.device, _DTYPES[case.dtype], case.phase, module))
+            (case, policy.rule(overload, case.device, _HALVES[case.dtype], case.phase, module))
             for case in _cases(devices)
         )
         deciding = {rule for _, rule in rules}
@@ -190,7 +188,7 @@ def explain(
 
 def _islands(policy: Rules, devices: Sequence[str], module: str) -> Iterator[tuple[Case, Rule]]:
     for case in _cases(devices):
-        where = (case.device, _DTYPES[case.dtype], case.phase)
+        where = (case.device, _HALVES[case.dtype], case.phase)
         rules = (policy.island(name, *where) for name in around(module))
         if (rule := next(filter(None, rules), None)) is not None:
             yield case, rule

@@ -21,11 +21,13 @@ LOWER_PRECISIONS = (*HALVES, torch.float32)  # float32 lowers nothing
 ACTIONS: tuple[Action, ...] = get_args(Action)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 DTYPE_NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+LONG_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in LOWER_PRECISIONS}
+_SHORT = {dtype: name for name, dtype in DTYPE_NAMES.items()}
 
-_AS_ACTIONS = {"half": torch.float16, "float": torch.float32} | {
-    str(dtype).removeprefix("torch."): dtype for dtype in LOWER_PRECISIONS
-}
-"""Names of dtypes that are taken for actions, besides the short ones."""
+_AS_ACTIONS = {
+    "half": torch.float16, "float": torch.float32, **LONG_DTYPE_NAMES, **DTYPE_NAMES,
+}  # fmt: skip
+"""Names of dtypes that are taken for actions."""
 
 # Common prefixes of op names, longest first.
 _PREFIXES = {
@@ -196,7 +198,7 @@ class Rule:
     @property
     def limits_and_action(self) -> str:
         """The part after the op in the text form: ``"@blocks.*[cuda,fp16]:fp32"``."""
-        dtype = next((name for name, dtype in DTYPE_NAMES.items() if dtype is self.dtype), None)
+        dtype = None if self.dtype is None else _SHORT[self.dtype]
         limits = ",".join(limit for limit in (self.device, dtype, self.phase) if limit)
         module = f"@{self.module}" if self.module else ""
         message = f" {json.dumps(self.message, ensure_ascii=False)}" if self.message else ""
@@ -217,11 +219,11 @@ class Rule:
 
 def unknown_action(action: object) -> str:
     """Return what to say of an action that does not exist."""
-    dtype = (_AS_ACTIONS | DTYPE_NAMES).get(str(action).removeprefix("torch."))
+    dtype = _AS_ACTIONS.get(str(action).removeprefix("torch."))
     if dtype is torch.float32:
         return f"{action} is not an action; write fp32"
     if dtype is not None:
-        short = next(name for name, each in DTYPE_NAMES.items() if each is dtype)
+        short = _SHORT[dtype]
         return (
             f"{action} is not an action; write lower, which casts to the dtype of the autocast: "
             f"{short} in autocast(device, {dtype}). [{short}] limits a rule to such contexts"

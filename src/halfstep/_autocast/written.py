@@ -49,7 +49,7 @@ import torch
 from halfstep._autocast.rule import (
     ACTIONS,
     DTYPE_NAMES,
-    LOWER_PRECISIONS,
+    LONG_DTYPE_NAMES,
     PHASES,
     Phase,
     Rule,
@@ -106,22 +106,16 @@ def _read(preset: str) -> list[Rule]:
 
 def _has_kernel(rule: Rule) -> bool:
     """Return whether the running PyTorch has an autocast kernel for the op of a rule."""
-    device = rule.device
-    assert device is not None
-    ops: Iterable[str] = dispatch.overloads_with_autocast_kernel(device)
-    if not rule.is_glob:
-        ops = _by_op(dispatch.overloads_with_autocast_kernel(device)).get(
-            rule.op.partition(".")[0], ()
-        )
-    return any(rule.holds(op, device, dtype) for op in ops for dtype in LOWER_PRECISIONS[:2])
+    assert rule.device is not None
+    overloads = dispatch.overloads_with_autocast_kernel(rule.device)
+    if rule.is_glob:
+        return any(map(rule.names, overloads))
+    return rule.op in overloads | _ops_of(overloads)
 
 
 @cache
-def _by_op(overloads: frozenset[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for overload in overloads:
-        found.setdefault(overload.rpartition(".")[0], []).append(overload)
-    return found
+def _ops_of(overloads: frozenset[str]) -> frozenset[str]:
+    return frozenset(name.rpartition(".")[0] for name in overloads)
 
 
 def split_preset(rules: tuple[Rule, ...]) -> tuple[str, tuple[Rule, ...]]:
@@ -250,7 +244,6 @@ def _limits(
 
 # --- TOML -----------------------------------------------------------------------------------------
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOWER_PRECISIONS}
 _KEYS = ("ops", "action", "device", "dtype", "phase", "message", "module")
 
 
@@ -326,13 +319,13 @@ def _table(table: Mapping[str, Any], place: _Place) -> Iterator[Rule]:
     action = table.get("action")
     if action not in ACTIONS:
         raise place.error(action, unknown_action(action))
-    for key, known in (("dtype", tuple(_DTYPES)), ("phase", PHASES)):
+    for key, known in (("dtype", tuple(LONG_DTYPE_NAMES)), ("phase", PHASES)):
         value = table.get(key)
         if value not in (None, *known):
             near = did_you_mean(str(value), known)
             choice = ", ".join(map(repr, known))
             raise place.error(value, f"{key} is {value!r}{near}; it is one of {choice}")
-    dtype = _DTYPES.get(table.get("dtype", ""))
+    dtype = LONG_DTYPE_NAMES.get(table.get("dtype", ""))
     message = str(table.get("message", "")).strip()
     for device in devices if isinstance(devices, list) else [devices]:
         for op in ops:
