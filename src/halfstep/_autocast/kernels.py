@@ -24,7 +24,7 @@ from halfstep._autocast import hold, scopes
 from halfstep._autocast.casts import is_eligible, pytorch_kernel
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.policy import Policy, check, meant_by
-from halfstep._autocast.rule import LOWER_PRECISIONS, Phase, Rule
+from halfstep._autocast.rule import HALVES, Phase, Rule
 from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._pytorch import autograd, compiler, dispatch
 from halfstep._pytorch.dispatch import Kernel, Key, Keys, overload
@@ -98,20 +98,22 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
         return _numbers[key]
 
 
+def number_within(active: PolicyOnDevice, module: str) -> int | None:
+    """Return the number of ``active``'s policy in a module, which is called; None on an island."""
+    rule, number = _within(active, module, *active.now())
+    _count(rule)
+    return number
+
+
 @cache
-def number_within(
+def _within(
     active: PolicyOnDevice, module: str, dtype: torch.dtype, phase: Phase
-) -> int | None:
-    """Return the number of ``active``'s policy in a module, None if that is an island."""
-    if active.policy.island(module, active.device, dtype, phase):
-        return None
-    return prepare(active.policy, active.device, module, only_observed=active.only_observed)
-
-
-def count_module(policy: PolicyOnDevice, module: str) -> None:
-    """Count the rule about a module as a whole, which is called."""
-    if _counters:
-        _count(policy.policy.whole_module_rule(module, policy.device, *policy.now()))
+) -> tuple[Rule | None, int | None]:
+    rule = active.policy.whole_module_rule(module, active.device, dtype, phase)
+    if rule is not None and rule.action == "fp32":
+        return rule, None
+    number = prepare(active.policy, active.device, module, only_observed=active.only_observed)
+    return rule, number
 
 
 def prepared(number: int) -> PolicyOnDevice:
@@ -357,13 +359,14 @@ def _register_at(name: str, key: Key) -> None:
             return pytorch(keys, *args, **kwargs)
         policy = scopes.policies()[device]
         _count_op(policy, name, args, kwargs)
-        casts = policy.casts()
-        cast = casts.get(name)
+        now = policy.now()
+        cast = policy.cast_for(name, *now)
         if cast is not None:
             return cast(keys, *args, **kwargs)
         if name in _SCATTERS:
             args = (args[0], args[1].to(args[0].dtype), *args[2:])
-        if name in _COMPONENT_OF and _COMPONENT_OF[name] not in casts and _is_first_narrower(args):
+        component = _COMPONENT_OF.get(name)
+        if component and not policy.cast_for(component, *now) and _is_first_narrower(args):
             # What the kernel does inside: it computes in float32 and rounds the result.
             return pytorch(keys, args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
         if is_composite:  # its component ops have their own rules
@@ -378,7 +381,7 @@ def _register_at(name: str, key: Key) -> None:
 def _is_first_narrower(args: tuple[Any, ...]) -> bool:
     """Return whether an op's first input is in lower precision, and the others in float32."""
     dtypes = {each.dtype for each in tensors_in(args[1:])}
-    return args[0].dtype in LOWER_PRECISIONS[:2] and dtypes == {torch.float32}
+    return args[0].dtype in HALVES and dtypes == {torch.float32}
 
 
 def _device_of(args: Iterable[Any]) -> str | None:

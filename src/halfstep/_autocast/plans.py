@@ -43,7 +43,7 @@ class PolicyOnDevice:
         self.plan_for = cache(self._plan)  # not a method: a cache hit makes no Python call
         # Even where PyTorch's kernel does the same, because that one could not be observed.
         self.observed_kernel = cache(partial(self._kernel, native=False))
-        self._casts_for = cache(self._casts)
+        self.cast_for = cache(self._cast)
         self._native = native
         self._ruled = meant_by(policy.rules)
 
@@ -69,10 +69,6 @@ class PolicyOnDevice:
         """Return the rule that decides an overload in this thread, None if none does."""
         return self._rule(op, *self.now())
 
-    def casts(self) -> Plan:
-        """Return halfstep's kernels for all current rules, even where PyTorch's would do."""
-        return self._casts_for(*self.now())
-
     def ops(self) -> set[str]:
         """Return the overloads that any plan contains."""
         phases = PHASES if self.has_phases else PHASES[:1]
@@ -85,13 +81,12 @@ class PolicyOnDevice:
     def _rule(self, op: str, dtype: torch.dtype, phase: Phase) -> Rule | None:
         return self.policy.rule(op, self.device, dtype, phase, self.module)
 
-    def _casts(self, dtype: torch.dtype, phase: Phase) -> Plan:
-        rules = {op: self._rule(op, dtype, phase) for op in self._ruled}
-        return {
-            op: carry_out(rule, op, self.device, dtype)
-            for op, rule in rules.items()
-            if rule is not None and rule.action != "leave"
-        }
+    def _cast(self, op: str, dtype: torch.dtype, phase: Phase) -> Kernel | None:
+        """Return halfstep's kernel for a rule that casts, even where PyTorch's would do."""
+        rule = self._rule(op, dtype, phase) if op in self._ruled else None
+        if rule is None or rule.action == "leave":
+            return None
+        return carry_out(rule, op, self.device, dtype)
 
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
         kernels = {op: self._kernel(op, dtype, phase, self._native) for op in sorted(self.table())}

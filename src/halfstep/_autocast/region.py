@@ -153,8 +153,7 @@ def settings_within(module: str, device_type: str) -> Settings | None:
     active = scopes.policies().get(device_type)
     if active is None:
         return None
-    kernels.count_module(active, module)
-    number = kernels.number_within(active, module, *active.now())
+    number = kernels.number_within(active, module)
     if number == active.number:
         return None
     switches = amp.autocast_switches(device_type)
