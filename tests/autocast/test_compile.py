@@ -28,8 +28,8 @@ from halfstep._autocast import (
     kernels,
     preset,
     scopes,
+    use_policy,
 )
-from halfstep._autocast.ambient import use_policy
 from halfstep._pytorch import amp, compiler
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

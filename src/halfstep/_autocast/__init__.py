@@ -1,12 +1,12 @@
 """Policies, which assign a dtype to each op, and the autocast context that applies them."""
 
-from halfstep._autocast.ambient import use_policy
 from halfstep._autocast.context import (
     autocast,
     custom_bwd,
     custom_fwd,
     default_device,
     settled_policy,
+    use_policy,
 )
 from halfstep._autocast.hold import hold_casts
 from halfstep._autocast.modules import keep
