@@ -80,7 +80,7 @@ def product(weight: Tensor, dtype: torch.dtype = BF16) -> Tensor:
 def in_context(weight: nn.Parameter) -> list[Any]:
     """Return what is known of the casts of a weight at this moment."""
     held = vars(weight).get("_halfstep_casts")
-    return [*(held or weight_cache._thread.casts[id(weight)][1]).values()]
+    return [*(held or weight_cache._used.casts[id(weight)][1]).values()]
 
 
 def hold(*weights: nn.Parameter, max_bytes: int | None = None) -> None:

@@ -517,7 +517,7 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
             raise GatheredMet
         if kind is not nn.Parameter and kind is not Held:
             return value  # a DTensor: PyTorch does not count all writes to one
-        kept = hold.cast(value, dtype)
+        kept = hold.kept_cast(value, dtype)
         return value if kept is None else kept
     # A product of one factor, such as einsum("ij->ji", weight), is a view of it.
     if isinstance(value, (list, tuple)) and len(value) > 1:
@@ -617,7 +617,7 @@ class Lent:
             made = cast
         else:
             made = value.detach().to(self._dtype)
-            cast = storages.in_place_of(value, made) if value.requires_grad else made
+            cast = storages.computed_from(value, made) if value.requires_grad else made
         self._weights[_memory(made)] = value
         return cast
 
@@ -630,14 +630,14 @@ class Lent:
             finally:
                 self._weights.clear()  # autograd keeps the hooks, and through them this object
 
-    def _pack(self, saved: Tensor) -> _Cast | _Other:
+    def _pack(self, saved: Tensor) -> _LentCast | _OtherSaved:
         weight = self._weights.get(_memory(saved)) if saved.dtype is self._dtype else None
         if weight is None:
-            return _Other(saved)
-        return _Cast(weight, saved)
+            return _OtherSaved(saved)
+        return _LentCast(weight, saved)
 
 
-class _Cast:
+class _LentCast:
     """A cast, or a view of one such as its transpose, as saved by autograd."""
 
     def __init__(self, weight: Tensor, cast: Tensor) -> None:
@@ -666,7 +666,7 @@ class _Cast:
         return self._placed(local.detach().to(self._dtype).as_strided(*self._view))
 
 
-class _Other:
+class _OtherSaved:
     """Any other saved tensor, with the usual check against later writes."""
 
     def __init__(self, saved: Tensor) -> None:

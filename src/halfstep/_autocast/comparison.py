@@ -183,10 +183,12 @@ def explain(
         overruled = tuple(rule for rule in about if rule not in deciding)
         alike.setdefault((rules, overruled), []).append(overload)
     decisions = tuple(Decision(tuple(o), *key) for key, o in alike.items())  # type: ignore[arg-type]
-    return Explanation(decisions, tuple(_islands(policy, devices, module)))
+    return Explanation(decisions, tuple(_islands_around(policy, devices, module)))
 
 
-def _islands(policy: Rules, devices: Sequence[str], module: str) -> Iterator[tuple[Case, Rule]]:
+def _islands_around(
+    policy: Rules, devices: Sequence[str], module: str
+) -> Iterator[tuple[Case, Rule]]:
     for case in _cases(devices):
         where = (case.device, _HALVES[case.dtype], case.phase)
         rules = (policy.island(name, *where) for name in around(module))

@@ -156,7 +156,7 @@ def _settle(
             return _settled[key]
         except (KeyError, TypeError):  # TypeError: unhashable, and rejected below
             pass
-    settings = _check(device_type, dtype, enabled, cache_enabled, policy, module)
+    settings = _checked(device_type, dtype, enabled, cache_enabled, policy, module)
     if key is not None:
         _settled[key] = settings
     return settings
@@ -165,7 +165,7 @@ def _settle(
 _settled: dict[tuple[object, ...], Settings] = {}
 
 
-def _check(
+def _checked(
     device_type: str | None,
     dtype: torch.dtype | None,
     enabled: bool,

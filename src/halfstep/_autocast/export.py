@@ -64,7 +64,7 @@ def exported(policy: Rules, model: nn.Module, dtype: torch.dtype) -> str:
         matching(model, rule.module or "", f"policy rule {rule}")
         if rule.action not in ("fp32", "fp32-dtype", "leave"):
             raise ValueError(f"rule {str(rule)!r} cannot be exported: {_ONLY_MODULES}")
-    islands = dict(_islands(policy, model, dtype))
+    islands = dict(_outermost_islands(policy, model, dtype))
     if not islands:
         raise ValueError(f"the policy {policy} keeps no module in float32: {_ONLY_MODULES}")
     lines = [f"run_in_float32(model.get_submodule({name!r}))" for name in islands]
@@ -78,7 +78,9 @@ _ONLY_MODULES = (
 )
 
 
-def _islands(policy: Rules, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Rule]]:
+def _outermost_islands(
+    policy: Rules, model: nn.Module, dtype: torch.dtype
+) -> Iterator[tuple[str, Rule]]:
     """Yield the names of the outermost modules to keep in float32, with their rules."""
     param = next(model.parameters(), None)
     device = "cpu" if param is None else param.device.type

@@ -225,7 +225,7 @@ class Held(nn.Parameter):
             args = (args[0].detach(), *args[1:])
         try:
             # The result must stay alive until the storage's users are counted.
-            result = _call(function, types, args, kwargs)
+            result = _call_as_plain(function, types, args, kwargs)
         finally:
             with modes.no_torch_function():
                 _forget_unseen(function, (*args, *kwargs.values()))
@@ -237,7 +237,7 @@ class Held(nn.Parameter):
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
-def _call(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _call_as_plain(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Call ``function`` as if no parameter were held."""
     others = tuple(kind for kind in types if not issubclass(kind, Held))
     for kind in others:
@@ -335,7 +335,7 @@ def _can_be_held(weight: Tensor) -> bool:
 # --- casts of held weights, and writes to any -----------------------------------------------------
 
 
-def cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+def kept_cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return a parameter in ``dtype``, or None if the caller must cast it.
 
     See :meth:`halfstep._autocast.weight_cache.Casts.cast`. Not for DTensors, some writes to which
@@ -343,7 +343,7 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """
     casts = _held_casts(weight)
     if casts is None:
-        return weight_cache.cast(weight, dtype)
+        return weight_cache.cast_in_context(weight, dtype)
     with modes.no_torch_function():
         return casts.cast(weight, dtype) if weight_cache.can_be_kept(weight) else None
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from halfstep._common.nested import map_leaves, map_tensors
 from halfstep._pytorch import compiler, modes
+from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.modules import parameters_of_replica, registers_of
 
-_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 class Found(NamedTuple):
@@ -39,7 +40,7 @@ def find_tensors(module: nn.Module) -> Found:
     """Return the dtypes of a module, and the tensors in place of parameters."""
     if torch.compiler.is_compiling():
         dtypes = {each.dtype for each in (*module.parameters(), *module.buffers())}
-        return Found(_DTYPES & dtypes, ())
+        return Found(_FLOATS & dtypes, ())
     found, seen, stand_ins = set[torch.dtype](), set[nn.Module](), list[Tensor]()
     waiting: list[nn.Module | None] = [module]
     while waiting:  # takes half the time of module.parameters()
@@ -56,10 +57,10 @@ def find_tensors(module: nn.Module) -> Found:
         tensors = (*own, *buffers.values())
         found.update(tensor.dtype for tensor in tensors if tensor is not None)
         waiting.extend(modules.values())
-    return Found(_DTYPES & found, tuple(stand_ins))
+    return Found(_FLOATS & found, tuple(stand_ins))
 
 
-class _Cast(NamedTuple):
+class _ParameterCast(NamedTuple):
     param: Tensor
     version: int
     result: Tensor
@@ -78,7 +79,7 @@ class InDtype(modes.FunctionMode):
     ) -> None:
         super().__init__()
         self.dtype, self.others, self.stand_ins = dtype, others, stand_ins
-        self._casts: dict[tuple[int, bool], _Cast] = {}
+        self._casts: dict[tuple[int, bool], _ParameterCast] = {}
         self._has_data = False  # whether a parameter's .data, which has no version, was used
 
     def __torch_function__(
@@ -87,7 +88,7 @@ class InDtype(modes.FunctionMode):
         kwargs = kwargs or {}
         match _kind(func):
             case "cast":
-                return self._call(func, args, kwargs)
+                return self._call_with_casts(func, args, kwargs)
             case "dtype":  # x.to(self.weight.dtype)
                 return self.dtype if self._is_other(args[0]) else func(*args)
             case "all but the first" if args:
@@ -107,13 +108,15 @@ class InDtype(modes.FunctionMode):
             return tensor.to(self.dtype)
         key = id(tensor), torch.is_grad_enabled()
         known = self._casts.get(key)
-        if known is not None and known.param is tensor and known.version == _version(tensor):
+        if known is not None and known.param is tensor and known.version == version_of(tensor):
             return known.result
         if known is not None:
             _require_unwritten(known)
         result = tensor.to(self.dtype)
         if not modes.is_inside_functorch(result):  # it would outlive its transform
-            self._casts[key] = _Cast(tensor, _version(tensor), result, _version(result))
+            self._casts[key] = _ParameterCast(
+                tensor, version_of(tensor), result, version_of(result)
+            )
         return result
 
     def require_unwritten(self) -> None:
@@ -132,7 +135,7 @@ class InDtype(modes.FunctionMode):
             return value
         return torch.promote_types(value, self.dtype)
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_with_casts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = {"out": kwargs["out"]} if "out" in kwargs else {}
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         flag, *places = _writes(func) or (None,)
@@ -158,12 +161,8 @@ class InDtype(modes.FunctionMode):
         self._casts = {key: each for key, each in self._casts.items() if each.param is not tensor}
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _require_unwritten(cast: _Cast) -> None:
-    if _version(cast.result) == cast.result_version:
+def _require_unwritten(cast: _ParameterCast) -> None:
+    if version_of(cast.result) == cast.result_version:
         return
     param, dtype = cast.param, cast.result.dtype
     raise RuntimeError(
@@ -241,7 +240,7 @@ def _argument(place: _Place, args: Any, kwargs: Any) -> Any:
 # --- recomputation --------------------------------------------------------------------------------
 
 
-def carry(function: Callable[..., Any]) -> Callable[..., Any]:
+def in_the_same_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` such that a later call runs in the mode of an island, if this one does.
 
     For torch.utils.checkpoint inside of an island.
@@ -251,11 +250,11 @@ def carry(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     settings = mode.dtype, mode.others, mode.stand_ins
 
-    def in_the_same_dtype(*args: Any, **kwargs: Any) -> Any:
+    def running(*args: Any, **kwargs: Any) -> Any:
         with InDtype(*settings):
             return function(*args, **kwargs)
 
-    return compiler.do_not_compile_alone(in_the_same_dtype, nor_below=False)
+    return compiler.do_not_compile_alone(running, nor_below=False)
 
 
 def active() -> list[InDtype]:

@@ -88,7 +88,7 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
             for op in () if only_observed else sorted(on_device.ops()):
                 _register(op, device)
             _register_in_functorch(on_device.table() | _COMPONENT_OF.keys() | _SCATTERS)
-            autograd.wrap_recomputed(scopes.carry)
+            autograd.wrap_recomputed(scopes.under_the_same_policies)
             autograd.wrap_lobpcg(_find_eigenvectors)
             hold.follow_writes()
             _prepared.append(on_device)
@@ -354,7 +354,7 @@ def _register_at(name: str, key: Key) -> None:
 
     @compiler.do_not_compile_alone
     def kernel(keys: Keys, *args: Any, **kwargs: Any) -> Any:
-        device = _device_of((*args, *kwargs.values()))
+        device = _device_with_policy((*args, *kwargs.values()))
         if device is None:
             return pytorch(keys, *args, **kwargs)
         policy = scopes.policies()[device]
@@ -384,7 +384,7 @@ def _is_first_narrower(args: tuple[Any, ...]) -> bool:
     return args[0].dtype in HALVES and dtypes == {torch.float32}
 
 
-def _device_of(args: Iterable[Any]) -> str | None:
+def _device_with_policy(args: Iterable[Any]) -> str | None:
     """Return the device type of a tensor with an active policy and autocast on."""
     for device in filter(torch.is_autocast_enabled, scopes.policies()):
         if any(tensor.device.type == device for tensor in tensors_in(args)):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from halfstep._autocast.islands import InDtype, active, carry, find_tensors
+from halfstep._autocast.islands import InDtype, active, find_tensors, in_the_same_dtype
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import ModuleRegion, settings_within
 from halfstep._autocast.scopes import Settings
@@ -322,7 +322,7 @@ def _run_alone(module: Any, island: Island, run: Any, args: Any, kwargs: Any) ->
         if distributed.has_process_group():
             _require_gathered(module, dtype)
         if others:
-            autograd.wrap_recomputed(carry)
+            autograd.wrap_recomputed(in_the_same_dtype)
     given = next((each for each in tensors_in((args, kwargs)) if each.is_floating_point()), None)
 
     def cast(tensor: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ class Policy:
               bf16: leave: by exp[bf16]:leave
         """
         asked = Rule(op, "leave")
-        _check(asked)
+        _check_one(asked)
         return comparison.explain(self, meant_by([asked]), devices, module)
 
     # --- being a value ----------------------------------------------------------------------------
@@ -349,16 +349,16 @@ def check(rules: Iterable[Rule]) -> None:
         if (rule.op, rule.action) in checked or rule.is_for_whole_module or rule in ours:
             continue
         try:
-            _check(rule)
+            _check_one(rule)
         except ValueError as error:
             raise ValueError(f"rule {str(rule)!r}: {error}") from None
         checked.add((rule.op, rule.action))
 
 
-def _check(rule: Rule) -> None:
+def _check_one(rule: Rule) -> None:
     meant = meant_by([rule])
     if rule.is_glob and not meant:
-        near = did_you_mean(rule.op.replace("*", ""), _table())
+        near = did_you_mean(rule.op.replace("*", ""), _ops_of_presets())
         raise ValueError(f"no op that a preset names is like {rule.op!r}{near}")
     if not _exists(rule.op) and not rule.is_glob:
         raise ValueError(f"there is no op {rule.op!r}{_near(rule.op)}")
@@ -391,7 +391,9 @@ def _meant_by(rule_op: str) -> frozenset[str]:
 def _of_aten(rule_op: str) -> frozenset[str]:
     if "*" in rule_op or "?" in rule_op:
         glob = Rule(rule_op, "leave")
-        return frozenset(name for op in _table() for name in _of_aten(op) if glob.names(name))
+        return frozenset(
+            name for op in _ops_of_presets() for name in _of_aten(op) if glob.names(name)
+        )
     op, _, of_op = rule_op.partition(".")
     if of_op:
         return frozenset({rule_op} if _exists(rule_op) and not _writes_out(rule_op) else ())
@@ -418,7 +420,7 @@ def _preset_rules() -> frozenset[Rule]:
 
 
 @cache
-def _table() -> frozenset[str]:
+def _ops_of_presets() -> frozenset[str]:
     """Return the ops, or overloads, that any preset names: the domain of globs."""
     return frozenset(rule.op for rule in _preset_rules() if not rule.is_glob)
 

@@ -88,29 +88,29 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Any:
         ctx.save_for_backward(a, b)
         ctx.save_for_forward(a, b)
-        return _multiplied(a, b)
+        return _wide_product(a, b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (a, b), (for_a, for_b) = ctx.saved_tensors, ctx.needs_input_grad
         low = grad.to(a.dtype)
-        to_a = _rounded(low, b.mT) if for_a else None
-        return to_a, _rounded(a.mT, low) if for_b else None
+        to_a = _low_product(low, b.mT) if for_a else None
+        return to_a, _low_product(a.mT, low) if for_b else None
 
     @staticmethod
     def jvp(ctx: Any, to_a: Tensor, to_b: Tensor) -> Any:
         a, b = ctx.saved_tensors
-        return _multiplied(to_a, b) + _multiplied(a, to_b)
+        return _wide_product(to_a, b) + _wide_product(a, to_b)
 
 
-def _multiplied(a: Tensor, b: Tensor) -> Any:
+def _wide_product(a: Tensor, b: Tensor) -> Any:
     op = overload("mm.dtype" if a.dim() == 2 else "bmm.dtype")
     if dispatch.has_kernel_on(op, a.device.type):
         return callable_of(op)(a, b, torch.float32)
     return _raised(a) @ _raised(b)
 
 
-def _rounded(a: Tensor, b: Tensor) -> Tensor:
+def _low_product(a: Tensor, b: Tensor) -> Tensor:
     """Return a product in lower precision; a CPU without such instructions is faster in float32."""
     if a.device.type == "cpu" and not dispatch.has_onednn(a.dtype):
         return (_raised(a) @ _raised(b)).to(a.dtype)

@@ -237,7 +237,7 @@ def _kernels() -> str:
 # --- recomputation -------------------------------------------------------------------------------
 
 
-def carry(function: Callable[..., Any]) -> Callable[..., Any]:
+def under_the_same_policies(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` such that later calls, in any thread, use the current policies.
 
     torch.utils.checkpoint runs a function again in the backward pass. It re-enters
@@ -245,7 +245,7 @@ def carry(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     then = policies()
 
-    def under_the_same_policies(*args: Any, **kwargs: Any) -> Any:
+    def running(*args: Any, **kwargs: Any) -> Any:
         outer = current()
         if outer.policies is then:
             return function(*args, **kwargs)
@@ -255,7 +255,7 @@ def carry(function: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             leave(current())
 
-    return compiler.do_not_compile_alone(under_the_same_policies, nor_below=False)
+    return compiler.do_not_compile_alone(running, nor_below=False)
 
 
 def nesting_depth() -> int:

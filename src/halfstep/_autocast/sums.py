@@ -161,7 +161,7 @@ class _Float32Backward(torch.autograd.Function):
         is_last = is_last and x.is_contiguous(memory_format=torch.channels_last)
         ctx.op, ctx.dtype, ctx.shape = name, x.dtype, x.shape
         ctx.format = torch.channels_last if is_last else torch.contiguous_format
-        output = _call(name, x, args)
+        output = _call_op(name, x, args)
         others = () if isinstance(output, Tensor) else output[1:]
         ctx.mark_non_differentiable(*others)
         ctx.set_materialize_grads(False)
@@ -189,7 +189,7 @@ class _Float32Backward(torch.autograd.Function):
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
         args = _saved(ctx)
         if len(args) == ctx.num_args:
-            return _call(ctx.op, tangent, args)  # linear
+            return _call_op(ctx.op, tangent, args)  # linear
         indices, start = args[-1], -2 if "2d" in ctx.op else -3
         largest = tangent.flatten(start).gather(-1, indices.flatten(start))
         return largest.view_as(indices), None
@@ -198,7 +198,7 @@ class _Float32Backward(torch.autograd.Function):
 _SAVED = object()
 
 
-def _call(name: str, x: Tensor, args: list[Any]) -> Any:
+def _call_op(name: str, x: Tensor, args: list[Any]) -> Any:
     arguments = arguments_of(name)[1:]
     positional = [v for a, v in zip(arguments, args, strict=False) if not a.kwarg_only]
     keywords = {a.name: v for a, v in zip(arguments, args, strict=False) if a.kwarg_only}

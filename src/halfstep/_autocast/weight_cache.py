@@ -92,7 +92,7 @@ class _Entry:
 
 
 class Casts(dict[torch.dtype, _Entry]):
-    """The casts of one weight, which :func:`cast` asks for from its second use in a context on.
+    """The casts of one weight, for :func:`cast_in_context` from its second use in a context on.
 
     So training with one forward pass per context keeps nothing. Nor are casts kept of a weight that
     shares memory with others: they may write to it undetected, as fully_shard does when it gathers.
@@ -121,7 +121,7 @@ class Casts(dict[torch.dtype, _Entry]):
         else:
             cast = self._cast_anew(entry, weight, dtype, marks)
         has_gradient = weight.requires_grad and torch.is_grad_enabled()
-        return storages.in_place_of(weight, cast) if has_gradient else cast
+        return storages.computed_from(weight, cast) if has_gradient else cast
 
     def note_capture(self, weight: Tensor) -> None:
         """Keep no cast from now on if a CUDA graph is being captured."""
@@ -178,7 +178,7 @@ def _is_its_own(weight: Tensor) -> bool:
 # --- the casts of a context -----------------------------------------------------------------------
 
 
-class _Thread(threading.local):
+class _UsedWeights(threading.local):
     """The weights cast in the outermost context of a thread, by ``id``, with their casts.
 
     The weights get no attributes, which would be copied and saved, and no weak references, which
@@ -189,10 +189,10 @@ class _Thread(threading.local):
         self.casts: dict[int, tuple[Tensor, Casts]] = {}
 
 
-_thread = _Thread()
+_used = _UsedWeights()
 
 
-def cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+def cast_in_context(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return :meth:`Casts.cast` of a weight, for the outermost context of this thread.
 
     It keeps no more than torch.autocast does: casts of float32 parameters that require a gradient,
@@ -200,7 +200,7 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """
     if note_first_use(weight) or not (can_be_kept(weight) and _is_kept_by_torch(weight)):
         return None
-    return _thread.casts[id(weight)][1].cast(weight, dtype)
+    return _used.casts[id(weight)][1].cast(weight, dtype)
 
 
 def note_first_use(weight: Tensor) -> bool:
@@ -208,12 +208,12 @@ def note_first_use(weight: Tensor) -> bool:
 
     Then PyTorch casts it, in less time. Most weights are used once in training. Sync: none.
     """
-    if id(weight) in _thread.casts:
+    if id(weight) in _used.casts:
         return False
     casts = Casts()
     if weight.is_cuda:
         casts.note_capture(weight)
-    _thread.casts[id(weight)] = weight, casts
+    _used.casts[id(weight)] = weight, casts
     return True
 
 
@@ -228,11 +228,11 @@ def _is_kept_by_torch(weight: Tensor) -> bool:
 
 def forget(weight: Tensor) -> None:
     """Drop the casts of a weight that was written to."""
-    if id(weight) in _thread.casts:
-        _thread.casts[id(weight)][1].forget()
+    if id(weight) in _used.casts:
+        _used.casts[id(weight)][1].forget()
 
 
 def clear() -> None:
     """Free the casts of this thread, at the end of its outermost context."""
-    if _thread.casts:
-        _thread.casts.clear()
+    if _used.casts:
+        _used.casts.clear()

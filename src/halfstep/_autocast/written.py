@@ -258,7 +258,7 @@ def parse_toml(text: str, source: str) -> tuple[str, list[Rule]]:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{source}: {error}") from error
     lines = text.splitlines()
-    place = _Place(lines, source, 0)
+    place = _Position(lines, source, 0)
     for key in table.keys() - {"preset", "rules"}:
         raise place.error(key, f"unknown key {key!r}{did_you_mean(key, ('preset', 'rules'))}")
     tables = table.get("rules", [])
@@ -267,7 +267,7 @@ def parse_toml(text: str, source: str) -> tuple[str, list[Rule]]:
     heads = (n for n, line in enumerate(lines) if line.strip().startswith("[["))
     rules: list[Rule] = []
     for each in tables:
-        rules += _table(each, _Place(lines, source, next(heads, 0)))
+        rules += _rules_of_table(each, _Position(lines, source, next(heads, 0)))
     return table.get("preset", ""), rules
 
 
@@ -296,7 +296,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """A position in a file: the line ``first`` or below, since tomllib does not report lines."""
 
     lines: list[str]
@@ -309,7 +309,7 @@ class _Place(NamedTuple):
         return ValueError(f"{self.source}, line {next(found, self.first) + 1}: {message}")
 
 
-def _table(table: Mapping[str, Any], place: _Place) -> Iterator[Rule]:
+def _rules_of_table(table: Mapping[str, Any], place: _Position) -> Iterator[Rule]:
     for key in table.keys() - set(_KEYS):
         raise place.error(key, f"unknown key {key!r}{did_you_mean(key, _KEYS)}")
     module, devices = table.get("module"), table.get("device")

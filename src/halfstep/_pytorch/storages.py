@@ -123,7 +123,7 @@ def stream_of(tensor: torch.Tensor) -> int:
 _unsafe_view = callable_of(torch.ops.aten._unsafe_view.default)
 
 
-def in_place_of(source: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def computed_from(source: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` as if they had been computed from ``source``, of the same shape.
 
     The gradient with respect to the result is cast to the dtype of ``source`` and passed to it.
