@@ -324,13 +324,11 @@ def _add_in_fp32(name: str, device: str) -> Kernel:
 
     def add_in_backward(keys: Keys, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         call: Any = op
-        # DTensors go on to PyTorch: their backward pass belongs to their placements. The JIT could
-        # not save a function of Python.
         needs = is_rounded and x.dtype in HALVES and x.requires_grad and torch.is_grad_enabled()
         if needs and adds((x, *args), kwargs):
             if modes.has_transforms():
                 return add_in_forward(keys, x, *args, **kwargs)
-            if not (distributed.is_dtensor(x) or modes.is_jit_tracing()):
+            if products.is_plain((x, *args)):
                 call = with_backward
         with dispatch.exclude_keys(autocast):
             return call(x, *args, **kwargs)

@@ -52,7 +52,7 @@ def with_fp32_result(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     dims = _NUM_DIMS.get(name.partition(".")[0])
     is_valid = dims is None or a.dim() == b.dim() == dims  # else PyTorch's op raises its error
     factor = b.t() if name == "linear.default" else b
-    product = _product(a, factor) if is_valid and _is_plain(args) else None
+    product = _product(a, factor) if is_valid and is_plain(args) else None
     if product is None:
         wide = (arg.float() if isinstance(arg, Tensor) else arg for arg in args)
         return callable_of(overload(name))(*wide, **kwargs)
@@ -63,8 +63,11 @@ def with_fp32_result(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return product if len(args) < 3 or args[2] is None else product + args[2]
 
 
-def _is_plain(args: Sequence[Any]) -> bool:
-    """Return whether a function of Python may stand for an op; as in :mod:`.sums`."""
+def is_plain(args: Sequence[Any]) -> bool:
+    """Return whether a function of Python may stand for an op.
+
+    The backward pass of DTensors belongs to their placements; the JIT cannot save such a function.
+    """
     is_followed = modes.has_transforms() or modes.is_jit_tracing()
     others = (each.is_nested or distributed.is_dtensor(each) for each in tensors_in(args))
     return not (is_followed or any(others))

@@ -144,8 +144,7 @@ def with_backward_in_float32(name: str) -> Callable[..., Any] | None:
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         given = {argument.name: argument.default_value for argument in rest}
         given |= dict(zip(given, args, strict=False)) | kwargs
-        is_nested = any(each.is_nested for each in tensors_in((x, *args)))
-        if given.get("sparse") or given.get("sparse_grad") or is_nested:
+        if given.get("sparse") or given.get("sparse_grad"):
             return op(x, *args, **kwargs)
         return _Float32Backward.apply(x, name, list(given.values()))  # type: ignore[no-untyped-call]
 
