@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -90,6 +90,28 @@ def test_outside_autocast_nothing_is_cast() -> None:
     function.apply(a, a).sum().backward()
 
     assert seen == [("forward", BF16, False, BF16), ("backward", False, BF16)]
+
+
+def test_a_named_tuple_is_cast_too() -> None:
+    class Pair(NamedTuple):
+        low: Tensor
+        wide: Tensor
+
+    got: list[Any] = []
+
+    class Take(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type=DEVICE, cast_inputs=FP32)
+        def forward(ctx: Any, x: Tensor, pair: Pair) -> Tensor:
+            got.append(pair)
+            return x
+
+    wide = torch.ones(1)
+    with autocast(DEVICE, BF16):
+        Take.apply(torch.ones(1), Pair(torch.ones(1, dtype=BF16), wide))
+    assert type(got[0]) is Pair
+    assert got[0].low.dtype is FP32
+    assert got[0].wide is wide
 
 
 def test_casting_of_inputs_goes_into_containers_and_spares_the_rest() -> None:

@@ -3,7 +3,7 @@
 import functools
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
@@ -18,6 +18,7 @@ from halfstep._autocast.region import Region, current_settings, in_graph, outsid
 from halfstep._autocast.rule import DTYPE_NAMES, LOWER_PRECISIONS
 from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import has_device
+from halfstep._common.nested import map_tensors
 from halfstep._common.text import did_you_mean
 from halfstep._pytorch import amp, compiler
 from halfstep.errors import CallOrderError
@@ -432,8 +433,12 @@ def custom_fwd(
             _remember(ctx, settings)
             return fwd(ctx, *args)
         _remember(ctx, current_settings(device, enabled=False))
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(cast_inputs) if is_eligible(tensor, device) else tensor
+
         with autocast(device, enabled=False):
-            return fwd(ctx, *_cast(args, device, cast_inputs))
+            return fwd(ctx, *map_tensors(cast, args))
 
     return forward
 
@@ -487,14 +492,3 @@ def _remember(ctx: Any, settings: Settings) -> None:
     """Store the settings for ``backward``, also for torch.amp's."""
     ctx._halfstep_settings = settings
     amp.remember_for_custom_bwd(ctx, settings.switches)
-
-
-def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """Cast eligible tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if is_eligible(value, device) else value
-    if isinstance(value, Mapping):
-        return {key: _cast(item, device, dtype) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast(item, device, dtype) for item in value)
-    return value
