@@ -53,7 +53,7 @@ def test_temporary_kernels_are_taken_back() -> None:
     op, key = torch.ops.aten.addbmm.default, dispatch.autocast_key("cpu")
     x = torch.ones(2, 2)
     args = x, x[None], x[None]
-    kernels = dispatch.TemporaryKernels()
+    kernels = dispatch.PythonKernels()
     kernels.register(op, key, lambda *_: torch.zeros(()))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.addbmm(*args).shape == ()
@@ -459,7 +459,7 @@ def test_tracing_by_jit_is_seen() -> None:
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_pytorch_can_register_kernels_where_there_are_ours() -> None:
     op, key = torch.ops.aten.asinh.default, torch._C.DispatchKey.AutocastCPU
-    kernels = dispatch.TemporaryKernels()
+    kernels = dispatch.PythonKernels()
     kernels.register(op, key, lambda *_: torch.zeros(()))
     theirs = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]
     theirs.impl(op, lambda x: x + 1, key.name)  # type: ignore[no-untyped-call]

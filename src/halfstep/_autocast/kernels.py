@@ -85,8 +85,8 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
                 module=module,
                 only_observed=only_observed,
             )
-            for op in () if only_observed else sorted(on_device.ops()):
-                _register(op, device)
+            if not only_observed:
+                _register(_permanent, on_device.ops(), _kernel, device)
             _register_in_functorch(on_device.table() | _COMPONENT_OF.keys() | _SCATTERS)
             autograd.wrap_recomputed(scopes.under_the_same_policies)
             autograd.wrap_lobpcg(_find_eigenvectors)
@@ -120,8 +120,21 @@ def prepared(number: int) -> PolicyOnDevice:
     return _prepared[number]
 
 
+_permanent = dispatch.PythonKernels()
 _registering: list[Callable[[PolicyOnDevice], None]] = []
 """What registers the kernels of the blocks that are running."""
+
+
+def _register(
+    kernels: dispatch.PythonKernels,
+    ops: Iterable[str],
+    kernel: Callable[[str, str], Kernel],
+    device: str,
+) -> None:
+    """Register kernels for overloads at the Autocast key of ``device``."""
+    key = dispatch.autocast_key(device)
+    for op in sorted(ops):
+        kernels.register(overload(op), key, kernel(op, device))
 
 
 @contextmanager
@@ -129,12 +142,10 @@ def _registered(
     ops: Callable[[PolicyOnDevice], Iterable[str]], kernel: Callable[[str, str], Kernel]
 ) -> Iterator[None]:
     """Register kernels for ops of every policy in a block, and remove them afterwards."""
-    temporary = dispatch.TemporaryKernels()
+    temporary = dispatch.PythonKernels()
 
     def register(policy: PolicyOnDevice) -> None:
-        key = dispatch.autocast_key(policy.device)
-        for op in sorted(ops(policy)):
-            temporary.register(overload(op), key, kernel(op, policy.device))
+        _register(temporary, ops(policy), kernel, policy.device)
 
     _registering.append(register)
     try:
@@ -259,12 +270,6 @@ def _count(rule: Rule | None) -> None:
 
 
 @cache
-def _register(name: str, device: str) -> None:
-    """Register halfstep's kernel for one overload at the Autocast key of ``device``, once."""
-    dispatch.register_kernel(overload(name), dispatch.autocast_key(device), _kernel(name, device))
-
-
-@cache
 def _kernel(name: str, device: str) -> Kernel:
     """Return halfstep's kernel for one overload; call it before one is registered."""
     pytorch, thread = pytorch_kernel(name, device), scopes.thread
@@ -375,7 +380,7 @@ def _register_at(name: str, key: Key) -> None:
         with dispatch.exclude_keys(dispatch.autocast_keys(device)):
             return pytorch(keys, *args, **kwargs)
 
-    dispatch.register_kernel(op, key, kernel)
+    _permanent.register(op, key, kernel)
 
 
 def _is_first_narrower(args: tuple[Any, ...]) -> bool:

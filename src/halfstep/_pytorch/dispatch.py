@@ -229,13 +229,10 @@ def callable_of(op: torch._ops.OpOverload) -> Kernel:
 # --- Python kernels in place of PyTorch's own -----------------------------------------------------
 
 
-def register_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey, kernel: Kernel) -> None:
-    """Make the dispatcher call ``kernel(keys, *args, **kwargs)`` for ``op`` at ``key``."""
-    _implement(_library(op.namespace), op, key, kernel)
-
-
-class TemporaryKernels:
+class PythonKernels:
     """Kernels that replace PyTorch's until they are removed."""
+
+    _has_warned = False  # whether PyTorch has; in this process
 
     def __init__(self) -> None:
         self._libraries: dict[str, torch.library.Library] = {}
@@ -244,49 +241,36 @@ class TemporaryKernels:
     def register(
         self, op: torch._ops.OpOverload, key: torch._C.DispatchKey, kernel: Kernel
     ) -> None:
-        """Register a kernel, as :func:`register_kernel` does; ignore a repeated op and key."""
+        """Make the dispatcher call ``kernel(keys, *args, **kwargs)`` for ``op`` at ``key``.
+
+        Ignore a repeated op and key.
+        """
         if (op, key) in self._registered:
             return
         self._registered.add((op, key))
         if op.namespace not in self._libraries:
-            library = torch.library.Library(op.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
-            self._libraries[op.namespace] = library
-        _implement(self._libraries[op.namespace], op, key, kernel)
+            self._libraries[op.namespace] = torch.library.Library(op.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+        library = self._libraries[op.namespace]
+        with ExitStack() as stack:
+            # PyTorch warns once per process that a kernel was overridden, which is intended here.
+            # Python then shows again what it has shown once, so this is not done in each sampled
+            # step.
+            if not PythonKernels._has_warned and has_kernel(op, key):
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+                PythonKernels._has_warned = True
+            library.impl(  # type: ignore[no-untyped-call]
+                op, kernel, key.name, with_keyset=True, allow_override=True
+            )
+        # Before 2.13 PyTorch fails to register its own kernel where a Python one exists, and its
+        # first vmap registers some. Removed from PyTorch's list, ours is overwritten, as in 2.13
+        # and later.
+        torch.library._impls.difference_update(library._op_impls)
 
     def remove(self) -> None:
         """Remove all kernels."""
         for library in self._libraries.values():
             library._destroy()  # type: ignore[no-untyped-call]
-
-
-@cache
-def _library(namespace: str) -> torch.library.Library:
-    return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-_has_warned = False
-
-
-def _implement(
-    library: torch.library.Library,
-    op: torch._ops.OpOverload,
-    key: torch._C.DispatchKey,
-    kernel: Kernel,
-) -> None:
-    global _has_warned
-    with ExitStack() as stack:
-        # PyTorch warns once per process that a kernel was overridden, which is intended here.
-        # Python then shows again what it has shown once, so this is not done in each sampled step.
-        if not _has_warned and has_kernel(op, key):
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            _has_warned = True
-        library.impl(  # type: ignore[no-untyped-call]
-            op, kernel, key.name, with_keyset=True, allow_override=True
-        )
-    # Before 2.13 PyTorch fails to register its own kernel where a Python one exists, and its first
-    # vmap registers some. Removed from PyTorch's list, ours is overwritten, as in 2.13 and later.
-    torch.library._impls.difference_update(library._op_impls)
 
 
 # Files of Python code that passes calls of ops on: in modes, under a default device, in kernels.
