@@ -24,7 +24,6 @@ from halfstep._autocast.scopes import Settings
 from halfstep._common.text import did_you_mean
 from halfstep._numerics.formats import FORMATS, Format
 from halfstep._pytorch import amp, compiler
-from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.modes import dispatch_modes
 from halfstep._simulate.arithmetic import (
     Args,
@@ -164,28 +163,26 @@ class simulate:
         self._counts = RoundingCounts(self.format)
         self._devices = _devices(model)
         self._is_compiled = any(map(compiler.is_compiled, model.modules()))
+        # None once it has been entered, which releases the model at the end.
         self._simulator: _Simulator | None = _Simulator(
             model, self.policy, arithmetic, self._counts
         )
-        self._has_run = False
         self.notes: tuple[str, ...] = ()
         self._stack, self._thread = ExitStack(), threading.get_ident()
 
     def __enter__(self) -> Self:
-        if self._simulator is None or self._has_run:
+        if self._simulator is None:
             raise CallOrderError(
                 "this simulation has run; make another: with halfstep.simulate(model) as s"
             )
         lower = torch.bfloat16 if self._clips else self.format.dtype
         with ExitStack() as stack:
             stack.enter_context(_rules_observed())
-            stack.enter_context(self._simulator.modules.followed())
-            if self._is_compiled:
-                stack.enter_context(eager())
             stack.enter_context(autocast_forward(self._devices, lower, self._autocast))
-            stack.enter_context(self._simulator)
+            stack.enter_context(self._simulator.active())
+            stack.callback(self._note, self._simulator.modules)
             self._stack = stack.pop_all()
-        self._has_run, self._thread = True, threading.get_ident()
+        self._simulator, self._thread = None, threading.get_ident()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -195,10 +192,10 @@ class simulate:
                 "leave it in the thread that entered it"
             )
         self._stack.close()
-        assert self._simulator is not None
-        said = {_EAGER: self._is_compiled, NOT_RUN: not self._simulator.modules.have_run}
+
+    def _note(self, modules: RunningModules) -> None:
+        said = {_EAGER: self._is_compiled, NOT_RUN: not modules.have_run}
         self.notes = tuple(note for note, is_so in said.items() if is_so)
-        self._simulator = None  # releases the model
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a dictionary of plain values for each module and phase, the worst first.
