@@ -1,6 +1,7 @@
 """What is around a program, without running one."""
 
 import json
+import math
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ import halfstep
 from halfstep import preset
 from halfstep._record.read import read_run
 from halfstep._run import session
+from halfstep._run.masters import Additions
 from halfstep._run.session import Command, Options, Session
 from halfstep.errors import RecordError
 
@@ -202,3 +204,28 @@ def test_a_record_of_another_program_is_not_continued(target, is_same, seen):
         go(seen, target, is_appending=True)
         go(seen, target)  # it is one of the programs now, and resumes
     assert first_words("x")[:2] == ["a/train.py", target]
+
+
+def test_processes_that_a_program_starts_get_its_options(tmp_path, monkeypatch):
+    additions = Additions("float32", True, math.inf, "alone")
+    options = Options(
+        policy=preset("fp32"),
+        folder=tmp_path,
+        every=3,
+        is_quiet=True,
+        amp=torch.bfloat16,
+        is_diagnosing=True,
+        sinks=("wandb",),
+        is_appending=True,
+        additions=additions,
+    )
+    got = []
+
+    def begin(command, options):
+        got.append((command, options))
+        return SimpleNamespace(put_in_place=lambda: None)
+
+    monkeypatch.setattr(session, "Session", begin)
+    with session.reaching_children(options):
+        session.begin_in_child()
+    assert got == [(None, options)]

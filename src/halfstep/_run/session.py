@@ -6,6 +6,7 @@ import atexit
 import builtins
 import errno
 import importlib.util
+import json
 import os
 import shlex
 import sys
@@ -405,7 +406,8 @@ HOOK = str(Path(__file__).parent / "children")
 @contextmanager
 def reaching_children(options: Options) -> Iterator[None]:
     """Let every Python process that is started inside the block record itself, as a fork does."""
-    values = msgspec.json.encode(options, enc_hook=str).decode()
+    # msgspec's JSON would turn the inf of --guard=inf into null.
+    values = json.dumps(msgspec.to_builtins(options, enc_hook=str))
     paths = [HOOK, *filter(None, [os.environ.get("PYTHONPATH")])]
     before = dict(os.environ)
     os.environ |= {VARIABLE: values, "PYTHONPATH": os.pathsep.join(paths)}
@@ -420,7 +422,7 @@ def reaching_children(options: Options) -> Iterator[None]:
 def begin_in_child() -> None:
     """Record this process, which the program of a run has started; see ``children/``."""
     try:
-        options = msgspec.json.decode(os.environ[VARIABLE], type=Options, dec_hook=_read)
+        options = msgspec.convert(json.loads(os.environ[VARIABLE]), Options, dec_hook=_read)
         Session(None, options).put_in_place()
     except Exception as error:  # the process is the script's, and goes on
         print(f"halfstep: process {os.getpid()} is not recorded: {error}", file=sys.stderr)
