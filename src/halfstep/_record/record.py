@@ -39,7 +39,7 @@ class record:
     It writes one file of JSON Lines, flushed line by line, for ``halfstep report``:
     ``rank0.jsonl`` in the folder, or the file of the rank (from the environment variable ``RANK``
     or the process group). It appends to an existing file. docs/record.md describes its
-    format, docs/record.md what is measured and the cost.
+    format, what is measured, and the cost.
 
     Recording does not change the training, bit for bit. Iterations are those of halfstep's
     ``GradScaler``; without one, each ``optimizer.step()`` is one.

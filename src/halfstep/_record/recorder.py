@@ -121,7 +121,7 @@ class Recorder:
             weakref.WeakKeyDictionary()
         )
         self._norms: list[tuple[frozenset[int], Tensor]] = []
-        self._is_scaled = self._is_old = False
+        self._is_old = False
         self._loss_scaler: GradScaler | None = None  # which scaled the losses of this iteration
         self._num_scaled = 0
         self._num_backward = self._num_waits = 0
@@ -137,8 +137,8 @@ class Recorder:
     def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
         """Record a loss before it is scaled."""
         if self._listens_to(scaler):
-            if not self._is_scaled:
-                self._loss, self._is_scaled = None, True
+            if self._loss_scaler is None:
+                self._loss = None
             self._loss_scaler = scaler
             self._num_scaled += 1
             found = self._add_losses(tensors_in([outputs]))
@@ -309,7 +309,7 @@ class Recorder:
         return (self._scaler is None or self._scaler is scaler) and self._is_here()
 
     def _counts_plain_steps(self) -> bool:
-        return self._scaler is None and not self._is_scaled and self._is_listening()
+        return self._scaler is None and self._loss_scaler is None and self._is_listening()
 
     def _add_losses(self, outputs: Any) -> Tensor | None:
         """Add losses to that of the iteration, and return their sum; None if there are none."""
@@ -378,7 +378,7 @@ class Recorder:
         if self._num_ended == 1:
             self._write_device()
         # A second optimizer may use the same backward pass: keep the loss until the next pass.
-        self._norms, self._scaled, self._is_old, self._is_scaled = [], [], True, False
+        self._norms, self._scaled, self._is_old = [], [], True
         self._loss_scaler, self._num_scaled = None, 0
         if self._sampler.is_open and (self._num_backward or self._num_waits == MOST_WAITS):
             self._num_waits = 0
