@@ -12,6 +12,7 @@ from halfstep._numerics.formats import FORMATS, FORMATS_BY_DTYPE, Format
 from halfstep._numerics.statistics import Statistics, merged
 from halfstep._record.run import Kind, Measured, PolicySeen, Sample
 from halfstep._report.summary import GradientTotals, Layer, ScaleWindow
+from halfstep._trace.rows import grouped
 
 CERTAINLY_WIDER = 2**7
 """Multiple of the smallest subnormal below which a value shows the dtype it was computed in."""
@@ -86,11 +87,9 @@ def layers_and_gradients(
 
     ``overflows`` contains the scales of the steps that overflowed, by step.
     """
-    found: _ByLayer = {}
-    for sample in samples:
-        for each in sampled(sample, policies):
-            found.setdefault((each.measured.kind, each.measured.name), []).append(each)
-    layers = tuple(_layer(*key, seen, overflows) for key, seen in found.items())
+    seen = (each for sample in samples for each in sampled(sample, policies))
+    found = grouped(seen, lambda each: (each.measured.kind, each.measured.name))
+    layers = tuple(_layer(*key, alike, overflows) for key, alike in found.items())
     return layers, _gradients(found, layers, overflows)
 
 

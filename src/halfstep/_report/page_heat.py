@@ -25,6 +25,7 @@ from halfstep._report.drawing import (
 from halfstep._report.layers import sampled
 from halfstep._report.page_tables import KIND_TITLES, badness
 from halfstep._report.summary import NOTABLE, Layer, Summary
+from halfstep._trace.rows import grouped
 
 MOST_COLUMNS, MOST_CELLS = 240, 160_000
 LABEL_HEIGHT, LABEL_LETTERS = 12, 24
@@ -91,10 +92,8 @@ def heat(summary: Summary, run: Run) -> Heat | None:
     num_samples = len(run.samples)
     num = min(num_samples, MOST_COLUMNS, max(60, MOST_CELLS // len(summary.layers)))
     column_of = [index * num // num_samples for index in range(num_samples)]
-    by_column: list[list[int]] = [[] for _ in range(num)]
-    for column, sample in zip(column_of, run.samples, strict=True):
-        by_column[column].append(sample.step)
-    columns = [(steps[0], steps[-1]) for steps in by_column]
+    by_column = grouped(range(num_samples), column_of.__getitem__).values()
+    columns = [(run.samples[each[0]].step, run.samples[each[-1]].step) for each in by_column]
     cells = _cells(run, column_of, summary)
     tabs = [_tab(kind, summary, cells, num) for kind in KIND_TITLES if summary.of_kind(kind)]
     troubled = [layer for layer in summary.layers if _is_troubled(layer, summary)]
