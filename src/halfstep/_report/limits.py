@@ -9,7 +9,13 @@ from typing import TypeAlias
 from halfstep._common.numbers import at_steps, count, listed, number, percent, things
 from halfstep._common.text import one_line
 from halfstep._report.about_diagnoses import headline, is_matter_of_skips, when
-from halfstep._report.about_steps import by_scaling, lacks_end, on_error_rank, on_ranks
+from halfstep._report.about_steps import (
+    by_scaling,
+    known_origins,
+    lacks_end,
+    on_error_rank,
+    on_ranks,
+)
 from halfstep._report.about_tensors import are_most_lost
 from halfstep._report.summary import Layer, Summary
 
@@ -147,8 +153,7 @@ def _skipped(summary: Summary, limit: float | None) -> Iterator[str]:
     later = steps.later
     known = [
         f"{origin.module}{on_ranks(origin.ranks, summary.facts)}"
-        for origin in summary.origins
-        if origin.module is not None and set(origin.steps) & set(later)
+        for origin, _ in known_origins(summary, later)
     ]
     began = f", which began in {listed(known[:3])}" if known else ""
     yield (
