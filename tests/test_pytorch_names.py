@@ -27,6 +27,7 @@ ALLOWED = {
     "_growth_tracker": "a key of what state_dict() returns, in PyTorch's format",
     "_lazy_init_scale_growth_tracker": OF_OUR_SCALER,
     "_maybe_opt_step": OF_OUR_SCALER,
+    "_optimizers": "of an Accelerator, which tells in no other way what it has prepared",
     "_per_optimizer_states": OF_OUR_SCALER,
     "_skip_backward": "of a loop of Lightning, whose own callbacks set it",
     "_unscale_grads_": OF_OUR_SCALER,
