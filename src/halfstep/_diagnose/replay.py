@@ -27,9 +27,10 @@ from halfstep._diagnose.undo import UndoLog
 from halfstep._diagnose.user_code import owners_in
 from halfstep._diagnose.variant import EnteredAutocast, Variant, autocast_as
 from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import split_closure
 from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import amp, autograd, modes
-from halfstep._scaler import GradScaler, split_closure
+from halfstep._scaler import GradScaler
 from halfstep._scaler.access import begin_anew
 from halfstep._scaler.events import unobserved
 

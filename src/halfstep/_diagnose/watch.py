@@ -41,9 +41,9 @@ from halfstep._diagnose.optimizer_side import Growth, with_bad_setting
 from halfstep._diagnose.skips import Search
 from halfstep._diagnose.user_code import user_line
 from halfstep._gradients.gradients import parameters
-from halfstep._gradients.optimizers import Rounds
+from halfstep._gradients.optimizers import Rounds, split_closure, with_closure
 from halfstep._pytorch import optim
-from halfstep._scaler import GradScaler, Outcome, split_closure
+from halfstep._scaler import GradScaler, Outcome
 from halfstep._scaler.events import OBSERVERS, is_in_step, observing
 from halfstep.errors import CallOrderError, DiagnosisWarning
 
@@ -322,10 +322,8 @@ class Watch:
         if closure is None or self._running.is_bad:
             self._end_plain_step(parameters(optimizer), optimizer)
             return None
-        watched = self._watched(closure, optimizer)
-        if "closure" in kwargs:
-            return args, kwargs | {"closure": watched}
-        return (args[0], watched, *others), kwargs
+        others, kwargs = with_closure(self._watched(closure, optimizer), others, kwargs)
+        return (args[0], *others), kwargs
 
     def _watched(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         """Wrap a closure so that its first evaluation ends the step for the watch."""

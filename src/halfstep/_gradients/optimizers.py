@@ -296,6 +296,33 @@ class Rounds:
         self._stepped.clear()
 
 
+Closure = Callable[[], Any]
+
+
+def split_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Closure | None, tuple[Any, ...], dict[str, Any]]:
+    """Separate the closure from the other arguments of ``optimizer.step``.
+
+    A closure passed by name also stays in ``kwargs``; otherwise it is the first argument, as in
+    every PyTorch optimizer. accelerate passes None there, which is no closure.
+    """
+    if callable(kwargs.get("closure")):
+        return kwargs["closure"], args, kwargs
+    if args and callable(args[0]):
+        return args[0], args[1:], kwargs
+    return None, args, kwargs
+
+
+def with_closure(
+    closure: Closure, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of ``optimizer.step`` with a closure in place of the one split off."""
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": closure}
+    return (closure, *args), kwargs
+
+
 def is_pytorchs(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether its step is PyTorch's, which evaluates a closure before anything else."""
     return type(optimizer).step.__module__.startswith("torch.optim.")

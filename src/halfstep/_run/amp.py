@@ -22,7 +22,12 @@ from halfstep._autocast import Policy
 from halfstep._autocast.region import listening
 from halfstep._common.patches import Patches, subclasses, watch_steps
 from halfstep._gradients.gradients import NONE, collect, parameters
-from halfstep._gradients.optimizers import evaluates_first, handles_scale
+from halfstep._gradients.optimizers import (
+    evaluates_first,
+    handles_scale,
+    split_closure,
+    with_closure,
+)
 from halfstep._gradients.scalars import CPU, combine
 from halfstep._pytorch import compiler, optim
 from halfstep._run.amp_backward import Backward, FreshGradients
@@ -35,7 +40,6 @@ from halfstep._scaler import (
     UnusableEvaluationError,
     access,
     snapshot_of,
-    split_closure,
 )
 from halfstep._scaler.events import is_in_step
 
@@ -233,7 +237,7 @@ class ScaledSteps:
                 access.add_check(self._scaler, optimizer, *found)
             return loss
 
-        args, kwargs = _with_closure(evaluate, args, kwargs)
+        args, kwargs = with_closure(evaluate, args, kwargs)
         result = self._scaler.step(optimizer, *args, **kwargs)
         self._finish(optimizer)
         # The script may use the loss even if the step was skipped.
@@ -267,7 +271,7 @@ class ScaledSteps:
             require_finite()
             return loss
 
-        args, kwargs = _with_closure(evaluate, args, kwargs)
+        args, kwargs = with_closure(evaluate, args, kwargs)
         try:
             require_finite()
             result = original(optimizer, *args, **kwargs)
@@ -286,13 +290,6 @@ class ScaledSteps:
         self._schedules.note(optimizer, outcome if handles_scale(optimizer) else outcome.taken)
         if self._backward.running is None and not self._fresh.is_waiting():
             self._scaler.update()
-
-
-def _with_closure(closure: StepFunction, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Replace the script's closure (see :func:`split_closure`)."""
-    if "closure" in kwargs:
-        return args, kwargs | {"closure": closure}
-    return (closure, *args), kwargs
 
 
 # --- schedules ------------------------------------------------------------------------------------

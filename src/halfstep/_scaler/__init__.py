@@ -4,7 +4,7 @@ Other rooms know these names, and :mod:`halfstep._scaler.access`.
 """
 
 from halfstep._scaler.after_step import DueSchedules, snapshot_of
-from halfstep._scaler.closures import UnusableEvaluationError, split_closure
+from halfstep._scaler.closures import UnusableEvaluationError
 from halfstep._scaler.guard import Guard, GuardScaler, guard, inside_of_guard
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
@@ -26,5 +26,4 @@ __all__ = [
     "guard",
     "inside_of_guard",
     "snapshot_of",
-    "split_closure",
 ]

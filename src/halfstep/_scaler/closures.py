@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._gradients.gradients import NONE, is_as_seen, parameters, seen
-from halfstep._gradients.optimizers import evaluates_first, handles_scale, is_pytorchs, name
+from halfstep._gradients.optimizers import (
+    Closure,
+    evaluates_first,
+    handles_scale,
+    is_pytorchs,
+    name,
+    with_closure,
+)
 from halfstep._scaler.after_step import snapshot_of
 from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.engine import Engine
@@ -37,26 +44,9 @@ from halfstep._scaler.step import (
 )
 from halfstep.errors import CallOrderError
 
-Closure = Callable[[], Any]
-
 
 class UnusableEvaluationError(Exception):
     """Raised inside ``optimizer.step`` to leave it when the gradients of a closure are unusable."""
-
-
-def split_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Closure | None, tuple[Any, ...], dict[str, Any]]:
-    """Separate the closure from the other arguments of ``optimizer.step``.
-
-    A closure passed by name also stays in ``kwargs``; otherwise it is the first argument, as in
-    every PyTorch optimizer. accelerate passes None there, which is no closure.
-    """
-    if callable(kwargs.get("closure")):
-        return kwargs["closure"], args, kwargs
-    if args and callable(args[0]):
-        return args[0], args[1:], kwargs
-    return None, args, kwargs
 
 
 def step_with_closure(
@@ -87,10 +77,8 @@ def step_with_closure(
         if "_maybe_opt_step" in scaler._overridden():
             state = scaler._per_optimizer_states[id(optimizer)]
             step = partial(scaler._maybe_opt_step, optimizer, state)
-        if "closure" in kwargs:
-            result = step(*args, **kwargs | {"closure": evaluations})
-        else:
-            result = step(evaluations, *args, **kwargs)
+        args, kwargs = with_closure(evaluations, args, kwargs)
+        result = step(*args, **kwargs)
         evaluations.used()
     except UnusableEvaluationError:
         before.restore()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep._gradients.gradients import collect, parameters
+from halfstep._gradients.optimizers import split_closure, with_closure
 from halfstep._scaler import clipping
 from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.closures import (
@@ -18,7 +19,6 @@ from halfstep._scaler.closures import (
     drop_used,
     is_value,
     note_used,
-    split_closure,
 )
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Checked, Decided, Gathered
@@ -67,8 +67,6 @@ def step(
         if max_norm is not None:
             clip_grad_norm_(engine, optimizer, clipping.checked_max_norm(max_norm))
         return optimizer.step(*args, **kwargs)
-    kwargs.pop("closure", None)
-
     memory = engine.journal.memory(optimizer)
 
     @torch.enable_grad()
@@ -92,7 +90,8 @@ def step(
         note_used(optimizer, memory)
         return loss
 
-    result = optimizer.step(evaluate, *args, **kwargs)
+    args, kwargs = with_closure(evaluate, args, kwargs)
+    result = optimizer.step(*args, **kwargs)
     note_used(optimizer, memory)
     return result
 

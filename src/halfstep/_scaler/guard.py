@@ -17,13 +17,14 @@ from halfstep._gradients.optimizers import (
     members,
     name,
     require_optimizer,
+    split_closure,
+    with_closure,
 )
 from halfstep._pytorch.distributed import has_process_group
 from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import tell_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
 from halfstep._scaler.clipping import checked_max_norm
-from halfstep._scaler.closures import split_closure
 from halfstep._scaler.events import THIS_THREAD
 from halfstep._scaler.outcome import Counts, Outcome
 from halfstep._scaler.rules import Static
@@ -279,11 +280,7 @@ class Guard:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            again = _closure_of(optimizer, loss)
-            if "closure" in kwargs:
-                kwargs = kwargs | {"closure": again}
-            else:
-                args = (again, *args)
+            args, kwargs = with_closure(_closure_of(optimizer, loss), args, kwargs)
         scaler = self._scaler
         with_gradient = (p for p in parameters(optimizer) if p.grad is not None)
         some = first = next(with_gradient, None)

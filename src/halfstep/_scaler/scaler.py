@@ -22,6 +22,7 @@ from halfstep._gradients.optimizers import (
     is_optimizer,
     name,
     require_optimizer,
+    split_closure,
     takes_scaler,
 )
 from halfstep._gradients.scalars import checked_count, checked_device
@@ -31,7 +32,7 @@ from halfstep._scaler import clipping, disabled, overrides, step
 from halfstep._scaler.accumulation import accumulate
 from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips
-from halfstep._scaler.closures import split_closure, step_with_closure
+from halfstep._scaler.closures import step_with_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.events import THIS_THREAD
 from halfstep._scaler.loss_scale import Saved
