@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._gradients.optimizers import Closure
 from halfstep._master_weights.stores import KEEPING, NOTHING, Store
 from halfstep._pytorch.amp import copy_to_each_, increment_version
 from halfstep._pytorch.distributed import Swap, in_place_of, local_part, shard_name
@@ -189,16 +190,14 @@ class Exchange:
 
         return in_any_case(call, self._narrow_all)
 
-    def outside(self, argument: Any) -> Any:
-        """Return a closure that runs with the original parameters; other arguments unchanged."""
-        if not callable(argument):
-            return argument
+    def outside(self, closure: Closure) -> Closure:
+        """Return a closure that runs with the original parameters."""
 
-        @wraps(argument)
+        @wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             self._narrow_all()
             try:
-                return argument(*args, **kwargs)
+                return closure(*args, **kwargs)
             finally:
                 self._widen_all()
 

@@ -22,6 +22,8 @@ from halfstep._gradients.optimizers import (
     makes_step_of,
     members,
     require_optimizer,
+    split_closure,
+    with_closure,
 )
 from halfstep._gradients.scalars import describe
 from halfstep._master_weights.chunks import step_in_chunks, steps_one_at_a_time
@@ -377,9 +379,9 @@ class MasterWeights:
         **kwargs: Any,
     ) -> Any:
         exchange = Exchange(optimizer, self.store, parameters(optimizer))
-        args = (*map(exchange.outside, args[:1]), *args[1:])
-        if "closure" in kwargs:
-            kwargs = kwargs | {"closure": exchange.outside(kwargs["closure"])}
+        closure, others, kwargs = split_closure(args, kwargs)
+        if closure is not None:
+            args, kwargs = with_closure(exchange.outside(closure), others, kwargs)
         return exchange.around(step, *args, **kwargs)
 
     def _number_step(self, optimizer: torch.optim.Optimizer, num_steps: int) -> None:

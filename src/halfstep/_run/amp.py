@@ -39,7 +39,7 @@ from halfstep._scaler import (
     GuardScaler,
     UnusableEvaluationError,
     access,
-    snapshot_of,
+    backup_of,
 )
 from halfstep._scaler.events import is_in_step
 
@@ -257,7 +257,7 @@ class ScaledSteps:
         through the scaler.
         """
         self._script.note_step(optimizer)
-        before = snapshot_of(optimizer)
+        before = backup_of(optimizer)
 
         def require_finite() -> None:
             found = self._fresh.take(optimizer)

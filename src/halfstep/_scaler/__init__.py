@@ -3,7 +3,7 @@
 Other rooms know these names, and :mod:`halfstep._scaler.access`.
 """
 
-from halfstep._scaler.after_step import DueSchedules, snapshot_of
+from halfstep._scaler.after_step import DueSchedules, backup_of
 from halfstep._scaler.closures import UnusableEvaluationError
 from halfstep._scaler.guard import Guard, GuardScaler, guard, inside_of_guard
 from halfstep._scaler.loss_scale import LossScale
@@ -23,7 +23,7 @@ __all__ = [
     "Reason",
     "Static",
     "UnusableEvaluationError",
+    "backup_of",
     "guard",
     "inside_of_guard",
-    "snapshot_of",
 ]

@@ -130,7 +130,7 @@ class DueSchedules:
 # --- undoing --------------------------------------------------------------------------------------
 
 
-class Snapshot:
+class Backup:
     """Copies of tensor values and of the contents of dicts. Sync: none."""
 
     def __init__(
@@ -148,21 +148,21 @@ class Snapshot:
             tensor.copy_(value)
 
 
-def snapshot_of(optimizer: torch.optim.Optimizer) -> Snapshot:
-    """Return a snapshot of parameters, state and groups, to be restored once.
+def backup_of(optimizer: torch.optim.Optimizer) -> Backup:
+    """Return a backup of parameters, state and groups, to be restored once.
 
     It copies all of them; nothing for an optimizer that evaluates its closure before it changes
     anything.
     """
     if evaluates_first(optimizer):
-        return Snapshot([], [])
+        return Backup([], [])
     params, each_of = parameters(optimizer), members(optimizer)
     groups = [group for each in each_of for group in each.param_groups]
     states = [getattr(each, "state", None) for each in each_of]
     # A wrapper may have no state, and a container's state may be a view of other states.
     held = [*(state for state in states if isinstance(state, dict)), *groups]
     memo = {id(each): each for each in [*params, *(group["params"] for group in groups)]}
-    return Snapshot(
+    return Backup(
         params,
         [(each, {key: copy.deepcopy(value, memo) for key, value in each.items()}) for each in held],
     )
@@ -189,7 +189,7 @@ def _attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> I
     # As dicts: a module may replace a buffer by another tensor or None.
     held = [buffers_of(part) for module in modules for part in module.modules()]
     tensors = [buffer for each in held for buffer in each.values() if buffer is not None]
-    buffers = Snapshot(tensors, [(each, dict(each)) for each in held])
+    buffers = Backup(tensors, [(each, dict(each)) for each in held])
     for attempt in itertools.count():
         seen = engine.journal.last(optimizer)
         yield attempt

@@ -22,7 +22,7 @@ from halfstep._gradients.optimizers import (
     name,
     with_closure,
 )
-from halfstep._scaler.after_step import snapshot_of
+from halfstep._scaler.after_step import backup_of
 from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Decided, Gathered, Iteration, Remembered, Stage
@@ -69,7 +69,7 @@ def step_with_closure(
     earlier = engine.iteration.step_of(optimizer)
     require_not_stepped(earlier)
     evaluations = _Evaluations(engine, optimizer, closure, max_norm)
-    before = snapshot_of(optimizer)
+    before = backup_of(optimizer)
     result = None
     try:
         evaluations.begin(earlier)
