@@ -77,14 +77,7 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
         if key not in _numbers:
             check(policy.rules)
             number = len(_prepared)
-            on_device = PolicyOnDevice(
-                policy,
-                device,
-                native=native,
-                number=number,
-                module=module,
-                only_observed=only_observed,
-            )
+            on_device = PolicyOnDevice(policy, device, module, native, number, only_observed)
             if not only_observed:
                 _register(_permanent, on_device.ops(), _kernel, device)
             _register_in_functorch(on_device.table() | _COMPONENT_OF.keys() | _SCATTERS)

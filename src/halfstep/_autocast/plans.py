@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
 import torch
@@ -17,35 +18,28 @@ from halfstep._pytorch.dispatch import Kernel
 Plan = dict[str, Kernel]
 
 
+@dataclass(eq=False)
 class PolicyOnDevice:
     """A policy on one device type, with a plan for each lower precision, made on demand.
 
-    :func:`halfstep._autocast.kernels.prepare` documents the arguments.
+    :func:`halfstep._autocast.kernels.prepare` documents the attributes.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        device: str,
-        *,
-        native: bool,
-        number: int,
-        module: str,
-        only_observed: bool,
-    ) -> None:
-        self.policy = policy
-        self.device = device
-        self.number = number
-        self.module = module
-        self.only_observed = only_observed
-        self.is_pytorchs = policy == preset("torch")
-        self.has_phases = any(rule.phase is not None for rule in policy.rules)
+    policy: Policy
+    device: str
+    module: str
+    native: bool
+    number: int
+    only_observed: bool
+
+    def __post_init__(self) -> None:
+        self.is_pytorchs = self.policy == preset("torch")
+        self.has_phases = any(rule.phase is not None for rule in self.policy.rules)
         self.plan_for = cache(self._plan)  # not a method: a cache hit makes no Python call
         # Even where PyTorch's kernel does the same, because that one could not be observed.
         self.observed_kernel = cache(partial(self._kernel, native=False))
         self.cast_for = cache(self._cast)
-        self._native = native
-        self._ruled = meant_by(policy.rules)
+        self._ruled = meant_by(self.policy.rules)
 
     @cached_property
     def added(self) -> tuple[Rule, ...]:
@@ -89,7 +83,7 @@ class PolicyOnDevice:
         return carry_out(rule, op, self.device, dtype)
 
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
-        kernels = {op: self._kernel(op, dtype, phase, self._native) for op in sorted(self.table())}
+        kernels = {op: self._kernel(op, dtype, phase, self.native) for op in sorted(self.table())}
         return {op: kernel for op, kernel in kernels.items() if kernel is not None}
 
     def _kernel(self, op: str, dtype: torch.dtype, phase: Phase, native: bool) -> Kernel | None:

@@ -107,15 +107,14 @@ def _read(preset: str) -> list[Rule]:
 def _has_kernel(rule: Rule) -> bool:
     """Return whether the running PyTorch has an autocast kernel for the op of a rule."""
     assert rule.device is not None
-    overloads = dispatch.overloads_with_autocast_kernel(rule.device)
-    if rule.is_glob:
-        return any(map(rule.names, overloads))
-    return rule.op in overloads | _ops_of(overloads)
+    return rule.op in _with_autocast_kernel(rule.device)
 
 
 @cache
-def _ops_of(overloads: frozenset[str]) -> frozenset[str]:
-    return frozenset(name.rpartition(".")[0] for name in overloads)
+def _with_autocast_kernel(device: str) -> frozenset[str]:
+    """Return the overloads, and the ops."""
+    overloads = dispatch.overloads_with_autocast_kernel(device)
+    return overloads | {name.rpartition(".")[0] for name in overloads}
 
 
 def split_preset(rules: tuple[Rule, ...]) -> tuple[str, tuple[Rule, ...]]:
