@@ -1,3 +1,5 @@
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -112,6 +114,21 @@ def test_a_named_tuple_is_cast_too() -> None:
     assert type(got[0]) is Pair
     assert got[0].low.dtype is FP32
     assert got[0].wide is wide
+
+
+def test_a_mapping_that_is_no_dict_is_cast_too() -> None:
+    got: list[Any] = []
+
+    class Take(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type=DEVICE, cast_inputs=FP32)
+        def forward(ctx: Any, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+            got.append(given)
+            return x
+
+    with autocast(DEVICE, BF16):
+        Take.apply(torch.ones(1), MappingProxyType({"low": torch.ones(1, dtype=BF16)}))
+    assert got[0]["low"].dtype is FP32
 
 
 def test_casting_of_inputs_goes_into_containers_and_spares_the_rest() -> None:

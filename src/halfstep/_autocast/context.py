@@ -3,7 +3,8 @@
 import functools
 import re
 import threading
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
@@ -437,10 +438,16 @@ def custom_fwd(
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(cast_inputs) if is_eligible(tensor, device) else tensor
 
+        # As in torch.amp, any mapping is cast; one that is no dict becomes one.
+        given = [dict(arg) if _is_other_mapping(arg) else arg for arg in args]
         with autocast(device, enabled=False):
-            return fwd(ctx, *map_tensors(cast, args))
+            return fwd(ctx, *map_tensors(cast, given))
 
     return forward
+
+
+def _is_other_mapping(value: object) -> bool:
+    return isinstance(value, Mapping) and not isinstance(value, dict | UserDict)
 
 
 @overload
