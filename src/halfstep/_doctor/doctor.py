@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -86,9 +87,8 @@ def doctor(
 def _with_function(given: Training, step_fn: Callable[..., Any]) -> tuple[Training, list[Finding]]:
     """Read a function, and add the objects that it uses by name to the training."""
     try:
-        read = _check_function(step_fn)
-        known = list(_known_to(step_fn).values())
-        code = _plain_function(step_fn).__code__
+        function, names = _unpacked(step_fn)
+        read = _check_function(function, names)
     except (OSError, SyntaxError, TypeError) as error:
         return given, [
             Finding(
@@ -97,6 +97,7 @@ def _with_function(given: Training, step_fn: Callable[..., Any]) -> tuple[Traini
                 "pass a function that is written in a file or a notebook",
             )
         ]
+    known, code = list(names.values()), function.__code__
     models = [each for each in known if isinstance(each, nn.Module)]
     scalers = [each for each in known if isinstance(each, _SCALERS)]
     words = (*code.co_names, *code.co_varnames, *code.co_freevars)
@@ -166,46 +167,40 @@ def check_source(source: str | bytes, name: str = "<source>") -> list[Finding]:
     return _check(Program(ast.parse(source, name), {}), text, name)
 
 
-def _check_function(function: Callable[..., Any]) -> list[Finding]:
+def _check_function(function: FunctionType, known: Mapping[str, object]) -> list[Finding]:
     """Check a function and the functions of its file that it calls, with the values of its names.
 
     Raises:
         OSError: The source is not available.
     """
-    plain = _plain_function(function)
-    lines, _ = inspect.findsource(plain.__code__)
-    source, name = "".join(lines), inspect.getsourcefile(plain) or "<source>"
+    lines, _ = inspect.findsource(function.__code__)
+    source, name = "".join(lines), inspect.getsourcefile(function) or "<source>"
     tree = ast.parse(source, name)
-    node = _definition(tree, plain.__name__, plain.__code__.co_firstlineno)
+    node = _definition(tree, function.__name__, function.__code__.co_firstlineno)
     if node is None:
-        raise OSError(f"{name}: no definition of {plain.__name__} found")
-    return _check(Program(tree, _known_to(function), node), source, name)
+        raise OSError(f"{name}: no definition of {function.__name__} found")
+    return _check(Program(tree, known, node), source, name)
 
 
-def _known_to(function: Callable[..., Any]) -> dict[str, object]:
-    """Return the values of the names that a function uses, with ``self`` and partial arguments."""
-    given: dict[str, object] = {}
-    names = inspect.getclosurevars(_plain_function(function))
-    while isinstance(function, partial):
-        given, function = {**function.keywords, **given}, function.func
-    owner = getattr(function, "__self__", None)
-    self_name = {} if owner is None else {"self": owner}
-    return {**names.globals, **names.nonlocals, **self_name, **given}
+def _unpacked(function: Callable[..., Any]) -> tuple[FunctionType, dict[str, object]]:
+    """Return the plain function behind a method, a partial or a wrapper, and what it knows.
 
-
-def _plain_function(function: Callable[..., Any]) -> Any:
-    """Return the plain function behind a method, a partial or a wrapper.
+    These are the values of the names that it uses, with ``self`` and partial arguments.
 
     Raises:
         OSError: There is no function written in Python.
     """
+    given: dict[str, object] = {}
     while isinstance(function, partial):
-        function = function.func
+        given, function = {**function.keywords, **given}, function.func
+    owner = getattr(function, "__self__", None)
+    self_name = {} if owner is None else {"self": owner}
     found = inspect.unwrap(function)
     found = getattr(found, "__func__", found)
     if not inspect.isfunction(found):
         raise OSError(f"{function!r} is not a function written in Python")
-    return found
+    names = inspect.getclosurevars(found)
+    return found, {**names.globals, **names.nonlocals, **self_name, **given}
 
 
 def _definition(tree: ast.Module, name: str, line: int) -> Function | None:
