@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from msgspec import Struct, convert, to_builtins
 from torch import Tensor, nn
 
-from halfstep._autocast import Policy, keep
+from halfstep._autocast import Policy
 from halfstep._autocast.modules import Wrapped, unwrap
 from halfstep._common.json import decoded, to_plain
 from halfstep._common.machine import device_name
@@ -376,15 +376,9 @@ class Measurer:
 
     @contextmanager
     def _runner(self, islands: Islands, number: int) -> Iterator[StepRunner]:
-        modules = [each for each in islands if "@" not in each]
-        ops = [each for each in islands if "@" in each]
-        kept = keep(self.task.model, *modules) if modules else nullcontext()
-        lowering = replace(self.lowering, policy=with_islands(self.lowering.policy, ops))
-        with (
-            _names_removed(self.task.model if ops else None),
-            kept,
-            step_runner(self.task, self.batches[number], lowering) as runner,
-        ):
+        lowering = replace(self.lowering, policy=with_islands(self.lowering.policy, islands))
+        step = step_runner(self.task, self.batches[number], lowering)
+        with _names_removed(self.task.model if islands else None), step as runner:
             yield runner
 
 
