@@ -40,7 +40,6 @@ from halfstep._tune.passes import (
     reference_of,
     step_runner,
 )
-from halfstep._tune.search import Islands, IslandTrial
 from halfstep._version import __version__
 from halfstep.errors import RecordError
 
@@ -243,6 +242,22 @@ def _clock(device: str) -> Callable[[], float]:
         return time.perf_counter()
 
     return now
+
+
+Islands: TypeAlias = tuple[str, ...]
+"""Names of modules, ops in modules, and ops everywhere.
+
+Examples: ``"blocks.0.mlp"``, ``"softmax@blocks.0.attn"``, ``"cross_entropy_loss@"``.
+"""
+
+
+@dataclass(frozen=True)
+class IslandTrial:
+    """The result of a model with some islands."""
+
+    num_failing: int  # modules out of bounds, and 1 more if the loss is not finite
+    origins: tuple[str, ...]  # the modules where failures begin; ops if outside of modules
+    suspects: tuple[str, ...]  # all possible islands, in the order in which to try them
 
 
 ROUNDS = 5

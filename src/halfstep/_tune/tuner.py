@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from halfstep._trace.rows import bytes_text, seconds_text
 from halfstep._tune.check import lowering_of
 from halfstep._tune.measurer import (
     STEP,
+    Islands,
+    IslandTrial,
     Measurements,
     Measurer,
     fingerprint,
@@ -34,7 +36,6 @@ from halfstep._tune.module_check import (
     short_dtype,
 )
 from halfstep._tune.passes import LossFn, Lowering, Task
-from halfstep._tune.search import Islands, narrowed, smallest
 
 GAIN = 0.95
 """The smallest fraction of the float32 step time that counts as no speedup."""
@@ -42,6 +43,8 @@ SLOWER = 1.2
 """The factor of the float32 time above which the forward pass of a module counts as slower."""
 MOST_SLOWER = 5
 MANY_ZEROS = 0.05
+MOST_OPS = 3
+"""The largest number of ops that may replace an island."""
 
 
 def tune(
@@ -158,6 +161,72 @@ def _cost(
         num_casts=num - num_without,
         cast_bytes=size - size_without,
     )
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+
+Measure: TypeAlias = Callable[[Islands], IslandTrial]
+"""A function that measures the model with some islands and caches the results."""
+
+
+def smallest(measure: Measure) -> Islands:
+    """Return islands with which the fewest modules are out of bounds; each of them is needed.
+
+    Modules where a failure begins become islands until no failure is left. These may be too many,
+    since an island at an earlier module can cure a failure. Islands that are not needed are
+    therefore dropped, several at once while that works. The search takes about two measurements
+    for each needed island, and one if none is needed. The islands are in the order of discovery.
+    """
+    return pruned(measure, grown(measure))
+
+
+def narrowed(measure: Measure, islands: Islands, ops: Mapping[str, Sequence[str]]) -> Islands:
+    """Replace islands by a few of their ops, if that is enough.
+
+    ``ops`` are the ops to try, by the name of the island.
+    """
+    most = measure(islands).num_failing
+    for name in islands:
+        others = tuple(other for other in islands if other != name)
+        instead = others + tuple(f"{op}@{name}" for op in ops.get(name, ()))
+        if instead != others and measure(instead).num_failing <= most:
+            fewer = pruned(measure, instead)
+            if len(fewer) <= len(others) + MOST_OPS:
+                islands = fewer
+    return islands
+
+
+def grown(measure: Measure) -> Islands:
+    """Return islands with which no module is out of bounds, or all possible islands."""
+    islands: Islands = ()
+    num_new = 1
+    while (found := measure(islands)).num_failing:
+        left = [name for name in found.suspects if name not in islands]
+        if not left:
+            break
+        new = [name for name in left if name in found.origins]
+        if not new:  # all origins are islands: try more and more suspects
+            new, num_new = left[:num_new], 2 * num_new
+        islands += tuple(new)
+    return islands
+
+
+def pruned(measure: Measure, islands: Islands) -> Islands:
+    """Return islands without those that can be dropped while no more modules fail."""
+    most = measure(islands).num_failing
+    size = max(len(islands) // 2, 1)
+    while islands:
+        before = islands
+        tried = islands[::-1]  # the last ones are the least likely to be needed
+        for chunk in (tried[start : start + size] for start in range(0, len(tried), size)):
+            rest = tuple(name for name in islands if name not in chunk)
+            if measure(rest).num_failing <= most:
+                islands = rest
+        if size == 1 and islands == before:
+            break
+        size = max(size // 2, 1)
+    return islands
 
 
 # --- the result -----------------------------------------------------------------------------------
