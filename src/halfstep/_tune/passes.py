@@ -206,9 +206,9 @@ class TensorPlace(NamedTuple):
     """The place of a tensor in a step."""
 
     module: str
-    call: int  # the index of the module's call
-    kind: str  # "input", "output", "input_gradient" or "output_gradient"
-    position: int  # the index among the floating-point tensors
+    call: int  # the index of the module's call; 0 for gradients of parameters
+    kind: str  # one of KINDS
+    position: int  # the index among its floating-point tensors, or all parameters
 
 
 See: TypeAlias = Callable[[TensorPlace, Tensor], None]
@@ -324,7 +324,6 @@ class Reference:
     """The values of a float32 step. A depth is a number of consecutive ops."""
 
     values: dict[TensorPlace, Tensor] = field(default_factory=dict)  # in the order of the step
-    parameters: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # their gradients
     depths: dict[str, int] = field(default_factory=dict)  # the depths of module outputs
     total_depth: int = 0  # the depth of the loss
     largest_gradient: float = 0.0
@@ -396,15 +395,12 @@ def reference_of(runner: StepRunner) -> Reference:
         if place.kind == "output":
             known = reference.depths.get(place.module, 0)
             reference.depths[place.module] = max(known, depths.of(tensor))
-        elif place.kind.endswith("gradient"):
+        elif place.kind != "input":
             reference.largest_gradient = max(reference.largest_gradient, _finite(amax(tensor)))
         reference.values[place] = copies.of(tensor)
 
-    loss = runner.step(tensor_hooks(runner.task, see), lowered=False, scale=1.0)
+    loss = _seen_step(runner, see, lowered=False, scale=1.0)
     reference.loss, reference.total_depth = float(loss.detach()), depths.of(loss)
-    for key, gradient in _parameter_gradients(runner.task):
-        reference.parameters[key] = gradient.detach().clone()
-        reference.largest_gradient = max(reference.largest_gradient, _finite(amax(gradient)))
     modules = [module for _, module in runner.task.named_modules()]
     with outputs_rounded(modules, runner.lowering.dtype):
         found, _ = _differences(runner, reference, lowered=False, scale=1.0)
@@ -443,22 +439,27 @@ def _differences(
     """Run a step and return the differences, by module and kind, and the loss."""
     found: dict[tuple[str, str], Difference] = {}
 
-    def add(module: str, kind: str, difference: Difference) -> None:
-        found[module, kind] = found.get((module, kind), Difference()) + difference
-
     def see(place: TensorPlace, tensor: Tensor) -> None:
         wanted = reference.values.get(place)
         if wanted is not None:  # else the program took another path
-            of_gradient = place.kind.endswith("gradient")
-            seen = difference(tensor, wanted, scale if of_gradient else 1.0)
-            add(place.module, place.kind, seen)
+            is_scaled = place.kind not in ("input", "output")
+            seen = difference(tensor, wanted, scale if is_scaled else 1.0)
+            of = place.module, place.kind
+            found[of] = found.get(of, Difference()) + seen
 
-    loss = runner.step(tensor_hooks(runner.task, see), lowered=lowered, scale=scale)
-    for key, gradient in _parameter_gradients(runner.task):
-        wanted = reference.parameters.get(key)
-        if wanted is not None:
-            add(key[0], "parameters", difference(gradient, wanted, scale))
+    loss = _seen_step(runner, see, lowered=lowered, scale=scale)
     return found, float(loss.detach())
+
+
+def _seen_step(runner: StepRunner, see: See, *, lowered: bool, scale: float) -> Tensor:
+    """Run a step, and call ``see`` as :func:`tensor_hooks` do and with gradients of parameters."""
+    loss = runner.step(tensor_hooks(runner.task, see), lowered=lowered, scale=scale)
+    named = runner.task.named_modules()
+    own = [(name, each) for name, module in named for each in module.parameters(recurse=False)]
+    for position, (name, parameter) in enumerate(own):
+        if parameter.grad is not None:
+            see(TensorPlace(name, 0, "parameters", position), parameter.grad)
+    return loss
 
 
 def _rows(
@@ -466,7 +467,8 @@ def _rows(
 ) -> Iterator[ModuleCheck]:
     modules, total = dict(runner.task.named_modules()), reference.total_depth
     dtype, error = runner.lowering.dtype, runner.lowering.error
-    for name in dict.fromkeys(place.module for place in reference.values):
+    ran = (place.module for place in reference.values if place.kind != "parameters")
+    for name in dict.fromkeys(ran):
         depth, unavoidable = reference.depths.get(name, total), reference.unavoidable.get(name, 0.0)
         yield ModuleCheck(
             name,
@@ -475,13 +477,6 @@ def _rows(
             *tolerance_for(dtype, depth, total, error, unavoidable),
             *(found.get((name, kind), Difference()) for kind in KINDS),
         )
-
-
-def _parameter_gradients(task: Task) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    for name, module in task.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            if parameter.grad is not None:
-                yield (name, own), parameter.grad
 
 
 def _first_scale(reference: Reference, dtype: torch.dtype) -> float:
