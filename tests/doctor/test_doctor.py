@@ -36,6 +36,17 @@ def lines_of(function, *, past: int) -> int:
     return function.__code__.co_firstlineno + past
 
 
+def test_a_model_with_two_names_is_one() -> None:
+    model = inner = nn.Sequential(nn.Linear(4, 1).half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return inner(model(x))
+
+    (finding,) = doctor(optimizer=optimizer, step_fn=step)
+    assert finding.names == ("0.weight", "0.bias")
+
+
 def test_a_function_is_read_with_what_its_names_stand_for() -> None:
     scaler, low = torch.amp.GradScaler("cpu"), torch.bfloat16
 

@@ -98,8 +98,7 @@ def _with_function(given: Training, step_fn: Callable[..., Any]) -> tuple[Traini
             )
         ]
     known, code = list(names.values()), function.__code__
-    models = [each for each in known if isinstance(each, nn.Module)]
-    scalers = [each for each in known if isinstance(each, _SCALERS)]
+    models, scalers = _of(known, nn.Module), _of(known, *_SCALERS)
     words = (*code.co_names, *code.co_varnames, *code.co_freevars)
     return (
         replace(
