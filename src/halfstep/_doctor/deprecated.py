@@ -180,10 +180,8 @@ class _Rewriter:
     def _whole(self, use: ast.Attribute, name: str, module: str) -> None:
         """Replace a name that is written with its module."""
         self._names.append((f"{module}.{name}", use.lineno))
-        if self._is_known(use, name):
+        if self._understands([use], name, f"{module}.{name}", module, use.lineno):
             self._change(use, name, module, is_whole=True)
-        else:
-            self._left[use.lineno] = f"`{module}.{name}` is used in another way than a call"
 
     def _uses(self, name: str) -> list[ast.expr]:
         return [
