@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,18 @@ def one_parameter(values: Tensor, **options: Any) -> tuple[nn.Parameter, torch.o
     """Return a parameter, and the optimizer that subtracts its gradient from it."""
     param = nn.Parameter(values)
     return param, torch.optim.SGD([param], lr=1.0, **options)
+
+
+class Overflow(torch.autograd.Function):
+    """Changes nothing in the forward pass; its gradient is inf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * math.inf
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:

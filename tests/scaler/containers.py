@@ -1,4 +1,4 @@
-"""Containers of optimizers of the kinds that training code has."""
+"""Optimizers around others, of the kinds that training code has: wrappers and containers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+
+class Wrapper(Optimizer):
+    """Passes everything on, as the wrappers of accelerate and of others do."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
 
 
 class Bare:

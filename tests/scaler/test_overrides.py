@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device import DEVICE
-from tests.training import one_parameter
+from tests.training import Overflow, one_parameter
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from halfstep import GradScaler
@@ -23,16 +23,6 @@ from halfstep.errors import CallOrderError
 
 BASES: list[Any] = [torch.amp.GradScaler, GradScaler]
 NUM_STEPS, BAD_STEPS = 9, (2, 6)
-
-
-class Overflow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * math.inf
 
 
 def found_in(state: Any) -> float:

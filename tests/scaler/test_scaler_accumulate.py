@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import assert_same, batches, mlp, one_parameter
+from tests.scaler.containers import Wrapper
+from tests.training import Overflow, assert_same, batches, mlp, one_parameter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,18 +19,6 @@ SCALE = 2.0**10
 GOOD, OVERFLOW, BAD_LOSS = "good", "overflow", "loss"
 
 fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-
-
-class Overflow(torch.autograd.Function):
-    """Changes nothing in the forward pass; its gradient is inf."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * math.inf
 
 
 def spoil(loss: torch.Tensor, kind: str) -> torch.Tensor:
@@ -398,20 +387,6 @@ def test_a_bad_loss_outside_is_not_forgotten() -> None:
 
 
 # --- and then ----------------------------------------------------------------------------------
-
-
-class Wrapper(torch.optim.Optimizer):
-    """Passes everything on, as the wrapper of accelerate does."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.inner.param_groups
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        return self.inner.step(closure)
 
 
 def clipped_by_step(training: Training, max_norm: float) -> float:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import assert_same, batches, mlp, one_parameter, take_step
+from tests.scaler.containers import Wrapper
+from tests.training import Overflow, assert_same, batches, mlp, one_parameter, take_step
 
 from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
@@ -79,18 +80,6 @@ class Twice(torch.optim.Optimizer):
         for param in group["params"]:
             param.copy_(self.state[param]["here"]).sub_(param.grad, alpha=group["lr"])
         return loss
-
-
-class Overflow(torch.autograd.Function):
-    """Changes nothing in the forward pass; its gradient is inf."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * math.inf
 
 
 class Training:
@@ -425,17 +414,6 @@ def test_a_first_step_that_is_bad(maker: str) -> None:
 
 
 def test_a_wrapper_without_a_state() -> None:
-    class Wrapper(torch.optim.Optimizer):
-        def __init__(self, inner: torch.optim.Optimizer) -> None:
-            self.inner = inner
-
-        @property
-        def param_groups(self) -> Any:  # type: ignore[override]
-            return self.inner.param_groups
-
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            return self.inner.step(closure)
-
     param, optimizer, scaler = with_scaler()
     wrapper = Wrapper(optimizer)
     for factor in (1.0, math.nan):

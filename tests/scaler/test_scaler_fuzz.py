@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from tests.scaler.containers import Wrapper
 from tests.scaler.saved import opened
 from torch import Tensor
 
@@ -190,23 +191,6 @@ def f32(value: float) -> float:
 
 
 # --- the model: optimizers ------------------------------------------------------------------------
-
-
-class Wrapper(torch.optim.Optimizer):
-    """Passes everything on, as the wrappers of accelerate and of others do."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-
-    @property
-    def param_groups(self) -> Any:
-        return self.inner.param_groups
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.step(*args, **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
 
 
 @dataclass(eq=False)

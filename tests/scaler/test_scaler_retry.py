@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.scaler.containers import Wrapper
 from tests.training import assert_same, batches
 
 from halfstep._scaler import GradScaler
@@ -208,20 +209,6 @@ def test_with_other_features(kind: str) -> None:
         scaler.update()
     assert attempts == 3
     assert torch.equal(param, torch.full((2,), -1.0))
-
-
-class Wrapper(torch.optim.Optimizer):
-    """Passes everything on, as the wrapper of accelerate does."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.inner.param_groups
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
 
 
 # --- and when it is not ------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device import DEVICE
+from tests.scaler.containers import Wrapper
 from tests.training import one_parameter, take_step
 
 from halfstep._scaler import GradScaler
@@ -15,20 +16,6 @@ from halfstep._scaler.guard import guard
 from halfstep.errors import HalfstepWarning
 
 SCALE = 2.0**10
-
-
-class Wrapper(torch.optim.Optimizer):
-    """Passes everything on, as the wrappers of accelerate and of others do."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-
-    @property
-    def param_groups(self) -> Any:
-        return self.inner.param_groups
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
 
 
 def optimizers_that_share(fused: bool) -> tuple[Any, Any, Any, GradScaler]:
