@@ -7,15 +7,20 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from tests.device import seeded
 from torch import Tensor, nn
 
+import halfstep
 
-def mlp(*widths: int) -> nn.Sequential:
-    """Return linear layers of these widths, the same in each call, with a tanh between two."""
-    torch.manual_seed(0)
-    layers = [each for sizes in pairwise(widths) for each in (nn.Linear(*sizes), nn.Tanh())]
+fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+
+
+def mlp(*widths: int, between: type[nn.Module] = nn.Tanh, seed: int = 0) -> nn.Sequential:
+    """Return linear layers of these widths, the same in each call, with an activation between."""
+    torch.manual_seed(seed)
+    layers = [each for sizes in pairwise(widths) for each in (nn.Linear(*sizes), between())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -47,6 +52,16 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
     """Return the mean square of what the model makes of a batch, in float32."""
     loss: Tensor = model(x).float().square().mean()
     return loss
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Return the gradients that a model has."""
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def quiet(**options: Any) -> halfstep.GradScaler:
+    """Return a scaler that says nothing of skipped steps."""
+    return halfstep.GradScaler(on_skips=lambda report: None, **options)
 
 
 def take_step(scaler: Any, optimizer: Any, loss: Tensor) -> None:

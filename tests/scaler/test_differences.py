@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests.device import DEVICE
 from tests.scaler.containers import OfFirst
-from tests.training import one_parameter, take_step
+from tests.training import one_parameter, quiet, take_step
 
 from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
@@ -55,10 +55,6 @@ def iterate(scaler: Any, param: torch.nn.Parameter, optimizer: Any, value: float
     param.grad.mul_(value)
     scaler.step(optimizer)
     scaler.update()
-
-
-def quiet(**kwargs: Any) -> GradScaler:
-    return GradScaler(on_skips=lambda report: None, **kwargs)
 
 
 def raises(error: type[BaseException], function: Callable[[], object]) -> bool:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from tests.device import DEVICE, seeded
-from tests.training import mlp
+from tests.training import mlp, quiet
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from halfstep import GradScaler
 from halfstep._scaler.rules import Dynamic
 
 NUM_STEPS = 200
@@ -173,10 +172,6 @@ programs = pytest.mark.parametrize(
     "make",
     [GradientPenalty, R1, WGAN, MAML, PathLength, Adversarial, SAM, ScaledForward],
 )
-
-
-def quiet(**kwargs: Any) -> GradScaler:
-    return GradScaler(on_skips=lambda report: None, **kwargs)
 
 
 @programs

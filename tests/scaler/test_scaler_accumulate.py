@@ -3,12 +3,13 @@
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tests.scaler.containers import Wrapper
-from tests.training import Overflow, assert_same, batches, mlp, one_parameter
+from tests.training import Overflow, assert_same, batches, fused_or_not, mlp, one_parameter, quiet
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,8 +18,6 @@ from halfstep.errors import CallOrderError, SkippedStepsWarning
 
 SCALE = 2.0**10
 GOOD, OVERFLOW, BAD_LOSS = "good", "overflow", "loss"
-
-fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
 
 def spoil(loss: torch.Tensor, kind: str) -> torch.Tensor:
@@ -75,9 +74,7 @@ class Training:
         return grads
 
 
-def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-8)
 
 
 # --- nothing is bad ----------------------------------------------------------------------------
@@ -257,7 +254,7 @@ def test_all_blocks_are_bad(
 def test_a_parameter_that_only_a_dropped_block_had() -> None:
     first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     optimizer = torch.optim.SGD([first, second], lr=1.0)
-    scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None)
+    scaler = quiet(init_scale=SCALE)
     for order in [(OVERFLOW, GOOD), (GOOD, OVERFLOW)]:
         for kind in order:
             with scaler.accumulate(optimizer):
@@ -274,7 +271,7 @@ def test_a_parameter_that_only_a_dropped_block_had() -> None:
 def test_gradients_that_overflow_only_when_they_are_added() -> None:
     """No block is bad, but the sum is: the step is not taken."""
     param, optimizer = one_parameter(torch.zeros(2))
-    scaler = GradScaler(init_scale=1.0, on_skips=lambda report: None)
+    scaler = quiet(init_scale=1.0)
     for _ in range(2):
         with scaler.accumulate(optimizer):
             scaler.scale((param * 2.0**127).sum()).backward()
@@ -286,7 +283,7 @@ def test_gradients_that_overflow_only_when_they_are_added() -> None:
 def test_a_scale_below_one() -> None:
     """A gradient that is finite until it is divided by the scale."""
     param, optimizer = one_parameter(torch.full((2,), 2.0**-20))
-    scaler = GradScaler(init_scale=2.0**-20, on_skips=lambda report: None)
+    scaler = quiet(init_scale=2.0**-20)
     for factor in (2.0**40, 2.0**-100):
         with scaler.accumulate(optimizer):
             scaler.scale((param * 2.0**100).sum() * factor).backward()
@@ -306,7 +303,7 @@ class Pair:
         first, second = self.params
         self.a = torch.optim.SGD([first], lr=1.0, fused=fused)
         self.b = torch.optim.SGD([first, second] if shared else [second], lr=1.0, fused=fused)
-        self.scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None)
+        self.scaler = quiet(init_scale=SCALE)
 
     def loss(self) -> torch.Tensor:
         return self.params[0].sum() + 2.0 * self.params[1].sum()

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import fused_or_not
 from torch import Tensor
 from torch.optim import SGD
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.earlier_norms import NUM_STEPS
 from halfstep.errors import CallOrderError
-
-FUSED = pytest.mark.parametrize("fused", [False, True])
 
 
 def param(*values: float) -> torch.nn.Parameter:
@@ -48,7 +47,7 @@ def raiser(error: type[BaseException]) -> Callable[..., None]:
 # --- new gradients in the place of old ones -------------------------------------------------------
 
 
-@FUSED
+@fused_or_not
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("factor", [2.0, 1e36])
 def test_a_shared_parameter_with_a_backward_for_each_optimizer(
@@ -96,7 +95,7 @@ def test_another_loss_after_unscaling_and_clipping_is_none() -> None:
     assert p.item() == q.item() == pytest.approx(1 - 0.5 / math.sqrt(2))
 
 
-@FUSED
+@fused_or_not
 @pytest.mark.parametrize("limits", ["max_norm", "norm limit"])
 def test_what_is_broken_after_unscaling_is_found_when_measured(fused: bool, limits: str) -> None:
     p, scaler = param(), GradScaler()
@@ -116,7 +115,7 @@ def test_what_is_broken_after_unscaling_is_found_when_measured(fused: bool, limi
 # --- one unscaled with another optimizer ----------------------------------------------------------
 
 
-@FUSED
+@fused_or_not
 def test_what_another_optimizer_did_not_look_at_decides_too(fused: bool) -> None:
     shared, own, scaler = param(4.0), param(1.0), GradScaler(init_scale=4.0)
     first, second = SGD([shared], 1.0), SGD([shared, own], 1.0, fused=fused)
@@ -229,7 +228,7 @@ def test_a_skipped_first_step_of_a_fused_sgd_leaves_no_momentum() -> None:
 # --- what the outcome says of them ----------------------------------------------------------------
 
 
-@FUSED
+@fused_or_not
 def test_the_norm_is_that_before_clipping(fused: bool) -> None:
     p, scaler = param(1.0, 1.0, 1.0, 1.0), GradScaler()
     optimizer = SGD([p], 1.0, fused=fused)
@@ -269,7 +268,7 @@ def test_a_norm_limit_of_an_optimizer_that_takes_the_place_of_another() -> None:
         del optimizer
 
 
-@FUSED
+@fused_or_not
 def test_a_norm_that_is_read_late_is_that_of_the_step(fused: bool) -> None:
     p, scaler = param(1.0, 1.0, 1.0, 1.0), GradScaler()
     optimizer = SGD([p], 1.0, fused=fused)

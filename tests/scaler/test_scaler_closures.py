@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.scaler.containers import Wrapper
-from tests.training import Overflow, assert_same, batches, mlp, one_parameter, take_step
+from tests.training import Overflow, assert_same, batches, mlp, one_parameter, quiet, take_step
 
 from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
@@ -94,7 +94,7 @@ class Training:
         if maker == "SparseAdam":
             self.model = torch.nn.EmbeddingBag(5, 3, sparse=True)
         self.optimizer = MAKERS[maker](list(self.model.parameters()))
-        self.scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None)
+        self.scaler = quiet(init_scale=SCALE)
         self.kind = kind if with_scaler else "backward"
         self.num_evaluations = 0
 
@@ -299,7 +299,7 @@ class Recorder(torch.optim.SGD):
 
 def with_scaler(make: Any = torch.optim.SGD, **kwargs: Any) -> Any:
     param = torch.nn.Parameter(torch.ones(2))
-    scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None, **kwargs)
+    scaler = quiet(init_scale=SCALE, **kwargs)
     return param, make([param], lr=1.0), scaler
 
 
@@ -588,7 +588,7 @@ def test_gradients_from_before_are_clipped(which: str, clips: str) -> None:
 
 @pytest.mark.parametrize("factors", [(math.inf, 1.0), (1.0, math.inf)])
 def test_gradients_that_are_not_finite_before_or_in_the_closure(factors: Any) -> None:
-    scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None)
+    scaler = quiet(init_scale=SCALE)
     early = Early("SAM", scaler)
     early.step(batches(4, 6, 3)[0])
     before, state = early.weights(), copy.deepcopy(early.optimizer.base.state_dict())
@@ -666,7 +666,7 @@ def two_optimizers(make: Any, spike: float, limit: float | None = None) -> GradS
     models = [torch.nn.Linear(2, 1) for _ in range(2)]
     first = torch.optim.SGD(models[0].parameters(), lr=0.01)
     second = make(models[1].parameters())
-    scaler = GradScaler(on_skips=lambda report: None)
+    scaler = quiet()
     if limit is not None:
         scaler.set_norm_limit(limit, window=4)
     for number in range(30):
@@ -816,7 +816,7 @@ def test_a_sum_that_only_the_first_evaluation_would_have_is_an_error(maker: str)
 def test_one_closure_for_each_optimizer() -> None:
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
-    scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None)
+    scaler = quiet(init_scale=SCALE)
 
     def closure_of(index: int, factor: float) -> Callable[[], torch.Tensor]:
         def closure() -> torch.Tensor:

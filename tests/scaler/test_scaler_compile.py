@@ -7,6 +7,7 @@ those of ``torch.amp.GradScaler`` do, run as they are, and do not let anything b
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -131,9 +132,7 @@ def iterations(
         yield found, [param.grad for param in params], scale.read()
 
 
-def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor], rtol: float) -> None:
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=0.0, equal_nan=True)
+assert_close = partial(torch.testing.assert_close, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +149,8 @@ def test_one_graph(part: Part, rule: Rule, min_scale: float | None) -> None:
     compiled = torch.compile(part, backend="aot_eager", fullgraph=True)
     expected = iterations(part, rule, min_scale)
     for mine, theirs in zip(iterations(compiled, rule, min_scale), expected, strict=True):
-        assert_close(mine[0], theirs[0], 0.0)
-        assert_close(mine[1], theirs[1], 0.0)
+        assert_close(mine[0], theirs[0], rtol=0.0)
+        assert_close(mine[1], theirs[1], rtol=0.0)
         assert mine[2] == theirs[2]
     assert num_graphs() == 1
     assert mine[2].num_skipped == 1
@@ -164,8 +163,8 @@ def test_one_graph_of_inductor() -> None:
     compiled = torch.compile(plain_with_clip, fullgraph=True)
     expected = iterations(plain_with_clip, DYNAMIC, None)
     for mine, theirs in zip(iterations(compiled, DYNAMIC, None), expected, strict=True):
-        assert_close(mine[0], theirs[0], 1e-6)
-        assert_close(mine[1], theirs[1], 1e-6)
+        assert_close(mine[0], theirs[0], rtol=1e-6)
+        assert_close(mine[1], theirs[1], rtol=1e-6)
         assert mine[2] == theirs[2]
     assert num_graphs() == 1
 
@@ -426,8 +425,8 @@ def test_a_cuda_graph_of_it_can_be_replayed(part: Part, rule: Rule) -> None:
             assert fresh.grad is not None
             param.grad.copy_(fresh.grad)
         graph.replay()
-        assert_close(found, expected, 1e-6)
-        assert_close([param.grad for param in params], grads, 1e-6)
+        assert_close(found, expected, rtol=1e-6)
+        assert_close([param.grad for param in params], grads, rtol=1e-6)
         now = scale.read()  # the host counts no replays
         assert (now.scale, now.growth_tracker) == (after.scale, after.growth_tracker)
     assert after.num_skipped == 1

@@ -15,7 +15,7 @@ import torch
 from tests.device import seeded
 from tests.scaler.containers import KINDS, Bare, Chained, Facade, OfFirst, Parts, Twice
 from tests.scaler.test_scaler_protocol import CountItems
-from tests.training import assert_same, mlp
+from tests.training import assert_same, fused_or_not, mlp
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -30,7 +30,6 @@ SCALE = 2.0**10
 
 
 kinds = pytest.mark.parametrize("kind", KINDS)
-fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
 
 # --- what they train ------------------------------------------------------------------------------

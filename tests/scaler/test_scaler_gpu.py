@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device import no_waits
+from tests.training import mlp
 
 from halfstep._gradients.norms import largest_magnitudes, sums_of_squares
 from halfstep._scaler import GradScaler
@@ -23,10 +24,7 @@ OPTIMIZERS = [
 
 
 def make_model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(
-        CUDA
-    )
+    return mlp(8, 16, 1, between=torch.nn.ReLU).to(CUDA)
 
 
 @pytest.mark.parametrize(("cls", "impl"), OPTIMIZERS)

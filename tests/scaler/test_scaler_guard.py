@@ -8,12 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.training import one_parameter, take_step
+from tests.training import fused_or_not, one_parameter, take_step
 
 from halfstep._scaler import GradScaler, Static
 from halfstep._scaler.earlier_norms import NormLimit
-
-both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
 
 def is_taken(scaler: GradScaler, param: Any, optimizer: Any, norm: float) -> bool:
@@ -21,7 +19,7 @@ def is_taken(scaler: GradScaler, param: Any, optimizer: Any, norm: float) -> boo
     return scaler.outcome(optimizer).taken
 
 
-@both
+@fused_or_not
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scale_one_changes_no_gradient_and_skips_what_is_not_finite(
     fused: bool, dtype: torch.dtype
@@ -42,7 +40,7 @@ def test_scale_one_changes_no_gradient_and_skips_what_is_not_finite(
     assert scaler.get_scale() == 1.0
 
 
-@both
+@fused_or_not
 def test_a_norm_far_above_the_median_is_skipped(fused: bool) -> None:
     param, optimizer = one_parameter(torch.zeros(4), fused=fused)
     scaler = GradScaler(init_scale=16.0)
@@ -61,7 +59,7 @@ def test_a_norm_far_above_the_median_is_skipped(fused: bool) -> None:
     assert scaler.counts().skipped == 2
 
 
-@both
+@fused_or_not
 def test_switched_off_and_on(fused: bool) -> None:
     param, optimizer = one_parameter(torch.zeros(4), fused=fused)
     scaler = GradScaler(init_scale=16.0)

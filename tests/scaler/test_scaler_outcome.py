@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import fused_or_not
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.journal import HISTORY_LENGTH
 from halfstep.errors import CallOrderError
-
-both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
 
 class Setup:
@@ -43,7 +42,7 @@ NORMS = {"a.weight": 5.0, "a.bias": 1.0, "b.weight": 10.0, "b.bias": 2.0}
 NORM = math.sqrt(130.0)
 
 
-@both
+@fused_or_not
 @pytest.mark.parametrize("how", ["plain", "max_norm", "measured", "unscale_", "clip_grad_norm_"])
 def test_taken(fused: bool, how: str) -> None:
     setup = Setup(fused)
@@ -68,7 +67,7 @@ def test_taken(fused: bool, how: str) -> None:
     assert repr(outcome).startswith("Outcome(SGD: taken; scale 2^3 -> 2^3")
 
 
-@both
+@fused_or_not
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_skipped(fused: bool, unscale: bool, bad: float) -> None:
@@ -88,7 +87,7 @@ def test_skipped(fused: bool, unscale: bool, bad: float) -> None:
     assert good == pytest.approx({name: NORMS[name] for name in good})
 
 
-@both
+@fused_or_not
 def test_names_without_a_module(fused: bool) -> None:
     setup = Setup(fused, watch=False)
     outcome = setup.step(math.inf)
@@ -163,7 +162,7 @@ def test_gradients_that_are_gone_are_not_taken_for_those_of_the_step(what: str) 
     assert outcome.entry.norm != outcome.entry.norm
 
 
-@both
+@fused_or_not
 def test_the_memory_of_gradients_is_not_held(fused: bool) -> None:
     setup = Setup(fused)
     setup.step()
@@ -233,7 +232,7 @@ def test_repr_of_the_scaler() -> None:
 # --- gates ----------------------------------------------------------------------------------------
 
 
-@both
+@fused_or_not
 @pytest.mark.parametrize(("count", "moves"), [("updates", 1), ("attempts", 3)])
 def test_step_scheduler(fused: bool, count: Any, moves: int) -> None:
     """A4; the first steps are skipped, where PyTorch would warn of a wrong order."""
@@ -248,7 +247,7 @@ def test_step_scheduler(fused: bool, count: Any, moves: int) -> None:
     assert setup.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**moves)
 
 
-@both
+@fused_or_not
 def test_after_step(fused: bool) -> None:
     setup = Setup(fused)
     average = torch.optim.swa_utils.AveragedModel(setup.model)
@@ -286,7 +285,7 @@ def read(outcome: Any) -> dict[str, Any]:
     return found
 
 
-@both
+@fused_or_not
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("bad", [None, math.inf])
 @pytest.mark.parametrize("moment", ["before update", "after update", "too late"])

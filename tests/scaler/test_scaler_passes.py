@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -397,9 +398,7 @@ def make_grads(seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in ((5, 7), (9,))]
 
 
-def assert_close(mine: list[Any], theirs: list[Any]) -> None:
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-7)
+assert_close = partial(torch.testing.assert_close, rtol=2e-5, atol=1e-7)
 
 
 @makers

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device import DEVICE
+from tests.training import quiet
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._gradients import scalars
@@ -135,7 +136,7 @@ def test_below_one_a_fused_optimizer_skips(
 ) -> None:
     """PyTorch's fused kernels skip if found_inf is exactly 1; two looks must not make it 2."""
     optimizer = make([param], lr=1.0, fused=True)
-    scaler = GradScaler(init_scale=0.5, on_skips=lambda report: None)
+    scaler = quiet(init_scale=0.5)
     scaled_backward(scaler, param, bad)
     scaler.step(optimizer)
     scaler.update()

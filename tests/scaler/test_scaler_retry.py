@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 import torch
 from tests.scaler.containers import Wrapper
-from tests.training import assert_same, batches
+from tests.training import assert_same, batches, fused_or_not
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.rules import Dynamic, Static
 from halfstep.errors import CallOrderError
-
-fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
 
 class Limited(torch.autograd.Function):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.device import DEVICE
 from tests.scaler.containers import Wrapper
-from tests.training import one_parameter, take_step
+from tests.training import fused_or_not, one_parameter, take_step
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.guard import guard
@@ -26,9 +26,6 @@ def optimizers_that_share(fused: bool) -> tuple[Any, Any, Any, GradScaler]:
     scaler = GradScaler(init_scale=SCALE)
     scaler.scale(shared.sum() + own.sum()).backward()
     return first, second, (shared, own), scaler
-
-
-fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
 
 @fused_or_not

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import fused_or_not
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.alarm import Alarm, SkipReport
 from halfstep._scaler.rules import Dynamic, Static
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
-
-both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
 
 class Training:
@@ -49,7 +48,7 @@ class Training:
         return all(bool(p.isfinite().all()) for p in self.model.parameters())
 
 
-@both
+@fused_or_not
 @pytest.mark.parametrize("num_bad", [1, 2, 3, 8, 9, 20, 30])
 @pytest.mark.parametrize("num_before", [0, 3])
 def test_after_non_finite_losses_the_scale_is_back_at_once(
@@ -76,7 +75,7 @@ def test_inside_functorch_the_loss_is_scaled_and_not_looked_at() -> None:
     assert torch.equal(each, torch.full((3,), 16.0))
 
 
-@both
+@fused_or_not
 def test_one_bad_gradient_backs_off_as_in_torch(fused: bool) -> None:
     training = Training(fused)
     training.step()
@@ -85,7 +84,7 @@ def test_one_bad_gradient_backs_off_as_in_torch(fused: bool) -> None:
     assert training.step() == 32768.0
 
 
-@both
+@fused_or_not
 def test_a_run_that_no_scale_helps_leaves_the_scale_where_it_was(fused: bool) -> None:
     """A1: 200 steps of NaN. The floor is tried once in nine steps, and never the scale to go on."""
     training = Training(fused)
@@ -102,7 +101,7 @@ def test_a_run_that_no_scale_helps_leaves_the_scale_where_it_was(fused: bool) ->
     assert training.is_finite()
 
 
-@both
+@fused_or_not
 def test_an_overflow_that_needs_many_steps_down_is_found(fused: bool) -> None:
     training = Training(fused, init_scale=2.0**32)
     training.limit = 2.0**12
@@ -115,7 +114,7 @@ def test_an_overflow_that_needs_many_steps_down_is_found(fused: bool) -> None:
     assert training.is_finite()
 
 
-@both
+@fused_or_not
 def test_at_the_floor(fused: bool) -> None:
     """A guard at scale 1: the first bad step is told, then the 2nd, 4th, 8th bad run."""
     reports: list[SkipReport] = []
@@ -128,7 +127,7 @@ def test_at_the_floor(fused: bool) -> None:
     assert str(training.scaler.outcome(training.optimizer).reason) == "None"
 
 
-@both
+@fused_or_not
 def test_the_message(fused: bool) -> None:
     training = Training(fused, max_consecutive_skips=3, on_skips="warn", rule=Static())
     training.step()
@@ -150,7 +149,7 @@ def test_the_message(fused: bool) -> None:
     assert "What to try: the scaled gradients overflow." in text
 
 
-@both
+@fused_or_not
 def test_never_the_same_warning_every_step(fused: bool) -> None:
     reports: list[SkipReport] = []
     training = Training(fused, max_consecutive_skips=5, on_skips=reports.append)
@@ -165,7 +164,7 @@ def test_never_the_same_warning_every_step(fused: bool) -> None:
     assert [report.since for report in reports[-1:]] == [102]
 
 
-@both
+@fused_or_not
 def test_raise(fused: bool) -> None:
     training = Training(fused, max_consecutive_skips=4, on_skips="raise")
     for _ in range(3):
@@ -177,7 +176,7 @@ def test_raise(fused: bool) -> None:
     assert training.scaler.counts() == (1, 4, 0, None)
 
 
-@both
+@fused_or_not
 def test_raise_when_the_floor_was_tried_in_vain(fused: bool) -> None:
     training = Training(fused, on_skips="raise", max_consecutive_skips=1000)
     for _ in range(8):
@@ -260,7 +259,7 @@ def test_hysteresis() -> None:
     assert scales == [65536.0, 65536.0, 32768.0, 32768.0, 65536.0, 65536.0]
 
 
-@both
+@fused_or_not
 def test_three_overflows_in_a_row_halve_the_scale(fused: bool) -> None:
     """Two in a row are forgiven, however often; the third halves, and so does each later one."""
     training = Training(fused, rule=Dynamic(hysteresis=3, refill="step"))

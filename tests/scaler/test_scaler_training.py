@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device import DEVICE, seeded
-from tests.training import assert_same
+from tests.training import assert_same, mlp
 from torch.nn.utils import clip_grad_norm_
 
 from halfstep._autocast import autocast
@@ -24,11 +24,6 @@ ATOM = [
     ]
     for impl in (None, "foreach", "fused")
 ]
-
-
-def make_model(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
 
 
 def make_batches(count: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -62,7 +57,7 @@ def train_plainly(
     accumulate: int = 1,
 ) -> torch.nn.Module:
     """The control: float32, no scale, the broken iteration left out."""
-    model = make_model()
+    model = mlp(4, 8, 2)
     optimizer = make_optimizer(model.parameters())
     for i, batch in enumerate(make_batches()):
         mse(model, batch).backward()
@@ -85,7 +80,7 @@ def train_scaled(
     max_norm: float | None = None,
     accumulate: int = 1,
 ) -> tuple[torch.nn.Module, GradScaler]:
-    model = make_model()
+    model = mlp(4, 8, 2)
     optimizer = make_optimizer(model.parameters())
     scaler = GradScaler(init_scale=SCALE, growth_interval=2)
     for i, batch in enumerate(make_batches()):
@@ -150,7 +145,7 @@ def test_accumulation() -> None:
 def test_gradient_penalty() -> None:
     results = []
     for scaler in (None, GradScaler(init_scale=SCALE)):
-        model = make_model()
+        model = mlp(4, 8, 2)
         optimizer = SGD(model.parameters())
         for batch in make_batches():
             loss = mse(model, batch)
@@ -176,7 +171,7 @@ def test_two_models_optimizers_and_losses() -> None:
     """One optimizer meets an inf and skips; the other steps; the shared scale backs off once."""
     results = []
     for scaler in (None, GradScaler(init_scale=SCALE)):
-        models = make_model(0), make_model(1)
+        models = mlp(4, 8, 2), mlp(4, 8, 2, seed=1)
         optimizers = [
             SGD(models[0].parameters()),
             torch.optim.Adam(models[1].parameters(), lr=0.1, fused=True),
@@ -207,7 +202,7 @@ def test_two_models_optimizers_and_losses() -> None:
 
 
 def test_static_scale() -> None:
-    model = make_model()
+    model = mlp(4, 8, 2)
     optimizer = SGD(model.parameters())
     scaler = GradScaler(init_scale=128.0, growth_factor=1.0, backoff_factor=1.0, growth_interval=1)
     for i, batch in enumerate(make_batches()):
@@ -306,7 +301,7 @@ def test_complex_parameters_train_as_without_a_scale() -> None:
 
 
 def test_autocast_float16_on_the_cpu() -> None:
-    model = make_model()
+    model = mlp(4, 8, 2)
     optimizer = SGD(model.parameters())
     scaler = GradScaler()
     losses = []
@@ -326,7 +321,7 @@ def test_a10_gradients_that_are_all_zero_without_a_scaler() -> None:
     """A loss that is a mean over many tokens: its gradients are below the smallest float16."""
     shares = []
     for scaler in (GradScaler(enabled=False), GradScaler()):
-        model = make_model()
+        model = mlp(4, 8, 2)
         with autocast(DEVICE, torch.float16):
             outputs = model(torch.ones(3, 4))
         scaler.scale(outputs.float().sum() * 2.0**-26).backward()
