@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.autocast.versions import VERSION
 from tests.device import DEVICE
+from tests.training import assert_same
 from torch import Tensor, nn
 
 from halfstep._autocast import Policy, Rule, autocast, preset, scopes
@@ -594,8 +595,7 @@ def test_gradients_equal_those_of_casting_by_hand() -> None:
     product = F.linear(hidden, weight.to(BF16))
     loss = (F.softmax(hidden, -1, dtype=FP32) * product).sum(dtype=FP32)
     expected = torch.autograd.grad(loss, (weight, x))
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b)
+    assert_same(got, expected)
 
 
 # --- lightness ------------------------------------------------------------------------------------

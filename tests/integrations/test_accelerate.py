@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.by_hand import recorded_by_itself, share_right
+from tests.training import assert_same
 from torch import Tensor, nn
 
 import halfstep
@@ -75,8 +76,7 @@ def test_trains_as_a_loop_does() -> None:
         scaler.step(optimizer)
         scaler.update()
         scaler.step_scheduler(schedule)
-    for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert_same(model.parameters(), reference.parameters())
 
 
 def test_without_it_a_cpu_trains_in_float32() -> None:

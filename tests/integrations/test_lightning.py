@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.integrations.by_hand import recorded_by_itself, share_right
 from tests.integrations.quiet import quiet_trainer
+from tests.training import assert_same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -131,8 +132,7 @@ def by_hand(
 
 
 def assert_equal(a: nn.Module, b: nn.Module) -> None:
-    for mine, its in zip(a.parameters(), b.parameters(), strict=True):
-        assert torch.equal(mine, its)
+    assert_same(a.parameters(), b.parameters())
 
 
 @pytest.mark.parametrize("make", [adamw, fused, lbfgs])

@@ -238,8 +238,7 @@ def test_clipping(maker: str, kind: str, max_norm: float) -> None:
     for batch in batches(4, 6, 3):
         mine.step(batch, max_norm=max_norm)
         theirs.step(batch, max_norm=max_norm)
-        for a, b in zip(mine.everything(), theirs.everything(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(mine.everything(), theirs.everything(), rtol=1e-5, atol=1e-7)
 
 
 class Spy(torch.optim.LBFGS):
@@ -252,8 +251,7 @@ class Spy(torch.optim.LBFGS):
         def compare() -> Any:
             loss = closure()
             found = [param.grad for param in self.param_groups[0]["params"]]
-            for a, b in zip(found, self.expected(), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-9)
+            torch.testing.assert_close(found, self.expected(), rtol=1e-5, atol=1e-9)
             self.num_compared += 1
             return loss
 
