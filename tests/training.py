@@ -30,6 +30,18 @@ def batches(num: int, *shape: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for _ in range(num)]
 
 
+def labelled(num: int, size: int, width: int, classes: int) -> list[tuple[Tensor, Tensor]]:
+    """Return random batches and the class of each sample, the same in each call."""
+    generator = seeded(1)
+    return [
+        (
+            torch.randn(size, width, generator=generator),
+            torch.randint(classes, (size,), generator=generator),
+        )
+        for _ in range(num)
+    ]
+
+
 def one_parameter(values: Tensor, **options: Any) -> tuple[nn.Parameter, torch.optim.SGD]:
     """Return a parameter, and the optimizer that subtracts its gradient from it."""
     param = nn.Parameter(values)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests import forked
+from tests.training import labelled, mlp
 from torch import Tensor, nn
 
 import halfstep
@@ -42,7 +43,7 @@ def load(name: str) -> dict[str, Any]:
     return runpy.run_path(str(FOLDER / f"{name}.py"))
 
 
-def run(
+def printed_by(
     name: str, arguments: str, runner: Path | None = None, cwd: Path | None = None, **env: str
 ) -> str:
     """Run an example, by itself or by `halfstep run` into a folder; return what it prints."""
@@ -55,7 +56,7 @@ def run(
 
 def recorded(name: str, arguments: str, folder: Path, **env: str) -> Run:
     """Run an example by `halfstep run` and return its record."""
-    run(name, arguments, folder, **env)
+    printed_by(name, arguments, folder, **env)
     return read_run(folder)
 
 
@@ -65,9 +66,9 @@ def recorded_by_itself(name: str, arguments: str, folder: Path) -> tuple[str, Ru
     Returns:
         What it prints, and its record.
     """
-    alone = run(name, f"{arguments} --record {folder / 'alone'}", cwd=folder)
+    alone = printed_by(name, f"{arguments} --record {folder / 'alone'}", cwd=folder)
     by_runner = f"{arguments} --record {folder / 'under'}"
-    under = run(name, by_runner, folder / "runner", cwd=folder)
+    under = printed_by(name, by_runner, folder / "runner", cwd=folder)
     assert share_right(under) == share_right(alone)
     record = read_run(folder / "alone")
     for other in ("under", "runner"):
@@ -139,6 +140,15 @@ def assert_recorded(run: Run, trained: Trained) -> None:
     assert [repr(step.loss) for step in run.steps] == [repr(loss) for loss in trained.losses]
     assert [step.step for step in run.steps if not step.taken] == trained.skipped
     assert run.error is None
+
+
+def small() -> nn.Sequential:
+    return mlp(8, 16, 4, between=nn.GELU)
+
+
+def large_batches(num: int = 6) -> list[tuple[Tensor, Tensor]]:
+    """Return batches for ``small``, of numbers that are not small."""
+    return [(4 * x, y) for x, y in labelled(num, 32, 8, 4)]
 
 
 def weights(model: nn.Module) -> list[Tensor]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.by_hand import recorded_by_itself, share_right
-from tests.training import assert_same
-from torch import Tensor, nn
+from tests.training import assert_same, batches, mlp
+from torch import Tensor
 
 import halfstep
 from halfstep.errors import CallOrderError
@@ -29,27 +29,22 @@ def accelerator_of(precision: str = "fp16", **options: Any) -> Any:
     return accelerate.Accelerator(mixed_precision=precision, cpu=True, **options)
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-
-
-def batches() -> list[Tensor]:
-    x = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(3))
-    x[2, 0] = math.nan
-    return list(x)
+def with_a_bad_one() -> list[Tensor]:
+    x = batches(6, 4, 8)
+    x[2][0] = math.nan
+    return x
 
 
 def test_trains_as_a_loop_does() -> None:
     accelerator = accelerator_of()
     scaler = use_scaler(accelerator, halfstep.GradScaler(init_scale=512.0))
     assert accelerator.scaler is scaler
-    model = net()
+    model = mlp(8, 16, 1, seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     prepared, stepping, moving = accelerator.prepare(model, optimizer, schedule)
     dtypes, skipped = set(), []
-    for x in batches():
+    for x in with_a_bad_one():
         stepping.zero_grad()
         with accelerator.autocast():
             dtypes.add(model[0](x).dtype)
@@ -62,11 +57,11 @@ def test_trains_as_a_loop_does() -> None:
     assert skipped == [False, False, True, False, False, False]
     assert optimizer.param_groups[0]["lr"] == 0.01 * 0.5**5
 
-    reference = net()
+    reference = mlp(8, 16, 1, seed=1)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     scaler = halfstep.GradScaler(init_scale=512.0)
-    for x in batches():
+    for x in with_a_bad_one():
         optimizer.zero_grad()
         with halfstep.autocast("cpu", torch.float16, policy="torch"):
             loss = reference(x).float().square().mean()
@@ -84,7 +79,7 @@ def test_without_it_a_cpu_trains_in_float32() -> None:
     accelerator = accelerator_of()
     assert accelerator.scaler is None
     with accelerator.autocast():
-        assert net()(torch.ones(1, 8)).dtype is torch.float32
+        assert mlp(8, 16, 1, seed=1)(torch.ones(1, 8)).dtype is torch.float32
 
 
 def test_takes_the_numbers_of_accelerate() -> None:
@@ -98,7 +93,7 @@ def test_a_checkpoint_has_the_scaler(tmp_path: Path) -> None:
     for scale in (128.0, 256.0):
         accelerator = accelerator_of()
         scaler = use_scaler(accelerator, halfstep.GradScaler(init_scale=scale))
-        model = net()
+        model = mlp(8, 16, 1, seed=1)
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         if scale == 128.0:
             accelerator.save_state(str(tmp_path))
@@ -113,7 +108,7 @@ def test_errors() -> None:
     with pytest.raises(TypeError, match=r"halfstep\.GradScaler"):
         use_scaler(accelerator_of(), torch.amp.GradScaler("cpu"))
     accelerator = accelerator_of()
-    accelerator.prepare(net())
+    accelerator.prepare(mlp(8, 16, 1, seed=1))
     with pytest.raises(CallOrderError, match="prepare"):
         use_scaler(accelerator)
 
@@ -122,9 +117,9 @@ def test_a_model_that_is_in_float16_may_be_prepared_before() -> None:
     """TRL prepares its reference model when its trainer is made, on a GPU in float16."""
     accelerator = accelerator_of()
     accelerator.native_amp = True  # of itself on a GPU
-    accelerator.prepare(net())
+    accelerator.prepare(mlp(8, 16, 1, seed=1))
     scaler = use_scaler(accelerator)
-    model = net()
+    model = mlp(8, 16, 1, seed=1)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(CallOrderError, match="prepare"):
         use_scaler(accelerator, halfstep.GradScaler())
@@ -136,7 +131,7 @@ def test_a_model_that_is_in_float16_may_be_prepared_before() -> None:
 def test_a_second_call_keeps_the_scaler() -> None:
     accelerator = accelerator_of()
     scaler = use_scaler(accelerator, halfstep.GradScaler(init_scale=2.0))
-    model = net()
+    model = mlp(8, 16, 1, seed=1)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert use_scaler(accelerator) is use_scaler(accelerator, scaler) is scaler
     with pytest.raises(CallOrderError, match="prepare"):
@@ -147,10 +142,10 @@ def test_the_log_is_a_sink(tmp_path: Path) -> None:
     accelerator = accelerator_of()
     logged: list[tuple[dict[str, float], int]] = []
     accelerator.log = lambda values, step: logged.append((values, step))
-    model, scaler = net(), use_scaler(accelerator)
+    model, scaler = mlp(8, 16, 1, seed=1), use_scaler(accelerator)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with halfstep.record(tmp_path, scaler=scaler, sinks=[AcceleratorSink(accelerator)]):
-        for x in batches():
+        for x in with_a_bad_one():
             optimizer.zero_grad()
             accelerator.backward(prepared(x).square().mean())
             optimizer.step()

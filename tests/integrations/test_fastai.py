@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.integrations import by_hand
-from torch import nn
 
 import halfstep
 from halfstep._record.read import read_run
@@ -40,7 +39,7 @@ def trained(num: int) -> by_hand.Trained:
 
 
 def test_the_example_is_the_loop_by_hand() -> None:
-    printed = by_hand.run(NAME, "--steps 60")
+    printed = by_hand.printed_by(NAME, "--steps 60")
     by_hand.assert_printed(printed, trained(60))
 
 
@@ -53,25 +52,19 @@ def test_a_run_records_the_same(tmp_path: Path) -> None:
 # --- a Learner ------------------------------------------------------------------------------------
 
 
-def make(*callbacks, num: int = 6, broken: int | None = None, wrapped: bool = False):
+def learner(*callbacks, num: int = 6, broken: int | None = None, wrapped: bool = False):
     """Return a Learner whose batch of this number is broken."""
     from fastai.data.core import DataLoaders
     from fastai.learner import Learner
     from fastai.optimizer import SGD, OptimWrapper
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    made = torch.Generator().manual_seed(1)
-    batches = [
-        (4 * torch.randn(32, 8, generator=made), torch.randint(4, (32,), generator=made))
-        for _ in range(num)
-    ]
+    batches = by_hand.large_batches(num)
     if broken is not None:
         batches[broken - 1][0][0, 0] = torch.nan
     optimizer = partial(OptimWrapper, opt=torch.optim.SGD) if wrapped else SGD
     return Learner(
         DataLoaders(batches, batches[:1]),
-        model,
+        by_hand.small(),
         F.cross_entropy,
         opt_func=optimizer,
         lr=0.5,
@@ -111,7 +104,7 @@ def test_a_bad_batch_is_cancelled(wrapped: bool) -> None:
     from halfstep.integrations.fastai import MixedPrecision
 
     cancelled, weights, states = [], [], []
-    learn = make(
+    learn = learner(
         MixedPrecision(),
         watching("after_cancel_step", cancelled),
         watching("before_batch", weights, lambda learn: by_hand.weights(learn.model)),
@@ -132,7 +125,7 @@ def test_a_bad_batch_is_cancelled(wrapped: bool) -> None:
 
 
 def test_a_broken_learner_without_it_is_harmed() -> None:
-    learn = make(broken=4)
+    learn = learner(broken=4)
     fit(learn)
     assert not all(param.isfinite().all() for param in learn.model.parameters())
 
@@ -144,9 +137,9 @@ def test_clipping_in_one_pass_is_that_of_fastai(dtype: torch.dtype) -> None:
     from halfstep.integrations.fastai import MixedPrecision
 
     learners = [
-        make(MixedPrecision(dtype, max_norm=0.05)),
-        make(MixedPrecision(dtype), GradientClip(0.05)),
-        make(MixedPrecision(dtype)),
+        learner(MixedPrecision(dtype, max_norm=0.05)),
+        learner(MixedPrecision(dtype), GradientClip(0.05)),
+        learner(MixedPrecision(dtype)),
     ]
     for learn in learners:
         fit(learn)
@@ -161,10 +154,10 @@ def test_gradients_accumulate() -> None:
 
     from halfstep.integrations.fastai import MixedPrecision
 
-    learn = make(MixedPrecision(), GradientAccumulation(64))
+    learn = learner(MixedPrecision(), GradientAccumulation(64))
     fit(learn)
     scaler = halfstep.GradScaler()
-    other = make()
+    other = learner()
     optimizer = torch.optim.SGD(other.model.parameters(), lr=0.5)
     for number, (x, y) in enumerate(other.dls.train, 1):
         with halfstep.autocast("cpu", torch.float16):
@@ -183,7 +176,7 @@ def test_policy_and_dtype_are_those_of_the_callback(dtype: torch.dtype) -> None:
     from halfstep.integrations.fastai import MixedPrecision
 
     seen, predicted = [], []
-    learn = make(
+    learn = learner(
         MixedPrecision(dtype, policy="standard; @0:fp32"),
         watching("after_pred", predicted, lambda learn: learn.pred.dtype),
     )
@@ -202,7 +195,7 @@ def test_bfloat16_skips_bad_batches_with_a_scaler_of_a_fixed_scale() -> None:
     from halfstep.integrations.fastai import MixedPrecision
 
     scaler = halfstep.GradScaler(init_scale=1.0, rule=halfstep.Static())
-    learn = make(MixedPrecision(torch.bfloat16, scaler=scaler), broken=4)
+    learn = learner(MixedPrecision(torch.bfloat16, scaler=scaler), broken=4)
     fit(learn)
     assert scaler.counts()[:2] == (5, 1)
     assert all(param.isfinite().all() for param in learn.model.parameters())
@@ -220,7 +213,7 @@ def test_no_autocast_is_left_behind(name: str, event: str) -> None:
 
     error = getattr(fastai.callback.core, f"Cancel{name}Exception")
     inside, outside = [], []
-    learn = make(
+    learn = learner(
         MixedPrecision(),
         raising(event, error),
         watching("after_pred", inside, lambda _: torch.is_autocast_enabled("cpu"), order=11),
@@ -237,7 +230,7 @@ def test_the_fit_after_an_interrupted_one_is_as_any() -> None:
     from halfstep.integrations.fastai import MixedPrecision
 
     stop = raising("after_pred", KeyboardInterrupt)
-    learn = make(MixedPrecision(), stop)
+    learn = learner(MixedPrecision(), stop)
     with pytest.raises(KeyboardInterrupt):
         fit(learn)
     learn.remove_cb(stop)
@@ -251,7 +244,7 @@ def test_a_step_that_another_callback_cancels() -> None:
 
     from halfstep.integrations.fastai import MixedPrecision
 
-    learn = make(MixedPrecision(), raising("before_step", CancelStepException, order=5))
+    learn = learner(MixedPrecision(), raising("before_step", CancelStepException, order=5))
     fit(learn)
     assert learn.mixed_precision.scaler.counts() == (5, 0, 0, None)
 
@@ -263,7 +256,7 @@ def test_a_second_fit_goes_on_with_the_scale_and_a_copy_has_it() -> None:
     from halfstep.integrations.fastai import MixedPrecision
 
     scaler = halfstep.GradScaler(init_scale=2.0**10, growth_interval=4)
-    learn = make(MixedPrecision(scaler=scaler))
+    learn = learner(MixedPrecision(scaler=scaler))
     fit(learn)
     fit(learn)
     assert scaler.get_scale() == 2.0**13
@@ -286,7 +279,7 @@ def test_a_search_of_the_learning_rate_leaves_the_scale_as_it_was(tmp_path: Path
 
     scales, scaler = [], halfstep.GradScaler(init_scale=2.0**10, growth_interval=4)
     watch = watching("after_batch", scales, lambda _: scaler.get_scale())
-    learn = make(MixedPrecision(scaler=scaler), watch, num=20)
+    learn = learner(MixedPrecision(scaler=scaler), watch, num=20)
     learn.path = tmp_path
     fit(learn)
     before = scaler.state_dict()
@@ -304,7 +297,7 @@ def test_a_record_sees_the_steps_of_the_optimizer(wrapped: bool, clip: bool, tmp
 
     from halfstep.integrations.fastai import MixedPrecision
 
-    learn = make(MixedPrecision(), *([GradientClip(0.05)] * clip), broken=4, wrapped=wrapped)
+    learn = learner(MixedPrecision(), *([GradientClip(0.05)] * clip), broken=4, wrapped=wrapped)
     with halfstep.record(tmp_path, every=1):
         fit(learn)
     steps = read_run(tmp_path).steps

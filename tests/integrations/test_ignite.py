@@ -37,7 +37,7 @@ def trained(num: int) -> tuple[by_hand.Trained, nn.Module]:
 
 
 def test_the_example_is_the_loop_by_hand() -> None:
-    printed = by_hand.run(NAME, "--steps 60")
+    printed = by_hand.printed_by(NAME, "--steps 60")
     by_hand.assert_printed(printed, trained(60)[0])
 
 

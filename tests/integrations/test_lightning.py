@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.integrations.by_hand import recorded_by_itself, share_right
 from tests.integrations.quiet import quiet_trainer
-from tests.training import assert_same
+from tests.training import assert_same, batches, mlp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,16 +43,12 @@ BAD = 2
 """The batch with NaN."""
 
 
-def batches(bad: int | None = BAD) -> Tensor:
-    x = torch.randn(NUM_STEPS * 4, 8, generator=torch.Generator().manual_seed(3))
+def samples(bad: int | None = BAD) -> Tensor:
+    """Return the samples of all batches, of four each."""
+    x = torch.cat(batches(NUM_STEPS, 4, 8))
     if bad is not None:
         x[4 * bad] = math.nan
     return x
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
 def adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -72,7 +68,7 @@ class Module(lightning.LightningModule):
 
     def __init__(self, make: Make = adamw, interval: str = "step") -> None:
         super().__init__()
-        self.net, self.make, self.interval = net(), make, interval
+        self.net, self.make, self.interval = mlp(8, 16, 1, seed=1), make, interval
         self.dtypes: list[torch.dtype] = []
         self.rates: list[float] = []
 
@@ -94,7 +90,7 @@ class Module(lightning.LightningModule):
 
 def fit(folder: Path, module: Any, x: Tensor | None = None, **options: Any) -> Any:
     trainer = quiet_trainer(folder, **options)
-    data = TensorDataset(batches() if x is None else x)
+    data = TensorDataset(samples() if x is None else x)
     trainer.fit(module, DataLoader(data, batch_size=4))
     return trainer
 
@@ -103,7 +99,7 @@ def by_hand(
     make: Make, max_norm: float | None, max_value: float | None = None
 ) -> tuple[nn.Module, int]:
     """Train as Lightning does, in a loop; return the model and how many steps were skipped."""
-    model = net()
+    model = mlp(8, 16, 1, seed=1)
     optimizer, scaler = make(model.parameters()), halfstep.GradScaler()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
@@ -120,7 +116,7 @@ def by_hand(
             torch.nn.utils.clip_grad_value_(model.parameters(), max_value)
         return loss
 
-    for x in batches().split(4):
+    for x in samples().split(4):
         if make is lbfgs:
             scaler.step(optimizer, lambda x=x: loss_of(x))
         else:
@@ -174,9 +170,9 @@ class Looking(Module):
 @pytest.mark.parametrize("make", [adamw, fused])
 def test_hooks_see_unscaled_gradients(make: Make, tmp_path: Path) -> None:
     module = Looking(make)
-    x = batches(bad=None)
+    x = samples(bad=None)
     fit(tmp_path, module, x, plugins=[HalfstepPrecision()], gradient_clip_val=0.1)
-    plain = net()
+    plain = mlp(8, 16, 1, seed=1)
     with halfstep.autocast("cpu", torch.float16):
         loss = plain(x[:4]).float().square().mean()
     (loss * 1024).backward()
@@ -200,11 +196,11 @@ class ClippingTwice(Module):
 @pytest.mark.parametrize("make", [adamw, fused])
 def test_own_clipping_is_done_at_once(make: Make, tmp_path: Path) -> None:
     module = ClippingTwice(make)
-    fit(tmp_path, module, batches(bad=None), plugins=[HalfstepPrecision()])
-    reference = net()
+    fit(tmp_path, module, samples(bad=None), plugins=[HalfstepPrecision()])
+    reference = mlp(8, 16, 1, seed=1)
     optimizer, scaler = make(reference.parameters()), halfstep.GradScaler()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for x in batches(bad=None).split(4):
+    for x in samples(bad=None).split(4):
         optimizer.zero_grad()
         with halfstep.autocast("cpu", torch.float16):
             loss = reference(x).float().square().mean()
@@ -233,7 +229,7 @@ def test_autocast_of_the_plugin_after_a_fit(tmp_path: Path) -> None:
         pass
     fit(tmp_path, module, plugins=[plugin])
     with plugin.forward_context():  # as Lightning's ModelSummary does
-        assert module.net(batches(None)).dtype == torch.float16
+        assert module.net(samples(None)).dtype == torch.float16
 
 
 class EverySecond(Module):
@@ -246,7 +242,7 @@ class EverySecond(Module):
 
 
 def test_a_schedule_that_is_asked_at_a_skipped_step_moves_for_those_before(tmp_path: Path) -> None:
-    x = batches(bad=None)
+    x = samples(bad=None)
     x[4 * 1], x[4 * 4], x[4 * 5] = math.nan, math.nan, math.nan
     module = EverySecond()
     trainer = fit(tmp_path, module, x, plugins=[HalfstepPrecision()])
@@ -269,14 +265,14 @@ class Copying(lightning.Callback):
 
 def test_a_copy_made_in_training_is_on_its_own(tmp_path: Path) -> None:
     copying = Copying()
-    fit(tmp_path, Module(), batches(None), plugins=[HalfstepPrecision()], callbacks=[copying])
+    fit(tmp_path, Module(), samples(None), plugins=[HalfstepPrecision()], callbacks=[copying])
     for module in copying.copies:
         assert module.lr_scheduler_step.__self__ is module
         module.rates = []
-        fit(tmp_path, module, batches(None))
+        fit(tmp_path, module, samples(None))
         assert module.rates == [0.01 * 0.5**n for n in range(NUM_STEPS)]
     for plugin in copying.plugins:
-        fit(tmp_path, Module(), batches(None), plugins=[plugin])
+        fit(tmp_path, Module(), samples(None), plugins=[plugin])
         assert plugin.scaler.counts().taken == 2 * NUM_STEPS
 
 
@@ -319,7 +315,7 @@ def test_rules_for_modules_walk_the_model_once(
     for module, num in ((Module(), 1), (Growing(), 2)):
         walks.clear()
         plugin = HalfstepPrecision("bf16-mixed", policy="standard; @net.2:fp32")
-        fit(tmp_path, module, batches(bad=None), plugins=[plugin])
+        fit(tmp_path, module, samples(bad=None), plugins=[plugin])
         assert module.dtypes == [torch.float32] * NUM_STEPS
         assert len(walks) == num
         assert plugin._changes is None  # and so no module that is made later is looked at
@@ -327,9 +323,9 @@ def test_rules_for_modules_walk_the_model_once(
 
 def test_accumulates(tmp_path: Path) -> None:
     module = Module()
-    x = batches(bad=None)
+    x = samples(bad=None)
     fit(tmp_path, module, x, plugins=[HalfstepPrecision()], accumulate_grad_batches=2)
-    reference = net()
+    reference = mlp(8, 16, 1, seed=1)
     optimizer, scaler = adamw(reference.parameters()), halfstep.GradScaler()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for n, batch in enumerate(x.split(4)):
@@ -355,7 +351,7 @@ class Leaving(Module):
 
 def test_batches_without_a_loss(tmp_path: Path) -> None:
     module, plugin = Leaving(), HalfstepPrecision()
-    fit(tmp_path, module, batches(bad=None), plugins=[plugin])
+    fit(tmp_path, module, samples(bad=None), plugins=[plugin])
     assert plugin.scaler.counts().taken == NUM_STEPS - 2
 
 
@@ -365,7 +361,7 @@ class TwoOptimizers(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.net, self.other = net(), nn.Linear(8, 1)
+        self.net, self.other = mlp(8, 16, 1, seed=1), nn.Linear(8, 1)
 
     def training_step(self, batch: list[Tensor], index: int) -> None:
         (x,) = batch
@@ -419,10 +415,10 @@ class ClippingByHandAndLooking(ClippingByHand):
 def test_clips_in_manual_optimization(
     cls: type[ClippingByHand], algorithm: str, tmp_path: Path
 ) -> None:
-    module, x = cls(algorithm), batches(bad=None)
+    module, x = cls(algorithm), samples(bad=None)
     scaler = halfstep.GradScaler(init_scale=1024.0)
     fit(tmp_path, module, x, plugins=[HalfstepPrecision(scaler=scaler)])
-    reference = net()
+    reference = mlp(8, 16, 1, seed=1)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for batch in x.split(4):
         optimizer.zero_grad()
@@ -447,7 +443,7 @@ def test_a_checkpoint_resumes(tmp_path: Path) -> None:
     trainer.save_checkpoint(file)
     second = HalfstepPrecision()
     quiet_trainer(tmp_path, plugins=[second], max_epochs=2).fit(
-        Module(), DataLoader(TensorDataset(batches()), batch_size=4), ckpt_path=file
+        Module(), DataLoader(TensorDataset(samples()), batch_size=4), ckpt_path=file
     )
     assert second.scaler.get_scale() == 8.0
     assert second.scaler.counts().taken == first.scaler.counts().taken + NUM_STEPS - 1
@@ -455,24 +451,24 @@ def test_a_checkpoint_resumes(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_lightnings_own_plugin(tmp_path: Path) -> None:
     own = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=128.0))
-    trainer = fit(tmp_path, Module(), batches(bad=None), plugins=[own])
+    trainer = fit(tmp_path, Module(), samples(bad=None), plugins=[own])
     file = tmp_path / "last.ckpt"
     trainer.save_checkpoint(file)
     ours = HalfstepPrecision()
     quiet_trainer(tmp_path, plugins=[ours], max_epochs=2).fit(
-        Module(), DataLoader(TensorDataset(batches(bad=None)), batch_size=4), ckpt_path=file
+        Module(), DataLoader(TensorDataset(samples(bad=None)), batch_size=4), ckpt_path=file
     )
     assert ours.scaler.get_scale() == 128.0
 
 
 def test_lightnings_own_plugin_loads_a_checkpoint(tmp_path: Path) -> None:
     ours = HalfstepPrecision(scaler=halfstep.GradScaler(init_scale=128.0))
-    trainer = fit(tmp_path, Module(), batches(bad=None), plugins=[ours])
+    trainer = fit(tmp_path, Module(), samples(bad=None), plugins=[ours])
     file = tmp_path / "last.ckpt"
     trainer.save_checkpoint(file)
     own = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     quiet_trainer(tmp_path, plugins=[own], max_epochs=2).fit(
-        Module(), DataLoader(TensorDataset(batches(bad=None)), batch_size=4), ckpt_path=file
+        Module(), DataLoader(TensorDataset(samples(bad=None)), batch_size=4), ckpt_path=file
     )
     assert own.scaler.state_dict()["_growth_tracker"] == 2 * NUM_STEPS
     assert own.scaler.get_scale() == 128.0
@@ -491,7 +487,7 @@ def test_an_epoch_that_only_measures_batch_norm_takes_no_step(tmp_path: Path) ->
     """The last one of this callback, in which Lightning asks for a step without backward."""
     module, plugin = Normed(), HalfstepPrecision()
     averaging = lightning.pytorch.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
-    fit(tmp_path, module, batches(None), plugins=[plugin], callbacks=[averaging], max_epochs=3)
+    fit(tmp_path, module, samples(None), plugins=[plugin], callbacks=[averaging], max_epochs=3)
     assert plugin.scaler.counts().taken == 3 * NUM_STEPS
     for mine, average in zip(
         module.parameters(), averaging._average_model.parameters(), strict=True
@@ -562,22 +558,22 @@ def test_a_training_that_fails_is_recorded(tmp_path: Path) -> None:
     module = Failing()
     callbacks = [record, diagnose]
     with pytest.raises(RuntimeError, match="planned"):
-        fit(tmp_path, module, batches(None), plugins=[HalfstepPrecision()], callbacks=callbacks)
+        fit(tmp_path, module, samples(None), plugins=[HalfstepPrecision()], callbacks=callbacks)
     run = read_run(tmp_path / "run")
     assert len(run.steps) == 3
     assert run.error is not None
     assert "planned" in run.error
     assert "lr_scheduler_step" not in vars(module)
-    fit(tmp_path, Module(), batches(None), plugins=[HalfstepPrecision()], callbacks=callbacks)
+    fit(tmp_path, Module(), samples(None), plugins=[HalfstepPrecision()], callbacks=callbacks)
     assert len(read_run(tmp_path / "run").steps) == 3 + NUM_STEPS
 
 
 def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
     module, plugin = Module(), HalfstepPrecision()
     callbacks = [RecordRun(tmp_path / "run"), Diagnose()]
-    fit(tmp_path, module, batches(None), plugins=[plugin], callbacks=callbacks)
+    fit(tmp_path, module, samples(None), plugins=[plugin], callbacks=callbacks)
     optimizer = adamw(module.net.parameters())
-    module.net(batches(None)).sum().backward()
+    module.net(samples(None)).sum().backward()
     optimizer.step()  # of another loop
     assert len(read_run(tmp_path / "run").steps) == NUM_STEPS
     pickle.dumps(module)

@@ -36,7 +36,7 @@ def trained(num: int) -> by_hand.Trained:
 
 
 def test_the_example_is_the_loop_by_hand() -> None:
-    printed = by_hand.run(NAME, "--steps 60")
+    printed = by_hand.printed_by(NAME, "--steps 60")
     by_hand.assert_printed(printed, trained(60))
 
 
@@ -49,20 +49,9 @@ def test_a_run_records_the_same(tmp_path: Path) -> None:
 # --- beside timm's own ----------------------------------------------------------------------------
 
 
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-
-
-def batches(num: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    made = torch.Generator().manual_seed(1)
-    x = torch.randn(num, 32, 8, generator=made)
-    return list(zip(4 * x, torch.randint(4, (num, 32), generator=made), strict=True))
-
-
 def step_all(model: nn.Module, loss_scaler, optimizer: torch.optim.Optimizer, **kwargs) -> None:
     parameters = kwargs.pop("parameters", model.parameters)
-    for x, y in batches():
+    for x, y in by_hand.large_batches():
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):
             loss = F.cross_entropy(model(x), y)
@@ -82,13 +71,13 @@ def test_it_trains_as_timms_does(clip: dict[str, object], part: str) -> None:
 
     models = []
     for kind in (NativeScaler, timm.utils.NativeScaler):
-        model = small()
+        model = by_hand.small()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         clipped = model.parameters if part == "all" else model[2].parameters
         step_all(model, kind(device="cpu"), optimizer, parameters=clipped, **clip)
         models.append(model)
     by_hand.assert_close(*models)
-    plain = small()
+    plain = by_hand.small()
     step_all(
         plain, NativeScaler(device="cpu"), torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
     )
@@ -104,7 +93,7 @@ def test_the_norm_is_measured_in_the_pass_that_clips(monkeypatch) -> None:
 
     monkeypatch.setattr(halfstep.GradScaler, "unscale_", refuse)
     monkeypatch.setattr(halfstep.GradScaler, "clip_grad_norm_", refuse)
-    model = small()
+    model = by_hand.small()
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.5)
     loss_scaler = NativeScaler()
@@ -117,9 +106,9 @@ def test_the_norm_is_measured_in_the_pass_that_clips(monkeypatch) -> None:
 def test_gradients_add_up_until_an_update_is_needed() -> None:
     from halfstep.integrations.timm import NativeScaler
 
-    whole, parts = small(), small()
+    whole, parts = by_hand.small(), by_hand.small()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (whole, parts)]
-    (x, y), *_ = batches()
+    (x, y), *_ = by_hand.large_batches()
     NativeScaler()(F.cross_entropy(whole(x), y), optimizers[0])
     loss_scaler = NativeScaler()
     for number, half in enumerate(zip(x.split(16), y.split(16), strict=True)):
@@ -135,7 +124,7 @@ def test_gradients_add_up_until_an_update_is_needed() -> None:
 def test_a_bad_batch_harms_neither_weights_nor_optimizer() -> None:
     from halfstep.integrations.timm import NativeScaler
 
-    model = small()
+    model = by_hand.small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loss_scaler = NativeScaler()
     step_all(model, loss_scaler, optimizer, clip_grad=1.0)
@@ -158,10 +147,10 @@ def test_an_optimizer_of_the_second_order() -> None:
 
     models = []
     for kind in (NativeScaler, timm.utils.NativeScaler):
-        model = small()
+        model = by_hand.small()
         optimizer = Adahessian(model.parameters(), lr=0.01)
         loss_scaler = kind(device="cpu")
-        for x, y in batches():
+        for x, y in by_hand.large_batches():
             optimizer.zero_grad()
             loss_scaler(F.cross_entropy(model(x), y), optimizer, create_graph=True)
         models.append(model)
@@ -177,7 +166,7 @@ def test_checkpoints_of_timm_keep_the_scaler(tmp_path: Path) -> None:
 
     from halfstep.integrations.timm import NativeScaler
 
-    model = small()
+    model = by_hand.small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_scaler = NativeScaler(scaler=halfstep.GradScaler(init_scale=2.0**10, growth_interval=4))
     step_all(model, loss_scaler, optimizer)
@@ -187,7 +176,7 @@ def test_checkpoints_of_timm_keep_the_scaler(tmp_path: Path) -> None:
     saver.save_checkpoint(0)
 
     loaded = NativeScaler()
-    resume_checkpoint(small(), str(tmp_path / "last.pth.tar"), None, loaded, log_info=False)
+    resume_checkpoint(by_hand.small(), str(tmp_path / "last.pth.tar"), None, loaded, log_info=False)
     assert loaded.state_dict() == loss_scaler.state_dict()
     assert loaded.scaler.counts() == (6, 0, 0, None)
     assert loaded.scaler.get_scale() == 2.0**11
@@ -200,7 +189,7 @@ def test_it_reads_what_timms_has_saved_and_the_reverse() -> None:
 
     scalers = [kind("cpu") for kind in (timm.utils.NativeScaler, NativeScaler)]
     for loss_scaler in scalers:
-        model = small()
+        model = by_hand.small()
         step_all(model, loss_scaler, torch.optim.SGD(model.parameters(), lr=0.1))
     theirs, ours = scalers
     loaded = timm.utils.NativeScaler("cpu")

@@ -84,7 +84,7 @@ def switch_on(trainer) -> None:
         )
 
 
-def make(folder: Path):
+def digits_model(folder: Path):
     """Write images to a folder and return a model."""
     from ultralytics import YOLO
 
@@ -94,20 +94,21 @@ def make(folder: Path):
     return YOLO(folder / "digits-cls.yaml")
 
 
-def train(model, folder: Path, **kwargs: object) -> None:
-    model.train(
-        data=folder,
-        imgsz=32,
-        batch=32,
-        nbs=32,
-        fraction=0.25,
-        device="cpu",
-        optimizer="SGD",
-        project=folder,
-        plots=False,
-        warmup_epochs=0,
-        **kwargs,
-    )
+def options_in(folder: Path) -> dict[str, object]:
+    """Return what ``YOLO.train`` needs for seven steps on a CPU."""
+    return {
+        "data": folder,
+        "imgsz": 32,
+        "batch": 32,
+        "nbs": 32,
+        "fraction": 0.25,
+        "device": "cpu",
+        "optimizer": "SGD",
+        "project": folder,
+        "plots": False,
+        "warmup_epochs": 0,
+        "val": False,
+    }
 
 
 @needs_ultralytics
@@ -137,7 +138,7 @@ def test_the_trainer_trains_as_a_loop_by_hand(tmp_path: Path, settings: None) ->
             return batch
 
     ours = halfstep.GradScaler(init_scale=2.0**10, growth_interval=3)
-    model = make(tmp_path)
+    model = digits_model(tmp_path)
     for callback in (
         lambda trainer: start.append(copy.deepcopy((trainer.model, trainer.optimizer))),
         switch_on,
@@ -146,7 +147,7 @@ def test_the_trainer_trains_as_a_loop_by_hand(tmp_path: Path, settings: None) ->
         model.add_callback("on_train_start", callback)
     model.add_callback("on_train_batch_end", lambda trainer: losses.append(trainer.loss.item()))
     model.add_callback("on_train_epoch_end", lambda trainer: ends.append(trainer.model))
-    train(model, tmp_path, trainer=Trainer, epochs=1, val=False)
+    model.train(trainer=Trainer, epochs=1, **options_in(tmp_path))
 
     ((copied, optimizer),) = start
     scaler = halfstep.GradScaler(init_scale=2.0**10, growth_interval=3)
@@ -178,13 +179,13 @@ def test_a_run_that_is_resumed_goes_on_with_the_scale(tmp_path: Path, settings: 
         shutil.copy(trainer.last, saved)
         raise KeyboardInterrupt
 
-    model = make(tmp_path)
+    model = digits_model(tmp_path)
     ours = halfstep.GradScaler(init_scale=2.0**10, growth_interval=3)
     model.add_callback("on_train_start", switch_on)
     model.add_callback("on_train_start", partial(use_scaler, scaler=ours))
     model.add_callback("on_model_save", end)
     with pytest.raises(KeyboardInterrupt):
-        train(model, tmp_path, epochs=2, val=False)
+        model.train(epochs=2, **options_in(tmp_path))
     assert ours.counts().taken == 7
     assert ours.get_scale() == 2.0**12
 
