@@ -71,7 +71,7 @@ def net(dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(*layers).to(BF16).to(dtype)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
     """Step with given gradients, which are the same in bfloat16 and in float32."""
     for step in range(first, last):
         for param in model.parameters():
@@ -90,8 +90,8 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 def test_steps_are_those_of_float32_weights(make: Make, store: Any, chunked: bool) -> None:
     model, wide = net(BF16), net(torch.float32)
     optimizer = master_weights(make(model.parameters()), store, chunked=chunked)
-    train(model, optimizer, 0, 4)
-    train(wide, make(wide.parameters()), 0, 4)
+    take_steps(model, optimizer, 0, 4)
+    take_steps(wide, make(wide.parameters()), 0, 4)
     assert_same(float32_weights(model, optimizer), wide.state_dict())
 
 
@@ -99,8 +99,8 @@ def test_steps_are_those_of_float32_weights(make: Make, store: Any, chunked: boo
 def test_the_other_stores_are_close(make: Make, store: Any) -> None:
     model, wide = net(BF16), net(torch.float32)
     optimizer = master_weights(make(model.parameters()), store)
-    train(model, optimizer, 0, 4)
-    train(wide, make(wide.parameters()), 0, 4)
+    take_steps(model, optimizer, 0, 4)
+    take_steps(wide, make(wide.parameters()), 0, 4)
     moved = (wide[0].weight - net(torch.float32)[0].weight).abs().mean()
     error = (float32_weights(model, optimizer)["0.weight"] - wide[0].weight).abs().mean()
     assert error < moved * (0.001 if store == "kahan" else 0.2)
@@ -111,8 +111,8 @@ def test_memory_is_the_sum(make: Make) -> None:
     model, wide = net(BF16), net(torch.float32)
     optimizer = master_weights(make(model.parameters()))
     alone = make(wide.parameters())
-    train(model, optimizer, 0, 1)
-    train(wide, alone, 0, 1)
+    take_steps(model, optimizer, 0, 1)
+    take_steps(wide, alone, 0, 1)
     memory, reference = bytes_per_parameter(model, optimizer), bytes_per_parameter(wide, alone)
     assert memory.states == reference.states
     assert memory.masters == {torch.int16: 2 * memory.num_parameters}
@@ -129,13 +129,13 @@ def test_training_goes_on_bit_for_bit(make: Make, store: Any) -> None:
 
     file = io.BytesIO()
     model, optimizer = fresh()
-    train(model, optimizer, 0, 3)
+    take_steps(model, optimizer, 0, 3)
     torch.save([model.state_dict(), optimizer.state_dict()], file)
-    train(model, optimizer, 3, 6)
+    take_steps(model, optimizer, 3, 6)
     again, resumed = fresh()
     file.seek(0)
     weights, state = torch.load(file)
     again.load_state_dict(weights)
     resumed.load_state_dict(state)
-    train(again, resumed, 3, 6)
+    take_steps(again, resumed, 3, 6)
     assert_same(float32_weights(model, optimizer), float32_weights(again, resumed))

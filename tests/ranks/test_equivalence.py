@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.ranks import parallel
 from tests.ranks.pool import Pool
-from tests.ranks.training import Fault, Job, Plan, Step, Trained, alone, random_faults, train
+from tests.ranks.training import Fault, Job, Plan, Step, Trained, alone, random_faults, run_job
 from torch import Tensor
 
 BOUND = 2e-6  # of parameters of about 1 after 12 steps; the largest that was seen is 2e-7
@@ -39,7 +39,7 @@ class Form:
     reference: Callable[[Plan, int], Job] = alone
 
     def work(self, rank: int, plans: list[Plan], num_ranks: int) -> list[Trained]:
-        return [train(plan, self.make(rank, plan, *self.args), rank, num_ranks) for plan in plans]
+        return [run_job(plan, self.make(rank, plan, *self.args), rank, num_ranks) for plan in plans]
 
 
 def sharded(make: Callable[..., Job], *args: Any, **changed: Any) -> Form:
@@ -108,7 +108,7 @@ def check(pool: Pool, form: Form) -> None:
     ranks = pool.run(form.work, plans, pool.num_ranks)
     for number, plan in enumerate(plans):
         told = plan if form.asks_ranks else replace(plan, faults=overflows(plan.faults))
-        one = train(told, form.reference(told, form.num_chunks), None, pool.num_ranks)
+        one = run_job(told, form.reference(told, form.num_chunks), None, pool.num_ranks)
         trained = [rank[number] for rank in ranks]
         same_bits = form.same_bits and plan.max_norm is None
         same_bits = same_bits and not (form.is_sharded and plan.fused)

@@ -119,7 +119,7 @@ def whole_gradient(param: nn.Parameter) -> Tensor:
     return local_part(wide.redistribute(placements=param.placements))  # type: ignore[attr-defined]
 
 
-def train(
+def take_step(
     rank: int, step: int, module: nn.Module, optimizer: Any, max_norm: float | None = None
 ) -> Tensor:
     module.zero_grad(set_to_none=step % 3 != 2)
@@ -142,8 +142,8 @@ def both(rank: int, form: str, name: str, store: Any, max_norm: float | None) ->
     places = [local_part(param).data_ptr() for param in params]
     data = 0 if form == "tensor parallel" else rank
     for step in range(6):
-        loss = train(data, step, ours, optimizer, max_norm)
-        assert torch.equal(loss, train(data, step, theirs, by_hand, max_norm))
+        loss = take_step(data, step, ours, optimizer, max_norm)
+        assert torch.equal(loss, take_step(data, step, theirs, by_hand, max_norm))
         for param, reference in zip(params, by_hand.params, strict=True):
             assert param.dtype is BF16
             assert type(param) is type(reference)
@@ -240,7 +240,7 @@ def by_chance(rank: int, form: str) -> list[Tensor]:
     optimizer = master_weights(OPTIMIZERS["AdamW"](module.parameters()), "stochastic")
     before = whole(module)
     for step in range(6):
-        train(0 if form == "tensor parallel" else rank, step, module, optimizer)
+        take_step(0 if form == "tensor parallel" else rank, step, module, optimizer)
     after = whole(module)
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
     return after
@@ -577,7 +577,7 @@ def test_under_ddp_each_rank_has_the_weights(pool: Pool) -> None:
 def exported_by_the_first(rank: int) -> dict[str, Tensor]:
     module = DistributedDataParallel(net())
     optimizer = master_weights(OPTIMIZERS["AdamW"](module.parameters()))
-    train(rank, 0, module, optimizer)
+    take_step(rank, 0, module, optimizer)
     return halfstep.float32_weights(module.module, optimizer) if rank == 0 else {}
 
 

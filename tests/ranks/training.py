@@ -147,7 +147,7 @@ class Job:
         self.declare, self.scaler_arguments = declare, scaler_arguments
 
 
-def train(plan: Plan, job: Job, rank: int | None, num_ranks: int) -> Trained:
+def run_job(plan: Plan, job: Job, rank: int | None, num_ranks: int) -> Trained:
     """Run all steps of one rank's job; ``rank`` None is alone and has the faults of all ranks."""
     parameters = list(job.parameters.values())
     optimizer = optimizer_of(plan, parameters)
