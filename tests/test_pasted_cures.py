@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests import forked
-from tests.diagnose.kinds.judged import run as run_file
+from tests.diagnose.kinds.judged import run_file
 
 import halfstep
 from halfstep import Diagnosis

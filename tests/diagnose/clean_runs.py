@@ -60,7 +60,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def run(setting: Setting, steps: int = STEPS) -> tuple[list[str], int]:
+def alarms_in(setting: Setting, steps: int = STEPS) -> tuple[list[str], int]:
     """Train; return what was said, and the number of steps that dynamic scaling skipped."""
     torch.manual_seed(0)
     model = MODELS[setting.model]()

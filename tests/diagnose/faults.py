@@ -23,7 +23,7 @@ from tests.diagnose.injections import INJECTIONS
 from tests.diagnose.losses import LOSSES
 from tests.diagnose.models import spots_of
 from tests.diagnose.states import STATES
-from tests.diagnose.training import CLASSES, MODELS, Setting, Training, make
+from tests.diagnose.training import CLASSES, MODELS, Setting, Training, armed
 from tests.diagnose.truths import Case, Truth, lines_of, nothing
 
 FAULTS = (*STATES, *LOSSES, *INJECTIONS)
@@ -81,7 +81,7 @@ def inject(name: str, rng: random.Random, setting: Setting) -> Case:
         setting = replace(setting, dtype=torch.bfloat16)
     if rng.random() < 0.2 and name != "write_rows":  # which PyTorch's autocast refuses
         setting = replace(setting, plain=True)
-    places = list(spots_of(make(setting).model))
+    places = list(spots_of(armed(setting).model))
     at = rng.randrange(len(places))
     decoy = rng.choice(DECOYS) if at and rng.random() < 0.4 else None
     decoy_at = rng.randrange(at) if decoy else 0
@@ -122,7 +122,7 @@ def clean_cases(seed: int = 0) -> Iterator[Training]:
         setting = _setting(sorted(MODELS)[i % len(MODELS)], rng)
         if rng.random() < 0.3:
             setting = replace(setting, dtype=torch.bfloat16)
-        yield make(setting, partial(_harmless, rng.randrange(2**20)))
+        yield armed(setting, partial(_harmless, rng.randrange(2**20)))
 
 
 def _harmless(seed: int, training: Training) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.diagnose.kinds.judged import run
+from tests.diagnose.kinds.judged import run_file
 from torch import Tensor, nn
 
 import halfstep
@@ -458,10 +458,12 @@ class Judged:
 def judge(name: str, folder: Path) -> Judged:
     """Diagnose a formula, paste the cure, and train with it."""
     source = FORMULAS[name].source
-    found = halfstep.diagnose(run(source, folder / f"{name}.py")["step"])
+    found = halfstep.diagnose(run_file(source, folder / f"{name}.py")["step"])
     if found.cure is None or not found.cure.edits:
         return Judged(found)
-    return Judged(found, *train(FORMULAS[name], run(pasted(source, found), folder / "cured.py")))
+    return Judged(
+        found, *descend(FORMULAS[name], run_file(pasted(source, found), folder / "cured.py"))
+    )
 
 
 def pasted(source: str, found: Diagnosis) -> str:
@@ -472,7 +474,7 @@ def pasted(source: str, found: Diagnosis) -> str:
     return "\n".join(lines) + "\n"
 
 
-def train(formula: Formula, names: dict[str, Any]) -> tuple[float, float]:
+def descend(formula: Formula, names: dict[str, Any]) -> tuple[float, float]:
     """Take steps of 2 % of the norm of each parameter; return the exact loss before and after."""
     model: nn.Module = names["model"]
     before = _exact(formula, names)

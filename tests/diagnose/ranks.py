@@ -25,7 +25,7 @@ class Net(nn.Module):
         return out
 
 
-def train(rank: int) -> dict[str, Any]:
+def diagnose_bad_rank(rank: int) -> dict[str, Any]:
     """Diagnose a batch that is bad on rank 1 only, on request and then in a loop."""
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

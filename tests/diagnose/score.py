@@ -241,7 +241,7 @@ def _of_formulas(verbose: bool) -> bool:
 
 def _of_clean_runs() -> bool:
     """Print the number of false alarms in long runs; return whether there is none."""
-    runs = [clean_runs.run(setting) for setting in clean_runs.settings()]
+    runs = [clean_runs.alarms_in(setting) for setting in clean_runs.settings()]
     said, skipped = [each for found, _ in runs for each in found], sum(n for _, n in runs)
     for text in said:
         print(f"false alarm: {text}")

@@ -14,7 +14,7 @@ from tests.diagnose import gradients, models
 from tests.diagnose.gpt import CONTEXT
 from tests.diagnose.models import Spot, spots_of
 from tests.diagnose.reference import bad_ops
-from tests.diagnose.training import CLASSES, MODELS, Setting, Training, largest_scale, make
+from tests.diagnose.training import CLASSES, MODELS, Setting, Training, armed, largest_scale
 from tests.diagnose.truths import Case, Truth, line_of_layer, lines_of, nothing
 from torch import Tensor, nn
 
@@ -46,7 +46,7 @@ def _op_of(model: nn.Module, path: str) -> str:
 
 def large_weight(rng: random.Random, setting: Setting) -> Case:
     """A product overflows: its weight is large, and so is its bias."""
-    model = make(setting).model
+    model = armed(setting).model
     path = rng.choice(_layers(model))
 
     def arm(training: Training) -> None:
@@ -69,7 +69,7 @@ def large_weight(rng: random.Random, setting: Setting) -> Case:
 
 def weight_past_the_range(rng: random.Random, setting: Setting) -> Case:
     """A weight does not fit in float16: its cast overflows."""
-    model = make(setting).model
+    model = armed(setting).model
     path = rng.choice(_layers(model))
 
     def arm(training: Training) -> None:
@@ -86,7 +86,7 @@ def large_embedding(rng: random.Random, setting: Setting) -> Case:
         with torch.no_grad():
             training.model.embed.weight.mul_(1e6)
 
-    lines = line_of_layer(make(setting).model, "wide")
+    lines = line_of_layer(armed(setting).model, "wide")
     truth = Truth("range", frozenset({"_to_copy"}), "wide", lines=lines)
     return Case("large embedding", setting, arm, truth)
 
@@ -131,7 +131,7 @@ def residual(rng: random.Random, setting: Setting) -> Case:
 
 
 def bad_parameter(rng: random.Random, setting: Setting) -> Case:
-    model = make(setting).model
+    model = armed(setting).model
     named = dict(model.named_parameters())
     name = rng.choice(sorted(named))
     at = rng.randrange(named[name].numel())
@@ -192,7 +192,7 @@ def large_batch(rng: random.Random, setting: Setting) -> Case:
     def arm(training: Training) -> None:
         training.batches[-1][0].mul_(1e6)
 
-    model = make(setting).model
+    model = armed(setting).model
     path = _first(model)
     truth = Truth("range", frozenset({"_to_copy"}), path, lines=line_of_layer(model, path))
     return Case("large batch", setting, arm, truth)
@@ -233,16 +233,16 @@ def mask_times_inf(rng: random.Random, setting: Setting) -> Case:
 def steep(rng: random.Random, setting: Setting) -> Case:
     """The gradient overflows at one place first, and only because the loss is scaled."""
     setting = replace(setting, scale=1.0, takes=True)
-    places = list(spots_of(make(setting).model))
+    places = list(spots_of(armed(setting).model))
     for at in rng.sample(range(len(places)), len(places)):
         scale = largest_scale(setting, partial(_put_steep, at, 1.0)) / 4
         scaled = replace(setting, scale=scale)
-        gradient = _gradient_at(make(scaled, partial(_put_steep, at, 1.0)), at)
+        gradient = _gradient_at(armed(scaled, partial(_put_steep, at, 1.0)), at)
         arm = partial(_put_steep, at, min(4 * 65504 / gradient, 3e4))
         ops, module, lines = frozenset({"mul"}), places[at][0], lines_of("steep")
-        if not make(setting, arm).is_finite():
+        if not armed(setting, arm).is_finite():
             continue  # a recurrent place: it grows from step to step
-        first = bad_ops(make(scaled, arm))[:1]
+        first = bad_ops(armed(scaled, arm))[:1]
         if [(event.op, event.module, event.line in lines) for event in first] == [
             ("mul", module, True)
         ]:
@@ -276,7 +276,7 @@ def large_scale(rng: random.Random, setting: Setting) -> Case:
     """The scale of the loss is too large; the reference says where that shows first."""
     setting = replace(setting, scale=1.0, takes=True)
     setting = replace(setting, scale=largest_scale(setting, nothing) * 2)
-    first = bad_ops(make(setting))[0]
+    first = bad_ops(armed(setting))[0]
     assert first.line
     lines = frozenset({first.line})
     truth = Truth("scale", frozenset({first.op}), first.module, "backward", lines=lines)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.diagnose.kinds.judged import run
+from tests.diagnose.kinds.judged import run_file
 from torch import nn
 
 import halfstep
@@ -30,7 +30,7 @@ rows = torch.zeros(3, 4, requires_grad=True)
 def diagnosed(body: str, folder: Path, head: str = "") -> Diagnosis:
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     source = f"{HEAD}{head}\ndef step():\n{lines}\n    loss.backward()\n"
-    found: Diagnosis = halfstep.diagnose(run(source, folder / "a.py")["step"])
+    found: Diagnosis = halfstep.diagnose(run_file(source, folder / "a.py")["step"])
     return found
 
 
@@ -271,7 +271,7 @@ def test_an_edit_of_a_condition_runs_in_the_other_case_too(
     assert found.cure is not None
     assert (found.cure.text, found.cure.is_finite) == (f"loss = (rows / ({edited})).sum()", True)
     for i in (True, False):
-        run(f"{HEAD}i = {i}\n{found.cure.text}", tmp_path / "b.py")
+        run_file(f"{HEAD}i = {i}\n{found.cure.text}", tmp_path / "b.py")
 
 
 def test_a_limit_that_hides_large_values_is_told_as_such(tmp_path: Path) -> None:
@@ -304,9 +304,9 @@ with scaler.diagnose(model, tell=lambda *found: told.append(found)):
 
 
 def test_a_float16_weight_that_its_optimizer_made_bad_gets_master_weights(tmp_path: Path) -> None:
-    ((found, step),) = run(HALF_LOOP.format(cure=""), tmp_path / "a.py")["told"]
+    ((found, step),) = run_file(HALF_LOOP.format(cure=""), tmp_path / "a.py")["told"]
     assert (found.verdict, step) == ("data", 2)
-    cured = run(HALF_LOOP.format(cure=found.cure.text.splitlines()[0]), tmp_path / "b.py")
+    cured = run_file(HALF_LOOP.format(cure=found.cure.text.splitlines()[0]), tmp_path / "b.py")
     assert not cured["told"]
     assert len(cured["losses"]) == 4
     assert all(map(math.isfinite, cured["losses"]))

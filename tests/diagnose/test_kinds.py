@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.diagnose.kinds import KINDS, programs
-from tests.diagnose.kinds.judged import is_finite, run
+from tests.diagnose.kinds.judged import is_finite, run_file
 from tests.diagnose.kinds.program import step_script
 from tests.diagnose.kinds.table import FORMS, wrong
 
@@ -45,7 +45,7 @@ def test_the_same_holds_for_a_script(kind: str, tmp_path: Path) -> None:
 def test_a_program_is_finite_without_its_fault_and_not_with_it(kind: str, tmp_path: Path) -> None:
     for program in islice(programs(kind, seed=1), VARIANTS):
         for is_bad in (False, True):
-            names = run(step_script(program, bad=is_bad), tmp_path / f"{is_bad}.py")
+            names = run_file(step_script(program, bad=is_bad), tmp_path / f"{is_bad}.py")
             is_fault = is_bad and not program.is_harmless
             loss = names["step"]()
             grads = [p.grad for p in names["model"].parameters()]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.diagnose.formulas import pasted
-from tests.diagnose.kinds.judged import run
+from tests.diagnose.kinds.judged import run_file
 from torch import Tensor
 
 import halfstep
@@ -80,7 +80,7 @@ def results(source: str, file: Path) -> list[Tensor]:
     """Return the loss and the gradients of a step in float64."""
     torch.set_default_dtype(torch.float64)
     try:
-        names = run(source.replace("GAIN", "0.5"), file)
+        names = run_file(source.replace("GAIN", "0.5"), file)
         loss = names["step"]()
     finally:
         torch.set_default_dtype(torch.float32)
@@ -93,11 +93,11 @@ def test_a_stable_form_computes_the_same(part: int, tmp_path: Path) -> None:
     for seed in range(part, NUMBER, 4):
         source = SOURCE.replace("BODY", body(random.Random(seed)).replace("\n", "\n    "))
         far = source.replace("GAIN", "300")
-        found = halfstep.diagnose(run(far, tmp_path / f"{seed}.py")["step"])
+        found = halfstep.diagnose(run_file(far, tmp_path / f"{seed}.py")["step"])
         if found.cure is None or not found.cure.edits or "clamp" in found.cure.text:
             continue
         assert found.cure.is_finite
-        assert run(pasted(far, found), tmp_path / "far.py")["step"]().isfinite()
+        assert run_file(pasted(far, found), tmp_path / "far.py")["step"]().isfinite()
         cured = pasted(source, found)
         one, other = results(source, tmp_path / "a.py"), results(cured, tmp_path / "b.py")
         torch.testing.assert_close(other, one, rtol=1e-7, atol=1e-9, msg=found.cure.text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.diagnose.ranks import train
+from tests.diagnose.ranks import diagnose_bad_rank
 from tests.ranks.pool import Pool
 
 from halfstep._diagnose.diagnosis import Diagnosis
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_each_rank_replays_its_own_and_rank_0_knows_all(pool: Pool) -> None:
-    zero, one = pool.run(train)
+    zero, one = pool.run(diagnose_bad_rank)
     merged, own = (Diagnosis.from_json(each["on request"]) for each in (zero, one))
     assert (own.verdict, own.rank, own.others) == ("data", 1, ())
     # Rank 0 itself was finite; the answer is that of the rank which was not.

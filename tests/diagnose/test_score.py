@@ -37,7 +37,7 @@ def test_memory_that_is_only_allocated_is_no_cause():
 
 @pytest.mark.parametrize("setting", list(clean_runs.settings())[::5], ids=lambda s: s.model)
 def test_a_healthy_training_raises_no_alarm(setting: clean_runs.Setting):
-    said, skipped = clean_runs.run(setting._replace(growth_interval=10), steps=150)
+    said, skipped = clean_runs.alarms_in(setting._replace(growth_interval=10), steps=150)
     assert not said
     assert setting.dtype is torch.bfloat16 or skipped > 3
 

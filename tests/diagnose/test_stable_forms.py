@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.diagnose.formulas import FORMULAS, judge, pasted
-from tests.diagnose.kinds.judged import run
+from tests.diagnose.kinds.judged import run_file
 
 import halfstep
 
@@ -32,14 +32,14 @@ def test_the_exact_loss_falls_with_the_cure(name: str, tmp_path: Path) -> None:
 def test_the_cure_computes_what_the_formula_computes(name: str, tmp_path: Path) -> None:
     """In float64 and far from its limits, losses and gradients are equal."""
     source = FORMULAS[name].source
-    found = halfstep.diagnose(run(source, tmp_path / "formula.py")["step"])
+    found = halfstep.diagnose(run_file(source, tmp_path / "formula.py")["step"])
     results = []
     for number, text in enumerate((source, pasted(source, found))):
         small = text.replace(f"* {FORMULAS[name].gain}", f"* {FORMULAS[name].gain / 20}")
         exact = small.replace("torch.manual_seed(0)", "torch.set_default_dtype(torch.float64)")
         torch.manual_seed(0)
         try:
-            names = run(exact, tmp_path / f"{number}.py")
+            names = run_file(exact, tmp_path / f"{number}.py")
             loss = names["step"]()
         finally:
             torch.set_default_dtype(torch.float32)
@@ -74,9 +74,9 @@ def step():
 def diagnosed(body: str, folder: Path, head: str = HEAD) -> Any:
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     source = f"{head}{lines}    loss.backward()\n    return loss\n"
-    found = halfstep.diagnose(run(source, folder / "a.py")["step"])
+    found = halfstep.diagnose(run_file(source, folder / "a.py")["step"])
     if found.cure is not None and found.cure.edits:
-        loss = run(pasted(source, found), folder / "b.py")["step"]()
+        loss = run_file(pasted(source, found), folder / "b.py")["step"]()
         assert bool(loss.isfinite()) == found.cure.is_finite
     return found.cure
 
@@ -170,12 +170,12 @@ def test_of_two_finite_cures_the_one_that_learns_is_given(tmp_path: Path) -> Non
 
 def test_a_loss_that_stands_is_said(tmp_path: Path) -> None:
     source = f"{HEAD}    loss = (model.weight * 0).log().sum()\n    loss.backward()\n"
-    found = halfstep.diagnose(run(source, tmp_path / "a.py")["step"])
+    found = halfstep.diagnose(run_file(source, tmp_path / "a.py")["step"])
     assert "with it, 4 small steps leave the loss of this batch at " in str(found)
 
 
 def test_the_steps_leave_the_training_as_it_was(tmp_path: Path) -> None:
-    names = run(FORMULAS["bce"].source, tmp_path / "a.py")
+    names = run_file(FORMULAS["bce"].source, tmp_path / "a.py")
     before = [each.detach().clone() for each in names["model"].parameters()]
     found = halfstep.diagnose(names["step"])
     assert found.cure is not None

@@ -98,7 +98,7 @@ class Training:
         )
 
 
-def make(setting: Setting, arm: Callable[[Training], object] = lambda training: None) -> Training:
+def armed(setting: Setting, arm: Callable[[Training], object] = lambda training: None) -> Training:
     """Make the training from its seed, then put the fault into it."""
     torch.manual_seed(setting.seed)
     model = MODELS[setting.model](setting.width, setting.depth, setting.again)
@@ -123,7 +123,7 @@ def make(setting: Setting, arm: Callable[[Training], object] = lambda training: 
 def largest_scale(setting: Setting, arm: Callable[[Training], object]) -> float:
     """Return the largest power of two that is finite as the scale of the loss."""
     scale = 2.0**30
-    while scale > 1 and not make(replace(setting, scale=scale), arm).is_finite():
+    while scale > 1 and not armed(replace(setting, scale=scale), arm).is_finite():
         scale /= 2
     return scale
 

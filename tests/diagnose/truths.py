@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.diagnose.harmless import DECOYS
 from tests.diagnose.injections import Phase, Verdict
 from tests.diagnose.models import spots_of
-from tests.diagnose.training import Setting, Training, make
+from tests.diagnose.training import Setting, Training, armed
 from torch import nn
 
 Arm = Callable[[Training], None]
@@ -62,7 +62,7 @@ class Case:
         setting = replace(self.setting, **changes)  # type: ignore[arg-type]
         if not fault:
             setting = replace(setting, loss=None, outside=False)
-        return make(setting, self.arm if fault else nothing)
+        return armed(setting, self.arm if fault else nothing)
 
 
 def nothing(training: Training) -> None:

@@ -54,10 +54,10 @@ class Judged:
 
 def judge(program: Program, folder: Path) -> Judged:
     """Diagnose a program in a folder, as a function ``step``."""
-    good = run(step_script(program, bad=False), folder / "good.py")
+    good = run_file(step_script(program, bad=False), folder / "good.py")
     silent = halfstep.diagnose(good["step"], model=good["model"]).verdict == "none"
     source, file = step_script(program), folder / "program.py"
-    names = run(source, file)
+    names = run_file(source, file)
     found = halfstep.diagnose(names["step"], model=names["model"])
     return judged(program, found, source, silent, partial(is_cured, program, source, found, file))
 
@@ -101,7 +101,7 @@ def judged(
     )
 
 
-def run(source: str, file: Path) -> dict[str, Any]:
+def run_file(source: str, file: Path) -> dict[str, Any]:
     """Run a script from a file; return its names."""
     file.write_text(source)
     linecache.checkcache(str(file))
@@ -126,10 +126,10 @@ WATCH = "with scaler.diagnose(model, tell=lambda *found: told.append(found)):"
 def judge_loop(program: Program, folder: Path) -> Judged:
     """Diagnose a program in a folder, as a training loop under a watch."""
     file = folder / "program.py"
-    plain = run(loop_script(program), file)
-    good = run(loop_script(program, bad=False, around=WATCH), folder / "good.py")
+    plain = run_file(loop_script(program), file)
+    good = run_file(loop_script(program, bad=False, around=WATCH), folder / "good.py")
     source = loop_script(program, around=WATCH)
-    names = run(source, file)
+    names = run_file(source, file)
     found, step = names["told"][0] if names["told"] else (Diagnosis("none"), None)
     silent = not good["told"] or not all(good["finite"])  # a few are bad by chance
     result = _judged_loop(program, found, step, source, file)
@@ -190,7 +190,7 @@ def is_cured(program: Program, source: str, found: Any, file: Path) -> bool:
     if pasted is None:
         return False
     try:
-        names = run(pasted, file.with_name("cured.py"))
+        names = run_file(pasted, file.with_name("cured.py"))
         if "finite" in names:  # a loop
             return len(names["finite"]) == NUM_STEPS and all(names["finite"])
         loss = names["step"]()
