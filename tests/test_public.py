@@ -67,7 +67,7 @@ AGAIN = """
 import importlib, sys
 import halfstep, torch
 
-def train():
+def take_step():
     import halfstep
     model = torch.nn.Linear(2, 1)
     optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler("cpu", 8.0)
@@ -78,14 +78,14 @@ def train():
     scaler.update()
     return lambda: scaler.outcome(optimizer).norm
 
-norms = [train()]
+norms = [take_step()]
 assert importlib.reload(halfstep) is halfstep
-norms.append(train())
+norms.append(take_step())
 for name in [name for name in sys.modules if name.partition(".")[0] == "halfstep"]:
     del sys.modules[name]
-norms.append(train())
+norms.append(take_step())
 importlib.reload(sys.modules["halfstep._gradients.norms"])
-norms.append(train())
+norms.append(take_step())
 print(*(round(norm(), 4) for norm in norms))
 """
 

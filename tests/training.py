@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -88,6 +88,23 @@ def train(model: Any, scaler: Any, optimizer: Any, data: Iterable[Tensor]) -> No
     """Do an iteration for each batch."""
     for batch in data:
         take_step(scaler, optimizer, loss_of(model, batch))
+
+
+def train_plainly(
+    model: Any,
+    optimizer: Any,
+    data: Iterable[Tensor],
+    *,
+    max_norm: float | None = None,
+    step: Callable[[], object] | None = None,
+) -> None:
+    """Do an iteration for each batch, without a scaler."""
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        (step or optimizer.step)()
 
 
 def assert_same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:

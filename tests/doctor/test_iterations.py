@@ -104,7 +104,7 @@ def forward(model, batch):
 model.to({})
 """
 BF16 = """\
-def train(model, batch, scaler):
+def step(model, batch, scaler):
     with torch.autocast('cuda', torch.bfloat16{}):
         loss = model(batch)
     scaler.scale(loss).backward()

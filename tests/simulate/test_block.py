@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from tests.training import mlp
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
@@ -18,12 +19,7 @@ pytestmark = pytest.mark.slow
 ALL = pytest.mark.parametrize("format", FORMATS)
 
 
-@pytest.fixture
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-
-
+MODEL = mlp(8, 8, 4, between=nn.ReLU)
 X = torch.linspace(-3, 3, 16).view(2, 8)
 
 
@@ -40,70 +36,70 @@ def state() -> tuple[object, ...]:
 
 
 @ALL
-def test_after_the_block_all_is_as_before(model: nn.Sequential, format: str) -> None:
-    before, plain, names = state(), model(X), [type(m) for m in model.modules()]
+def test_after_the_block_all_is_as_before(format: str) -> None:
+    before, plain, names = state(), MODEL(X), [type(m) for m in MODEL.modules()]
     with halfstep.autocast("cpu", torch.bfloat16):
-        lowered = model(X)
-    with simulate(model, format):
-        assert not torch.equal(model(X).float(), plain)
+        lowered = MODEL(X)
+    with simulate(MODEL, format):
+        assert not torch.equal(MODEL(X).float(), plain)
     assert state() == before
-    assert torch.equal(model(X), plain)
-    assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
-    assert [type(m) for m in model.modules()] == names
+    assert torch.equal(MODEL(X), plain)
+    assert all(p.grad is None and p.dtype == torch.float32 for p in MODEL.parameters())
+    assert [type(m) for m in MODEL.modules()] == names
     with halfstep.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(X), lowered)
-    with halfstep.trace(model) as t:  # the rules are told to others again
-        model(X)
+        assert torch.equal(MODEL(X), lowered)
+    with halfstep.trace(MODEL) as t:  # the rules are told to others again
+        MODEL(X)
     assert len(t.ops) == 3
 
 
 @ALL
-def test_after_an_error_too(model: nn.Sequential, format: str) -> None:
+def test_after_an_error_too(format: str) -> None:
     before = state()
-    s = simulate(model, format)
+    s = simulate(MODEL, format)
     with pytest.raises(RuntimeError, match="cannot be multiplied"), s:
-        model[1:](model[:2](X)[:, :5])
+        MODEL[1:](MODEL[:2](X)[:, :5])
     assert state() == before
     assert s.rows()
-    with halfstep.trace(model):
+    with halfstep.trace(MODEL):
         pass
 
 
 @ALL
-def test_in_nested_blocks_the_inner_one_decides(model: nn.Sequential, format: str) -> None:
-    with simulate(model, format):
-        wanted = model(X)
+def test_in_nested_blocks_the_inner_one_decides(format: str) -> None:
+    with simulate(MODEL, format):
+        wanted = MODEL(X)
     for outside in FORMATS:
-        with simulate(model, outside):
-            around = model(X)
-        with simulate(model, outside) as outer:
-            assert torch.equal(model(X), around)
-            with simulate(model, format) as inner:
-                y = model(X)
+        with simulate(MODEL, outside):
+            around = MODEL(X)
+        with simulate(MODEL, outside) as outer:
+            assert torch.equal(MODEL(X), around)
+            with simulate(MODEL, format) as inner:
+                y = MODEL(X)
                 y.sum().backward()
             assert torch.equal(y, wanted)
             assert y.dtype == wanted.dtype
-            assert torch.equal(model(X), around)
+            assert torch.equal(MODEL(X), around)
         assert {row["phase"] for row in inner.rows()} == {"forward", "backward"}
         if outside != format:
             assert {row["phase"] for row in outer.rows()} == {"forward"}
 
 
-def test_threads_do_not_see_each_other(model: nn.Sequential) -> None:
+def test_threads_do_not_see_each_other() -> None:
     wanted = {}
     for format in FORMATS:
-        with simulate(model, format) as s:
-            wanted[format] = model(X), s.rows()
-    plain = model(X)
+        with simulate(MODEL, format) as s:
+            wanted[format] = MODEL(X), s.rows()
+    plain = MODEL(X)
     found, barrier = {}, threading.Barrier(len(FORMATS) + 1)
 
     def work(format: str | None) -> None:
         barrier.wait()
         if format is None:
-            found[None] = [model(X) for _ in range(20)], None
+            found[None] = [MODEL(X) for _ in range(20)], None
             return
-        with simulate(nn.Sequential(*model), format) as s:
-            outputs = [nn.Sequential(*model)(X) for _ in range(20)]
+        with simulate(nn.Sequential(*MODEL), format) as s:
+            outputs = [nn.Sequential(*MODEL)(X) for _ in range(20)]
         found[format] = outputs, s.rows()
 
     threads = [threading.Thread(target=work, args=(format,)) for format in (*FORMATS, None)]
@@ -132,25 +128,25 @@ def test_weights_cast_before_the_block_are_counted_and_none_are_kept() -> None:
         assert held.info().casts <= 1
 
 
-def test_the_dtype_may_be_one_or_a_name(model: nn.Sequential) -> None:
+def test_the_dtype_may_be_one_or_a_name() -> None:
     for name, format in FORMATS.items():
-        assert simulate(model, name).format is simulate(model, format.dtype).format is format
-    assert simulate(model).format is FORMATS["fp16"]
+        assert simulate(MODEL, name).format is simulate(MODEL, format.dtype).format is format
+    assert simulate(MODEL).format is FORMATS["fp16"]
 
 
-def test_the_policy_may_be_one_or_a_text(model: nn.Sequential) -> None:
+def test_the_policy_may_be_one_or_a_text() -> None:
     policy = halfstep.Policy.parse("standard; linear:fp32")
     for each in (policy, str(policy)):
-        with simulate(model, "e4m3", policy=each) as s:
-            model(X)
+        with simulate(MODEL, "e4m3", policy=each) as s:
+            MODEL(X)
         assert s.rows() == []
         assert "policy standard; linear:fp32" in repr(s)
 
 
-def test_products_with_results_in_float32_are_lowered_too(model: nn.Sequential) -> None:
+def test_products_with_results_in_float32_are_lowered_too() -> None:
     def run(policy: str) -> tuple[Tensor, object]:
-        with simulate(model, "e4m3", policy=policy) as s:
-            y = model(X)
+        with simulate(MODEL, "e4m3", policy=policy) as s:
+            y = MODEL(X)
         return y, s.rows()
 
     (y, rows), (expected, expected_rows) = run("standard; linear:fp32-out"), run("standard")
@@ -176,53 +172,53 @@ def test_what_is_no_module() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp15", "float32", torch.float32, None, 16])
-def test_an_unknown_format_names_those_there_are(model: nn.Sequential, dtype: object) -> None:
+def test_an_unknown_format_names_those_there_are(dtype: object) -> None:
     with pytest.raises(ValueError, match="simulate: unknown format") as caught:
-        simulate(model, dtype)  # type: ignore[arg-type]
+        simulate(MODEL, dtype)  # type: ignore[arg-type]
     for format in FORMATS.values():
         assert f"{format.name!r} ({format.dtype})" in str(caught.value)
     assert ("did you mean 'fp16'" in str(caught.value)) == (dtype == "fp15")
 
 
 @pytest.mark.parametrize("format", ["fp16", "bf16"])
-def test_a_scale_for_each_tensor_is_for_eight_bits(model: nn.Sequential, format: str) -> None:
+def test_a_scale_for_each_tensor_is_for_eight_bits(format: str) -> None:
     with pytest.raises(ValueError, match=f"scale_by_amax is for e4m3 and e5m2; {format} is"):
-        simulate(model, format, scale_by_amax=True)
+        simulate(MODEL, format, scale_by_amax=True)
 
 
 @ALL
-def test_a_wrong_policy(model: nn.Sequential, format: str) -> None:
+def test_a_wrong_policy(format: str) -> None:
     with pytest.raises(ValueError, match="no module of this Sequential is named like '7'"):
-        simulate(model, format, policy="standard; @7:fp32")
+        simulate(MODEL, format, policy="standard; @7:fp32")
     with pytest.raises(ValueError, match="there is no op 'liner'"):
-        simulate(model, format, policy="standard; liner:fp32")
+        simulate(MODEL, format, policy="standard; liner:fp32")
     with pytest.raises(TypeError, match="policy must be a Policy or its text"):
-        simulate(model, format, policy=3)  # type: ignore[arg-type]
+        simulate(MODEL, format, policy=3)  # type: ignore[arg-type]
 
 
-def test_not_while_a_trace_runs_and_no_trace_in_it(model: nn.Sequential) -> None:
+def test_not_while_a_trace_runs_and_no_trace_in_it() -> None:
     before = state()
     with (
-        halfstep.trace(model),
+        halfstep.trace(MODEL),
         pytest.raises(CallOrderError, match="simulate cannot run while a trace"),
-        simulate(model),
+        simulate(MODEL),
     ):
         pass
-    with simulate(model), pytest.raises(CallOrderError), halfstep.trace(model):
+    with simulate(MODEL), pytest.raises(CallOrderError), halfstep.trace(MODEL):
         pass
     assert state() == before
 
 
-def test_an_object_runs_once(model: nn.Sequential) -> None:
-    with simulate(model) as s:
-        model(X)
+def test_an_object_runs_once() -> None:
+    with simulate(MODEL) as s:
+        MODEL(X)
         with pytest.raises(CallOrderError, match="this simulation has run; make another"):
             s.__enter__()
     with pytest.raises(CallOrderError, match="this simulation has run; make another"):
         s.__enter__()
 
 
-def test_a_simulation_is_left_in_its_thread(model: nn.Sequential) -> None:
+def test_a_simulation_is_left_in_its_thread() -> None:
     errors = []
 
     def leave() -> None:
@@ -231,9 +227,9 @@ def test_a_simulation_is_left_in_its_thread(model: nn.Sequential) -> None:
         except CallOrderError as error:
             errors.append(str(error))
 
-    with simulate(model) as s:
+    with simulate(MODEL) as s:
         thread = threading.Thread(target=leave)
         thread.start()
         thread.join()
-        assert model(X).dtype == torch.float16
+        assert MODEL(X).dtype == torch.float16
     assert "in a thread that did not enter it" in errors[0]

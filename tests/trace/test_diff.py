@@ -10,24 +10,21 @@ import halfstep
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8))
+MODEL = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8))
 
 
-def traced(model: nn.Module, policy: str | None) -> halfstep.trace:
-    model.zero_grad()
-    with halfstep.trace(model) as t:
+def traced(policy: str | None) -> halfstep.trace:
+    MODEL.zero_grad()
+    with halfstep.trace(MODEL) as t:
         enabled = policy is not None
         with halfstep.autocast(DEVICE, torch.bfloat16, enabled=enabled, policy=policy):
-            loss = model(torch.ones(3, 8)).float().sum()
+            loss = MODEL(torch.ones(3, 8)).float().sum()
         loss.backward()
     return t
 
 
-def test_two_policies(model: nn.Sequential) -> None:
-    t, u = traced(model, "standard"), traced(model, "standard; softmax:lower")
+def test_two_policies() -> None:
+    t, u = traced("standard"), traced("standard; softmax:lower")
     diff = t.diff(u)
     assert diff
     found = {(d.phase, d.module, d.op) for d in diff.differences}
@@ -51,16 +48,16 @@ def test_two_policies(model: nn.Sequential) -> None:
     assert "before: 12 ops" in text
 
 
-def test_with_autocast_and_without(model: nn.Sequential) -> None:
-    diff = traced(model, None).diff(traced(model, "standard"))
+def test_with_autocast_and_without() -> None:
+    diff = traced(None).diff(traced("standard"))
     (first,) = (d for d in diff.differences if (d.module, d.op) == ("0", "addmm"))
     assert first.before.num_casts == 0
     assert first.after.num_casts == 3
     assert "- -> linear:lower" in str(diff)
 
 
-def test_the_same_twice_differs_in_time_only(model: nn.Sequential) -> None:
-    diff = traced(model, "standard").diff(traced(model, "standard"))
+def test_the_same_twice_differs_in_time_only() -> None:
+    diff = traced("standard").diff(traced("standard"))
     assert not diff
     assert diff.differences == ()
     assert {each.only_time for each in diff.every} == {True}
@@ -68,6 +65,6 @@ def test_the_same_twice_differs_in_time_only(model: nn.Sequential) -> None:
     assert apart == sorted(apart, reverse=True)
 
 
-def test_what_is_no_trace_is_refused(model: nn.Sequential) -> None:
+def test_what_is_no_trace_is_refused() -> None:
     with pytest.raises(TypeError, match=r"diff\(str\): pass another trace"):
-        traced(model, None).diff("standard")  # type: ignore[arg-type]
+        traced(None).diff("standard")  # type: ignore[arg-type]

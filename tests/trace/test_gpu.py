@@ -12,14 +12,14 @@ import halfstep
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def model() -> nn.Sequential:
+def with_dropout() -> nn.Sequential:
     torch.manual_seed(0)
     layers = (nn.Linear(16, 16), nn.Softmax(-1), nn.Linear(16, 16), nn.Dropout(0.5))
     return nn.Sequential(*layers).cuda()
 
 
-def test_modules_rules_and_times(model: nn.Sequential) -> None:
+def test_modules_rules_and_times() -> None:
+    model = with_dropout()
     x = torch.ones(8, 16, device="cuda")
     with halfstep.trace(model) as t:
         with halfstep.autocast("cuda", torch.bfloat16):
@@ -32,7 +32,8 @@ def test_modules_rules_and_times(model: nn.Sequential) -> None:
     assert torch.cuda.get_device_name() in t.environment["device"]
 
 
-def test_no_sync_in_the_block(model: nn.Sequential) -> None:
+def test_no_sync_in_the_block() -> None:
+    model = with_dropout()
     x = torch.ones(8, 16, device="cuda")
     with halfstep.trace(model), no_waits():
         with halfstep.autocast("cuda", torch.bfloat16):
@@ -41,9 +42,8 @@ def test_no_sync_in_the_block(model: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_in_the_thread_of_the_backward_pass(
-    model: nn.Sequential, reentrant: bool
-) -> None:
+def test_checkpoints_in_the_thread_of_the_backward_pass(reentrant: bool) -> None:
+    model = with_dropout()
     outer = nn.Sequential(nn.Linear(16, 16), model, nn.Linear(16, 16)).cuda()
     x = torch.ones(8, 16, device="cuda", requires_grad=True)
     with halfstep.trace(outer) as t:
@@ -57,7 +57,8 @@ def test_checkpoints_in_the_thread_of_the_backward_pass(
     assert products == ["2", "2", "1.2", "1.2", "1.0", "1.0", "0", "0"]
 
 
-def test_results_are_the_same_bit_for_bit(model: nn.Sequential) -> None:
+def test_results_are_the_same_bit_for_bit() -> None:
+    model = with_dropout()
     x = torch.ones(8, 16, device="cuda")
 
     def outputs_and_gradients() -> list[torch.Tensor]:
