@@ -150,11 +150,11 @@ nn.Sequential(Rotated())(half)
 def loss(a, b):
     return a @ b
 
-def train():
+def caller():
     table = torch.randn(4, 3, dtype=torch.bfloat16)
     return loss(x, table)
 
-train()
+caller()
 """,
         "return a @ b",
         ("a: float32 [2, 4], of line 8: x = ", "b: bfloat16 [4, 3], of line 15: table = "),
