@@ -39,14 +39,22 @@ if __name__ == "__main__":
         assert process.exitcode == 0
 """
 
-RANKS = """
+TWO_RANKS = """
 import os, sys
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-def train(rank):
+def work(rank):
     dist.init_process_group("gloo", f"file://{os.path.abspath('store')}", rank=rank, world_size=2)
     torch.manual_seed(0)
+"""
+LEAVE = """
+    dist.barrier()  # else a rank may abort when the other one is gone
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+"""
+RANKS = f"""{TWO_RANKS}
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu")
     for _ in range(5):
@@ -56,17 +64,13 @@ def train(rank):
         scaler.update()
     if rank == 0:
         print(model.module.weight.sum().item(), flush=True)
-    dist.barrier()  # else a rank may abort when the other one is gone
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-"""
-SPAWNED = RANKS + "    torch.multiprocessing.spawn(train, nprocs=2)\n"
+{LEAVE}"""
+SPAWNED = RANKS + "    torch.multiprocessing.spawn(work, nprocs=2)\n"
 LAUNCHED = (
     RANKS
     + """\
     if "RANK" in os.environ:
-        train(int(os.environ["RANK"]))
+        work(int(os.environ["RANK"]))
     else:
         import subprocess
         launcher = "-m", "torch.distributed.run", "--nproc-per-node", "2"
@@ -74,12 +78,7 @@ LAUNCHED = (
 """
 )
 
-AVERAGED = """
-import os, torch, torch.distributed as dist
-
-def train(rank):
-    dist.init_process_group("gloo", f"file://{os.path.abspath('store')}", rank=rank, world_size=2)
-    torch.manual_seed(0)
+AVERAGED = f"""{TWO_RANKS}
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(3):
@@ -88,12 +87,9 @@ def train(rank):
         for param in model.parameters():
             dist.all_reduce(param.grad)
         optimizer.step()
-    print(f"{model.weight.sum().item():.6f}\\n", end="", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    torch.multiprocessing.start_processes(train, nprocs=2, start_method="fork")
+    print(f"{{model.weight.sum().item():.6f}}\\n", end="", flush=True)
+{LEAVE}
+    torch.multiprocessing.start_processes(work, nprocs=2, start_method="fork")
 """
 
 LIGHTNING = """
@@ -124,7 +120,7 @@ if __name__ == "__main__":
 NOTEBOOK = """
 import torch
 
-def train():
+def cell():
     from accelerate import Accelerator
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(4, 1)
@@ -136,7 +132,7 @@ def train():
 
 if __name__ == "__main__":
     from accelerate import notebook_launcher
-    notebook_launcher(train, num_processes=2)
+    notebook_launcher(cell, num_processes=2)
 """
 
 LOADER = """
