@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.training import assert_same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -42,14 +43,14 @@ class Seen(nn.Module):
         return self.wrap(y)
 
 
-def run(script: Callable[[], Any], dtype: torch.dtype = FP16) -> list[str]:
+def said_by(script: Callable[[], Any], dtype: torch.dtype = FP16) -> list[str]:
     said: list[str] = []
     with mixed_precision(dtype, said.append):
         script()
     return said
 
 
-def train(model: nn.Module, steps: int = 3, schedule: bool = False) -> None:
+def adamw_loop(model: nn.Module, steps: int = 3, schedule: bool = False) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = LambdaLR(optimizer, lambda i: 1.0) if schedule else None
     for _ in range(steps):
@@ -75,7 +76,7 @@ def test_a_model_runs_under_autocast_and_returns_float32(dtype: torch.dtype, con
         assert y.dtype is torch.float32
         assert not torch.is_autocast_enabled("cpu")
 
-    run(script, dtype)
+    said_by(script, dtype)
     assert model.dtypes == [dtype]
 
 
@@ -117,14 +118,14 @@ def test_outputs_in_containers_are_float32(wrap: Any, unwrap: Any) -> None:
         assert type(result) is type(wrap(torch.ones(2, 4)))
         unwrap(result).sum().backward()
 
-    run(script)
+    said_by(script)
 
 
 def test_outputs_without_lower_precision_are_returned_as_they_are() -> None:
     kept = [torch.ones(2), {"a": 1}, "text"]
     model = Seen(lambda y: kept)
 
-    run(lambda: model(torch.ones(2, 4)) is kept or pytest.fail("a copy"))
+    said_by(lambda: model(torch.ones(2, 4)) is kept or pytest.fail("a copy"))
 
 
 def test_an_error_in_a_model_leaves_no_autocast_behind() -> None:
@@ -140,7 +141,7 @@ def test_an_error_in_a_model_leaves_no_autocast_behind() -> None:
             assert not torch.is_autocast_enabled("cpu")
         model(torch.ones(2, 4))
 
-    run(script, BF16)
+    said_by(script, BF16)
     assert failing.dtypes == [BF16, BF16]
     assert model.dtypes == [BF16]
 
@@ -155,7 +156,7 @@ def test_every_thread_has_its_outermost_module() -> None:
         return y
 
     model.wrap = call_inner
-    run(lambda: model(torch.ones(2, 4)), BF16)
+    said_by(lambda: model(torch.ones(2, 4)), BF16)
     assert model.dtypes == inner.dtypes == [BF16]
 
 
@@ -175,14 +176,14 @@ def test_a_loss_that_gets_lower_precision_runs_under_autocast() -> None:
         assert loss.dtype is torch.float32
         assert loss.isfinite()
 
-    run(script)
+    said_by(script)
 
 
 def test_nested_modules_and_wrappers() -> None:
     model = AveragedModel(nn.Sequential(Seen(), Seen()))
     inner = list(model.module)
 
-    said = run(lambda: model(torch.ones(2, 4)), BF16)
+    said = said_by(lambda: model(torch.ones(2, 4)), BF16)
 
     assert [m.dtypes for m in inner] == [[BF16], [BF16]]
     assert said == [
@@ -216,7 +217,7 @@ def test_checkpoints(use_reentrant: bool) -> None:
                     y = model(x).float()
                 scaler.scale(y.square().mean()).backward()
 
-    said = run(lambda: accumulate(models[0], None))
+    said = said_by(lambda: accumulate(models[0], None))
     assert not any("its own autocast" in message for message in said)
     scaler = halfstep.GradScaler()
     accumulate(models[1], scaler)
@@ -261,7 +262,7 @@ def test_a_compiled_model_is_that_by_hand(how: str) -> None:
             return nn.Sequential(torch.compile(model, backend=backend, fullgraph=True))
         return torch.compile(model, backend=backend, fullgraph=True)
 
-    said = run(lambda: train(compiled(models[0])))
+    said = said_by(lambda: adamw_loop(compiled(models[0])))
     model = compiled(models[1])
     scaler = halfstep.GradScaler()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -275,8 +276,7 @@ def test_a_compiled_model_is_that_by_hand(how: str) -> None:
 
     assert "forward and mse_loss run under autocast" in said[0]
     assert dtypes == [FP16] * 6
-    for ours, by_hand in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(ours, by_hand)
+    assert_same(models[0].parameters(), models[1].parameters())
 
 
 def test_no_more_is_compiled_than_without_us() -> None:
@@ -293,7 +293,7 @@ def test_no_more_is_compiled_than_without_us() -> None:
         counts.append(len(graphs))
 
     script()
-    run(script)
+    said_by(script)
     assert counts[0] == counts[1]
 
 
@@ -311,7 +311,7 @@ def test_a_model_that_a_compiled_function_calls_outside_of_its_graphs() -> None:
         for _ in range(2):
             assert compiled(torch.ones(2, 4)).dtype is torch.float32
 
-    run(script)
+    said_by(script)
     assert models[0].dtypes == models[1].dtypes == [FP16, FP16]
 
 
@@ -324,7 +324,7 @@ def test_a_model_compiled_in_the_block_works_after_it() -> None:
         compiled.append(torch.compile(model, backend="eager"))
         compiled[0](torch.ones(2, 4))
 
-    run(script, BF16)
+    said_by(script, BF16)
     assert compiled[0](torch.ones(2, 4)).dtype is torch.float32
     assert model.dtypes == [BF16, torch.float32]
 
@@ -350,7 +350,7 @@ def test_a_model_that_is_called_between_graphs() -> None:
             assert not torch.is_autocast_enabled("cpu")
             optimizer.step()
 
-    (message,) = run(script)
+    (message,) = said_by(script)
     assert "calls inside a compiled function are not seen" in message
     assert model.dtypes == [torch.float32] * 3
 
@@ -362,7 +362,7 @@ def test_a_compiled_function_runs_as_it_is() -> None:
     def script() -> None:
         torch.compile(lambda x: model(x), backend="eager", fullgraph=True)(torch.ones(2, 4))
 
-    assert "found nothing to run" in run(script, BF16)[0]
+    assert "found nothing to run" in said_by(script, BF16)[0]
     assert model.dtypes == [torch.float32]
 
 
@@ -379,7 +379,7 @@ def test_scripted_and_exported_programs() -> None:
         exported = torch.export.export(model, (torch.ones(2, 4),))
         assert exported.module()(torch.ones(2, 4)).dtype is torch.float32
 
-    run(script)
+    said_by(script)
 
 
 def test_torch_func() -> None:
@@ -394,7 +394,7 @@ def test_torch_func() -> None:
         grads = torch.vmap(torch.func.grad(loss), (None, 0))(params, torch.ones(3, 4))
         assert torch.equal(grads["weight"], torch.full((3, 1, 4), 0.125))
 
-    assert "Linear.forward runs under autocast" in run(script)[0]
+    assert "Linear.forward runs under autocast" in said_by(script)[0]
 
 
 def test_gradients_that_no_scaled_pass_has_made_are_stepped_if_they_are_finite() -> None:
@@ -412,7 +412,7 @@ def test_gradients_that_no_scaled_pass_has_made_are_stepped_if_they_are_finite()
             optimizer.step()
             seen.append(model.weight.detach().clone())
 
-    said = run(script)
+    said = said_by(script)
     assert torch.equal(seen[0], seen[1])
     assert seen[2].isfinite().all()
     assert not torch.equal(seen[1], seen[2])
@@ -424,13 +424,13 @@ def test_gradients_that_no_scaled_pass_has_made_are_stepped_if_they_are_finite()
 
 
 def test_what_was_wrapped_is_said_once() -> None:
-    said = run(lambda: train(nn.Sequential(nn.Linear(4, 4)), steps=5, schedule=True))
+    said = said_by(lambda: adamw_loop(nn.Sequential(nn.Linear(4, 4)), steps=5, schedule=True))
 
     assert said == [
         "--amp fp16: Sequential.forward and mse_loss run under autocast; the loss is scaled; "
         "AdamW.step goes through a GradScaler; LambdaLR waits for steps that are taken"
     ]
-    assert run(lambda: train(nn.Linear(4, 4)), BF16) == [
+    assert said_by(lambda: adamw_loop(nn.Linear(4, 4)), BF16) == [
         "--amp bf16: Linear.forward and mse_loss run under autocast"
     ]
 
@@ -438,7 +438,7 @@ def test_what_was_wrapped_is_said_once() -> None:
 def test_what_was_wrapped_is_said_while_the_script_runs() -> None:
     said: list[str] = []
     with mixed_precision(FP16, said.append):
-        train(nn.Linear(4, 4), steps=2)
+        adamw_loop(nn.Linear(4, 4), steps=2)
         assert len(said) == 1
 
 
@@ -453,7 +453,7 @@ def test_a_script_with_nothing_to_wrap(dtype: torch.dtype) -> None:
             optimizer.step()
         nn.ReLU()(weight)
 
-    (message,) = run(script, dtype)
+    (message,) = said_by(script, dtype)
     assert "found nothing to run in mixed precision: no module with parameters" in message
 
 
@@ -462,7 +462,7 @@ def test_it_is_said_at_sys_exit_and_not_after_an_error() -> None:
 
     def script(error: BaseException) -> None:
         with mixed_precision(FP16, said.append):
-            train(nn.Linear(4, 4), steps=1)
+            adamw_loop(nn.Linear(4, 4), steps=1)
             raise error
 
     with pytest.raises(KeyError):
@@ -506,13 +506,12 @@ def test_a_script_that_scales_by_itself(dtype: Any, scaler_class: Any, autocast:
     model = Seen()
     alone = copy.deepcopy(model)
 
-    said = run(lambda: own_loop(model, scaler_class, autocast), dtype)
+    said = said_by(lambda: own_loop(model, scaler_class, autocast), dtype)
     own_loop(alone, scaler_class, autocast)
 
     assert len(said) == 1
     assert said[0].endswith("the script has its own GradScaler; it runs unchanged")
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_same(model.parameters(), alone.parameters())
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
@@ -528,7 +527,7 @@ def test_a_script_with_a_guard(dtype: Any) -> None:
             optimizer.step()
         assert guarded.counts()[:2] == (2, 1)
 
-    (message,) = run(script, dtype)
+    (message,) = said_by(script, dtype)
     if dtype is BF16:
         assert "Seen.forward runs under autocast" in message
         assert set(model.dtypes) == {BF16}
@@ -541,7 +540,7 @@ def test_a_scaler_that_was_made_before() -> None:
     scaler = halfstep.GradScaler()
     weight = nn.Parameter(torch.ones(1))
 
-    (message,) = run(lambda: scaler.scale(weight.sum()).backward())
+    (message,) = said_by(lambda: scaler.scale(weight.sum()).backward())
 
     assert "its own GradScaler" in message
     assert weight.grad == 65536.0
@@ -551,7 +550,7 @@ def test_switches_that_are_off_do_not_count() -> None:
     model, by_hand = Seen(), Seen()
     by_hand.load_state_dict(model.state_dict())
 
-    said = run(lambda: own_loop(model, halfstep.GradScaler, halfstep.autocast, enabled=False))
+    said = said_by(lambda: own_loop(model, halfstep.GradScaler, halfstep.autocast, enabled=False))
     assert "AdamW.step goes through a GradScaler" in said[0]
     assert model.dtypes == [FP16] * 3
 
@@ -572,7 +571,7 @@ def test_an_autocast_of_the_script_stays(autocast: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    said = run(script)
+    said = said_by(script)
 
     assert model.dtypes == [BF16] * 3
     own = "has its own autocast, to bfloat16, which stays unchanged; the loss is scaled"
@@ -602,7 +601,7 @@ def test_an_autocast_inside_the_model_is_told(own: str, tmp_path: Path) -> None:
             optimizer.step()
 
     with replaced(preset("standard")), halfstep.record(tmp_path):
-        said = run(script)
+        said = said_by(script)
     (policy,) = read_run(tmp_path).policies
 
     assert model.dtypes == [BF16] * 3
@@ -640,7 +639,7 @@ def test_switching_autocast_off_in_a_model_is_no_autocast_of_its_own() -> None:
                 x = x * 2
             return super().forward(x)
 
-    said = run(lambda: train(WithIsland()))
+    said = said_by(lambda: adamw_loop(WithIsland()))
     assert not any("its own autocast" in message for message in said)
 
 
@@ -655,7 +654,7 @@ def test_parameters_that_the_script_keeps_in_float16() -> None:
         y.mean().backward()
         optimizer.step()
 
-    (message,) = run(script)
+    (message,) = said_by(script)
     assert "keeps parameters of Seen in float16 itself; it runs unchanged" in message
 
 
@@ -673,13 +672,13 @@ def places() -> dict[str, object]:
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("error", [None, ValueError])
 def test_everything_is_put_back(dtype: torch.dtype, error: Any) -> None:
-    train(nn.Linear(4, 4), schedule=True)  # PyTorch itself changes `step` of a class once
+    adamw_loop(nn.Linear(4, 4), schedule=True)  # PyTorch itself changes `step` of a class once
     torch.optim.SGD([nn.Parameter(torch.ones(1))])
     before = places()
     try:
         with mixed_precision(dtype, lambda _: None):
             assert places() != before
-            train(nn.Linear(4, 4), schedule=True)
+            adamw_loop(nn.Linear(4, 4), schedule=True)
             if error:
                 raise error
     except ValueError:
@@ -699,7 +698,7 @@ def test_an_optimizer_goes_on_after_the_block() -> None:
         model(torch.ones(2, 4)).mean().backward()
         optimizer.step()
 
-    run(script)
+    said_by(script)
     optimizer, schedule = optimizers[0]
     hooked = []
     optimizer.register_step_post_hook(lambda *_: hooked.append(1))
@@ -721,7 +720,7 @@ def test_an_optimizer_that_was_made_before() -> None:
         model(torch.ones(2, 4)).mean().backward()
         optimizer.step()
 
-    run(script)
+    said_by(script)
     assert torch.equal(model.linear.weight, before)
 
 
@@ -737,7 +736,7 @@ def test_an_optimizer_that_is_made_after_backward() -> None:
         optimizer.step()
         assert weight == 0.75
 
-    run(script)
+    said_by(script)
 
 
 def test_a_sharded_model_is_left_alone() -> None:
@@ -747,8 +746,8 @@ def test_a_sharded_model_is_left_alone() -> None:
     class FSDPSeen(FSDPModule, Seen):
         pass
 
-    assert "FSDPSeen is sharded by FSDP" in run(lambda: FSDPSeen()(torch.ones(2, 4)))[0]
-    assert "FSDPSeen.forward runs" in run(lambda: FSDPSeen()(torch.ones(2, 4)), BF16)[0]
+    assert "FSDPSeen is sharded by FSDP" in said_by(lambda: FSDPSeen()(torch.ones(2, 4)))[0]
+    assert "FSDPSeen.forward runs" in said_by(lambda: FSDPSeen()(torch.ones(2, 4)), BF16)[0]
 
 
 def test_a_compiled_step_is_skipped_too() -> None:
@@ -763,7 +762,7 @@ def test_a_compiled_step_is_skipped_too() -> None:
         model(torch.ones(2, 4)).mean().backward()
         step()
 
-    run(script)
+    said_by(script)
     assert torch.equal(model.linear.weight, before)
 
 
@@ -803,7 +802,7 @@ def test_one_bad_step_is_diagnosed_once_and_its_replays_are_not_the_scripts() ->
 
     found: list[int] = []
     with Watch(tell=lambda diagnosis, step: found.append(step)) as watch:
-        said = run(script)
+        said = said_by(script)
     assert (found, watch.notes) == ([4], [])
     assert not any("its own autocast" in message for message in said)
 
@@ -827,6 +826,6 @@ def test_a_replay_with_a_checkpoint_names_no_inner_module() -> None:
             optimizer.step()
 
     with Watch(tell=lambda *_: None) as watch:
-        said = run(script)
+        said = said_by(script)
     assert watch.notes == []
     assert said[0].startswith("--amp fp16: Block.forward runs under autocast; the loss is scaled")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import batches, loss_of, train_plainly
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
@@ -36,29 +37,8 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.LayerNorm(32), nn.Linear(32, 8))
 
 
-def batches(count: int, dtype: torch.dtype = BF16) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 16, generator=generator).to(dtype) for _ in range(count)]
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).float().square().mean()
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: list[Tensor],
-    *,
-    clip: bool = False,
-    step: Callable[[], Any] | None = None,
-) -> None:
-    for x in data:
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        if clip:
-            clip_grad_norm_(model.parameters(), 0.1)
-        (step or optimizer.step)()
+def data(num: int, dtype: torch.dtype = BF16) -> list[Tensor]:
+    return [x.to(dtype) for x in batches(num, 8, 16)]
 
 
 def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -74,7 +54,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
-def run(script: Callable[[Prepare], Any], additions: Additions) -> tuple[Any, list[str]]:
+def run_with(script: Callable[[Prepare], Any], additions: Additions) -> tuple[Any, list[str]]:
     """Run an unmodified script with the option; return its result and what is said."""
     said: list[str] = []
     with added(additions, said.append):
@@ -100,7 +80,7 @@ def plain(prepare: Prepare) -> dict[str, Tensor]:
     model = net().to(BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     prepare(optimizer)
-    train(model, optimizer, batches(6), clip=True)
+    train_plainly(model, optimizer, data(6), max_norm=0.1)
     return state_of(model, optimizer)
 
 
@@ -111,8 +91,8 @@ def cast_later(prepare: Prepare) -> dict[str, Tensor]:
     schedule = LambdaLR(optimizer, lambda step: 0.9**step)
     model.to(BF16)
     prepare(optimizer)
-    for x in batches(6):
-        train(model, optimizer, [x])
+    for x in data(6):
+        train_plainly(model, optimizer, [x])
         schedule.step()
     return state_of(model, optimizer)
 
@@ -122,7 +102,7 @@ def with_state(prepare: Prepare) -> dict[str, Tensor]:
     model = net().to(BF16)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-3)
     prepare(optimizer)
-    train(model, optimizer, batches(4))
+    train_plainly(model, optimizer, data(4))
     return state_of(model, optimizer)
 
 
@@ -133,7 +113,7 @@ def some_in_float32(prepare: Prepare) -> dict[str, Tensor]:
     model[2].register_forward_hook(lambda *args: args[-1].to(BF16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     prepare(optimizer)
-    train(model, optimizer, batches(4))
+    train_plainly(model, optimizer, data(4))
     return state_of(model, optimizer)
 
 
@@ -146,7 +126,7 @@ def two_optimizers(prepare: Prepare) -> dict[str, Tensor]:
     second = torch.optim.RMSprop(discriminator.parameters(), lr=1e-4)
     prepare(first)
     prepare(second)
-    for x in batches(4):
+    for x in data(4):
         second.zero_grad()
         fake = generator(x)
         (discriminator(fake.detach()) - discriminator(x)).float().sigmoid().mean().backward()
@@ -162,7 +142,7 @@ def closure(prepare: Prepare) -> dict[str, Tensor]:
     model = net().to(BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     prepare(optimizer)
-    for x in batches(4):
+    for x in data(4):
 
         def evaluate(x: Tensor = x) -> Tensor:
             optimizer.zero_grad()
@@ -180,7 +160,7 @@ def without_backward(prepare: Prepare) -> dict[str, Tensor]:
     prepare(optimizer)
     schedule = LambdaLR(optimizer, lambda step: 0.9**step)
     params = list(model.parameters())
-    for x in batches(4):
+    for x in data(4):
         for param, grad in zip(params, torch.autograd.grad(loss_of(model, x), params), strict=True):
             param.grad = grad
         optimizer.step()
@@ -196,7 +176,7 @@ def resumed(prepare: Prepare) -> dict[str, Tensor]:
         prepare(optimizer)
         if saved is not None:
             optimizer.load_state_dict(saved)
-        train(model, optimizer, batches(3))
+        train_plainly(model, optimizer, data(3))
         saved = copy.deepcopy(optimizer.state_dict())
     return state_of(model, optimizer)
 
@@ -206,7 +186,7 @@ def copied(prepare: Prepare) -> dict[str, Tensor]:
     first = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = copy.deepcopy((model, first))
     prepare(optimizer)
-    train(model, optimizer, batches(3))
+    train_plainly(model, optimizer, data(3))
     return state_of(model, optimizer)
 
 
@@ -214,9 +194,9 @@ def grouped_later(prepare: Prepare) -> dict[str, Tensor]:
     model = net().to(BF16)
     optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-3)
     prepare(optimizer)
-    train(model, optimizer, batches(2))
+    train_plainly(model, optimizer, data(2))
     optimizer.add_param_group({"params": model[3].parameters()})
-    train(model, optimizer, batches(2))
+    train_plainly(model, optimizer, data(2))
     return state_of(model, optimizer)
 
 
@@ -226,7 +206,7 @@ def kept_step(prepare: Prepare) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     prepare(optimizer)
     step = optimizer.step
-    train(model, optimizer, batches(4), step=step)
+    train_plainly(model, optimizer, data(4), step=step)
     return state_of(model, optimizer)
 
 
@@ -236,8 +216,8 @@ def kept_step_of_a_schedule(prepare: Prepare) -> dict[str, Tensor]:
     prepare(optimizer)
     schedule = LambdaLR(optimizer, lambda number: 0.9**number)
     step = optimizer.step
-    for x in batches(4):
-        train(model, optimizer, [x], step=step)
+    for x in data(4):
+        train_plainly(model, optimizer, [x], step=step)
         schedule.step()
     return state_of(model, optimizer)
 
@@ -254,7 +234,7 @@ def test_an_unmodified_script_computes_as_with_the_calls(
     script: Callable[[Prepare], dict[str, Tensor]], additions: Additions
 ) -> None:
     before = torch.optim.Optimizer.__init__
-    found, _ = run(script, additions)
+    found, _ = run_with(script, additions)
     assert torch.optim.Optimizer.__init__ is before
     assert same(found, by_hand(script, additions))
     assert not same(found, script(unmodified))
@@ -270,14 +250,14 @@ def test_a_compiled_step_runs_as_it_is(additions: Additions) -> None:
         prepare(optimizer)
         is_by_hand = prepare is not unmodified
         step = optimizer.step if is_by_hand else torch.compile(optimizer.step, backend=backend)
-        train(model, optimizer, batches(4), step=step)
+        train_plainly(model, optimizer, data(4), step=step)
         return state_of(model, optimizer)
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         compiled.append(graph)
         return graph.forward
 
-    assert same(run(script, additions)[0], by_hand(script, additions))
+    assert same(run_with(script, additions)[0], by_hand(script, additions))
     assert compiled == []
 
 
@@ -287,7 +267,7 @@ def test_a_step_that_is_kept_and_put_back_is_an_error() -> None:
     with added(MASTERS, lambda _: None):
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         kept = optimizer.step
-        loss_of(model, batches(1)[0]).backward()
+        loss_of(model, data(1)[0]).backward()
         optimizer.step = lambda: kept()  # type: ignore[assignment]
         gc.collect()
         with pytest.raises(CallOrderError, match="Something has kept it"):
@@ -296,7 +276,7 @@ def test_a_step_that_is_kept_and_put_back_is_an_error() -> None:
 
 @pytest.mark.parametrize("store", ["split", "float32", "kahan", "stochastic"])
 def test_each_store(store: Any) -> None:
-    found, said = run(plain, Additions(store))
+    found, said = run_with(plain, Additions(store))
     assert same(found, by_hand(plain, Additions(store)))
     assert said[0] == (f"--masters: AdamW steps 6 bfloat16 parameters in float32 (store: {store})")
 
@@ -309,14 +289,14 @@ def test_parameters_in_float16_get_the_store_for_them_and_float32_gradients() ->
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         prepare(optimizer)
         for _ in range(2):  # gradients are added up, and their norm is measured
-            for x in batches(3, FP16):
+            for x in data(3, FP16):
                 loss_of(model, x).backward()
             clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
         seen.append(model[0].weight.grad.dtype)
         return state_of(model, optimizer)
 
-    found, said = run(script, MASTERS)
+    found, said = run_with(script, MASTERS)
     assert same(found, by_hand(script, MASTERS))
     assert seen == [torch.float32] * 2
     assert said[0].endswith("steps 6 float16 parameters in float32 (store: float32)")
@@ -333,8 +313,8 @@ def test_a_step_takes_chunks_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None
         "step_in_chunks",
         lambda *args, **kwargs: chunked.append(1) or step_in_chunks(*args, **kwargs),
     )
-    run(plain, BOTH)
-    run(cast_later, MASTERS)
+    run_with(plain, BOTH)
+    run_with(cast_later, MASTERS)
     assert len(chunked) == 12
 
 
@@ -364,7 +344,7 @@ def around_another(prepare: Prepare) -> dict[str, Tensor]:
     model = net().to(BF16)
     optimizer = SAM(model.parameters())
     prepare(optimizer)
-    for x in batches(3):
+    for x in data(3):
 
         def evaluate(x: Tensor = x) -> Tensor:
             optimizer.zero_grad()
@@ -379,7 +359,7 @@ def around_another(prepare: Prepare) -> dict[str, Tensor]:
 
 def test_an_optimizer_around_another() -> None:
     """It gets the master weights, and the one inside the guard: it evaluates a closure late."""
-    found, said = run(around_another, Additions("split", is_guarding=True))
+    found, said = run_with(around_another, Additions("split", is_guarding=True))
     assert same(found, by_hand(around_another, MASTERS))
     assert [text.split(" steps")[0] for text in said[:1]] == ["--masters: SAM"]
     assert said[1] == "--guard: SGD leaves out steps with inf or NaN gradients"
@@ -393,13 +373,13 @@ def test_a_step_with_nan_is_left_out() -> None:
         model = net().to(BF16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         prepare(optimizer)
-        data = batches(5)
-        data[2] = data[2] * float("nan")
-        train(model, optimizer, data)
+        given = data(5)
+        given[2] = given[2] * float("nan")
+        train_plainly(model, optimizer, given)
         return state_of(model, optimizer)
 
     with pytest.warns(SkippedStepsWarning, match="step 3 was skipped"):
-        found, said = run(script, BOTH)
+        found, said = run_with(script, BOTH)
     with pytest.warns(SkippedStepsWarning):
         assert same(found, by_hand(script, BOTH))
     assert all(value.isfinite().all() for value in found.values())
@@ -410,14 +390,14 @@ def test_a_step_with_nan_is_left_out() -> None:
 
 
 def test_updates_that_would_have_been_lost_are_counted() -> None:
-    _, said = run(plain, MASTERS)
+    _, said = run_with(plain, MASTERS)
     (text,) = said[1:]
     share = float(text.removeprefix("--masters: ").split(" %")[0])
     torch.manual_seed(0)
     model = net().to(BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     with halfstep.lost_updates(optimizer) as lost:
-        train(model, optimizer, batches(1))
+        train_plainly(model, optimizer, data(1))
     assert share == pytest.approx(100 * lost.share, abs=3)
     assert text.endswith(
         "of the updates in 3 sampled steps changed no 16-bit weight; the masters have kept them"
@@ -428,15 +408,15 @@ def test_an_optimizer_without_16_bit_parameters_is_named_once_and_guarded() -> N
     def script(prepare: Prepare) -> dict[str, Tensor]:
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        train(model, optimizer, batches(3, torch.float32))
+        train_plainly(model, optimizer, data(3, torch.float32))
         return state_of(model, optimizer)
 
-    found, said = run(script, MASTERS)
+    found, said = run_with(script, MASTERS)
     assert said == ["--masters: AdamW has no bfloat16 or float16 parameters"]
     assert same(found, script(unmodified))
     assert (
         "--guard: AdamW leaves out steps with inf or NaN gradients"
-        in run(script, Additions("split", is_guarding=True))[1]
+        in run_with(script, Additions("split", is_guarding=True))[1]
     )
 
 
@@ -444,13 +424,13 @@ def test_a_model_that_is_cast_after_its_first_steps() -> None:
     def script(prepare: Prepare) -> dict[str, Tensor]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-        train(model, optimizer, batches(2, torch.float32))
+        train_plainly(model, optimizer, data(2, torch.float32))
         model.to(BF16)
         prepare(optimizer)
-        train(model, optimizer, batches(3))
+        train_plainly(model, optimizer, data(3))
         return state_of(model, optimizer)
 
-    found, said = run(script, MASTERS)
+    found, said = run_with(script, MASTERS)
     assert same(found, by_hand(script, MASTERS))
     assert len(said) == 3
 
@@ -460,10 +440,10 @@ def test_parameters_that_share_memory_keep_their_gradients_in_float16() -> None:
         model = net().to(FP16)
         model[2].bias.data = model[2].weight.data
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        train(model, optimizer, batches(3, FP16))
+        train_plainly(model, optimizer, data(3, FP16))
         return state_of(model, optimizer)
 
-    found, said = run(script, MASTERS)
+    found, said = run_with(script, MASTERS)
     assert same(found, script(unmodified))
     assert len(said) == 1
     assert said[0].startswith("--masters: SGD steps without masters: master_weights(SGD): ")
@@ -474,16 +454,16 @@ def test_gradients_in_float16_have_no_guard() -> None:
     def script(prepare: Prepare) -> dict[str, Tensor]:
         model = net().to(FP16)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        train(model, optimizer, batches(3, FP16))
+        train_plainly(model, optimizer, data(3, FP16))
         return state_of(model, optimizer)
 
-    found, said = run(script, Additions(is_guarding=True))
+    found, said = run_with(script, Additions(is_guarding=True))
     assert same(found, script(unmodified))
     assert said == [
         "--guard: SGD steps without a guard: it has gradients in float16; --masters makes them "
         "float32"
     ]
-    _, said = run(script, BOTH)
+    _, said = run_with(script, BOTH)
     assert said[1].startswith("--guard: SGD leaves out")
 
 
@@ -495,7 +475,7 @@ def test_lbfgs_has_no_guard() -> None:
 
         def evaluate() -> Tensor:
             optimizer.zero_grad()
-            loss = loss_of(model, batches(1)[0])
+            loss = loss_of(model, data(1)[0])
             loss.backward()
             return loss
 
@@ -503,7 +483,7 @@ def test_lbfgs_has_no_guard() -> None:
             optimizer.step(evaluate)
         return dict(model.state_dict())
 
-    found, said = run(script, BOTH)
+    found, said = run_with(script, BOTH)
     assert same(found, by_hand(script, MASTERS))
     assert said[1].startswith("--guard: LBFGS steps without a guard: guard(LBFGS): it evaluates")
 
@@ -515,9 +495,9 @@ def test_a_script_with_a_scaler_is_not_guarded(is_late: bool) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         prepare(optimizer)
         if is_late:
-            train(model, optimizer, batches(1))
+            train_plainly(model, optimizer, data(1))
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for x in batches(3):
+        for x in data(3):
             optimizer.zero_grad()
             scaler.scale(loss_of(model, x)).backward()
             scaler.step(optimizer)
@@ -525,7 +505,7 @@ def test_a_script_with_a_scaler_is_not_guarded(is_late: bool) -> None:
         return state_of(model, optimizer)
 
     with replaced(halfstep.preset("torch")):
-        found, said = run(script, Additions("split", is_guarding=True))
+        found, said = run_with(script, Additions("split", is_guarding=True))
         assert same(found, by_hand(script, MASTERS))
     assert [text for text in said if text.startswith("--guard")][-1] == (
         "--guard: the script has its own GradScaler, which skips such steps; nothing is guarded"
@@ -537,10 +517,10 @@ def test_a_script_with_the_calls_is_left_alone() -> None:
         model = net().to(BF16)
         optimizer = halfstep.master_weights(torch.optim.AdamW(model.parameters()), "kahan")
         halfstep.guard(optimizer)
-        train(model, optimizer, batches(3))
+        train_plainly(model, optimizer, data(3))
         return state_of(model, optimizer)
 
-    found, said = run(script, BOTH)
+    found, said = run_with(script, BOTH)
     assert same(found, script(unmodified))
     assert [text for text in said if "guard" in text] == [
         "--guard: AdamW steps without a guard: guard(AdamW): it has a guard already"
@@ -557,7 +537,7 @@ def test_masters_inside_of_the_guard_and_schedule_of_a_script() -> None:
         guarded = halfstep.guard(optimizer)
         schedule = LambdaLR(optimizer, lambda number: 0.9**number)
         params = list(model.parameters())
-        for x in batches(3):
+        for x in data(3):
             grads = torch.autograd.grad(loss_of(model, x), params)
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
@@ -566,7 +546,7 @@ def test_masters_inside_of_the_guard_and_schedule_of_a_script() -> None:
         assert guarded.counts().taken == 3
         return state_of(model, optimizer)
 
-    assert same(run(script, MASTERS)[0], by_hand(script, MASTERS))
+    assert same(run_with(script, MASTERS)[0], by_hand(script, MASTERS))
 
 
 def test_optimizers_are_freed_with_what_was_added() -> None:
@@ -575,14 +555,14 @@ def test_optimizers_are_freed_with_what_was_added() -> None:
         for _ in range(2):
             model = net().to(BF16)
             optimizer = torch.optim.AdamW(model.parameters())
-            train(model, optimizer, batches(2))
+            train_plainly(model, optimizer, data(2))
             freed.append(weakref.ref(optimizer))
         del model, optimizer
         gc.collect()
         assert [ref() for ref in freed] == [None, None]
         return freed
 
-    run(script, BOTH)
+    run_with(script, BOTH)
 
 
 WITH_WORKERS = """
