@@ -1,6 +1,7 @@
 """What is found in source, and what is not: each rule with programs that it is and is not about."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -37,144 +38,110 @@ def cases(*table: tuple[str, str, str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("wanted", "source"), params)
 
 
+def programs(text: str) -> pytest.MarkDecorator:
+    """Parametrize with programs, each below a line ``## title -> the findings``."""
+    return cases(*re.findall(r"^## (.+?)(?: -> (.+))?\n((?:(?!## ).*\n)+)", text, re.MULTILINE))
+
+
 # --- clipping -------------------------------------------------------------------------------------
 
 
-@cases(
-    (
-        "in one function",
-        "clip-before-unscale:2",
-        "scaler.scale(loss).backward()\n"
-        "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "scaler.step(optimizer)\n"
-        "scaler.update()\n",
-    ),
-    (
-        "unscaled before",
-        "",
-        "scaler.scale(loss).backward()\n"
-        "scaler.unscale_(optimizer)\n"
-        "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "scaler.step(optimizer)\n",
-    ),
-    (
-        "unscaled too late",
-        "clip-before-unscale:2",
-        "scaler.scale(loss).backward()\n"
-        "nn.utils.clip_grad_value_(model.parameters(), 1.0)\n"
-        "scaler.unscale_(optimizer)\n"
-        "scaler.step(optimizer)\n",
-    ),
-    (
-        "clipped by the scaler, by the step, by accelerate",
-        "",
-        "scaler.scale(loss).backward()\n"
-        "scaler.clip_grad_norm_(optimizer, 1.0)\n"
-        "accelerator.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "scaler.step(optimizer, max_norm=1.0)\n",
-    ),
-    (
-        "only where nothing is scaled",
-        "",
-        "if use_amp:\n"
-        "    scaler.scale(loss).backward()\n"
-        "    scaler.step(optimizer)\n"
-        "else:\n"
-        "    loss.backward()\n"
-        "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "    optimizer.step()\n",
-    ),
-    (
-        "two ifs with one condition",
-        "",
-        "if scaler is None:\n"
-        "    loss.backward()\n"
-        "else:\n"
-        "    scaler.scale(loss).backward()\n"
-        "if scaler is not None:\n"
-        "    scaler.unscale_(optimizer)\n"
-        "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "if scaler:\n"
-        "    scaler.step(optimizer)\n",
-    ),
-    (
-        "two ifs, and nobody unscales",
-        "clip-before-unscale:5",
-        "if use_amp:\n"
-        "    scaler.scale(loss).backward()\n"
-        "else:\n"
-        "    loss.backward()\n"
-        "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "if use_amp:\n"
-        "    scaler.step(optimizer)\n"
-        "else:\n"
-        "    optimizer.step()\n",
-    ),
-    (
-        "after an early return",
-        "",
-        "def step():\n"
-        "    if not use_amp:\n"
-        "        loss.backward()\n"
-        "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "        optimizer.step()\n"
-        "        return\n"
-        "    scaler.scale(loss).backward()\n"
-        "    scaler.step(optimizer)\n",
-    ),
-    (
-        "in a function of the file",
-        "clip-before-unscale:2",
-        "def clip(model):\n"
-        "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "def step():\n"
-        "    scaler.scale(loss).backward()\n"
-        "    clip(model)\n"
-        "    scaler.step(optimizer)\n",
-    ),
-    (
-        "unscaled in a method of the class",
-        "",
-        "class Trainer:\n"
-        "    def unscale(self):\n"
-        "        self.scaler.unscale_(self.optimizer)\n"
-        "    def step(self):\n"
-        "        self.scaler.scale(loss).backward()\n"
-        "        self.unscale()\n"
-        "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "        self.scaler.step(self.optimizer)\n",
-    ),
-    (
-        "the second of two optimizers",
-        "clip-before-unscale:6",
-        "scaler.scale(d_loss).backward()\n"
-        "scaler.unscale_(d_optimizer)\n"
-        "nn.utils.clip_grad_norm_(d.parameters(), 1.0)\n"
-        "scaler.step(d_optimizer)\n"
-        "scaler.scale(g_loss).backward()\n"
-        "nn.utils.clip_grad_norm_(g.parameters(), 1.0)\n"
-        "scaler.step(g_optimizer)\n",
-    ),
-    (
-        "in a window of accumulation, the scaled loss in a variable",
-        "clip-before-unscale:5",
-        "for i, batch in enumerate(batches):\n"
-        "    loss = scaler.scale(model(batch))\n"
-        "    loss.backward()\n"
-        "    if (i + 1) % 4 == 0:\n"
-        "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "        scaler.step(optimizer)\n"
-        "        scaler.update()\n",
-    ),
-    (
-        "by a scaler that is off",
-        "",
-        "scaler = GradScaler(enabled=False)\n"
-        "scaler.scale(loss).backward()\n"
-        "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "scaler.step(optimizer)\n",
-    ),
-)
+@programs("""
+## in one function -> clip-before-unscale:2
+scaler.scale(loss).backward()
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+scaler.step(optimizer)
+scaler.update()
+## unscaled before
+scaler.scale(loss).backward()
+scaler.unscale_(optimizer)
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+scaler.step(optimizer)
+## unscaled too late -> clip-before-unscale:2
+scaler.scale(loss).backward()
+nn.utils.clip_grad_value_(model.parameters(), 1.0)
+scaler.unscale_(optimizer)
+scaler.step(optimizer)
+## clipped by the scaler, by the step, by accelerate
+scaler.scale(loss).backward()
+scaler.clip_grad_norm_(optimizer, 1.0)
+accelerator.clip_grad_norm_(model.parameters(), 1.0)
+scaler.step(optimizer, max_norm=1.0)
+## only where nothing is scaled
+if use_amp:
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+else:
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+## two ifs with one condition
+if scaler is None:
+    loss.backward()
+else:
+    scaler.scale(loss).backward()
+if scaler is not None:
+    scaler.unscale_(optimizer)
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+if scaler:
+    scaler.step(optimizer)
+## two ifs, and nobody unscales -> clip-before-unscale:5
+if use_amp:
+    scaler.scale(loss).backward()
+else:
+    loss.backward()
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+if use_amp:
+    scaler.step(optimizer)
+else:
+    optimizer.step()
+## after an early return
+def step():
+    if not use_amp:
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+## in a function of the file -> clip-before-unscale:2
+def clip(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+def step():
+    scaler.scale(loss).backward()
+    clip(model)
+    scaler.step(optimizer)
+## unscaled in a method of the class
+class Trainer:
+    def unscale(self):
+        self.scaler.unscale_(self.optimizer)
+    def step(self):
+        self.scaler.scale(loss).backward()
+        self.unscale()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+## the second of two optimizers -> clip-before-unscale:6
+scaler.scale(d_loss).backward()
+scaler.unscale_(d_optimizer)
+nn.utils.clip_grad_norm_(d.parameters(), 1.0)
+scaler.step(d_optimizer)
+scaler.scale(g_loss).backward()
+nn.utils.clip_grad_norm_(g.parameters(), 1.0)
+scaler.step(g_optimizer)
+## in a window of accumulation, the scaled loss in a variable -> clip-before-unscale:5
+for i, batch in enumerate(batches):
+    loss = scaler.scale(model(batch))
+    loss.backward()
+    if (i + 1) % 4 == 0:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+## by a scaler that is off
+scaler = GradScaler(enabled=False)
+scaler.scale(loss).backward()
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+scaler.step(optimizer)
+""")
 def test_clipping(wanted: list[str], source: str) -> None:
     assert found(source) == wanted
 
@@ -182,58 +149,45 @@ def test_clipping(wanted: list[str], source: str) -> None:
 # --- the other calls of an iteration --------------------------------------------------------------
 
 
-@cases(
-    (
-        "stepped by itself",
-        "scaler-bypassed:2",
-        "scaler.scale(loss).backward()\noptimizer.step()\n",
-    ),
-    ("one of several", "", "scaler.scale(loss).backward()\nscaler.step(optimizer)\n"),
-    ("something else that scales", "", "layer.scale(loss).backward()\noptimizer.step()\n"),
-    (
-        "another loss, not scaled",
-        "",
-        "scaler.scale(d_loss).backward()\n"
-        "scaler.step(d_optimizer)\n"
-        "g_loss.backward()\n"
-        "g_optimizer.step()\n",
-    ),
-    (
-        "in the other arm",
-        "",
-        "if fp16:\n"
-        "    scaler.scale(loss).backward()\n"
-        "    scaler.step(optimizer)\n"
-        "else:\n"
-        "    loss.backward()\n"
-        "    optimizer.step()\n",
-    ),
-    (
-        "behind an early return",
-        "",
-        "def step():\n"
-        "    if use_amp:\n"
-        "        scaler.scale(loss).backward()\n"
-        "        return\n"
-        "    optimizer.step()\n",
-    ),
-    (
-        "in opposite conditions",
-        "",
-        "if scaler is not None:\n"
-        "    scaler.scale(loss).backward()\n"
-        "if scaler is None:\n"
-        "    optimizer.step()\n",
-    ),
-    (
-        "unscaled by hand",
-        "",
-        "scaler.scale(loss).backward()\n"
-        "for p in model.parameters():\n"
-        "    p.grad.div_(scaler.get_scale())\n"
-        "optimizer.step()\n",
-    ),
-)
+@programs("""
+## stepped by itself -> scaler-bypassed:2
+scaler.scale(loss).backward()
+optimizer.step()
+## one of several
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+## something else that scales
+layer.scale(loss).backward()
+optimizer.step()
+## another loss, not scaled
+scaler.scale(d_loss).backward()
+scaler.step(d_optimizer)
+g_loss.backward()
+g_optimizer.step()
+## in the other arm
+if fp16:
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+else:
+    loss.backward()
+    optimizer.step()
+## behind an early return
+def step():
+    if use_amp:
+        scaler.scale(loss).backward()
+        return
+    optimizer.step()
+## in opposite conditions
+if scaler is not None:
+    scaler.scale(loss).backward()
+if scaler is None:
+    optimizer.step()
+## unscaled by hand
+scaler.scale(loss).backward()
+for p in model.parameters():
+    p.grad.div_(scaler.get_scale())
+optimizer.step()
+""")
 def test_a_step_past_the_scaler(wanted: list[str], source: str) -> None:
     assert found(source) == wanted
 
@@ -317,125 +271,103 @@ def test_schedules(wanted: list[str], source: str) -> None:
 # --- regions --------------------------------------------------------------------------------------
 
 
-@cases(
-    (
-        "inside",
-        "backward-in-autocast:3",
-        "with autocast('cpu', torch.bfloat16):\n    loss = f(x)\n    loss.backward()\n",
-    ),
-    ("behind", "", "with autocast('cpu', torch.bfloat16):\n    loss = f(x)\nloss.backward()\n"),
-    (
-        "autocast off, or off inside",
-        "",
-        "with autocast('cpu', enabled=False):\n"
-        "    loss.backward()\n"
-        "with autocast('cpu'):\n"
-        "    with autocast('cpu', enabled=False):\n"
-        "        loss.backward()\n",
-    ),
-    (
-        "in a variable, perhaps",
-        "backward-in-autocast:3",
-        "context = torch.autocast('cpu') if lower else nullcontext()\n"
-        "with torch.enable_grad(), context:\n"
-        "    loss.backward()\n",
-    ),
-    (
-        "a decorator",
-        "autocast-around-backward:4",
-        "@autocast('cpu', torch.bfloat16)\ndef step(x):\n    loss = f(x)\n    loss.backward()\n",
-    ),
-    (
-        "around a call",
-        "autocast-around-backward:2",
-        "def step(x):\n"
-        "    f(x).backward()\n"
-        "def train():\n"
-        "    with autocast('cpu', torch.bfloat16):\n"
-        "        for x in batches:\n"
-        "            step(x)\n",
-    ),
-    (
-        "backward of a function of autograd",
-        "",
-        "class Double(torch.autograd.Function):\n"
-        "    @staticmethod\n"
-        "    @torch.autocast('cpu')\n"
-        "    def backward(ctx, grad):\n"
-        "        return Inner.backward(ctx, grad)\n",
-    ),
-)
+@programs("""
+## inside -> backward-in-autocast:3
+with autocast('cpu', torch.bfloat16):
+    loss = f(x)
+    loss.backward()
+## behind
+with autocast('cpu', torch.bfloat16):
+    loss = f(x)
+loss.backward()
+## autocast off, or off inside
+with autocast('cpu', enabled=False):
+    loss.backward()
+with autocast('cpu'):
+    with autocast('cpu', enabled=False):
+        loss.backward()
+## in a variable, perhaps -> backward-in-autocast:3
+context = torch.autocast('cpu') if lower else nullcontext()
+with torch.enable_grad(), context:
+    loss.backward()
+## a decorator -> autocast-around-backward:4
+@autocast('cpu', torch.bfloat16)
+def step(x):
+    loss = f(x)
+    loss.backward()
+## around a call -> autocast-around-backward:2
+def step(x):
+    f(x).backward()
+def train():
+    with autocast('cpu', torch.bfloat16):
+        for x in batches:
+            step(x)
+## backward of a function of autograd
+class Double(torch.autograd.Function):
+    @staticmethod
+    @torch.autocast('cpu')
+    def backward(ctx, grad):
+        return Inner.backward(ctx, grad)
+""")
 def test_backward_and_autocast(wanted: list[str], source: str) -> None:
     assert found(source) == wanted
 
 
-@cases(
-    (
-        "in the loop",
-        "weights-cast-in-loop:3",
-        "with torch.no_grad():\n"
-        "    for x in batches:\n"
-        "        with torch.autocast('cuda'):\n"
-        "            model(x)\n",
-    ),
-    (
-        "no_grad in the loop too",
-        "weights-cast-in-loop:2",
-        "for x in batches:\n    with torch.inference_mode(), torch.cuda.amp.autocast():\n"
-        "        model(x)\n",
-    ),
-    (
-        "a decorated function in the loop",
-        "weights-cast-in-loop:1",
-        "@torch.autocast('cuda')\n"
-        "def predict(x):\n"
-        "    return model(x)\n"
-        "@torch.no_grad()\n"
-        "def evaluate():\n"
-        "    return [predict(x) for x in batches]\n",
-    ),
-    (
-        "ours",
-        "",
-        "with torch.no_grad():\n    for x in batches:\n        with autocast('cpu'):\n"
-        "            model(x)\n",
-    ),
-    (
-        "around the loop",
-        "",
-        "with torch.no_grad():\n    with torch.autocast('cuda'):\n        for x in batches:\n"
-        "            model(x)\n",
-    ),
-    (
-        "around loops of its own",
-        "",
-        "with torch.no_grad():\n    for epoch in epochs:\n        with torch.autocast('cuda'):\n"
-        "            for x in batches:\n                model(x)\n",
-    ),
-    (
-        "around loops of its own and more",
-        "",
-        "with torch.no_grad():\n    for epoch in epochs:\n        with torch.autocast('cuda'):\n"
-        "            batches = draw()\n            for x in batches:\n                model(x)\n",
-    ),
-    (
-        "inside one that is open",
-        "",
-        "with torch.no_grad(), torch.autocast('cuda'):\n    for x in batches:\n"
-        "        with torch.autocast('cuda'):\n            model(x)\n",
-    ),
-    (
-        "a target network, whose weights change",
-        "",
-        "for x in batches:\n    with torch.no_grad(), torch.autocast('cuda'):\n"
-        "        target = average(x)\n    f(x, target).backward()\n",
-    ),
-    (
-        "with gradients",
-        "",
-        "for x in batches:\n    with torch.autocast('cuda'):\n        loss = model(x)\n",
-    ),
-)
+@programs("""
+## in the loop -> weights-cast-in-loop:3
+with torch.no_grad():
+    for x in batches:
+        with torch.autocast('cuda'):
+            model(x)
+## no_grad in the loop too -> weights-cast-in-loop:2
+for x in batches:
+    with torch.inference_mode(), torch.cuda.amp.autocast():
+        model(x)
+## a decorated function in the loop -> weights-cast-in-loop:1
+@torch.autocast('cuda')
+def predict(x):
+    return model(x)
+@torch.no_grad()
+def evaluate():
+    return [predict(x) for x in batches]
+## ours
+with torch.no_grad():
+    for x in batches:
+        with autocast('cpu'):
+            model(x)
+## around the loop
+with torch.no_grad():
+    with torch.autocast('cuda'):
+        for x in batches:
+            model(x)
+## around loops of its own
+with torch.no_grad():
+    for epoch in epochs:
+        with torch.autocast('cuda'):
+            for x in batches:
+                model(x)
+## around loops of its own and more
+with torch.no_grad():
+    for epoch in epochs:
+        with torch.autocast('cuda'):
+            batches = draw()
+            for x in batches:
+                model(x)
+## inside one that is open
+with torch.no_grad(), torch.autocast('cuda'):
+    for x in batches:
+        with torch.autocast('cuda'):
+            model(x)
+## a target network, whose weights change
+for x in batches:
+    with torch.no_grad(), torch.autocast('cuda'):
+        target = average(x)
+    f(x, target).backward()
+## with gradients
+for x in batches:
+    with torch.autocast('cuda'):
+        loss = model(x)
+""")
 def test_casts_in_loops(wanted: list[str], source: str) -> None:
     assert found(source) == wanted
 
