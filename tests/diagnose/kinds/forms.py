@@ -10,12 +10,10 @@ def _zeros(v: Variety, ops: str, loss: str, *, setup: str | None = None) -> Prog
     return v.program(
         "maths",
         ops,
-        gives="x, keep",
+        number=("keep", "1.0", "0.0"),
         setup=setup,
         inputs=4,
         outputs=4,
-        batch="keep = 1.0",
-        bad="keep = 0.0",
         dtypes=(None, "bfloat16"),
         loss=f"h = model(x).float() * keep\n{loss}",
     )
@@ -164,11 +162,8 @@ def einsum_overflows(v: Variety) -> Program:
     return v.program(
         "maths",
         "bmm mm matmul",
-        gives="x, gain",
-        setup="model = nn.Linear(4, 4)",
-        inputs=4,
-        batch="gain = 1.0",
-        bad="gain = 1e25",
+        number=("gain", "1.0", "1e25"),
+        linear=(4, 4),
         dtypes=(None,),
         loss=f"q = gain * model(x)\nloss = {call}.mean()  # bad",
     )
@@ -180,11 +175,8 @@ def squares_overflow(v: Variety) -> Program:
     return v.program(
         "maths",
         "pow mul square",
-        gives="x, gain",
-        setup="model = nn.Linear(4, 4)",
-        inputs=4,
-        batch="gain = 1.0",
-        bad="gain = 1e25",
+        number=("gain", "1.0", "1e25"),
+        linear=(4, 4),
         dtypes=(None,),
         loss=f"q = gain * model(x)\nloss = ({call}).mean()  # bad",
     )
@@ -195,11 +187,8 @@ def growing_recurrence(v: Variety) -> Program:
     return v.program(
         "maths",
         "mul add mm addmm",
-        gives="x, rate",
-        setup="model = nn.Linear(4, 4)",
-        inputs=4,
-        batch="rate = 0.5",
-        bad="rate = 30.0",
+        number=("rate", "0.5", "30.0"),
+        linear=(4, 4),
         dtypes=(None,),
         loss="""
             h = model(x)
@@ -217,8 +206,7 @@ def distribution(v: Variety) -> Program:
         "maths",
         "div pow mul",
         gives="x, y, shift",
-        setup="model = nn.Linear(4, 8)",
-        inputs=4,
+        linear=(4, 8),
         batch="y = torch.randn(x.shape[0], 4)\nshift = 0.0",
         bad="shift = -95.0",
         dtypes=(None,),
@@ -237,8 +225,7 @@ def scaled_dot_product(v: Variety) -> Program:
         "maths",
         "div mm bmm",
         gives="x, width",
-        setup="model = nn.Linear(6, 6)",
-        inputs=6,
+        linear=(6, 6),
         batch="x, width = torch.randn(2, 5, 6), 6",
         bad="width = 0",
         loss="""
@@ -263,9 +250,7 @@ def module_hook(v: Variety) -> Program:
             model[2].register_full_backward_hook(rescale)
         """,
         inputs=4,
-        gives="x, keep",
-        batch="keep = 1.0",
-        bad="keep = 0.0",
+        number=("keep", "1.0", "0.0"),
         dtypes=(None,),
         loss="loss = (model(x) * keep).square().mean()",
     )
@@ -276,9 +261,7 @@ def logit_by_hand(v: Variety) -> Program:
     return v.program(
         "maths",
         "div log",
-        gives="x, gain",
-        batch="gain = 1.0",
-        bad="gain = 1e4",
+        number=("gain", "1.0", "1e4"),
         dtypes=(None,),
         loss="""
             p = torch.sigmoid(gain * model(x))
@@ -340,8 +323,6 @@ def negative_base(v: Variety) -> Program:
     return v.program(
         "maths",
         "pow sqrt log",
-        gives="x, shift",
-        batch="shift = 9.0",
-        bad="shift = -9.0",
+        number=("shift", "9.0", "-9.0"),
         loss="u = model(x).float() + shift\nloss = (u ** 0.3).mean() + u.mean()  # bad",
     )

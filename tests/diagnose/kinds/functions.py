@@ -127,9 +127,7 @@ def atanh_of_one(v: Variety) -> Program:
     return v.program(
         "maths",
         "atanh erfinv",
-        gives="x, gain",
-        batch="gain = 0.1",
-        bad="gain = 1e4",
+        number=("gain", "0.1", "1e4"),
         dtypes=(None,),
         loss=f"u = torch.tanh(gain * model(x))\nloss = {call}.square().mean()  # bad",
     )
@@ -141,9 +139,7 @@ def logit_of_one(v: Variety) -> Program:
     return v.program(
         "maths",
         "logit",
-        gives="x, gain",
-        batch="gain = 0.1",
-        bad="gain = 1e4",
+        number=("gain", "0.1", "1e4"),
         dtypes=(None,),
         loss=f"p = torch.sigmoid(gain * model(x))\nloss = {call}.abs().mean()  # bad",
     )
@@ -293,9 +289,7 @@ def exp_of_large(v: Variety) -> Program:
     return v.program(
         "maths",
         "exp expm1 cosh pow exp2",
-        gives="x, gain",
-        batch="gain = 1.0",
-        bad="gain = 1e4",
+        number=("gain", "1.0", "1e4"),
         dtypes=(None,),
         loss=f"h = gain * model(x).abs()\nloss = {call}.mean()  # bad",
     )
@@ -306,9 +300,7 @@ def softplus_by_hand(v: Variety) -> Program:
     return v.program(
         "maths",
         "exp",
-        gives="x, gain",
-        batch="gain = 1.0",
-        bad="gain = 1e5",
+        number=("gain", "1.0", "1e5"),
         dtypes=(None,),
         loss="""
             h = gain * model(x).abs()
@@ -322,9 +314,7 @@ def inverse_softplus(v: Variety) -> Program:
     return v.program(
         "maths",
         "expm1 log",
-        gives="x, gain",
-        batch="gain = 1.0",
-        bad="gain = 0.0",
+        number=("gain", "1.0", "0.0"),
         dtypes=(None,),
         loss="""
             h = gain * model(x).abs()
@@ -356,9 +346,7 @@ def discriminator_log(v: Variety) -> Program:
     return v.program(
         "maths",
         "log",
-        gives="x, gain",
-        batch="gain = 1.0",
-        bad="gain = 1e5",
+        number=("gain", "1.0", "1e5"),
         dtypes=(None,),
         loss="""
             real, fake = torch.sigmoid(gain * model(x)).chunk(2)

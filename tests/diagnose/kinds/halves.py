@@ -121,9 +121,7 @@ def half_by_hand(v: Variety) -> Program:
     return v.program(
         "range",
         "mul",
-        gives="x, gain",
-        batch="gain = 1.0",
-        bad="gain = 3e2",
+        number=("gain", "1.0", "3e2"),
         dtypes=(None,),
         loss=f"""
             h = (gain * (1 + model(x).abs())){cast}

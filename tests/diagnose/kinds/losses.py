@@ -28,9 +28,7 @@ def focal(v: Variety) -> Program:
     return v.program(
         "maths",
         "log",
-        gives="x, gain",
-        batch="gain = 1.0",
-        bad="gain = 1e5",
+        number=("gain", "1.0", "1e5"),
         dtypes=(None,),
         loss=f"""
             p = (gain * model(x)).softmax(-1)
@@ -103,9 +101,7 @@ def sac_log_prob(v: Variety) -> Program:
     return v.program(
         "maths",
         "log",
-        gives="x, gain",
-        batch="gain = 1.0",
-        bad="gain = 1e4",
+        number=("gain", "1.0", "1e4"),
         dtypes=(None,),
         loss=f"""
             {action} = torch.tanh(gain * model(x))
@@ -160,8 +156,7 @@ def ctc(v: Variety) -> Program:
         "maths",
         "_ctc_loss",
         gives="x, y, lengths",
-        setup="model = nn.Linear(5, 6)",
-        inputs=5,
+        linear=(5, 6),
         batch="""
             x = torch.randn(7, 3, 5)
             y = torch.randint(1, 6, (3, 4))
@@ -200,9 +195,7 @@ def vae_kl(v: Variety) -> Program:
     return v.program(
         "maths",
         "exp",
-        gives="x, gain",
-        batch="gain = 1.0",
-        bad="gain = 1e5",
+        number=("gain", "1.0", "1e5"),
         dtypes=(None, "bfloat16"),
         outputs=8,
         loss=f"""
@@ -218,9 +211,7 @@ def info_nce(v: Variety) -> Program:
     return v.program(
         "maths",
         "log",
-        gives="x, tau",
-        batch="tau = 0.5",
-        bad="tau = 1e-4",
+        number=("tau", "0.5", "1e-4"),
         dtypes=(None,),
         loss="""
             z = F.normalize(model(x), dim=-1)
@@ -322,8 +313,7 @@ def ragged_means(v: Variety) -> Program:
         "maths",
         "mean",
         gives="x, sizes",
-        setup="model = nn.Linear(4, 2)",
-        inputs=4,
+        linear=(4, 2),
         batch="x = torch.randn(9, 4)\nsizes = [2, 4, 3]",
         bad="sizes = [5, 0, 4]",
         loss="""

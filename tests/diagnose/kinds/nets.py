@@ -154,11 +154,8 @@ def flow_log_det(v: Variety) -> Program:
     return v.program(
         "maths",
         "log",
-        gives="x, gate",
-        setup="model = nn.Linear(6, 12)",
-        inputs=6,
-        batch="gate = 1.0",
-        bad="gate = 0.0",
+        number=("gate", "1.0", "0.0"),
+        linear=(6, 12),
         loss=f"""
             raw, shift = model(x).float().chunk(2, -1)
             {name} = torch.sigmoid(raw) * gate
@@ -199,11 +196,8 @@ def degenerate_eigenvalues(v: Variety) -> Program:
     return v.program(
         "maths",
         "_linalg_eigh _linalg_svd linalg_eigh",
-        gives="x, mix",
-        setup="model = nn.Linear(3, 3)",
-        inputs=3,
-        batch="mix = 1.0",
-        bad="mix = 0.0",
+        number=("mix", "1.0", "0.0"),
+        linear=(3, 3),
         dtypes=(None,),
         loss=f"""
             h = model(x)
@@ -218,11 +212,8 @@ def state_space(v: Variety) -> Program:
     return v.program(
         "maths",
         "exp mul",
-        gives="x, gain",
-        setup="model = nn.Linear(4, 4)",
-        inputs=4,
-        batch="gain = 0.1",
-        bad="gain = 300.0",
+        number=("gain", "0.1", "300.0"),
+        linear=(4, 4),
         dtypes=(None, "bfloat16"),
         loss="""
             a = model(x).float().abs() + 0.5
@@ -257,9 +248,7 @@ def backward_in_python(v: Variety) -> Program:
             model = nn.Linear(4, 4)
         """,
         inputs=4,
-        gives="x, keep",
-        batch="keep = 1.0",
-        bad="keep = 0.0",
+        number=("keep", "1.0", "0.0"),
         dtypes=(None,),
         loss="loss = Root.apply(keep * model(x).square()).mean()",
     )
@@ -279,9 +268,7 @@ def division_in_a_hook(v: Variety) -> Program:
             model = nn.Linear(4, 4)
         """,
         inputs=4,
-        gives="x, keep",
-        batch="keep = 1.0",
-        bad="keep = 0.0",
+        number=("keep", "1.0", "0.0"),
         dtypes=(None,),
         loss="""
             h = model(x)
@@ -299,11 +286,9 @@ def norm_layer_without_eps(v: Variety) -> Program:
     return v.program(
         "maths",
         "native_layer_norm rsqrt native_group_norm mul _fused_rms_norm",
-        gives="x, keep",
+        number=("keep", "1.0", "0.0"),
         setup=f"model = nn.Sequential(nn.Linear(6, 6), nn.Identity())\nnorm = {layer}",
         inputs=6,
-        batch="keep = 1.0",
-        bad="keep = 0.0",
         dtypes=(None,),
         loss="h = norm(model(x) * keep)  # bad\nloss = h.square().mean()",
     )
@@ -315,8 +300,7 @@ def log_of_mixture(v: Variety) -> Program:
         "maths",
         "log",
         gives="x, y",
-        setup="model = nn.Linear(4, 9)",
-        inputs=4,
+        linear=(4, 9),
         batch="y = torch.randn(x.shape[0], 1)",
         bad="y = y + 1e4",
         loss="""

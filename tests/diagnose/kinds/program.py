@@ -172,11 +172,13 @@ class Variety:
         verdict: Verdict,
         ops: str,
         *,
-        bad: str,
         loss: str,
+        bad: str = "",
         batch: str = "",
         gives: str = "x",
+        number: tuple[str, str, str] | None = None,
         setup: str | None = None,
+        linear: tuple[int, int] | None = None,
         dtypes: tuple[str | None, ...] = (None, "float16", "bfloat16"),
         scales: tuple[float | None, ...] = (None, 1.0, 256.0),
         inputs: int | None = None,
@@ -188,17 +190,25 @@ class Variety:
         Args:
             verdict: What is to be said.
             ops: The names of the bad ops, with spaces.
-            bad: Statements that make a batch bad, after those of ``batch``.
             loss: Statements from the parts of a batch to ``loss``.
+            bad: Statements that make a batch bad, after those of ``batch``.
             batch: Statements that make a batch, after ``x`` has been made.
             gives: What a batch returns, ``"x, y"``.
+            number: In place of ``gives``, ``batch`` and ``bad``: a number in each batch, by its
+                name, its value and its bad value.
             setup: Statements that define ``model``; left out, it is two layers.
+            linear: In place of ``setup`` and ``inputs``: the sizes of one layer.
             dtypes: Of autocast, of which one is chosen.
             scales: Of the loss.
             inputs: The last size of ``x``.
             outputs: The size of what the two layers return.
             is_harmless: Whether the program is finite.
         """
+        if number is not None:
+            name, good, worst = number
+            gives, batch, bad = f"x, {name}", f"{name} = {good}", f"{name} = {worst}"
+        if linear is not None:
+            setup, inputs = f"model = nn.Linear{linear}", linear[0]
         inputs, outputs = inputs or self.size(3, 9), outputs or self.size(3, 6)
         width, rows = self.size(4, 24), self.size(4, 12)
         dtype = self.rng.choice(dtypes)

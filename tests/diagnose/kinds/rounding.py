@@ -16,9 +16,7 @@ def one_minus_sigmoid(v: Variety) -> Program:
     return v.program(
         "range",
         "log",
-        gives="x, shift",
-        batch="shift = 0.0",
-        bad="shift = 12.0",
+        number=("shift", "0.0", "12.0"),
         dtypes=("float16", "bfloat16"),
         loss=f"p = torch.sigmoid(model(x).tanh() + shift)\n{line}",
     )
@@ -30,9 +28,7 @@ def eps_of_float32(v: Variety) -> Program:
     return v.program(
         "range",
         "div reciprocal log rsqrt",
-        gives="x, keep",
-        batch="keep = 1.0",
-        bad="keep = 0.0",
+        number=("keep", "1.0", "0.0"),
         dtypes=_HALF,
         loss=f"""
             h = model(x) * keep
@@ -48,9 +44,7 @@ def squares_in_half(v: Variety) -> Program:
     return v.program(
         "range",
         "mul pow square",
-        gives="x, gain",
-        batch="gain = 1.0",
-        bad="gain = 1e3",
+        number=("gain", "1.0", "1e3"),
         dtypes=_HALF,
         loss=f"""
             h = (1 + model(x).abs()) * gain
@@ -65,7 +59,7 @@ def rms_norm_in_half(v: Variety) -> Program:
         v.program(
             "range",
             "pow square mul mean",
-            gives="x, gain",
+            number=("gain", "1.0", "1e4"),
             setup="""
             class Norm(nn.Module):
                 def forward(self, h):
@@ -76,8 +70,6 @@ def rms_norm_in_half(v: Variety) -> Program:
             model = nn.Sequential(nn.Linear(4, 8), nn.Hardtanh(-5e4, 5e4), Norm(), nn.Linear(8, 2))
         """,
             inputs=4,
-            batch="gain = 1.0",
-            bad="gain = 1e4",
             dtypes=_HALF,
             loss="loss = (model(x * gain) / gain).float().square().mean() + 0 * gain",
         )
@@ -85,7 +77,7 @@ def rms_norm_in_half(v: Variety) -> Program:
         else v.program(
             "range",
             "pow square mul mean",
-            gives="x, gain",
+            number=("gain", "1.0", "3e3"),
             setup="""
             class Norm(nn.Module):
                 def forward(self, h):
@@ -95,8 +87,6 @@ def rms_norm_in_half(v: Variety) -> Program:
             model = nn.Sequential(nn.Linear(4, 8), Norm(), nn.Linear(8, 2))
         """,
             inputs=4,
-            batch="gain = 1.0",
-            bad="gain = 3e3",
             dtypes=_HALF,
             loss="loss = model(x * gain).float().abs().log1p().mean()",
         )
@@ -109,8 +99,7 @@ def attention_scores_in_half(v: Variety) -> Program:
         "range",
         "bmm mm matmul",
         gives="x, gain",
-        setup="model = nn.Linear(8, 8)",
-        inputs=8,
+        linear=(8, 8),
         batch="x = torch.randn(2, 5, 8)\ngain = 1.0",
         bad="gain = 1e3",
         dtypes=_HALF,
@@ -128,9 +117,7 @@ def sum_in_half(v: Variety) -> Program:
     return v.program(
         "range",
         "sum",
-        gives="x, gain",
-        batch="gain = 1.0",
-        bad="gain = 1e4",
+        number=("gain", "1.0", "1e4"),
         dtypes=(None,),
         loss=f"""
             low = ((1 + model(x).abs()) * gain).half()
@@ -144,9 +131,7 @@ def scale_too_large(v: Variety) -> Program:
     return v.program(
         "scale",
         "mm mul mse_loss addmm _to_copy div mse_loss_backward expand linear",
-        gives="x, gain",
-        batch="gain = 1.0",
-        bad="gain = 500.0",
+        number=("gain", "1.0", "500.0"),
         dtypes=_HALF,
         scales=(2.0**12,),
         loss="""
