@@ -64,7 +64,7 @@ class PolicyDiff:
         return bool(self.differences or self.only_before or self.only_after)
 
     def __str__(self) -> str:
-        width = max((len(each.op) for each in self.differences), default=0)
+        width = max((len(difference.op) for difference in self.differences), default=0)
         lines = [
             f"{each.op:{width}}  {each.before:>10} -> {each.after:10}"
             f"  {_where(each.cases, self.devices)}".rstrip()
@@ -110,7 +110,7 @@ def diff(before: Rules, after: Rules, ops: frozenset[str], devices: Sequence[str
 def _merged(differences: Sequence[Difference], ops: frozenset[str]) -> Iterator[Difference]:
     """Replace overloads by their op if all of them differ in the same way."""
     num_overloads = Counter(op.rpartition(".")[0] for op in ops)
-    of_op = [replace(each, op=each.op.rpartition(".")[0]) for each in differences]
+    of_op = [replace(difference, op=difference.op.rpartition(".")[0]) for difference in differences]
     num_alike = Counter(of_op)
     seen = set()
     for each, merged in zip(differences, of_op, strict=True):

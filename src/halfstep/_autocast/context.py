@@ -307,7 +307,7 @@ class use_policy:
         if settled.module_rules:
             name_modules(module, settled)
         devices = dict.fromkeys(("cpu", default_device()))
-        self._policies = [kernels.prepared(kernels.prepare(settled, each)) for each in devices]
+        self._policies = [kernels.prepared(kernels.prepare(settled, device)) for device in devices]
         self._ambient: scopes.Policies | None = None  # those of other threads, while it is entered
 
     @compiler.do_not_compile_alone
@@ -361,8 +361,8 @@ class use_policy:
         return f"use_policy({str(self._policies[0].policy)!r})"
 
     def _within(self, policies: scopes.Policies) -> scopes.Policies:
-        for each in self._policies:
-            policies = policies.with_policy(each)
+        for policy in self._policies:
+            policies = policies.with_policy(policy)
         return policies
 
 

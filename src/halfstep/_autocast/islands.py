@@ -142,7 +142,7 @@ class InDtype(modes.FunctionMode):
         statistics = [_argument(place, args, kwargs) for place in places if place in _STATISTICS]
 
         def convert(tensor: Tensor) -> Tensor:
-            if tensor.dtype in self.others and any(tensor is each for each in statistics):
+            if tensor.dtype in self.others and any(tensor is statistic for statistic in statistics):
                 return tensor.to(self.dtype)
             return self.cast(tensor)
 
@@ -259,4 +259,4 @@ def in_the_same_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def active() -> list[InDtype]:
     """Return the modes of the islands that this thread is in, innermost first."""
-    return [each for each in modes.function_modes() if isinstance(each, InDtype)]
+    return [mode for mode in modes.function_modes() if isinstance(mode, InDtype)]

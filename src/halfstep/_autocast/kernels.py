@@ -378,7 +378,7 @@ def _register_at(name: str, key: Key) -> None:
 
 def _is_first_narrower(args: tuple[Any, ...]) -> bool:
     """Return whether an op's first input is in lower precision, and the others in float32."""
-    dtypes = {each.dtype for each in tensors_in(args[1:])}
+    dtypes = {tensor.dtype for tensor in tensors_in(args[1:])}
     return args[0].dtype in HALVES and dtypes == {torch.float32}
 
 

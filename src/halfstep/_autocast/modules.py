@@ -198,7 +198,7 @@ class Wrapped:
         # The class cannot be imported by name, so it is recreated on load.
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
-        args = tuple(_base(self) if each is type(self) else each for each in args)
+        args = tuple(_base(self) if arg is type(self) else arg for arg in args)
         return _remake, (_settings(self), make, args), *rest
 
 
@@ -304,7 +304,7 @@ def _remake(settings: dict[str, Any], make: Any, args: Any) -> Any:
 def _device_of(module: Any, args: Any, kwargs: Any) -> str | None:
     """Return the device type on which a call computes."""
     tensors = chain(tensors_in((args, kwargs)), module.parameters(), module.buffers())
-    return next((each.device.type for each in tensors), None)
+    return next((tensor.device.type for tensor in tensors), None)
 
 
 def _run_on_island(module: Any, island: Island, run: Any, args: Any, kwargs: Any) -> Any:

@@ -69,7 +69,7 @@ def is_plain(args: Sequence[Any]) -> bool:
     The backward pass of DTensors belongs to their placements; the JIT cannot save such a function.
     """
     is_followed = modes.has_transforms() or modes.is_jit_tracing()
-    others = (each.is_nested or distributed.is_dtensor(each) for each in tensors_in(args))
+    others = (tensor.is_nested or distributed.is_dtensor(tensor) for tensor in tensors_in(args))
     return not (is_followed or any(others))
 
 

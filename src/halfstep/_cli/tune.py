@@ -149,9 +149,9 @@ def _require_function(path: Path, name: str) -> None:
     except SyntaxError as error:  # not Python, or not UTF-8
         raise CommandError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     nodes = list(ast.walk(tree))
-    words = {each.id for each in nodes if isinstance(each, ast.Name)}
-    words |= {each.asname or each.name for each in nodes if isinstance(each, ast.alias)}
-    own = [each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    words = {node.id for node in nodes if isinstance(node, ast.Name)}
+    words |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    own = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     if name not in {*words, *own} and not words & {"*", "globals", "setattr", "exec"}:
         functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef)]
         raise CommandError(_no_function(str(path), name, functions))

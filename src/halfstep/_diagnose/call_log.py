@@ -189,7 +189,7 @@ class CallLog:
         if isinstance(value, torch.Generator):
             call.generators += ((value, value.get_state()),)
             return value
-        arguments += [_Argument(each, None, 0) for each in tensors_in([value])]
+        arguments += [_Argument(tensor, None, 0) for tensor in tensors_in([value])]
         return self._inside_of(value, call)
 
     def _placeholder(

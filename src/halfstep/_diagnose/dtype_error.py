@@ -151,9 +151,9 @@ def _explained(error: BaseException) -> DtypeError | None:
         stack.callback(RandomStates(accelerators()).restore)
         stack.enter_context(torch.no_grad())
         contexts = contexts_of(calls)
-        for each in contexts:
-            if each.is_here:
-                stack.enter_context(each.context)
+        for context in contexts:
+            if context.is_here:
+                stack.enter_context(context.context)
         # The innermost call that names tensors: a check of PyTorch may raise, in Python.
         inner = [c for c in reversed(calls[calls.index(user) :]) if not c.is_between]
         integers = _ABOUT_INTEGERS.search(str(error)) is not None
@@ -217,9 +217,9 @@ def _operand(
     ``line`` is the last line outside of packages.
     """
     tensors = (
-        (each, call)
+        (tensor, call)
         for call in (line, users[-1])
-        for each in call.tensors(with_integers=with_integers)
+        for tensor in call.tensors(with_integers=with_integers)
     )
     same = [(each, call) for each, call in tensors if _is_it(each, named.tensor)]
     same.sort(key=lambda each: each[0].tensor.shape != named.tensor.shape)  # not ``h`` for ``h.T``
@@ -313,13 +313,13 @@ def _why_not_cast(
         yield f"{function.name}.backward has no custom_bwd: it is outside of its forward's autocast"
     elif function is not None and is_on:
         yield f"{function.name}.forward has no custom_fwd: its arguments come as they are"
-    here = [each for each in contexts if each.is_here]
+    here = [context for context in contexts if context.is_here]
     others = [c for c in contexts if not c.is_here and c.switches.enabled]
     if is_on:
         return
     if here and here[-1].switches.device == device:
         yield f"autocast is off here: {here[-1].text}"
-    elif any(each.switches.device == device for each in others):
+    elif any(other.switches.device == device for other in others):
         yield f"autocast is off here: another thread entered it ({others[-1].text})"
     elif here:
         yield f"autocast is off here: {here[-1].text} is not for {device}"
@@ -385,7 +385,7 @@ def _cures(
         each_wanted.insert(0, max(floats, key=floats.__getitem__))  # that changes one tensor
     device = tensors[0].device.type
     is_on, policy = torch.is_autocast_enabled(device), current_policy(device)
-    written = {ast.unparse(each) for each in ast.walk(line.node or ast.Module([], []))}
+    written = {ast.unparse(node) for node in ast.walk(line.node or ast.Module([], []))}
     for wanted in each_wanted:
 
         def cast(tensor: Tensor, dtype: torch.dtype = wanted) -> Tensor:

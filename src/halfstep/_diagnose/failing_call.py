@@ -189,9 +189,9 @@ class Call:
         for arg in node.args:
             args += self.value(arg.value) if isinstance(arg, ast.Starred) else [self.value(arg)]
         named: dict[str, Any] = {}
-        for each in node.keywords:
-            value = self.value(each.value)
-            named |= value if each.arg is None else {each.arg: value}
+        for keyword in node.keywords:
+            value = self.value(keyword.value)
+            named |= value if keyword.arg is None else {keyword.arg: value}
         return args, named
 
     def tensors(self, *, with_integers: bool = False) -> Iterator[Named]:
@@ -299,7 +299,7 @@ def origin_of(named: Named, users: list[Call]) -> str:
         case ast.Attribute(value=of, attr=attribute):
             with suppress(Exception):
                 methods = vars(type(users[-1].value(of))).values()
-                codes = [each.__code__ for each in methods if isinstance(each, FunctionType)]
+                codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
                 found = [
                     _described(by, by.lineno)
                     for by in (node for code in codes for node in nodes_of(code))

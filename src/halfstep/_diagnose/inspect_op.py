@@ -195,7 +195,7 @@ def in_wider(call: OpCall, dtype: torch.dtype) -> list[Tensor] | None:
         return None
 
     tensors = [*tensors_in([call.args, call.kwargs])]
-    on_cpu = dtype is torch.float64 and not all(has_float64(each.device) for each in tensors)
+    on_cpu = dtype is torch.float64 and not all(has_float64(tensor.device) for tensor in tensors)
 
     def widened(value: Any) -> Any:
         if isinstance(value, Tensor):  # copied because the op may write to it

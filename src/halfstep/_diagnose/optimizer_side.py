@@ -57,7 +57,7 @@ def _settings(optimizer: Optimizer) -> Iterator[tuple[str, float]]:
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [group for each in members(optimizer) for group in each.param_groups]
+    return [group for member in members(optimizer) for group in member.param_groups]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Growth:
 def _largest(weights: list[Tensor]) -> float:
     """Return the largest magnitude on this rank; NaN if there is a NaN, or if it is unknown."""
     with modes.unseen_by_modes(), torch.no_grad(), suppress(Exception):  # as of a subclass
-        parts = [distributed.local_part(each.detach()) for each in weights]
+        parts = [distributed.local_part(weight.detach()) for weight in weights]
         sizes = [part.abs().amax().float().cpu() for part in parts if part.numel()]
         return float(torch.stack(sizes).amax()) if sizes else math.nan
     return math.nan

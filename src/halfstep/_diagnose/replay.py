@@ -165,7 +165,7 @@ class Replayer:
                 except Exception as error:  # raised by the step; the caller decides
                     run.error = error
             self._outermost, self.model = modules.outermost, modules.model
-            self._owners += [each for each in modules.others if each not in self._owners]
+            self._owners += [other for other in modules.others if other not in self._owners]
             self._left = [(p, g) for p, g in undo.grads() if g is not None and p.grad is g]
             self._mode = None
             yield run

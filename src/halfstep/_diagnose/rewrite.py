@@ -57,7 +57,7 @@ def is_written_out(operand: Operand) -> bool:
         return bool(operand.call.module)
     node = _argument(call, operand)
     parts = () if node is None else ast.walk(node)
-    return all(not isinstance(each, (ast.Name, ast.Call, ast.Subscript)) for each in parts)
+    return all(not isinstance(part, (ast.Name, ast.Call, ast.Subscript)) for part in parts)
 
 
 def rewritten(rewrites: list[Rewrite]) -> list[LineEdit] | None:
@@ -94,8 +94,8 @@ class _Rewriting:
     def __init__(self, source: Source, file: str) -> None:
         self._source, self._file = source, file
         nodes = list(ast.walk(source.tree))
-        self._parents = {child: each for each in nodes for child in ast.iter_child_nodes(each)}
-        self._names = {each.id for each in nodes if isinstance(each, ast.Name)}
+        self._parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+        self._names = {node.id for node in nodes if isinstance(node, ast.Name)}
         self._hoisted: dict[ast.expr, ast.Name] = {}
 
     def edits(self, rewrites: list[Rewrite]) -> list[LineEdit] | None:
@@ -239,7 +239,7 @@ def _argument(call: ast.expr, operand: Operand) -> ast.expr | None:
         return call.slice if operand.slot == 1 else call.value
     if isinstance(operand.slot, str):
         keywords = call.keywords if isinstance(call, ast.Call) else []
-        return next((each.value for each in keywords if each.arg == operand.slot), None)
+        return next((keyword.value for keyword in keywords if keyword.arg == operand.slot), None)
     return argument(call, operand.slot, operand.call)
 
 

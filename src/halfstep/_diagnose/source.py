@@ -281,7 +281,7 @@ class Source:
             return False
         inner = [each for each in own_nodes(found) if hasattr(each, "end_lineno")]
         ends = inner if hasattr(found, "body") else [found]  # only the head of `with`, `for`, `def`
-        first, last = found.lineno, max(each.end_lineno for each in ends)
+        first, last = found.lineno, max(end.end_lineno for end in ends)
         self._statements[(first, last)] = None
         return True
 
@@ -343,9 +343,9 @@ def _keyword(
 ) -> ast.expr | None:
     """Return the argument of a call for a parameter, or None if there is none."""
     is_name = str.endswith if placed.module else str.__eq__  # such as src_key_padding_mask
-    for each in call.keywords:
-        if is_name(each.arg or "", name):
-            return each.value
+    for keyword in call.keywords:
+        if is_name(keyword.arg or "", name):
+            return keyword.value
     if name not in parameters:
         return None
     index = parameters.index(name) - _is_method(call, placed)
@@ -401,4 +401,4 @@ def argument(node: ast.expr | ast.AugAssign, slot: int, placed: Placed) -> ast.e
         return None if any(isinstance(arg, ast.Starred) for arg in node.args) else found
     offset = slot + _is_method(node, placed)
     names = placed.parameters[offset : offset + 1] or USUAL_NAMES[offset : offset + 1]
-    return next((each.value for each in node.keywords if each.arg in names), None)
+    return next((keyword.value for keyword in node.keywords if keyword.arg in names), None)

@@ -163,7 +163,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call |
         return None
     module = next(iter(torch_modules()), "")
     placed = Placed(spot, function, 0, "", parameters_of(func), module)
-    versions = {id(each): autograd.version_of(each) for each in tensors_in([args, kwargs])}
+    versions = {id(tensor): autograd.version_of(tensor) for tensor in tensors_in([args, kwargs])}
     user_call = UserCall(place, function, range(0))
     return _Call(user_call, placed, _name_of(function), args, kwargs, versions)
 
@@ -282,7 +282,9 @@ class _Derivation:
         filled: ast.expr = _Filled(of_name, of_log).visit(ast.parse(rule, mode="eval").body)
         for call in ast.walk(filled):
             if isinstance(call, ast.Call):
-                call.keywords = [each for each in call.keywords if not _is_default(each.value)]
+                call.keywords = [
+                    keyword for keyword in call.keywords if not _is_default(keyword.value)
+                ]
         return filled
 
     def operand(self, given: _Argument) -> ast.expr:
@@ -331,9 +333,9 @@ class _Derivation:
         arguments = call.arguments(names)
         if call.name in _OF_ALL and arguments["dim"].value is None:
             rule = _OF_ALL[call.name]
-        terms = [each for each in arguments.values() if each.is_number]
+        terms = [argument for argument in arguments.values() if argument.is_number]
         if call.name == "add" and terms:
-            (other,) = (each for each in arguments.values() if each is not terms[0])
+            (other,) = (argument for argument in arguments.values() if argument is not terms[0])
             return self._of_sum(other, terms[0])
         return self._filled(rule, arguments)
 
@@ -382,7 +384,7 @@ class _Derivation:
         of, *others = (_Argument(value, call, slot) for slot, value in enumerate(call.args))
         if call.name == "getitem":
             return ast.Subscript(log(of), self.operand(others[0]))
-        rest = [self.operand(each) for each in others]
+        rest = [self.operand(other) for other in others]
         named = [
             ast.keyword(name, self.operand(_Argument(value, call, name)))
             for name, value in call.kwargs.items()

@@ -116,8 +116,8 @@ class UndoLog:
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Save the groups and the state of an optimizer, and the ``grad`` of its parameters."""
         self.note_grads(parameters(optimizer))
-        for each in members(optimizer):  # a container may have neither groups nor state
-            self._hold([each.param_groups, getattr(each, "state", {})])
+        for member in members(optimizer):  # a container may have neither groups nor state
+            self._hold([member.param_groups, getattr(member, "state", {})])
 
     def _hold(self, values: Iterable[object]) -> None:
         """Save containers and objects with their contents; modules are noted separately."""

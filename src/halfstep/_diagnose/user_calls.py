@@ -259,8 +259,8 @@ def _is_finite_with(
             args, kwargs = map_plain(alone, (args, kwargs))
             result = _carried_out([(0, edit)], func, args, kwargs, changed)
             outputs = list(tensors_in([result]))
-            leaves = [each for each in tensors_in([args, kwargs]) if each.requires_grad]
-            ends = [each for each in outputs if each.requires_grad]
+            leaves = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
+            ends = [output for output in outputs if output.requires_grad]
             gradients = autograd.gradients_of(ends, leaves) if ends and leaves else ()
             return all(is_finite(each) for each in (*outputs, *gradients) if each is not None)
     except NotApplicable:

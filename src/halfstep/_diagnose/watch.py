@@ -282,7 +282,7 @@ class Watch:
         calls = [] if made is None else needed_for([made.call])
         num_ends = len(self._capture.ends)
         is_end = made is not None and made.call in self._capture.ends  # by torch.func.grad
-        is_training = is_end or any(each.has_grad and is_model(each.function) for each in calls)
+        is_training = is_end or any(call.has_grad and is_model(call.function) for call in calls)
         if made is None or not is_training:
             return
         was_taken = self._capture.log.is_old(made.call)  # the loop read the value after the step

@@ -142,8 +142,8 @@ class _Watched:
         """
         if not self.is_first:
             return [Copy(slots)]
-        parts = {id(held): [each for each in slots if each[0] is held] for held, *_ in slots}
-        return [Copy(each) for each in parts.values()]
+        parts = {id(held): [slot for slot in slots if slot[0] is held] for held, *_ in slots}
+        return [Copy(part) for part in parts.values()]
 
     @property
     def __name__(self) -> str:

@@ -144,7 +144,7 @@ def p_norm(gradients: Gradients, p: float, device: torch.device) -> Tensor:
             norms = torch.stack(list(norms_of_each(values, p, dtype=torch.float64)))
         else:  # entries ** p may overflow in float32
             amax = largest_magnitudes(values).amax().clamp(min=_TINY)
-            norms = torch.stack(norms_of_each([each.float() / amax for each in values], p)) * amax
+            norms = torch.stack(norms_of_each([value.float() / amax for value in values], p)) * amax
         found.append(_carried(_norm_of_norms(norms, p), device).to(wide))
     return _norm_of_norms(torch.stack(found), p)
 

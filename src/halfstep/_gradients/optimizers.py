@@ -63,7 +63,7 @@ def makes_step_of(stepped: Any, optimizer: Any) -> bool:
     """Return whether stepping the first steps the second: itself, wrapped by it or held by it."""
     groups = getattr(optimizer, "param_groups", None)
     return stepped is optimizer or any(
-        each is optimizer or each.param_groups is groups for each in members(stepped)
+        member is optimizer or member.param_groups is groups for member in members(stepped)
     )
 
 

@@ -93,8 +93,8 @@ class _Batch:
 
     def __init__(self, members: list[_Exchanged], store: Store) -> None:
         self._members, self._store = members, store
-        self._lows = [_flat(each.dense) for each in members]
-        self._kept = [_flat(each.kept) for each in members if each.kept is not None]
+        self._lows = [_flat(member.dense) for member in members]
+        self._kept = [_flat(member.kept) for member in members if member.kept is not None]
         sizes = [low.numel() for low in self._lows]
         self._sizes = [part for size in sizes for part in (size, _aligned(size) - size)]
         self._size = sum(self._sizes) if len(sizes) > 1 else sizes[0]
@@ -113,7 +113,7 @@ class _Batch:
                 each.kept = self._store.empty(each.dense)
         self._weights = weights
         if len(members) > 1 and _has_narrow_gradient(members[0]):
-            grads = [_dense(local_part(each.param.grad)) for each in members]
+            grads = [_dense(local_part(member.param.grad)) for member in members]
             parts = self._parts(memory(self._size, device))
             copy_to_each_(parts, [_flat(grad) for grad in grads])
             for each, grad, part in zip(members, grads, parts, strict=True):
@@ -122,13 +122,15 @@ class _Batch:
     def narrow(self) -> None:
         """Round the weights into the parameters, and store what rounding leaves out."""
         members, store, weights = self._members, self._store, self._weights
-        made = [each for each in members if each.is_made]
+        made = [member for member in members if member.is_made]
         if len(made) < len(members):  # interrupted
             for each in made:
                 _Batch([each], store).narrow()
             return
         if weights is None or not all(map(_is_as_given, members)):
-            now = [_dense(local_part(each.param.data).float(), each.dense) for each in members]
+            now = [
+                _dense(local_part(member.param.data).float(), member.dense) for member in members
+            ]
             weights = self._joined([_flat(each) for each in now])
         shard = shard_name(members[0].low)
         if len(members) == 1:
@@ -141,10 +143,10 @@ class _Batch:
             copy_to_each_(self._lows, self._parts(lows))
             if self._kept:
                 copy_to_each_(self._kept, self._parts(left))
-        for each in members:
-            target = local_part(each.low)
-            if each.dense is not target:
-                target.copy_(each.dense)
+        for member in members:
+            target = local_part(member.low)
+            if member.dense is not target:
+                target.copy_(member.dense)
 
     def _parts(self, block: Tensor) -> tuple[Tensor, ...]:
         """Return the part of a block that belongs to each parameter."""

@@ -135,7 +135,7 @@ class OpenSteps:
             # An open step that is not further out was ended by an exception.
             if outer_depth < depth and makes_step_of(outer, optimizer):
                 return
-        held = (each for each in members(optimizer) if each is not optimizer)
+        held = (member for member in members(optimizer) if member is not optimizer)
         if any(isinstance(each, torch.optim.Optimizer) for each in held):
             return
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
@@ -188,7 +188,7 @@ class LostUpdates:
     @property
     def share(self) -> float:
         """The share of all updates that were lost, 0 to 1; NaN if there were no updates."""
-        counts = [each.cpu() for each in self._counts.values()]
+        counts = [count.cpu() for count in self._counts.values()]
         return _share(torch.stack(counts).sum(0)) if counts else float("nan")
 
     @property

@@ -496,7 +496,7 @@ def float32_weights(
     """
     for optimizer in optimizers:
         require_optimizer("float32_weights", optimizer)
-    behind = [each for optimizer in optimizers for each in with_masters(optimizer)]
+    behind = [master for optimizer in optimizers for master in with_masters(optimizer)]
     if not behind:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ValueError(

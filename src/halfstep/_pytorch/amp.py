@@ -59,7 +59,7 @@ def multiply_each_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> Non
     """
     # A 0-dim factor would be rounded to the dtype of the tensors first.
     factors = [factor.reshape(1)] * len(tensors)
-    torch._foreach_mul_([each if each.dim() else each.view(1) for each in tensors], factors)
+    torch._foreach_mul_([tensor if tensor.dim() else tensor.view(1) for tensor in tensors], factors)
 
 
 def update_scale_(
@@ -196,7 +196,7 @@ def remember_for_custom_bwd(ctx: Any, switches: Switches) -> None:
 @cache
 def switch_devices() -> list[str]:
     """Return the device types for which this PyTorch build has autocast switches."""
-    return [each for each in torch._C._autocast_supported_devices() if each != GUARD_DEVICE]
+    return [device for device in torch._C._autocast_supported_devices() if device != GUARD_DEVICE]
 
 
 @cache
@@ -207,9 +207,9 @@ def autocast_devices() -> list[str]:
     """
     keys = torch._C.DispatchKey.__members__
     return [
-        each
-        for each in switch_devices()
-        if "Autocast" + torch._C._dispatch_key_for_device(each) in keys
+        device
+        for device in switch_devices()
+        if "Autocast" + torch._C._dispatch_key_for_device(device) in keys
     ]
 
 

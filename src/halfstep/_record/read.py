@@ -181,7 +181,7 @@ class RankRecord:
         if len(lines) == 1:
             text = f"line {lines[0].line} of {name} is {what} and was {done}"
         else:
-            which, why = step_list(each.line for each in lines), f"the first: {why}"
+            which, why = step_list(line.line for line in lines), f"the first: {why}"
             text = f"{count(len(lines))} lines of {name} are {what} and were {done}: {which}"
         yield Note(lines[0].step, f"{text} ({why})" if lines is self._damaged else text)
 
@@ -474,7 +474,7 @@ def _joined_samples(ranks: Iterable[RankRecord]) -> Iterator[Sample]:
 def _joined_sample(samples: Sequence[Sample]) -> Sample:
     if len(samples) == 1:
         return samples[0]
-    measured = (each for sample in samples for each in sample.tensors)
+    measured = (tensor for sample in samples for tensor in sample.tensors)
     tensors = grouped(measured, lambda each: (each.kind, each.name, each.dtype))
     together = (Measured.of(*key, merged(alike)) for key, alike in tensors.items())
     return replace(samples[0], tensors=tuple(together))

@@ -435,8 +435,9 @@ class Recorder:
         if tensors:
             event = {"event": "sample", "step": self.num_steps, "scale": scale}
             rows = [
-                {"kind": each.kind, "name": each.name, "dtype": each.dtype} | structs.asdict(each)
-                for each in tensors
+                {"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype}
+                | structs.asdict(tensor)
+                for tensor in tensors
             ]
             self._write(event | {"tensors": rows})
             self._log(self.num_steps, sample_scalars(tensors))

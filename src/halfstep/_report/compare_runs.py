@@ -186,7 +186,7 @@ def _why_not(runs: Sequence[Summary]) -> Iterator[str]:
         yield "their models differ"
     if any(run.loss is None for run in runs):
         yield "not every run has one"
-    if len({tuple(each.optimizer for each in run.losses) for run in runs}) > 1:
+    if len({tuple(loss.optimizer for loss in run.losses) for run in runs}) > 1:
         yield "their optimizers differ"
     first = [abs(run.loss.first) for run in runs if run.loss]
     if first and all(map(math.isfinite, first)) and max(first) > _SAME_LOSS * min(first):
@@ -240,7 +240,7 @@ def _entries(runs: Sequence[Summary], why_not: Sequence[str]) -> Iterator[Compar
     }
     head, *rest = _NUMBERS
     yield from _compared(head.name, head, [run.at(head.key) for run in runs], False)
-    optimizers = dict.fromkeys(each.optimizer for run in runs for each in run.losses)
+    optimizers = dict.fromkeys(loss.optimizer for run in runs for loss in run.losses)
     for name in optimizers:
         curves = [next((x.curve for x in run.losses if x.optimizer == name), None) for run in runs]
         for each in _LOSSES:
@@ -322,7 +322,7 @@ def _policy_difference(mine: PolicySeen | None, its: PolicySeen | None) -> str:
 def _versions(runs: Sequence[Summary]) -> Iterator[tuple[str, tuple[str, ...]]]:
     facts = [_facts(run) for run in runs]
     for name in facts[0]:
-        texts = tuple(each[name] for each in facts)
+        texts = tuple(fact[name] for fact in facts)
         if len(set(texts)) > 1:
             yield name, texts
 

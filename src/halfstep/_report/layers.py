@@ -157,9 +157,9 @@ def _gradients(
     )
     scale = max(gradients, key=lambda each: each.step).scale
     best = _best(window, scale)
-    measured = sum(each.measured.measured for each in gradients)
-    lost = sum(each.lost for each in gradients)
-    lost_there = None if best is None else sum(_lost_at(best, each) for each in gradients)
+    measured = sum(gradient.measured.measured for gradient in gradients)
+    lost = sum(gradient.lost for gradient in gradients)
+    lost_there = None if best is None else sum(_lost_at(best, gradient) for gradient in gradients)
     return GradientTotals(
         scale=scale,
         measured=measured,
@@ -211,12 +211,16 @@ _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 
 def _window_of(gradients: Sequence[SampledTensor], overflows: Mapping[int, float]) -> ScaleWindow:
     # One held sample is enough: others of a norm may have no value small enough to tell.
-    has_passed = any(each.measured.flushed is not None for each in gradients)
-    if not has_passed and any(each.is_held for each in gradients):
+    has_passed = any(gradient.measured.flushed is not None for gradient in gradients)
+    if not has_passed and any(gradient.is_held for gradient in gradients):
         return _window(None, None, is_at_least=False)
     # Values flushed at one scale are only visible in samples at a larger scale.
-    flushed = [each.scale for each in gradients if each.measured.flushed]
-    whole = [each.scale for each in gradients if each.measured.amin and not each.measured.flushed]
+    flushed = [gradient.scale for gradient in gradients if gradient.measured.flushed]
+    whole = [
+        gradient.scale
+        for gradient in gradients
+        if gradient.measured.amin and not gradient.measured.flushed
+    ]
     is_at_least = bool(flushed) and max(flushed) >= max(whole, default=0.0)
     largest = largest_scale(gradients, overflows)
     return _window(smallest_scale(gradients), largest, is_at_least=is_at_least)
@@ -233,12 +237,12 @@ def smallest_scale(gradients: Iterable[SampledTensor]) -> float | None:
     It is None if all entries are zero. If some were flushed, the true scale may be larger.
     """
     needed = []
-    for each in gradients:
-        measured = each.measured
-        if measured.amin is not None and not each.is_held:
-            needed.append(each.format.flushed_below / measured.amin * each.scale)
+    for gradient in gradients:
+        measured = gradient.measured
+        if measured.amin is not None and not gradient.is_held:
+            needed.append(gradient.format.flushed_below / measured.amin * gradient.scale)
         if measured.flushed:
-            needed.append(each.scale)
+            needed.append(gradient.scale)
     return _as_scale(math.frexp(max(needed))[1]) if needed else None  # the power above
 
 
@@ -250,13 +254,13 @@ def largest_scale(
     An inf puts a limit on the scale only if a smaller scale might have prevented it.
     """
     allowed, too_large = [], []
-    for each in gradients:
-        if each.is_held:
+    for gradient in gradients:
+        if gradient.is_held:
             continue
-        if each.measured.amax:
-            allowed.append(each.format.largest / each.measured.amax * each.scale)
-        if each.measured.inf and each.step in overflows:
-            too_large.append(each.scale)
+        if gradient.measured.amax:
+            allowed.append(gradient.format.largest / gradient.measured.amax * gradient.scale)
+        if gradient.measured.inf and gradient.step in overflows:
+            too_large.append(gradient.scale)
     powers = [_as_scale(math.frexp(min(allowed))[1] - 1)] if allowed else []  # not above it
     return min([*powers, *map(power_below, too_large)], default=None)
 

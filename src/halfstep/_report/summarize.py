@@ -51,8 +51,8 @@ def summarize(run: Run) -> Summary:
         path=str(run.path),
         facts=_facts(run),
         models=tuple(
-            ModelFacts(each.name, each.parameters, len(each.modules), each.rank)
-            for each in run.models
+            ModelFacts(model.name, model.parameters, len(model.modules), model.rank)
+            for model in run.models
         ),
         policies=policies,
         rules=tuple(_rules(run)),
@@ -135,10 +135,14 @@ def _rules(run: Run) -> Iterator[RuleActed]:
 
 def _steps(run: Run) -> StepCounts:
     iterations = [list(alike) for _, alike in groupby(run.steps, lambda step: step.step)]
-    skipped = [(each[0].step, not all(step.taken for step in each)) for each in iterations]
+    skipped = [
+        (iteration[0].step, not all(step.taken for step in iteration)) for iteration in iterations
+    ]
     scalers = _by_scaler(iterations, run.starts)
     others = {each.step for each in run.diagnoses if each.diagnosis.verdict in OTHER_CAUSES}
-    kinds = [(step, kind) for each in scalers for step, kind in _search(each) if step not in others]
+    kinds = [
+        (step, kind) for scaler in scalers for step, kind in _search(scaler) if step not in others
+    ]
     start_up = tuple(step for step, kind in kinds if kind == "start")
     after_growth = tuple(step for step, kind in kinds if kind == "growth")
     if not are_a_start(len(start_up), len(iterations)):
@@ -317,13 +321,13 @@ def _have_weights_moved(run: Run) -> bool | None:
     first: dict[str, tuple[int, Measured]] = {}
     is_known = False
     for sample in run.samples:
-        for each in sample.tensors:
-            if each.kind != "parameter":
+        for tensor in sample.tensors:
+            if tensor.kind != "parameter":
                 continue
-            at, before = first.setdefault(each.name, (sample.step, each))
+            at, before = first.setdefault(tensor.name, (sample.step, tensor))
             # What a sample shows of a weight is its value before the step.
             is_known |= any(at <= step < sample.step for step in taken)
-            if _values(each) != _values(before):
+            if _values(tensor) != _values(before):
                 return True
     return False if is_known else None
 
@@ -385,7 +389,7 @@ def _place(diagnosis: Diagnosis) -> tuple[object, ...]:
 
 
 def _notes(run: Run) -> tuple[Note, ...]:
-    of_models = (Note(each.step, each.note) for each in run.models if each.note)
+    of_models = (Note(model.step, model.note) for model in run.models if model.note)
     notes = (*of_models, *run.notes)
     return tuple({note.text: note for note in reversed(notes)}.values())[::-1]
 

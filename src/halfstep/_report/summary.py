@@ -455,7 +455,7 @@ class Summary:
         """The keys of the losses by name: of one, or of one for each optimizer."""
         if not self.losses:
             return {"loss": "loss"}
-        optimizers = enumerate(each.optimizer for each in self.losses)
+        optimizers = enumerate(loss.optimizer for loss in self.losses)
         return {f"loss of {name}": f"losses.{place}.curve" for place, name in optimizers}
 
     @property

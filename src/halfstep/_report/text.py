@@ -129,7 +129,7 @@ def _in_order(found: list[Sentence]) -> tuple[Sentence, ...]:
     causes = sorted((each for each in found if not each.follows), key=_badness)
     worst = min(map(_badness, found))
     causes[0] = replace(causes[0], severity=SEVERITIES[worst])
-    num = sum(_badness(each) == worst for each in causes)
+    num = sum(_badness(cause) == worst for cause in causes)
     return (*causes[:num], *sorted(followed, key=_badness), *causes[num:])
 
 
@@ -176,8 +176,8 @@ def summary_json(summary: Summary) -> dict[str, Any]:
     """Return the whole summary with its sentences; inf and NaN are strings, as in the record."""
     plain_values: dict[str, Any] = to_plain(asdict(summary))
     said = [
-        {"severity": each.severity, "text": each.text, "follows": each.follows}
-        for each in sentences(summary)
+        {"severity": sentence.severity, "text": sentence.text, "follows": sentence.follows}
+        for sentence in sentences(summary)
     ]
     return {"schema": SCHEMA, "kind": "report", "sentences": said, **plain_values}
 

@@ -340,7 +340,7 @@ class Session:
 def _require_same_program(file: Path, target: str) -> None:
     """Raise ``RecordError`` if a record is another program's; one that is resumed goes on."""
     programs = programs_in(file)
-    if programs and not any(is_same_program(each, target) for each in programs):
+    if programs and not any(is_same_program(program, target) for program in programs):
         raise RecordError(
             f"{file.parent} has the record of another program, {programs[-1]}: give each its own "
             "folder with -o, or add this run to that record with --append"

@@ -104,8 +104,8 @@ class DueSchedules:
 
         A step of a container counts for all its members.
         """
-        for each in members(optimizer):
-            self._steps.setdefault(each, _TakenSteps()).add(taken)
+        for member in members(optimizer):
+            self._steps.setdefault(member, _TakenSteps()).add(taken)
 
     def note_move(self, scheduler: Any) -> None:
         self._moved[scheduler] = self._count(scheduler)
@@ -136,7 +136,9 @@ class Backup:
     def __init__(
         self, tensors: Iterable[Tensor], dicts: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]
     ) -> None:
-        self._values = [(each, each.detach().clone()) for each in tensors if _is_writable(each)]
+        self._values = [
+            (tensor, tensor.detach().clone()) for tensor in tensors if _is_writable(tensor)
+        ]
         self._dicts = list(dicts)
 
     @torch.no_grad()

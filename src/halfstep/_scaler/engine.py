@@ -114,7 +114,7 @@ class Engine:
             found_inf = [flag for each in iteration.checks for flag in each.flags().values()]
         waiting = self.unused.before_change(iteration, self.loss_scale)
         self._left_out = self._left_out_by_caller() if OBSERVERS else []
-        outliers = [each.outlier for each in iteration.steps.values() if each.outlier is not None]
+        outliers = [step.outlier for step in iteration.steps.values() if step.outlier is not None]
         self.loss_scale.update(found_inf, outliers)
         if waiting or self.unused.waiting:
             self.unused.wait(waiting)

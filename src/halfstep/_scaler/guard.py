@@ -90,7 +90,7 @@ def guard(
     require_optimizer("guard", optimizer)
     if optimizer in _GUARDED:
         raise CallOrderError(f"guard({type(optimizer).__name__}): it has a guard already")
-    if any(isinstance(each, torch.optim.LBFGS) for each in members(optimizer)):
+    if any(isinstance(member, torch.optim.LBFGS) for member in members(optimizer)):
         raise ValueError(
             "guard(LBFGS): it evaluates its closure several times in a step. GradScaler("
             "init_scale=1.0, rule=halfstep.Static()) checks each: scaler.step(optimizer, closure)"

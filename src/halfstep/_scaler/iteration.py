@@ -115,7 +115,7 @@ class Checked:
 
     def agreements(self) -> list[Agreement]:
         """Return the agreements of all checks; empty if this rank decides alone."""
-        return [each.agreement for each in self.checks() if each.agreement is not None]
+        return [check.agreement for check in self.checks() if check.agreement is not None]
 
     def decide(self, outlier: Scalar | None = None) -> Decided:
         """Decide whether the step must be skipped. Sync: none.
@@ -125,8 +125,8 @@ class Checked:
         """
         gathered = self.gathered
         flags: list[Tensor] = []
-        for each in gathered.checks:
-            flags += each.found_inf.values()
+        for check in gathered.checks:
+            flags += check.found_inf.values()
         if self.own is not None:
             flags += self.own.flags().values()
         if not flags:

@@ -283,7 +283,7 @@ class LossScale:
         if self.device.type in READABLE:  # values are compared there
             return []
         tensors = [self._tensor, self._growth_tracker]
-        return [each._version for each in tensors if each is not None]
+        return [tensor._version for tensor in tensors if tensor is not None]
 
     def _follow_writes(self) -> None:
         """Take over what was written into the tensors in place. Sync: two if there may be any."""
@@ -311,7 +311,7 @@ class LossScale:
         self.forget_later_losses()
         is_known = isinstance(found_inf, bool)
         if outliers:
-            is_known &= not any(isinstance(each, Tensor) for each in outliers)
+            is_known &= not any(isinstance(outlier, Tensor) for outlier in outliers)
         if is_known:
             self._move(bool(found_inf), any(outliers))
         else:

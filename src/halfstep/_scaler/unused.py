@@ -178,7 +178,12 @@ class Unused:
             self._loose = {}
         if self._loose:
             optimizers = [memory.optimizer() for memory in self._journal.memories.values()]
-            known = {id(p) for each in optimizers if each is not None for p in parameters(each)}
+            known = {
+                id(p)
+                for optimizer in optimizers
+                if optimizer is not None
+                for p in parameters(optimizer)
+            }
             alive = {key: ref for key, ref in self._loose.items() if ref() is not None}
             self._loose = {key: ref for key, ref in alive.items() if key not in known}
 

@@ -178,8 +178,8 @@ class RunningModules:
         """Return the path of the module that owns a parameter, empty if unknown."""
         if not self._owners:
             for module, name in self._names.items():
-                for each in module.parameters(recurse=False):
-                    self._owners.setdefault(each, name)
+                for parameter in module.parameters(recurse=False):
+                    self._owners.setdefault(parameter, name)
         return self._owners.get(param, "")
 
     @property

@@ -329,7 +329,7 @@ class TraceDiff:
         return bool(self.differences)
 
     def __str__(self) -> str:
-        lines: list[TableLine] = [each._cells() for each in self.differences]
+        lines: list[TableLine] = [difference._cells() for difference in self.differences]
         if self.slower_or_faster:
             lines.append("only the time differs:")
             lines += [each._cells() for each in self.slower_or_faster]

@@ -66,7 +66,7 @@ class Dataflow:
         """Return whether any reader, or ``all`` of them, cast the output to a lower precision."""
         storage = row.outputs[0].storage if row.outputs else -1
         readers = self._readers[storage]
-        return bool(readers) and by((each.number, storage) in self._lowered for each in readers)
+        return bool(readers) and by((reader.number, storage) in self._lowered for reader in readers)
 
     def flows_down(self, row: Row) -> bool:
         """Return whether the output is lowered, directly or after an op that keeps its dtype."""

@@ -234,7 +234,10 @@ def _are_gradients_seen(model: LightningModule) -> bool:
     return (
         is_overridden("configure_gradient_clipping", model)
         or is_overridden("on_before_optimizer_step", model)
-        or any(is_overridden("on_before_optimizer_step", each) for each in model.trainer.callbacks)
+        or any(
+            is_overridden("on_before_optimizer_step", callback)
+            for callback in model.trainer.callbacks
+        )
     )
 
 
@@ -251,7 +254,7 @@ class _AfterSteps:
 
     def __call__(self, scheduler: Any, metric: Any) -> None:
         configs = self._module.trainer.lr_scheduler_configs
-        intervals = [each.interval for each in configs if each.scheduler is scheduler]
+        intervals = [config.interval for config in configs if config.scheduler is scheduler]
         if "step" not in intervals or self._due.may_move(scheduler):
             self.__wrapped__(scheduler, metric)
 
@@ -301,7 +304,7 @@ class RecordRun(Callback):
                 model=pl_module,
                 scaler=_scaler_of(trainer),
                 every=self.every,
-                sinks=[_Logger(each) for each in trainer.loggers],
+                sinks=[_Logger(logger) for logger in trainer.loggers],
             )
         )
 
@@ -349,10 +352,10 @@ class Diagnose(Callback):
 
         def tell(found: Diagnosis, step: int) -> None:
             self.found.append(found)
-            for each in trainer.callbacks:
-                if isinstance(each, RecordRun) and each.run is not None:
+            for callback in trainer.callbacks:
+                if isinstance(callback, RecordRun) and callback.run is not None:
                     is_running = self.watch is None or not self.watch.is_ending
-                    each.run.add_diagnosis(found, step=each.run.num_steps + is_running)
+                    callback.run.add_diagnosis(found, step=callback.run.num_steps + is_running)
             warn(found, step)
 
         scaler = _scaler_of(trainer) or GradScaler(enabled=False)
