@@ -114,7 +114,7 @@ def _has_loop(site: Site, around: Around) -> bool:
         if isinstance(node, ast.With | ast.AsyncWith)
         and any(item.context_expr is around.node for item in node.items)
     ]
-    return any(isinstance(node, _LOOPS) for each in statements for node in ast.walk(each))
+    return any(isinstance(node, _LOOPS) for statement in statements for node in ast.walk(statement))
 
 
 def _without_scaler(program: Program) -> Iterator[Finding]:
@@ -314,9 +314,9 @@ def _results(site: Site) -> set[str]:
     """Return the names bound to the result of a call, or to values computed from it."""
     found: set[str] = set()
     assignments = [node for node in ast.walk(site.scope.node) if isinstance(node, ast.Assign)]
-    for each in sorted(assignments, key=lambda node: node.lineno):
-        if each is site.statement or (found and _names_in(each.value) & found):
-            found.update(*map(_names_in, each.targets))
+    for assignment in sorted(assignments, key=lambda node: node.lineno):
+        if assignment is site.statement or (found and _names_in(assignment.value) & found):
+            found.update(*map(_names_in, assignment.targets))
     return found
 
 

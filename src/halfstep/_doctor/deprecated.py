@@ -205,7 +205,7 @@ class _Rewriter:
     def _is_known(self, use: ast.expr, name: str) -> bool:
         parent = self._parents.get(use)
         if isinstance(parent, ast.Call) and parent.func is use:
-            return not any(isinstance(each, ast.Starred) for each in parent.args)
+            return not any(isinstance(arg, ast.Starred) for arg in parent.args)
         if name == "GradScaler":  # as in an annotation; a subclass calls its __init__
             return not isinstance(parent, ast.ClassDef)
         return name != "autocast" and use in getattr(parent, "decorator_list", ())

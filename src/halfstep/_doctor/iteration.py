@@ -150,7 +150,7 @@ def _check_scale(now: Iteration, call: Call, report: Report) -> bool:
     if call.optimizer in now.used:  # no new gradients since its step
         return False
     updated = [line for key, line in now.updated if key == call.scaler]
-    is_other = bool(now.scalers) and all(_are_beside(call.scaler, each) for each in now.scalers)
+    is_other = bool(now.scalers) and all(_are_beside(call.scaler, scaler) for scaler in now.scalers)
     if updated:
         report("update-before-step", updated[0], **call.names)
     elif is_other:
@@ -222,7 +222,9 @@ def after_zero_grad(now: Iteration, optimizers: Iterable[str], line: int) -> Ite
     """Return the state after the gradients of optimizers were dropped."""
     if now.is_used or not now.losses:
         return now
-    return replace(now, zeroed=now.zeroed | {(each, line) for each in optimizers}, is_dropped=True)
+    return replace(
+        now, zeroed=now.zeroed | {(optimizer, line) for optimizer in optimizers}, is_dropped=True
+    )
 
 
 def after_clip(now: Iteration, call: Call) -> Iteration:

@@ -56,7 +56,7 @@ class Training:
     @property
     def apart(self) -> list[Optimizer]:
         """The optimizers, with containers replaced by their members."""
-        found = [each for optimizer in self.optimizers for each in members(optimizer)]
+        found = [member for optimizer in self.optimizers for member in members(optimizer)]
         return [each for each in dict.fromkeys(found) if len(members(each)) == 1]
 
     @property
@@ -282,7 +282,7 @@ def _left_behind(training: Training) -> Iterator[Finding]:
 
 
 def _schedules(training: Training) -> Iterator[Finding]:
-    inner = [getattr(each, "optimizer", each) for each in training.optimizers]
+    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in training.optimizers]
     known = [member for each in inner for member in members(each)]
     for scheduler in training.schedulers if known else ():
         of = getattr(scheduler, "optimizer", None)

@@ -105,10 +105,10 @@ class FileNames:
                 return
             case ast.ClassDef():
                 outer, self._class = self._class, node.name
-                names = [dotted(each) for each in node.bases]
+                names = [dotted(base) for base in node.bases]
                 self.inheriting |= {node.name} if names else set()
                 # Only classes that were read before, so that there are no cycles.
-                self.bases[node.name] = [each for each in names if each in self.bases]
+                self.bases[node.name] = [name for name in names if name in self.bases]
                 self._children(node)
                 self._class = outer
                 return

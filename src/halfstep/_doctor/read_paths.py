@@ -245,9 +245,10 @@ class Walk:
                 return merged([*self._calls(body, here, yes), *self._calls(orelse, here, no)])
             case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
                 here = here.within(Around("loop", node))
-                for each in node.generators:
+                for generator in node.generators:
                     paths = [
-                        self._bind_element(each.target, each.iter, here.scope, p) for p in paths
+                        self._bind_element(generator.target, generator.iter, here.scope, p)
+                        for p in paths
                     ]
         for child in self._parts(node):
             paths = self._calls(child, here, paths)
@@ -260,7 +261,9 @@ class Walk:
         found = self._names.parts.get(node)
         if found is None:
             children = ast.iter_child_nodes(node)
-            found = [each for each in children if isinstance(each, _VISITED) or self._parts(each)]
+            found = [
+                child for child in children if isinstance(child, _VISITED) or self._parts(child)
+            ]
             self._names.parts[node] = found
         return found
 

@@ -77,7 +77,7 @@ class Program:
         """The parts of the file to check; called functions belong to the part that calls them."""
         names, found = self.meaning.names, list[Root]()
         called = {*names.calls.values()}
-        functions = sorted((each.node for each in names.scopes.values()), key=called.__contains__)
+        functions = sorted((scope.node for scope in names.scopes.values()), key=called.__contains__)
         seen: set[ast.AST] = set()
         for node in [self._function] if self._function else functions:
             if node not in seen:

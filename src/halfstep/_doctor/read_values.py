@@ -96,8 +96,8 @@ class Meaning:
             match made:
                 case (ast.Call(func=called, args=[first, *args], keywords=keywords), where):
                     if self._qualified_as_written(called, where) == "functools.partial":
-                        given = {each.arg for each in node.keywords}
-                        kept = [each for each in keywords if each.arg not in given]
+                        given = {keyword.arg for keyword in node.keywords}
+                        kept = [keyword for keyword in keywords if keyword.arg not in given]
                         call = ast.Call(first, [*args, *node.args], [*kept, *node.keywords])
                         return ast.copy_location(call, node), where
         return None
@@ -173,8 +173,8 @@ class Meaning:
     def devices(self, node: ast.expr, scope: NameScope) -> set[str]:
         """Return the device types that an expression may stand for, empty if one is unknown."""
         found: set[str] = set()
-        for each in self.candidates(node, scope):
-            match each:
+        for candidate in self.candidates(node, scope):
+            match candidate:
                 case ast.Constant(value=str(name)), _:
                     found.add(name.partition(":")[0])
                 case ast.JoinedStr(values=[ast.Constant(value=str(name)), *_]), _:
@@ -190,8 +190,8 @@ class Meaning:
     def constant(self, node: ast.expr, scope: NameScope) -> Any:
         """Return the value of a literal; None if uncertain."""
         first, *others = [
-            _literal(each[0], self.object(each[0])) if each else _MISSING
-            for each in self.candidates(node, scope)
+            _literal(candidate[0], self.object(candidate[0])) if candidate else _MISSING
+            for candidate in self.candidates(node, scope)
         ] or [_MISSING]
         is_certain = first is not _MISSING and all(value == first for value in others)
         return first if is_certain else None
@@ -266,7 +266,9 @@ class Meaning:
     def _each(
         self, node: ast.expr, scope: NameScope, look: Callable[[ast.expr, NameScope], _T | None]
     ) -> list[_T | None]:
-        return [look(*each) if each else None for each in self.candidates(node, scope)]
+        return [
+            look(*candidate) if candidate else None for candidate in self.candidates(node, scope)
+        ]
 
     def _is(
         self,

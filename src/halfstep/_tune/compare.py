@@ -195,7 +195,7 @@ def _rows(
         dtype = coarser(seen_a.dtype, seen_b.dtype)
         depth = max(seen_a.depth, seen_b.depth)
         tensors = (*(wanted for wanted, _ in outputs), *seen_a.module.parameters(recurse=False))
-        longest = max((size for each in tensors for size in each.shape), default=1)
+        longest = max((size for tensor in tensors for size in tensor.shape), default=1)
         bound = tolerance or tolerance_between(dtype, depth, longest)
         yield ModulePair(
             name,
@@ -228,7 +228,7 @@ def _paired(a: Version, b: Version) -> Iterator[tuple[str, str]]:
 def _has_same_weights(a: nn.Module, b: nn.Module) -> bool:
     """Return whether two modules have own parameters that are equal up to rounding."""
     some, others = list(a.parameters(recurse=False)), list(b.parameters(recurse=False))
-    if not some or [each.shape for each in some] != [each.shape for each in others]:
+    if not some or [each.shape for each in some] != [other.shape for other in others]:
         return False
     return all(
         torch.equal(x.detach().to(dtype), y.detach().to(x.device, dtype))
@@ -368,7 +368,7 @@ class _Listener(TopLevelCalls):
             seen.outputs.append(self._kept(output))
             self._num_returned += 1
             # The depth in autograd's graph, at least the number of modules that have returned.
-            depths = [self._depths.of(each) for each in tensors_in([output])]
+            depths = [self._depths.of(tensor) for tensor in tensors_in([output])]
             seen.depth = max(seen.depth, self._num_returned, *depths)
             seen.dtype = self._dtype
 
@@ -384,12 +384,12 @@ class _Listener(TopLevelCalls):
         prefix = self._names.get(id(model), type(model).__name__ if self._restored else "")
         for path, module in replicated(model).named_modules():
             parts = (prefix, without_wrappers(path))
-            self._names.setdefault(id(module), ".".join(each for each in parts if each))
+            self._names.setdefault(id(module), ".".join(part for part in parts if part))
         return {self._names[id(each)]: each for each in replicated(model).modules()}
 
     def _kept(self, values: Any) -> list[Tensor]:
         """Return copies of the floating-point tensors in containers."""
-        found = [each for each in tensors_in([values]) if each.is_floating_point()]
+        found = [tensor for tensor in tensors_in([values]) if tensor.is_floating_point()]
         found = [each for each in found if not modes.is_inside_functorch(each)]
         for each in found:
             self._count_precision(each)

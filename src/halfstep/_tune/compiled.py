@@ -333,7 +333,7 @@ def _problem(eager: Sequence[Repetition], seen: Sequence[Repetition]) -> str:
     for by_eager, by_compiled in zip(eager, seen, strict=True):
         kinds = [[_described(each) for each in run.output] for run in (by_compiled, by_eager)]
         if kinds[0] != kinds[1]:
-            returned = [listed(each) or "nothing" for each in kinds]
+            returned = [listed(kind) or "nothing" for kind in kinds]
             return f"returns {returned[0]}, eager code {returned[1]}"
     return ""
 
@@ -513,9 +513,9 @@ def repeat(
     with Region(call.settings) if lowered else nullcontext():
         found = run(*args, **kwargs)
     outputs = [each for each in tensors_in([found]) if each.is_floating_point()]
-    depth = max((Depths().of(each) for each in outputs), default=0)
-    values = [each.detach().clone() for each in outputs]
-    parameters = [each for each in module.parameters() if each.requires_grad]
+    depth = max((Depths().of(output) for output in outputs), default=0)
+    values = [output.detach().clone() for output in outputs]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     gradients = _gradients(outputs, call.gradients, [*leaves, *parameters])
     states = RandomStates(accelerators()).tensors
     num = len(leaves)

@@ -64,7 +64,7 @@ def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> dict[
         "mode": "train" if task.model.training else "eval",
         "weights": _hash(*state),
         "loss": getattr(task.loss_fn, "__qualname__", type(task.loss_fn).__name__),
-        "batches": "; ".join(", ".join(map(_described, each)) for each in tensors),
+        "batches": "; ".join(", ".join(map(_described, tensor)) for tensor in tensors),
         "values of the batches": _hash(*chain.from_iterable(tensors)),
     }
 

@@ -100,7 +100,7 @@ def batch_tensors(batch: Any) -> list[Tensor]:
     """Return the tensors in the containers of a batch, then those in attributes of its objects."""
     found = list(tensors_in([batch]))
     ids = set(map(id, found))
-    return [*found, *(each for each in tensors_reached(batch) if id(each) not in ids)]
+    return [*found, *(tensor for tensor in tensors_reached(batch) if id(tensor) not in ids)]
 
 
 def called_with(function: Callable[..., Any], batch: Any) -> Any:
@@ -118,7 +118,7 @@ def _loss_of(output: Any, of: str) -> Tensor:
     if isinstance(found, Tensor) and found.numel() == 1:
         return found
     values = (each for each in values_reached(output, (nn.Module,)) if isinstance(each, Tensor))
-    outputs = [each for each in values if each.is_floating_point()]
+    outputs = [value for value in values if value.is_floating_point()]
     if not outputs:
         raise TypeError(
             f"{of} returns {type(output).__name__} without a floating-point tensor: pass a "

@@ -96,8 +96,8 @@ def _joined(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         yield tensors[0]
         return
     for dim in (1, 0):
-        others = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in tensors}
-        if len(others) == 1 and all(each.ndim > dim for each in tensors):
+        others = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
+        if len(others) == 1 and all(tensor.ndim > dim for tensor in tensors):
             yield torch.cat(list(tensors), dim)
 
 
@@ -196,7 +196,7 @@ def _of_tokens(output: Any, tokens: Tokens) -> list[Tensor] | None:
         return None
     found = []
     for of_sequence, *of_tokens in zip(logits, *tokens, strict=True):
-        ids, is_token, is_counted = (each.to(logits.device) for each in of_tokens)
+        ids, is_token, is_counted = (token.to(logits.device) for token in of_tokens)
         logs = of_sequence[is_token][:-1].float().log_softmax(-1)
         of_next = logs.gather(1, ids[is_token][1:, None].long())[:, 0]
         found.append(of_next[is_counted[is_token][1:]].cpu().double())
