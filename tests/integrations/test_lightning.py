@@ -568,6 +568,17 @@ def test_a_training_that_fails_is_recorded(tmp_path: Path) -> None:
     assert len(read_run(tmp_path / "run").steps) == 3 + NUM_STEPS
 
 
+class Mixing(Module):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.net(batch[0].double()).mean()
+
+
+def test_an_error_about_dtypes_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        fit(tmp_path, Mixing(), samples(None), callbacks=[Diagnose()])
+    assert "double()" in "".join(raised.value.__notes__)
+
+
 def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
     module, plugin = Module(), HalfstepPrecision()
     callbacks = [RecordRun(tmp_path / "run"), Diagnose()]

@@ -368,5 +368,5 @@ class Diagnose(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Stop diagnosing."""
-        self._stack.close()
+        """Stop diagnosing; an error about dtypes gets a note."""
+        self._stack.__exit__(type(exception), exception, exception.__traceback__)
