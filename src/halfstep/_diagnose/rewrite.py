@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from halfstep._diagnose.diagnosis import LineEdit, short_path
 from halfstep._diagnose.edits import row_name
-from halfstep._diagnose.source import Placed, Slot, Source, argument
+from halfstep._diagnose.source import Placed, Slot, Source, argument, last_name
 from halfstep._trace.rows import grouped
 
 _NAMES = {"exp": "exponent", "softmax": "logits", "sigmoid": "logits"}
@@ -208,29 +208,23 @@ class _Rewriting:
 
     def _is_rebound(self, node: ast.expr, here: ast.stmt, there: ast.stmt) -> bool:
         """Return whether a name in an expression has another value at a later statement."""
-        read = {_key(each) for each in ast.walk(node)} - {None}
+        read = {last_name(each) for each in ast.walk(node)} - {""}
         scope = next(each for each in self._above(here) if isinstance(each, _SCOPES))
         return any(
-            _key(each) in read and isinstance(getattr(each, "ctx", None), ast.Store)
+            last_name(each) in read and isinstance(getattr(each, "ctx", None), ast.Store)
             for each in ast.walk(scope)
             if here.lineno <= getattr(each, "lineno", 0) < there.lineno
         )
 
 
-def _key(node: ast.AST) -> str | None:
-    """Return the name that a node reads or binds."""
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
-
-
 def _written(rewrite: Rewrite, names: dict[str, ast.expr | None]) -> str:
-    return ast.unparse(_Names(names).visit(copy.deepcopy(rewrite.tree)))
+    return ast.unparse(_Written(names.get).visit(copy.deepcopy(rewrite.tree)))
 
 
 def _is_short(node: ast.AST) -> bool:
     """Return whether a node may be computed once more than before."""
     if isinstance(node, ast.Call):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else _key(node.func)
-        return name in _SHORT
+        return last_name(node.func) in _SHORT
     return not isinstance(node, (ast.Await, ast.NamedExpr, ast.Yield, ast.YieldFrom))
 
 
@@ -262,12 +256,18 @@ def _modules_in(tree: ast.AST) -> dict[str, ast.expr | None]:
     }
 
 
-class _Names(ast.NodeTransformer):
-    def __init__(self, names: dict[str, ast.expr | None]) -> None:
-        self._names = names
+class Filled(ast.NodeTransformer):
+    """Expression with others in place of its names."""
+
+    def __init__(self, of_name: Callable[[str], ast.expr | None]) -> None:
+        self._of_name = of_name
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self._names.get(node.id) or node
+        return self._of_name(node.id) or node
+
+
+class _Written(Filled):
+    """Expression as it is written in a file: without two signs in a row."""
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         self.generic_visit(node)

@@ -149,8 +149,7 @@ class Source:
 
     def replace(self, node: ast.expr, text: str) -> bool:
         """Replace an expression by another, in parentheses if the statement needs them."""
-        start = self._offset(node.lineno, node.col_offset)
-        end = self._offset(*_end_of(node))
+        start, end = self._extent(node)
         is_alone = self._is_argument(node) or self._is_in_parentheses(start, end)
         is_alone |= any(
             isinstance(each, ast.stmt) and getattr(each, "value", None) is node
@@ -185,22 +184,26 @@ class Source:
     def _constructor(self, module: str, name: str) -> ast.Call | None:
         """Return the constructor call of a module: the only one of its class, or of its name."""
         nodes = list(ast.walk(self.tree))
-        calls = [n for n in nodes if isinstance(n, ast.Call) and _last_name(n.func) == module]
+        calls = [n for n in nodes if isinstance(n, ast.Call) and last_name(n.func) == module]
         if len(calls) > 1:
             assigned = [n for n in nodes if isinstance(n, ast.Assign) and n.value in calls]
-            named = [n.value for n in assigned if name in map(_last_name, n.targets)]
+            named = [n.value for n in assigned if name in map(last_name, n.targets)]
             calls = [call for call in calls if call in named]
         return calls[0] if len(calls) == 1 else None
 
     def _offset(self, line: int, column: int) -> int:
         return self._starts[line - 1] + column
 
+    def _extent(self, node: ast.expr) -> tuple[int, int]:
+        start = self._offset(node.lineno, node.col_offset)
+        return start, self._offset(node.end_lineno or 0, node.end_col_offset or 0)
+
     # --- texts ------------------------------------------------------------------------------------
 
     def _put_keyword(self, call: ast.Call, name: str, placed: Placed) -> bool:
         value = _keyword(call, name, placed, () if placed.module else placed.parameters)
         if value is None and placed.module:
-            made = self._constructor(placed.module, _last_name(call.func))
+            made = self._constructor(placed.module, last_name(call.func))
             if made is None:
                 return False
             call = made
@@ -211,7 +214,7 @@ class Source:
             return False  # the edit needs an existing argument
         if not placed.module and not _is_of(call, placed.function):
             return False  # the call at this line is another function, which calls this one
-        end = self._offset(call.end_lineno or 0, call.end_col_offset or 0) - 1
+        end = self._extent(call)[1] - 1
         comma = "" if self._bytes[:end].rstrip().endswith((b"(", b",")) else ", "
         self._put_at(end, 1, f"{comma}{name}={placed.expression}")
         return self.note(call)
@@ -231,8 +234,7 @@ class Source:
         """Put an expression around a node, or replace the node."""
         if not isinstance(node, ast.expr):
             return False
-        start = self._offset(node.lineno, node.col_offset)
-        end = self._offset(node.end_lineno or 0, node.end_col_offset or 0)
+        start, end = self._extent(node)
         if "{}" not in expression:
             old = self._bytes[start:end].decode()
             self._put_at(start, 0, expression.format(old), length=end - start)
@@ -298,10 +300,6 @@ _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
 }
 
 
-def _end_of(node: ast.expr | ast.AugAssign) -> tuple[int, int]:
-    return node.end_lineno or 0, node.end_col_offset or 0
-
-
 def own_nodes(statement: ast.stmt) -> list[ast.AST]:
     """Return the nodes of a statement, without those of the statements inside it."""
     found: list[ast.AST] = []
@@ -315,14 +313,15 @@ def own_nodes(statement: ast.stmt) -> list[ast.AST]:
     return found
 
 
-def _last_name(node: ast.expr) -> str:
+def last_name(node: ast.AST) -> str:
+    """Return the name that a node reads or binds, without what stands before its dot, or ""."""
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _is_of(node: ast.AST, function: str) -> bool:
     """Return whether a node may be a call of a function, judged by its name."""
     if isinstance(node, ast.Call):
-        return row_name(_last_name(node.func)) == row_name(function)
+        return row_name(last_name(node.func)) == row_name(function)
     if isinstance(node, (ast.BinOp, ast.AugAssign)):
         return row_name(function) in _OPERATORS.get(type(node.op), ())
     return False
@@ -369,7 +368,7 @@ def _is_number(node: ast.expr, spot: Spot) -> bool:
     if isinstance(node, ast.UnaryOp):
         return _is_number(node.operand, spot)
     if isinstance(node, ast.Call):
-        return _last_name(node.func) in _TO_NUMBERS
+        return last_name(node.func) in _TO_NUMBERS
     return isinstance(node, ast.Constant) or getattr(node, "id", None) in spot.numbers
 
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep._common.nested import tensors_in
 from halfstep._diagnose.edits import row_name, writes_to_first
-from halfstep._diagnose.rewrite import Operand, Rewrite, is_written_out
+from halfstep._diagnose.rewrite import Filled, Operand, Rewrite, is_written_out
 from halfstep._diagnose.source import Placed, Slot, parameters_of
 from halfstep._diagnose.user_calls import UserCall
 from halfstep._diagnose.user_code import torch_modules, user_place, user_spot
@@ -279,7 +279,7 @@ class _Derivation:
             assert isinstance(given, _Argument)
             return self.log(given)
 
-        filled: ast.expr = _Filled(of_name, of_log).visit(ast.parse(rule, mode="eval").body)
+        filled: ast.expr = _WithLogs(of_name, of_log).visit(ast.parse(rule, mode="eval").body)
         for call in ast.walk(filled):
             if isinstance(call, ast.Call):
                 call.keywords = [
@@ -392,20 +392,18 @@ class _Derivation:
         return ast.Call(ast.Attribute(log(of), call.name), rest, named)
 
 
-class _Filled(ast.NodeTransformer):
+class _WithLogs(Filled):
     """Expression with others in place of its names and of its calls of ``L``."""
 
     def __init__(
-        self, of_name: Callable[[str], ast.expr | None], of_log: Callable[[str], ast.expr] | None
+        self, of_name: Callable[[str], ast.expr | None], of_log: Callable[[str], ast.expr]
     ) -> None:
-        self._of_name, self._of_log = of_name, of_log
+        super().__init__(of_name)
+        self._of_log = of_log
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self._of_name(node.id) or node
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
+    def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: N802 - the name is that of `ast`
         match node:
-            case ast.Call(ast.Name("L"), [ast.Name(name)]) if self._of_log is not None:
+            case ast.Call(ast.Name("L"), [ast.Name(name)]):
                 return self._of_log(name)
         self.generic_visit(node)
         return node
@@ -419,7 +417,7 @@ class _Simplified(ast.NodeTransformer):
         for formula, function in _SIMPLER:
             found: dict[str, ast.expr] = {}
             if _matches(formula, node, found):
-                return self.visit(_Filled(found.get, None).visit(copy.deepcopy(function)))
+                return self.visit(Filled(found.get).visit(copy.deepcopy(function)))
         return node
 
 
