@@ -18,7 +18,7 @@ torch.manual_seed(0)
 X = torch.randn(8, 4)
 
 
-def make(dtype=torch.float32):
+def model_and_sgd(dtype=torch.float32):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).to(dtype)
     return model, torch.optim.SGD(model.parameters(), lr=0.05)
@@ -34,7 +34,7 @@ def show(model, scaler):
 
 
 def kohya():
-    model, opt = make(torch.float16)
+    model, opt = model_and_sgd(torch.float16)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     org = scaler._unscale_grads_
 
@@ -134,7 +134,7 @@ def nemo():
                     )
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = GradScaler(growth_interval=3, hysteresis=2)
     for i in range(12):
         opt.zero_grad()
@@ -149,7 +149,7 @@ def nemo():
 
 
 def nanochat():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu")
     for i in range(6):
         scaler.scale(loss_of(model)).backward()
@@ -166,7 +166,7 @@ def nanochat():
 
 
 def min_scale():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
     for i in range(6):
         opt.zero_grad()
@@ -182,7 +182,7 @@ def min_scale():
 
 
 def sam():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def first():
@@ -251,7 +251,7 @@ def composer():
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
             return retval
 
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = ClosureGradScaler("cpu", init_scale=1024.0)
     for _ in range(4):
 
@@ -280,7 +280,7 @@ def custom_unscale():
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, False)
         state["stage"] = OptState.UNSCALED
 
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu")
     for _ in range(4):
         opt.zero_grad()
@@ -307,7 +307,7 @@ def fp32scaler():
         def update(self):
             pass
 
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = FP32Scaler("cpu")
     for _ in range(4):
         opt.zero_grad()
@@ -327,7 +327,7 @@ def disabled_subclass():
             self.n += 1
             return super().step(optimizer, *a, **k)
 
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = Mine(False)
     for _ in range(3):
         opt.zero_grad()
@@ -340,7 +340,7 @@ def disabled_subclass():
 
 
 def guarded_step():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu")
     for i in range(8):
         opt.zero_grad()
@@ -359,7 +359,7 @@ def guarded_step():
 
 
 def scale_watch():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu", growth_interval=2)
     sched = torch.optim.lr_scheduler.StepLR(opt, 2)
     for i in range(8):
@@ -377,7 +377,7 @@ def scale_watch():
 
 
 def collapse():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu")
     for i in range(40):
         opt.zero_grad()
@@ -391,7 +391,7 @@ def collapse():
 
 
 def nan_losses():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu", growth_interval=3)
     for i in range(14):
         opt.zero_grad()
@@ -406,7 +406,7 @@ def nan_losses():
 
 
 def checkpoints():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu", growth_interval=3)
     for _ in range(3):
         opt.zero_grad()
@@ -444,8 +444,8 @@ def checkpoints():
 
 
 def gan():
-    g, og = make()
-    d, od = make()
+    g, og = model_and_sgd()
+    d, od = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu")
     for i in range(5):
         od.zero_grad()
@@ -464,7 +464,7 @@ def gan():
 
 
 def accumulate():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu")
     for i in range(12):
         scaler.scale(loss_of(model, X[i % 8][None]) / 3).backward()
@@ -478,7 +478,7 @@ def accumulate():
 
 
 def unscale_then_more():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for _ in range(4):
         opt.zero_grad()
@@ -491,7 +491,7 @@ def unscale_then_more():
 
 
 def clip_scaled():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu")
     for i in range(8):
         opt.zero_grad()
@@ -503,7 +503,7 @@ def clip_scaled():
 
 
 def step_twice_in_turn():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu")
     for _ in range(4):
         opt.zero_grad()
@@ -531,7 +531,7 @@ def autocast_forms():
     def g(m, x):
         return m(x)
 
-    model, _ = make()
+    model, _ = model_and_sgd()
     print(f(model, X).dtype, g(model, X).dtype)
     with torch.autocast(device_type="cpu", enabled=False):
         print(model(X).dtype)
@@ -557,7 +557,7 @@ def autocast_forms():
 
 
 def autocast_cuda0():
-    model, _ = make()
+    model, _ = model_and_sgd()
     try:
         with torch.autocast("cuda:0", dtype=torch.float16):
             print(model(X).dtype)
@@ -590,7 +590,7 @@ def export():
 
 
 def compiled():
-    model, _ = make()
+    model, _ = model_and_sgd()
 
     @torch.compile(backend="eager")
     def f(x):
@@ -601,7 +601,7 @@ def compiled():
 
 
 def tensor_scale():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu")
     opt.zero_grad()
     scaler.scale(loss_of(model)).backward()
@@ -619,7 +619,7 @@ def tensor_scale():
 
 
 def tiny_scale():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-2)
     for _ in range(5):
         opt.zero_grad()
@@ -631,7 +631,7 @@ def tiny_scale():
 
 def fused():
     torch.manual_seed(0)
-    model, _ = make()
+    model, _ = model_and_sgd()
     opt = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cpu", growth_interval=3)
     for i in range(10):
@@ -646,7 +646,7 @@ def fused():
 
 
 def grad_penalty():
-    model, opt = make()
+    model, opt = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu")
     for _ in range(4):
         opt.zero_grad()
@@ -664,8 +664,8 @@ def grad_penalty():
 
 
 def multi_loss():
-    m1, o1 = make()
-    m2, o2 = make()
+    m1, o1 = model_and_sgd()
+    m2, o2 = model_and_sgd()
     scaler = torch.amp.GradScaler("cpu")
     for i in range(4):
         o1.zero_grad()

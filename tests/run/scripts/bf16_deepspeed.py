@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 
-def train(stage, is_cast=False, **config):
+def train_stage(stage, is_cast=False, **config):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
     if is_cast:
@@ -43,10 +43,10 @@ def train(stage, is_cast=False, **config):
 
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 bf16 = {"enabled": True}
-train(0, torch_autocast={"enabled": True, "dtype": "bfloat16"})
-train(1, torch_autocast={"enabled": True, "dtype": "bfloat16"})
-train(0, bf16=bf16)
-train(1, bf16=bf16)
-train(1, bf16={**bf16, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True})
-train(0, is_cast=True)
+train_stage(0, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+train_stage(1, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+train_stage(0, bf16=bf16)
+train_stage(1, bf16=bf16)
+train_stage(1, bf16={**bf16, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True})
+train_stage(0, is_cast=True)
 distributed.destroy_process_group()

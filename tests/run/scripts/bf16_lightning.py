@@ -34,7 +34,7 @@ class Model(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)]
 
 
-def train(is_manual=False, is_cast=False, bad=None, **options):
+def fit(is_manual=False, is_cast=False, bad=None, **options):
     lightning.seed_everything(0, verbose=False)
     model = Model(is_manual)
     if is_cast:
@@ -55,8 +55,8 @@ def train(is_manual=False, is_cast=False, bad=None, **options):
     print(sum(param.double().sum().item() for param in model.parameters()))
 
 
-train(precision="bf16-true")
-train(precision="bf16-true", gradient_clip_val=0.5, accumulate_grad_batches=3)
-train(precision="bf16-true", is_manual=True)
-train(is_cast=True, gradient_clip_val=0.05, gradient_clip_algorithm="value")
-train(precision="bf16-true", gradient_clip_val=0.5, bad=3)
+fit(precision="bf16-true")
+fit(precision="bf16-true", gradient_clip_val=0.5, accumulate_grad_batches=3)
+fit(precision="bf16-true", is_manual=True)
+fit(is_cast=True, gradient_clip_val=0.05, gradient_clip_algorithm="value")
+fit(precision="bf16-true", gradient_clip_val=0.5, bad=3)

@@ -24,7 +24,7 @@ class Model(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(**precision):
+def fit(**precision):
     lightning.seed_everything(0, verbose=False)
     data = torch.utils.data.TensorDataset(torch.randn(16, 8))
     trainer = lightning.Trainer(
@@ -43,5 +43,5 @@ def train(**precision):
     print(f"{model.net.weight.double().sum().item():.9f}")
 
 
-train(precision="bf16-mixed")
-train(plugins=[MixedPrecision("16-mixed", "cpu")])
+fit(precision="bf16-mixed")
+fit(plugins=[MixedPrecision("16-mixed", "cpu")])
