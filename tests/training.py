@@ -66,11 +66,6 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    """Return the gradients that a model has."""
-    return [param.grad for param in model.parameters() if param.grad is not None]
-
-
 def quiet(**options: Any) -> halfstep.GradScaler:
     """Return a scaler that says nothing of skipped steps."""
     return halfstep.GradScaler(on_skips=lambda report: None, **options)
