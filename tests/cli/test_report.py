@@ -144,7 +144,7 @@ def test_nothing_of_a_name_is_obeyed_by_a_terminal(tmp_path, capsys, command):
     folder = records.hostile(tmp_path / HOSTILE)
     diagnosis = records.diagnosis(20, bad=records.bad_op(module=HOSTILE, name=HOSTILE))
     found = [records.note(20, HOSTILE), diagnosis, records.skip(21, reason=HOSTILE)]
-    found += [records.culprits(21, HOSTILE), records.model([HOSTILE], name=HOSTILE)]
+    found += [records.culprits(21, HOSTILE), records.model_event([HOSTILE], name=HOSTILE)]
     start = records.header(command=[HOSTILE], machine=HOSTILE)
     records.write(folder, [start, *found, records.end(30.0, 21, HOSTILE)])
     main([*command, str(folder), *([str(folder)] if "--against" in command else [])])

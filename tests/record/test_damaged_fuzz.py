@@ -77,7 +77,13 @@ def events(rng):
 def whole(rng):
     """Return the events of a record, some of two segments."""
     first = [records.header(), {"event": "device", "step": 1, "device": "cpu", "machine": "x"}]
-    found = [*first, records.model(LAYERS), records.policy(), *events(rng), records.end(9.0, 6)]
+    found = [
+        *first,
+        records.model_event(LAYERS),
+        records.policy(),
+        *events(rng),
+        records.end(9.0, 6),
+    ]
     if rng.random() < 0.3:
         found += [records.header(started="2026-01-02T00:00:00+00:00"), *events(rng)]
     return found

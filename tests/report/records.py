@@ -52,7 +52,7 @@ def header(**values: Any) -> Event:
     } | values
 
 
-def model(modules: Iterable[str] = LAYERS, **values: Any) -> Event:
+def model_event(modules: Iterable[str] = LAYERS, **values: Any) -> Event:
     return {
         "event": "model",
         "step": 1,
@@ -235,7 +235,7 @@ def healthy(folder: Path, num_steps: int = 60) -> Path:
         folder,
         [
             header(),
-            model(),
+            model_event(),
             policy(),
             *_with_samples((step(n) for n in range(1, num_steps + 1)), 10),
             end(num_steps / 2 + 1, num_steps),
@@ -276,7 +276,9 @@ def with_skips(folder: Path, num_steps: int = 100) -> Path:
         elif number % 10 == 0:
             rows = [*layers(LAYERS[:-1]), tensor("parameter_gradient", "head.weight", head)]
             events.append(sample(number, rows, scale))
-    return write(folder, [header(), model(), policy(), *events, end(num_steps / 2, num_steps)])
+    return write(
+        folder, [header(), model_event(), policy(), *events, end(num_steps / 2, num_steps)]
+    )
 
 
 def underflowing(folder: Path, num_steps: int = 50) -> Path:
@@ -290,7 +292,7 @@ def underflowing(folder: Path, num_steps: int = 50) -> Path:
         events.append(step(number, scale=None, scale_after=None))
         if number % 10 == 0:
             events.append(sample(number, [*layers(LAYERS[:-1], "fp32", 1.0), head], 1.0))
-    return write(folder, [header(), model(), *events, end(num_steps / 2, num_steps)])
+    return write(folder, [header(), model_event(), *events, end(num_steps / 2, num_steps)])
 
 
 def flushing(folder: Path, scales: Iterable[float] = (1024.0,) * 5) -> Path:
@@ -314,7 +316,7 @@ def flushing(folder: Path, scales: Iterable[float] = (1024.0,) * 5) -> Path:
         events += [step(n, scale=scale, scale_after=scale) for n in range(first, first + 10)]
         events.append(sample(10 * number, rows, scale))
     last = 10 * number
-    return write(folder, [header(), model(), policy(), *events, end(last / 2, last)])
+    return write(folder, [header(), model_event(), policy(), *events, end(last / 2, last)])
 
 
 def losing_updates(folder: Path, lost: float = 0.97, dtype: str = "bfloat16") -> Path:
@@ -335,7 +337,7 @@ def losing_updates(folder: Path, lost: float = 0.97, dtype: str = "bfloat16") ->
                 weight = replace(bell(-6, 3), **counts)
                 rows.append(tensor("parameter", f"{name}.weight", weight, dtype))
             events.append(sample(number, rows, 1.0))
-    return write(folder, [header(), model(), *events, end(30.0, 60)])
+    return write(folder, [header(), model_event(), *events, end(30.0, 60)])
 
 
 def norm_like(exponent: int = -30) -> Statistics:
@@ -351,7 +353,7 @@ def failed(folder: Path) -> Path:
         folder,
         [
             header(),
-            model(),
+            model_event(),
             policy(),
             *_with_samples(steps, 5),
             end(5.0, 9, "ValueError: the loss is NaN"),
@@ -368,7 +370,7 @@ def diagnosed(folder: Path) -> Path:
         folder,
         [
             header(),
-            model(),
+            model_event(),
             policy(),
             *_with_samples(steps, 25),
             diagnosis(41),
@@ -381,7 +383,7 @@ def diagnosed(folder: Path) -> Path:
 
 def killed(folder: Path) -> Path:
     """Write a run without an end whose last line is cut."""
-    write(folder, [header(), model(), policy(), *(step(n) for n in range(1, 6))])
+    write(folder, [header(), model_event(), policy(), *(step(n) for n in range(1, 6))])
     with file_of(folder, 0).open("a") as file:
         file.write('{"event":"step","st')
     return folder
@@ -394,7 +396,7 @@ def bf16(folder: Path, num_steps: int = 60) -> Path:
         folder,
         [
             header(),
-            model(),
+            model_event(),
             policy("bfloat16"),
             *_with_samples(steps, 10, precision="bf16", scale=1.0),
             end(num_steps / 2, num_steps),
@@ -412,7 +414,7 @@ def several_ranks(folder: Path, world_size: int = 3) -> Path:
             folder,
             [
                 header(rank=rank, world_size=world_size),
-                model(),
+                model_event(),
                 policy(),
                 *_with_samples(steps, 10),
                 end(15.0, 30),
@@ -434,7 +436,7 @@ def hostile(folder: Path) -> Path:
         folder,
         [
             header(command=[HOSTILE], machine=HOSTILE, device=HOSTILE, torch=HOSTILE),
-            model(names, name=HOSTILE, note=HOSTILE),
+            model_event(names, name=HOSTILE, note=HOSTILE),
             policy(text=HOSTILE),
             rules(1, {"![x](http://x)|`": 0, HOSTILE: 2}),
             *(step(n) for n in range(1, 20)),
@@ -468,7 +470,7 @@ def huge(folder: Path, num_steps: int = 1000, num_layers: int = 200) -> Path:
     ]
 
     def events() -> Iterator[Event]:
-        yield from (header(every=1), model(names), policy())
+        yield from (header(every=1), model_event(names), policy())
         for number in range(1, num_steps + 1):
             yield skip(number) if number % 97 == 0 else step(number)
             yield sample(number, pattern[number % 7])

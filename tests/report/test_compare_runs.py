@@ -182,7 +182,7 @@ def lossy(folder, name, *losses, seconds=0.5, number=100, **values):
         for n in range(1, number + 1)
         for place, (start, loss) in enumerate(((4.0, loss) for loss in losses), start=1)
     ]
-    first = [records.header(**values), records.model(), records.policy()]
+    first = [records.header(**values), records.model_event(), records.policy()]
     return summary_of(records.write(folder / name, [*first, *events, records.end(9.0, 100)]))
 
 
@@ -254,7 +254,7 @@ def test_runs_that_cannot_be_compared_are_told_so(tmp_path, values, words):
 def test_other_models_cannot_be_compared(tmp_path):
     runs = []
     for size in (10, 20):
-        events = [records.header(), records.model(parameters=size), records.step(1)]
+        events = [records.header(), records.model_event(parameters=size), records.step(1)]
         runs.append(summary_of(records.write(tmp_path / str(size), events)))
     assert "their models differ" in compare_runs(*runs).verdict.text
 

@@ -27,7 +27,7 @@ def said(folder, *events, header=None, policy=None, end=True):
     steps = sorted([*steps, *own], key=lambda event: event["step"])
     others = [event for event in events if event["event"] != "step"]
     samples = [sample(n, layers()) for n in (10, 20, 30)]
-    first = [header or records.header(), policy or records.policy(), records.model()]
+    first = [header or records.header(), policy or records.policy(), records.model_event()]
     last = [records.end(50.0, 100)] if end else []
     return said_of(records.write(folder, [*first, *steps, *samples, *others, *last]))
 
@@ -101,7 +101,7 @@ def plain_run(folder, *tensors, policy=None):
     rows = [tensor(*each) for each in tensors]
     events = [step(n, scale=None, scale_after=None) for n in range(1, 61)]
     samples = [sample(n, rows, 1.0) for n in (1, 20, 40)]
-    first = [records.header(), records.model(), *([policy] if policy else [])]
+    first = [records.header(), records.model_event(), *([policy] if policy else [])]
     return said_of(records.write(folder, [*first, *events, *samples, records.end(30.0, 60)]))
 
 
