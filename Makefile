@@ -11,7 +11,7 @@ TORCH  ?= 2.15.0
 # The tests of `make test-simulated`, and those of them that depend on what a device lacks.
 SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights record trace tune diagnose)
 BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.py gradients.py loss_scale.py overrides.py) \
-	$(addprefix tests/scaler/test_scaler_,training.py clip.py floor.py guard.py saving.py skips.py)
+	$(addprefix tests/scaler/test_,training.py clipping.py floor.py scale_one.py saving.py skips.py)
 
 .PHONY: help setup demo test quick test-torch test-simulated pytest check fuzz pairs score quality package gpu test-ranks bench docs clean
 .DEFAULT_GOAL := help
@@ -47,7 +47,7 @@ pytest: $(READY)
 	$(BIN)/pytest -n $(JOBS) -m "not gpu" $(ARGS)
 
 fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler (make test runs a share of them)
-	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaler/test_scaler_fuzz.py $(ARGS)
+	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaler/test_fuzz.py $(ARGS)
 
 pairs: $(READY)  ## our own features in all 3,600 pairs (make test runs a share of them)
 	HALFSTEP_PAIRS=all $(BIN)/pytest -n $(JOBS) tests/test_pairs.py $(ARGS)

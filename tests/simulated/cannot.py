@@ -11,20 +11,20 @@ from functools import cache
 
 EVERYWHERE: dict[str, tuple[str, ...]] = {
     "Differs by design: the state follows a fused step two updates later.": (
-        "scaler/test_scaler_accumulate.py::test_all_blocks_are_bad[*-loss-*-fused]",
-        "scaler/test_scaler_skips.py::test_a_run_that_no_scale_helps_leaves_the_scale_where_it_was[fused]",
-        "scaler/test_scaler_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-1-fused]",
-        "scaler/test_scaler_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-2-fused]",
-        "scaler/test_scaler_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-20-fused]",
-        "scaler/test_scaler_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-3-fused]",
-        "scaler/test_scaler_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-8-fused]",
-        "scaler/test_scaler_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-9-fused]",
-        "scaler/test_scaler_skips.py::test_an_overflow_that_needs_many_steps_down_is_found[fused]",
-        "scaler/test_scaler_skips.py::test_never_the_same_warning_every_step[fused]",
-        "scaler/test_scaler_skips.py::test_raise[fused]",
-        "scaler/test_scaler_skips.py::test_raise_when_the_floor_was_tried_in_vain[fused]",
-        "scaler/test_scaler_skips.py::test_the_message[fused]",
-        "scaler/test_scaler_skips.py::test_three_overflows_in_a_row_halve_the_scale[fused]",
+        "scaler/test_accumulation.py::test_all_blocks_are_bad[*-loss-*-fused]",
+        "scaler/test_skips.py::test_a_run_that_no_scale_helps_leaves_the_scale_where_it_was[fused]",
+        "scaler/test_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-1-fused]",
+        "scaler/test_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-2-fused]",
+        "scaler/test_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-20-fused]",
+        "scaler/test_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-3-fused]",
+        "scaler/test_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-8-fused]",
+        "scaler/test_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-9-fused]",
+        "scaler/test_skips.py::test_an_overflow_that_needs_many_steps_down_is_found[fused]",
+        "scaler/test_skips.py::test_never_the_same_warning_every_step[fused]",
+        "scaler/test_skips.py::test_raise[fused]",
+        "scaler/test_skips.py::test_raise_when_the_floor_was_tried_in_vain[fused]",
+        "scaler/test_skips.py::test_the_message[fused]",
+        "scaler/test_skips.py::test_three_overflows_in_a_row_halve_the_scale[fused]",
     ),
     "Tells halfstep of a lack of the CPU; here the device lacks it.": (
         "scaler/test_lacking_devices.py",
@@ -57,11 +57,11 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "autocast/test_context.py::test_an_op_with_a_small_weight_takes_few_calls",
         "master_weights/test_chunks.py::test_a_chunk_fits_the_cache_of_a_cpu_and_is_a_tenth_elsewhere[sim-expected0]",
         "master_weights/test_chunks.py::test_an_optimizer_that_counts_steps_in_chunks_as_at_once",
-        "scaler/test_scaler_passes.py::test_gradients_that_are_slow_to_measure_are_checked_in_place",
-        "scaler/test_scaler_passes.py::test_passes",
-        "scaler/test_scaler_passes.py::test_passes_of_a_skipped_step",
-        "scaler/test_scaler_passes.py::test_passes_of_what_costs_one_more",
-        "scaler/test_scaler_passes.py::test_passes_with_a_norm_limit",
+        "scaler/test_passes.py::test_gradients_that_are_slow_to_measure_are_checked_in_place",
+        "scaler/test_passes.py::test_passes",
+        "scaler/test_passes.py::test_passes_of_a_skipped_step",
+        "scaler/test_passes.py::test_passes_of_what_costs_one_more",
+        "scaler/test_passes.py::test_passes_with_a_norm_limit",
     ),
     "Is about the CPU: its default dtype, its kernels, or its name.": (
         "autocast/test_sums.py::test_a_convolution_that_onednn_leaves_to_pytorch",
@@ -118,7 +118,7 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     "Sparse CSR and nested tensors: not on this device.": (
         "autocast/test_no_kernel.py::test_a_product_with_a_sparse_matrix[*-layout1-*]",
         "scaler/test_gradients.py::test_another_sparse_layout_is_refused_before_anything_changes",
-        "scaler/test_scaler_unused.py::test_a_layout_that_no_scaler_reads_does_not_stop_an_update",
+        "scaler/test_unused.py::test_a_layout_that_no_scaler_reads_does_not_stop_an_update",
         "trace/test_trace.py::test_nested_tensors[layout0]",
     ),
     "Reads memory of the host: NumPy, DLPack, shared memory, fork.": (
@@ -186,9 +186,9 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     ),
     "Differs by design: a device's norm, flag or written scale is not read before its step.": (
         "scaler/test_overrides.py::test_a_scale_that_is_no_scale",
-        "scaler/test_scaler_changed_gradients.py::test_a_fused_optimizer_that_may_not_write_gradients_back",
-        "scaler/test_scaler_changed_gradients.py::test_a_norm_that_is_read_late_is_that_of_the_step",
-        "scaler/test_scaler_outcome.py::test_gradients_that_are_gone_are_not_taken_for_those_of_the_step",
+        "scaler/test_changed_gradients.py::test_a_fused_optimizer_that_may_not_write_gradients_back",
+        "scaler/test_changed_gradients.py::test_a_norm_that_is_read_late_is_that_of_the_step",
+        "scaler/test_outcome.py::test_gradients_that_are_gone_are_not_taken_for_those_of_the_step",
     ),
     "Differs by design: small weights are cached too, for a cast is a launch.": (
         "autocast/test_weight_cache.py::test_small_weights_are_cast_anew",
@@ -202,8 +202,8 @@ where a ``*`` stands for anything."""
 
 WITHOUT_FLOAT64 = {
     "Differs by design: without float64 a norm above 1.8e19 is an overflow (norms.py).": (
-        "scaler/test_scaler_clip.py::test_a_norm_whose_square_overflows_is_no_overflow",
-        "scaler/test_scaler_guard.py::test_scale_one_changes_no_gradient_and_skips_what_is_not_finite[*-fused]",
+        "scaler/test_clipping.py::test_a_norm_whose_square_overflows_is_no_overflow",
+        "scaler/test_scale_one.py::test_scale_one_changes_no_gradient_and_skips_what_is_not_finite[*-fused]",
     ),
 }
 
@@ -228,10 +228,10 @@ ON_CUDA = {
         "diagnose/test_dtype_errors.py::test_the_tensors_and_what_was_tried[half model, float input]",
         "master_weights/test_chunks.py::test_a_chunk_fits_the_cache_of_a_cpu_and_is_a_tenth_elsewhere[cuda-*]",
         "record/test_record.py::test_names_order_policy_and_size_of_the_model",
-        "scaler/test_reductions.py::test_large_gradients_are_not_copied",
-        "scaler/test_reductions.py::test_small_gradients_are_reduced_together",
-        "scaler/test_scaler_passes.py::test_gradients_after_a_step_are_unscaled_and_clipped[True-*]",
-        "scaler/test_scaler_passes.py::test_the_norm_reads_every_gradient_once",
+        "scaler/test_norms.py::test_large_gradients_are_not_copied",
+        "scaler/test_norms.py::test_small_gradients_are_reduced_together",
+        "scaler/test_passes.py::test_gradients_after_a_step_are_unscaled_and_clipped[True-*]",
+        "scaler/test_passes.py::test_the_norm_reads_every_gradient_once",
     ),
     "Needs the numbers that a seed gives on the CPU.": (
         "autocast/test_export.py::test_the_code_does_what_the_policy_does",
@@ -242,11 +242,11 @@ ON_CUDA = {
     ),
     "The numbers of a step arrive when they arrive: the warning comes in one of the next steps.": (
         "scaler/test_differences.py::test_ours_is_right[A7]",
-        "scaler/test_scaler_shared.py::test_clipping_too_early_is_noticed_after_skipped_steps",
-        "scaler/test_scaler_shared.py::test_clipping_too_early_is_noticed_with_a_replaced_method",
+        "scaler/test_ledger.py::test_clipping_too_early_is_noticed_after_skipped_steps",
+        "scaler/test_ledger.py::test_clipping_too_early_is_noticed_with_a_replaced_method",
     ),
     "PyTorch's fused SGD rounds the last bit differently if it divides by a scale.": (
-        "scaler/test_scaler_training.py::test_optimizers_against_float32[*-False-SGD-fused]",
+        "scaler/test_training.py::test_optimizers_against_float32[*-False-SGD-fused]",
     ),
     "An index that is out of range ends the process's use of the device.": (
         "autocast/test_differences.py::test_halfstep[C10]",

@@ -7,8 +7,8 @@ the model; no parameter is inf or NaN. A step is taken if and only if all gradie
 unscaled, representable; what the optimizer is about to add is looked at right before it does. A
 call that is refused changes nothing. Saved, loaded and continued is the same as continued.
 
-    HALFSTEP_FUZZ=20000 pytest -n 2 tests/scaler/test_scaler_fuzz.py
-    HALFSTEP_FUZZ=1 HALFSTEP_FUZZ_SEED=123 pytest tests/scaler/test_scaler_fuzz.py
+    HALFSTEP_FUZZ=20000 pytest -n 2 tests/scaler/test_fuzz.py
+    HALFSTEP_FUZZ=1 HALFSTEP_FUZZ_SEED=123 pytest tests/scaler/test_fuzz.py
 
 The first runs more than the 1,000 sequences of every test run, the second runs one alone.
 """

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.device import seeded
 from tests.scaler.containers import KINDS, Bare, Chained, Facade, OfFirst, Parts, Twice
-from tests.scaler.test_scaler_protocol import CountItems
+from tests.scaler.test_protocol import CountItems
 from tests.training import assert_same, fused_or_not, mlp
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
