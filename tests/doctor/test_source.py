@@ -298,7 +298,7 @@ def step(x):
 ## around a call -> autocast-around-backward:2
 def step(x):
     f(x).backward()
-def train():
+def epoch():
     with autocast('cpu', torch.bfloat16):
         for x in batches:
             step(x)
