@@ -1,4 +1,4 @@
-from collections.abc import Mapping
+from collections import ChainMap
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -116,19 +116,27 @@ def test_a_named_tuple_is_cast_too() -> None:
     assert got[0].wide is wide
 
 
-def test_a_mapping_that_is_no_dict_is_cast_too() -> None:
+class Frozen(dict[str, Tensor]):
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        raise TypeError("frozen")
+
+
+@pytest.mark.parametrize("kind", [MappingProxyType, ChainMap, Frozen])
+def test_a_mapping_that_is_no_plain_dict_is_cast_too(kind: Any) -> None:
     got: list[Any] = []
 
     class Take(torch.autograd.Function):
         @staticmethod
         @custom_fwd(device_type=DEVICE, cast_inputs=FP32)
-        def forward(ctx: Any, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-            got.append(given)
+        def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+            got.extend(given)
             return x
 
+    given = kind({"low": torch.ones(1, dtype=BF16)})
     with autocast(DEVICE, BF16):
-        Take.apply(torch.ones(1), MappingProxyType({"low": torch.ones(1, dtype=BF16)}))
-    assert got[0]["low"].dtype is FP32
+        Take.apply(torch.ones(1), given, [given], {"inside": given})
+    for cast in (got[0], got[1][0], got[2]["inside"]):
+        assert cast["low"].dtype is FP32
 
 
 def test_casting_of_inputs_goes_into_containers_and_spares_the_rest() -> None:

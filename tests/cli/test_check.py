@@ -50,7 +50,7 @@ def test_a_line_for_each_limit_with_what_was_seen_and_where(tmp_path, capsys):
 def test_the_module_where_most_of_the_counted_skips_began_comes_first(tmp_path, capsys):
     began = {1: "embed", 2: "embed", 3: "embed", 41: "embed", 60: "head", 80: "head"}
     scales = {1: 8192.0, 2: 4096.0, 3: 2048.0}  # the first three are normal: a start
-    events = [records.header(), records.model(), records.policy()]
+    events = [records.header(), records.model_event(), records.policy()]
     for n in range(1, 101):
         make = records.skip if n in began else records.step
         events.append(make(n, scale=scales.get(n, 1024.0)))

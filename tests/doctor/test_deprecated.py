@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import warnings
 
 import pytest
@@ -181,6 +182,15 @@ def test_the_names_of_a_line_are_in_its_order():
     line = f"from torch.cuda.amp import {', '.join(names)}\n"
     found = [(f"torch.cuda.amp.{name}", number) for number in range(1, 6) for name in names]
     assert list(rewritten(line * 5).names) == found
+
+
+def test_a_file_with_a_name_like_that_of_a_copy_stays(tmp_path):
+    path, other = tmp_path / "train.py", tmp_path / f".train.py.{os.getpid()}"
+    path.write_text("import torch\ntorch.cuda.amp.GradScaler()\n")
+    other.write_text("of another container")
+    assert main(["doctor", "--fix", str(path)]) == 0
+    assert "torch.amp.GradScaler" in path.read_text()
+    assert sorted(tmp_path.iterdir()) == [other, path]
 
 
 def test_the_command_names_what_it_leaves(tmp_path, capsys):

@@ -440,3 +440,46 @@ RIGHT = {
 @pytest.mark.parametrize("title", RIGHT)
 def test_normal_code_has_no_finding(title: str) -> None:
     assert found(RIGHT[title]) == []
+
+
+def test_an_optimizer_that_a_function_makes_is_the_one_that_is_stepped() -> None:
+    source = """\
+def make(model):
+    return torch.optim.AdamW(model.parameters())
+optimizer = make(net)
+for x in batches:
+    net(x).mean().backward()
+    net.zero_grad()
+    optimizer.step()
+"""
+    assert found(source) == ["gradients-dropped:6"]
+
+
+@pytest.mark.parametrize("names", [("nets['g']", "nets['d']"), ("make(0)", "make(1)")])
+def test_models_without_a_name_are_not_one(names: tuple[str, str]) -> None:
+    other, own = names
+    source = f"""\
+g_opt = torch.optim.AdamW({other}.parameters())
+d_opt = torch.optim.AdamW({own}.parameters())
+for x in batches:
+    loss = {own}(x).mean()
+    scaler.scale(loss).backward()
+    {other}.zero_grad()
+    scaler.step(d_opt)
+    scaler.update()
+    {own}.zero_grad()
+"""
+    assert found(source) == []
+
+
+def test_a_model_that_is_moved_under_two_names() -> None:
+    source = f"model = raw = Net().to('cpu')\nwith {HALF}:\n    loss = model(x)\n" + SCALED + STEP
+    assert found(source) == ["device-differs:2"]
+
+
+def test_options_are_no_optimizer() -> None:
+    stepped = "for x in batches:\n    with autocast('cuda'):\n        loss = model(x).mean()\n"
+    stepped += "    loss.backward()\n    option.step()\n"
+    saved = body(SCALED + STEP + "optimizer.zero_grad()\n") + "torch.save(opts.state_dict(), 'x')\n"
+    ids = {each.id for source in (stepped, saved) for each in check_source(IMPORTS + source)}
+    assert ids.isdisjoint({"fp16-without-scaler", "scaler-not-saved"})

@@ -187,6 +187,23 @@ def test_steps_that_the_script_leaves_out_are_steps(tmp_path):
     assert "The script left out 3 steps whose gradients were finite" in told
 
 
+def test_a_step_that_is_left_out_has_its_norm(tmp_path):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = halfstep.GradScaler("cpu", init_scale=4.0)
+    norms = []
+    with halfstep.record(tmp_path / "run", model=model, scaler=scaler):
+        for factor in (1.0, 1.0, torch.inf):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).square().mean() * factor).backward()
+            norms.append(scaler.clip_grad_norm_(optimizer, 1.0).item())
+            scaler.update()
+    steps = read_run(tmp_path / "run").steps
+    assert [step.taken for step in steps] == [False] * 3
+    assert [step.norm for step in steps] == norms
+    assert norms[0] > 0.0
+
+
 GUARDED = """
 import torch
 from torch import nn

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from halfstep import preset
 from halfstep._record.read import read_run
 from halfstep._run import session
 from halfstep._run.masters import Additions
-from halfstep._run.session import Command, Options, Session
+from halfstep._run.session import Command, Options, Session, noting_warnings
 from halfstep.errors import RecordError
 
 COMMAND = Command("train.py", ["--lr", "1"], is_module=False)
@@ -229,3 +230,18 @@ def test_processes_that_a_program_starts_get_its_options(tmp_path, monkeypatch):
     with session.reaching_children(options):
         session.begin_in_child()
     assert got == [(None, options)]
+
+
+def test_what_the_program_puts_in_place_of_showwarning_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def own(*_: object) -> None: ...
+
+    before = warnings.showwarning
+    with noting_warnings([].append):
+        pass
+    assert warnings.showwarning is before
+    monkeypatch.setattr(warnings, "showwarning", before)  # puts it back after the test
+    with noting_warnings([].append):
+        warnings.showwarning = own
+    assert warnings.showwarning is own

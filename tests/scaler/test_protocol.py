@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._gradients import scalars
 from halfstep._scaler import GradScaler
-from halfstep.errors import CallOrderError
+from halfstep.errors import CallOrderError, NothingCheckedError
 
 
 class CountItems(TorchDispatchMode):
@@ -301,3 +301,17 @@ def test_an_optimizer_may_stop_to_handle_the_scale(param: torch.nn.Parameter, pl
         scaler.update()
     assert torch.equal(param, torch.full((2,), -3.0))
     assert scaler.outcome(optimizer).skipped
+
+
+def test_an_optimizer_that_ends_the_iteration_in_its_step_unchecked() -> None:
+    class Ending(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, *, grad_scaler: GradScaler) -> None:  # type: ignore[override]
+            grad_scaler.update(2.0)
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).to(DEVICE)
+    optimizer, scaler = Ending(model.parameters(), lr=0.1), GradScaler(module=model)
+    scaler.scale(model(torch.randn(4, 2, device=DEVICE)).sum()).backward()
+    with pytest.raises(NothingCheckedError, match="none of its"):
+        scaler.step(optimizer)

@@ -1,8 +1,10 @@
 """Results under simulate, against real autocast or against the definition."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -430,3 +432,34 @@ def test_gradients_that_bfloat16_holds_and_float16_does_not() -> None:
         assert model.bias.grad is not None
         flushed[format] = (model.bias.grad == 0).all().item(), s.rows()[0]["flushed"] > 0
     assert flushed == {"fp16": (True, True), "bf16": (False, False)}
+
+
+def test_simulations_of_several_threads_leave_the_compiler_as_it_was() -> None:
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def first() -> None:
+        with simulate(nn.Linear(4, 4)):
+            first_is_in.set()
+            second_is_in.wait()
+        first_is_out.set()
+
+    def second() -> None:
+        simulation = simulate(nn.Linear(4, 4))
+        first_is_in.wait()
+        with simulation:
+            second_is_in.set()
+            first_is_out.wait()
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    compiled: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(3))
+    assert compiled

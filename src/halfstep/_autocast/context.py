@@ -3,7 +3,6 @@
 import functools
 import re
 import threading
-from collections import UserDict
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, overload
@@ -19,7 +18,7 @@ from halfstep._autocast.region import Region, current_settings, in_graph, outsid
 from halfstep._autocast.rule import DTYPE_NAMES, LOWER_PRECISIONS
 from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import has_device
-from halfstep._common.nested import map_tensors
+from halfstep._common.nested import like
 from halfstep._common.text import did_you_mean
 from halfstep._pytorch import amp, compiler
 from halfstep.errors import CallOrderError
@@ -438,16 +437,21 @@ def custom_fwd(
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(cast_inputs) if is_eligible(tensor, device) else tensor
 
-        # As in torch.amp, any mapping is cast; one that is no dict becomes one.
-        given = [dict(arg) if _is_other_mapping(arg) else arg for arg in args]
         with autocast(device, enabled=False):
-            return fwd(ctx, *map_tensors(cast, given))
+            return fwd(ctx, *_mapped(cast, args))
 
     return forward
 
 
-def _is_other_mapping(value: object) -> bool:
-    return isinstance(value, Mapping) and not isinstance(value, dict | UserDict)
+def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return a value with its tensors mapped; as in torch.amp, every mapping becomes a dict."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(function, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return like(value, [_mapped(function, item) for item in value])
+    return value
 
 
 @overload

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import secrets
 import shutil
 import signal
 import threading
@@ -48,7 +49,9 @@ def reason(error: OSError, path: Path, suffix: str = ".py") -> str:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file by new content at once; its mode stays. A link is replaced, not its target."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    # Containers that share a folder may have equal process ids. A file of tempfile could be read by
+    # nobody else.
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with new.open("xb") as file:
             file.write(content)

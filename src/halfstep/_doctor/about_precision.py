@@ -264,7 +264,10 @@ def _stays_on_cpu(program: Program) -> bool:
 
 def _moved_to(program: Program, site: Site) -> set[str] | None:
     """Return the devices that a call may move a model to, empty if unknown; else None."""
-    if site.method not in ("to", "cuda") or not program.is_model(site.target or site.owner):
+    target = site.target or site.owner
+    if isinstance(site.statement, ast.Assign):  # also of several targets
+        target = site.statement.targets[0]
+    if site.method not in ("to", "cuda") or not program.is_model(target):
         return None
     if site.method == "cuda":
         return {"cuda"}

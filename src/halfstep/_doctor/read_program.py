@@ -179,8 +179,9 @@ class Program:
 
         If the file creates none, return the stepped optimizer if there is exactly one.
         """
-        if self.built:
-            return {built.name for built in self.built if built.model == dotted(model)}
+        named = [built for built in self.built if built.site.target is not None]
+        if named:
+            return {built.name for built in named if built.model == ast.unparse(model)}
         return self._stepped if len(self._stepped) == 1 else set()
 
     @cached_property
@@ -212,7 +213,7 @@ class Program:
             if not any(method.attr in ("clone", "float", "detach") for method in methods):
                 for method in methods:
                     if method.attr in ("parameters", "named_parameters"):
-                        yield dotted(method.value)
+                        yield ast.unparse(method.value)
 
     def is_clip(self, site: Site) -> bool:
         """Return whether a call clips gradients without unscaling them."""

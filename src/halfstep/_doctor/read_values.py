@@ -19,6 +19,7 @@ from halfstep._scaler import GradScaler
 _Seen: TypeAlias = frozenset[tuple[str, NameScope]]
 _MISSING: Any = object()
 _OPTIMIZERS = ("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")
+_OF_OPTIMIZERS = re.compile(r".*optim|opt$|opt_|.*_opt$")  # and not "options"
 _CONTEXTS = (
     *("autocast", "no_grad", "enable_grad", "inference_mode", "set_grad_enabled"),
     *("nullcontext", "profile", "record_function", "sdpa_kernel"),
@@ -228,7 +229,7 @@ class Meaning:
 
     def is_optimizer(self, node: ast.expr, scope: NameScope, key: str = "") -> bool:
         """Return whether ``node`` is an optimizer, or ``node`` or its key is named like one."""
-        if any(map(is_optimizer_name, (dotted(node), key))):
+        if _OF_OPTIMIZERS.match(_last_name(node)) or is_optimizer_name(key):
             return True
         return self._is(node, scope, torch.optim.Optimizer, self.makes_optimizer)
 
@@ -406,7 +407,7 @@ def argument(call: ast.Call, name: str, position: int = -1) -> ast.expr | None:
 
 
 def is_optimizer_name(key: str) -> bool:
-    """Return whether a name, or a key of a walk, is typical for an optimizer."""
+    """Return whether a key of a walk ends with a name that is typical for an optimizer."""
     last = re.split(r"[./]", re.sub(r"\[.*?\]$", "", key))[-1].lower()
     return "optim" in last or last.startswith("opt") or last.endswith("_opt")
 

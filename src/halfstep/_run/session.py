@@ -29,7 +29,6 @@ import torch
 from halfstep import Policy, record
 from halfstep._common import machine
 from halfstep._common.numbers import things
-from halfstep._common.patches import Patches
 from halfstep._common.text import tell
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._diagnose.dtype_error import DtypeError, explain
@@ -366,10 +365,9 @@ MOST_WARNINGS = 10
 @contextmanager
 def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
     """Note the first warnings that the program prints; they are printed as ever."""
-    seen = set[str]()
+    show, seen = warnings.showwarning, set[str]()
 
     def showwarning(
-        show: Callable[..., None],
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -385,9 +383,12 @@ def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
             note(f"the program printed a {category.__name__} ({where}): {text}")
         show(message, category, filename, lineno, *args, **kwargs)
 
-    with Patches() as patches:
-        patches.wrap(warnings, "showwarning", showwarning)
+    warnings.showwarning = showwarning
+    try:
         yield
+    finally:
+        if warnings.showwarning is showwarning:  # else the program has set its own
+            warnings.showwarning = show
 
 
 # --- processes that the program starts ------------------------------------------------------------

@@ -196,14 +196,28 @@ class Remembered:
     measured: Measured | None = None
     skip: Scalar | None = None
     outlier: Scalar | None = None
+    ranks: Alone | Together = ALONE
 
     def parameters(self) -> list[Tensor]:
         return [] if self.optimizer is None else parameters(self.optimizer)
 
     def decide(self) -> Decided:
-        """Decide by the checks whether the step must be skipped. Sync: none."""
-        scale = self.checks[0].scale
-        return Checked(Gathered(self.optimizer, scale, NONE, checks=self.checks), None).decide()
+        """Decide by the checks whether the step must be skipped. Sync: none.
+
+        Raises:
+            NothingCheckedError: There are none.
+        """
+        if not self.checks:
+            raise nothing_checked(self.optimizer)
+        gathered = Gathered(
+            self.optimizer,
+            self.checks[0].scale,
+            NONE,
+            checks=self.checks,
+            ranks=self.ranks,
+            measured=self.measured,
+        )
+        return Checked(gathered, None).decide()
 
 
 def found_inf_by_device(checks: Sequence[GradientCheck]) -> dict[torch.device, Tensor]:

@@ -525,6 +525,7 @@ def keep(
             checked.unclipped,
             skip=None if decided is None else decided.skip,
             outlier=None if decided is None else decided.outlier,
+            ranks=gathered.ranks,
         )
 
 

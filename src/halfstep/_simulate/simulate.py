@@ -24,6 +24,7 @@ from halfstep._autocast.scopes import Settings
 from halfstep._common.text import did_you_mean
 from halfstep._numerics.formats import FORMATS, Format
 from halfstep._pytorch import amp, compiler
+from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.modes import dispatch_modes
 from halfstep._simulate.arithmetic import (
     Args,
@@ -178,8 +179,11 @@ class simulate:
         lower = torch.bfloat16 if self._clips else self.format.dtype
         with ExitStack() as stack:
             stack.enter_context(_rules_observed())
+            stack.enter_context(self._simulator.modules.followed())
+            if self._is_compiled:
+                stack.enter_context(eager())
             stack.enter_context(autocast_forward(self._devices, lower, self._autocast))
-            stack.enter_context(self._simulator.active())
+            stack.enter_context(self._simulator)
             stack.callback(self._note, self._simulator.modules)
             self._stack = stack.pop_all()
         self._simulator, self._thread = None, threading.get_ident()
