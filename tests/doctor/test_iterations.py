@@ -444,9 +444,9 @@ def test_normal_code_has_no_finding(title: str) -> None:
 
 def test_an_optimizer_that_a_function_makes_is_the_one_that_is_stepped() -> None:
     source = """\
-def make(model):
+def adamw(model):
     return torch.optim.AdamW(model.parameters())
-optimizer = make(net)
+optimizer = adamw(net)
 for x in batches:
     net(x).mean().backward()
     net.zero_grad()
