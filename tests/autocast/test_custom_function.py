@@ -94,23 +94,35 @@ def test_outside_autocast_nothing_is_cast() -> None:
     assert seen == [("forward", BF16, False, BF16), ("backward", False, BF16)]
 
 
-def test_a_named_tuple_is_cast_too() -> None:
-    class Pair(NamedTuple):
-        low: Tensor
-        wide: Tensor
-
+def taking(dtype: torch.dtype) -> tuple[Any, list[Any]]:
+    """Return a function that casts its inputs, and what its forward gets after the first."""
     got: list[Any] = []
 
     class Take(torch.autograd.Function):
         @staticmethod
-        @custom_fwd(device_type=DEVICE, cast_inputs=FP32)
-        def forward(ctx: Any, x: Tensor, pair: Pair) -> Tensor:
-            got.append(pair)
+        @custom_fwd(device_type=DEVICE, cast_inputs=dtype)
+        def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+            got.extend(rest)
             return x
 
+        @staticmethod
+        @custom_bwd(device_type=DEVICE)
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return grad, *[None] * len(got)
+
+    return Take, got
+
+
+class Pair(NamedTuple):
+    low: Tensor
+    wide: Tensor
+
+
+def test_a_named_tuple_is_cast_too() -> None:
+    function, got = taking(FP32)
     wide = torch.ones(1)
     with autocast(DEVICE, BF16):
-        Take.apply(torch.ones(1), Pair(torch.ones(1, dtype=BF16), wide))
+        function.apply(torch.ones(1), Pair(torch.ones(1, dtype=BF16), wide))
     assert type(got[0]) is Pair
     assert got[0].low.dtype is FP32
     assert got[0].wide is wide
@@ -123,40 +135,19 @@ class Frozen(dict[str, Tensor]):
 
 @pytest.mark.parametrize("kind", [MappingProxyType, ChainMap, Frozen])
 def test_a_mapping_that_is_no_plain_dict_is_cast_too(kind: Any) -> None:
-    got: list[Any] = []
-
-    class Take(torch.autograd.Function):
-        @staticmethod
-        @custom_fwd(device_type=DEVICE, cast_inputs=FP32)
-        def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-            got.extend(given)
-            return x
-
+    function, got = taking(FP32)
     given = kind({"low": torch.ones(1, dtype=BF16)})
     with autocast(DEVICE, BF16):
-        Take.apply(torch.ones(1), given, [given], {"inside": given})
+        function.apply(torch.ones(1), given, [given], {"inside": given})
     for cast in (got[0], got[1][0], got[2]["inside"]):
         assert cast["low"].dtype is FP32
 
 
 def test_casting_of_inputs_goes_into_containers_and_spares_the_rest() -> None:
-    got: list[Any] = []
-
-    class Take(torch.autograd.Function):
-        @staticmethod
-        @custom_fwd(device_type=DEVICE, cast_inputs=FP16)
-        def forward(ctx: Any, x: Tensor, *rest: object) -> Tensor:
-            got.extend(rest)
-            return x
-
-        @staticmethod
-        @custom_bwd(device_type=DEVICE)
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            return grad, None, None, None
-
+    function, got = taking(FP16)
     ints, double = torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
     with autocast(DEVICE, BF16):
-        out = Take.apply(
+        out = function.apply(
             torch.ones(1, requires_grad=True), [ints, (double,)], {"k": torch.ones(1)}, "s"
         )
 

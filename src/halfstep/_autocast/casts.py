@@ -220,16 +220,14 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
     return cast_to
 
 
-_ALL = range(1000)  # positions of arguments
-
-
 def _detours(
-    name: str, device: str, dtype: torch.dtype, lent: Container[int] = _ALL
+    name: str, device: str, dtype: torch.dtype, lent: Container[int] | None = None
 ) -> Callable[..., Any]:
     """Return what runs an op whose kernel met an argument that it does not cast.
 
     Call it after the ``except``, to keep that exception out of the context of the op's errors.
-    Gathered weights are cast where their positions are in ``lent``, and autograd saves no casts.
+    Gathered weights are cast, only at the positions in ``lent`` if given, and autograd saves no
+    casts.
     """
 
     def detour(met: type[Detour], kernel: Kernel, keys: Keys, args: Any, kwargs: Any) -> Any:
@@ -238,7 +236,9 @@ def _detours(
         if met is SparseMet:
             return _cast_to(name, device, torch.float32)(keys, *args, **kwargs)
         weights = Lent(dtype)
-        casts = [weights.cast(arg) if i in lent else arg for i, arg in enumerate(args)]
+        casts = [
+            weights.cast(arg) if lent is None or i in lent else arg for i, arg in enumerate(args)
+        ]
         with weights.until_backward():
             return kernel(keys, *casts, **kwargs)
 

@@ -433,24 +433,20 @@ def custom_fwd(
             _remember(ctx, settings)
             return fwd(ctx, *args)
         _remember(ctx, current_settings(device, enabled=False))
-
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(cast_inputs) if is_eligible(tensor, device) else tensor
-
         with autocast(device, enabled=False):
-            return fwd(ctx, *_mapped(cast, args))
+            return fwd(ctx, *_cast_inputs(args, device, cast_inputs))
 
     return forward
 
 
-def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a value with its tensors mapped; as in torch.amp, every mapping becomes a dict."""
+def _cast_inputs(value: Any, device: str, dtype: torch.dtype) -> Any:
+    """Cast eligible tensors in nested containers; as in torch.amp, any mapping becomes a dict."""
     if isinstance(value, torch.Tensor):
-        return function(value)
+        return value.to(dtype) if is_eligible(value, device) else value
     if isinstance(value, Mapping):
-        return {key: _mapped(function, item) for key, item in value.items()}
+        return {key: _cast_inputs(item, device, dtype) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return like(value, [_mapped(function, item) for item in value])
+        return like(value, [_cast_inputs(item, device, dtype) for item in value])
     return value
 
 
