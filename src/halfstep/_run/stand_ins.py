@@ -35,7 +35,6 @@ from halfstep._gradients.scalars import SMALLEST_SCALE
 from halfstep._pytorch import amp, compiler
 
 _TorchAutocast = autocast_mode.autocast
-_TorchGradScaler = torch.amp.GradScaler
 
 # --- the policy -----------------------------------------------------------------------------------
 
