@@ -50,7 +50,8 @@ def matches(pattern: str, among: Iterable[str]) -> int:
 
 def multipliers() -> str:
     """Return how many of the former places are left, besides a ledger."""
-    others = [text for text in texts(SRC / "_scaler", SRC / "_run") if "class Ledger:" not in text]
+    rooms = texts(SRC / "_scaler", SRC / "_tools" / "run")
+    others = [text for text in rooms if "class Ledger:" not in text]
     left = sum(matches(place, others) > 0 for place in MULTIPLIERS)
     return f"{left} of these" + (" and a ledger" * (SRC / "_scaler" / "ledger.py").exists())
 

@@ -27,7 +27,7 @@ from examples.train_text import GPT, SIZES, GPTConfig
 
 import halfstep
 from halfstep._common.machine import device_name
-from halfstep._record.recorder import Recorder
+from halfstep._tools.record.recorder import Recorder
 from step_time import ratios
 
 

@@ -27,10 +27,10 @@ import atexit, gc, json, os, runpy, sys, warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("error")
-    import halfstep, halfstep._run.session, torch
+    import halfstep, halfstep._tools.run.session, torch
 warnings.simplefilter("ignore", DeprecationWarning)
 import torch._dynamo  # what optimizers import
-from halfstep._cli import main
+from halfstep._tools.cli import main
 
 gc.collect()
 gc.freeze()  # a collection in what is forked would write to, and so copy, the memory of all this

@@ -19,14 +19,15 @@ LOADED = """
 import sys
 {code}
 names = set(sys.modules)
-rooms = {{name.split(".")[1] for name in names if name.startswith("halfstep.")}}
-rooms -= {{"_version"}}  # one line, always loaded
+parts = [name.split(".") for name in names if name.startswith("halfstep.")]
+rooms = {{part[2] if part[1:2] == ["_tools"] and part[2:] else part[1] for part in parts}}
+rooms -= {{"_version", "_tools"}}  # one line each
 heavy = names & {{"torch", "torch.distributed", "torch._dynamo", "msgspec", "jinja2", "rich"}}
 with open({path!r}, "w") as file:
     print(*sorted(rooms | heavy), file=file)
 """
 COMMAND = """
-from halfstep._cli import main
+from halfstep._tools.cli import main
 try:
     main({words!r})
 except SystemExit as ended:
@@ -66,10 +67,10 @@ def test_a_training_loads_autocast_and_the_scaler_only(tmp_path: Path) -> None:
     "words", [["--help"], ["--version"], ["run", "--help"], ["report", "--help"], ["tune", "-h"]]
 )
 def test_help_loads_the_command_line_only(words: list[str], tmp_path: Path) -> None:
-    assert loaded_by(words, tmp_path) == {"_cli", "_common", "_record", "errors", "msgspec"}
+    assert loaded_by(words, tmp_path) == {"cli", "_common", "record", "errors", "msgspec"}
 
 
-READING = {"_cli", "_common", "_diagnose", "_numerics", "_record", "_report", "_trace", "errors"}
+READING = {"_common", "_numerics", "cli", "diagnose", "errors", "record", "report", "trace"}
 
 
 @pytest.mark.parametrize(

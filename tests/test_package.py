@@ -20,7 +20,7 @@ import sys
 sys.modules["rich"] = None
 import halfstep
 assert halfstep.__file__.startswith({installed!r}), halfstep.__file__
-from halfstep._cli import main
+from halfstep._tools.cli import main
 sys.exit(main({words!r}))
 """
 
@@ -61,7 +61,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert held == there
-    assert {"halfstep/py.typed", "halfstep/_cli/__init__.py"} <= held
+    assert {"halfstep/py.typed", "halfstep/_tools/cli/__init__.py"} <= held
 
 
 @pytest.mark.parametrize(

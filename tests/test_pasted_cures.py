@@ -22,11 +22,11 @@ from tests.diagnose.kinds.judged import run_file
 
 import halfstep
 from halfstep import Diagnosis
-from halfstep._cli import main
 from halfstep._common.text import Code, Sentence
-from halfstep._record.read import read_run
-from halfstep._report.summarize import summarize
-from halfstep._report.text import sentences
+from halfstep._tools.cli import main
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.summarize import summarize
+from halfstep._tools.report.text import sentences
 from halfstep.errors import HalfstepWarning
 
 LOOP = """

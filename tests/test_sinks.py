@@ -10,7 +10,7 @@ import torch
 from tests.record.training import Net, train
 
 import halfstep
-from halfstep._record.read import read_run
+from halfstep._tools.record.read import read_run
 from halfstep.sinks import MLflow, TensorBoard, WandB
 
 

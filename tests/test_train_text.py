@@ -10,7 +10,7 @@ from examples import train_text
 from examples.train_text import GPT, SIZES, Corpus, GPTConfig, draw_batches
 from tests import forked
 
-from halfstep._cli import main
+from halfstep._tools.cli import main
 
 SCRIPT = Path(train_text.__file__)
 ROW = re.compile(r"^(\S+) +(\S+) +(\S+) +(\S+) +(\S+) +(\d+) +(\S+) +(\S+)%$", re.MULTILINE)

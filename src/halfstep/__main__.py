@@ -2,7 +2,7 @@
 
 import sys
 
-from halfstep._cli import main
+from halfstep._tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfstep._cli import main
+from halfstep._tools.cli import main
 
 
 def called(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:

@@ -1,7 +1,7 @@
 """The JSON Schema of what the commands print with ``--json``, made from the types of its values.
 
-``halfstep/_cli/json.schema.json`` holds it; ``python -m tests.cli.json_schema`` prints it anew
-after a change.
+``halfstep/_tools/cli/json.schema.json`` holds it; ``python -m tests.cli.json_schema`` prints it
+anew after a change.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from msgspec.json import schema_components
 
 from halfstep._autocast.rule import Rule
 from halfstep._common.text import Severity
-from halfstep._doctor.finding import Finding
-from halfstep._doctor.hardware import MachineReport
-from halfstep._report.compare_runs import RunComparison
-from halfstep._report.summary import Summary
-from halfstep._report.text import SCHEMA
+from halfstep._tools.doctor.finding import Finding
+from halfstep._tools.doctor.hardware import MachineReport
+from halfstep._tools.report.compare_runs import RunComparison
+from halfstep._tools.report.summary import Summary
+from halfstep._tools.report.text import SCHEMA
 
 _NON_FINITE = {"enum": ["nan", "inf", "-inf"]}
 SEVERITY = {"enum": sorted(get_args(Severity))}

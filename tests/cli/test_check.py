@@ -7,8 +7,8 @@ from tests.cli.called import called
 from tests.report import records
 from tests.report.records import counted, sample, tensor
 
-from halfstep._cli import main
-from halfstep._record.files import file_of
+from halfstep._tools.cli import main
+from halfstep._tools.record.files import file_of
 
 
 def check(capsys, *argv):
@@ -251,7 +251,7 @@ def test_what_is_no_share_is_refused(tmp_path, capsys, share, message):
 
 def test_the_limits_in_the_help_are_those_of_no_limits(capsys):
     from halfstep._common.numbers import percent
-    from halfstep._report.limits import DEFAULTS
+    from halfstep._tools.report.limits import DEFAULTS
 
     with pytest.raises(SystemExit):
         main(["check", "--help"])

@@ -7,11 +7,15 @@ import pytest
 from tests.report import records
 
 import halfstep
-from halfstep._cli import main
+from halfstep._tools.cli import main
 
 pytestmark = pytest.mark.slow
 
-COMMAND = [sys.executable, "-c", "import sys; from halfstep._cli import main; sys.exit(main())"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from halfstep._tools.cli import main; sys.exit(main())",
+]
 
 
 def test_version(capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep import _cli
+from halfstep._tools import cli
 
 ASKED = [
     ("halfstep ", {"run", "report", "check", "doctor", "tune", "policy", "help"}),
@@ -32,7 +32,7 @@ def test_completion(line: str, words: set[str], tmp_path: Path) -> None:
         "COMP_LINE": line,
         "COMP_POINT": str(len(line)),
     }
-    code = "import halfstep._cli; halfstep._cli.main([])"
+    code = "import halfstep._tools.cli; halfstep._tools.cli.main([])"
     subprocess.run([sys.executable, "-c", code], env=os.environ | asked, check=True)
     found = {word.strip() for word in answer.read_text().split("\n")}
     shown = found if "-" in line else {word for word in found if not word.startswith("-")}
@@ -43,5 +43,5 @@ def test_without_the_package_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "argcomplete", None)
     monkeypatch.setitem(os.environ, "_ARGCOMPLETE", "1")
     with pytest.raises(SystemExit) as ended:
-        _cli.main(["policy", "show", "standard"])
+        cli.main(["policy", "show", "standard"])
     assert ended.value.code == 2

@@ -5,9 +5,9 @@ import json
 import pytest
 from tests.cli.called import called
 
-from halfstep._cli import main
-from halfstep._doctor import hardware
-from halfstep._doctor.hardware import speeds_of
+from halfstep._tools.cli import main
+from halfstep._tools.doctor import hardware
+from halfstep._tools.doctor.hardware import speeds_of
 
 GOOD = """\
 from halfstep import GradScaler, autocast

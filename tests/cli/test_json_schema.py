@@ -10,12 +10,12 @@ from tests.report import records
 from tests.report.test_markdown import WRITERS, summary_of
 
 import halfstep
-from halfstep._cli import main
-from halfstep._report.compare_runs import compare_runs
-from halfstep._report.text import comparison_json, summary_json
+from halfstep._tools.cli import main
+from halfstep._tools.report.compare_runs import compare_runs
+from halfstep._tools.report.text import comparison_json, summary_json
 
 jsonschema = pytest.importorskip("jsonschema")
-SCHEMA = json.loads((files("halfstep._cli") / "json.schema.json").read_text("utf-8"))
+SCHEMA = json.loads((files("halfstep._tools.cli") / "json.schema.json").read_text("utf-8"))
 
 
 def errors(values):
@@ -24,7 +24,7 @@ def errors(values):
 
 
 def test_the_file_is_the_schema_of_the_types():
-    command = "python -m tests.cli.json_schema > src/halfstep/_cli/json.schema.json"
+    command = "python -m tests.cli.json_schema > src/halfstep/_tools/cli/json.schema.json"
     assert json.loads(json.dumps(json_schema())) == SCHEMA, command
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 

@@ -10,8 +10,8 @@ import pytest
 from tests.cli.called import called
 from tests.report import records
 
-from halfstep._cli import main
-from halfstep._record.files import file_of
+from halfstep._tools.cli import main
+from halfstep._tools.record.files import file_of
 
 
 @pytest.fixture(autouse=True)
@@ -313,7 +313,7 @@ def test_of_many_records_the_newest_are_listed_and_none_is_read_whole(
     for position in range(23):
         folder = records.killed(tmp_path / f"runs/{position}")
         os.utime(file_of(folder, 0), (position, position))
-    monkeypatch.setattr("halfstep._record.read.read_run", None)
+    monkeypatch.setattr("halfstep._tools.record.read.read_run", None)
     lines = called(capsys, "report", "runs")[1].splitlines()
     assert [line.split()[-1] for line in lines[1:-1]] == [f"runs/{n}" for n in range(22, 2, -1)]
     assert lines[-1] == "the newest 20 of 23 records; --all lists the others"
@@ -345,10 +345,10 @@ def test_a_page_that_cannot_be_written(tmp_path, capsys):
 
 def test_help_and_what_it_imports():
     script = (
-        "import sys; from halfstep._cli import main\n"
+        "import sys; from halfstep._tools.cli import main\n"
         "try: main(['report', '--help'])\n"
         "except SystemExit: pass\n"
-        "loaded = [name for name in ('jinja2', 'rich', 'halfstep._report') "
+        "loaded = [name for name in ('jinja2', 'rich', 'halfstep._tools.report') "
         "if name in sys.modules]; sys.exit(str(loaded) if loaded else 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

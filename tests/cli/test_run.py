@@ -8,8 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from halfstep._cli import _build_parser, main
-from halfstep._cli.run import _note_options, add_arguments
+from halfstep._tools.cli import _build_parser, main
+from halfstep._tools.cli.run import _note_options, add_arguments
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import torch
 from tests.cli.called import called
 
 from halfstep import Policy
-from halfstep._cli import main
+from halfstep._tools.cli import main
 
 pytestmark = pytest.mark.slow
 

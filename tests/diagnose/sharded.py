@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import halfstep
-from halfstep._diagnose import skips
-from halfstep._diagnose.watch import Watch
+from halfstep._tools.diagnose import skips
+from halfstep._tools.diagnose.watch import Watch
 
 
 class Net(nn.Module):

@@ -13,7 +13,7 @@ from tests.diagnose.kinds.judged import run_file
 from torch import nn
 
 import halfstep
-from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._tools.diagnose.diagnosis import Diagnosis
 
 HEAD = """\
 import math

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep._diagnose.diagnosis import Diagnosis, Line
-from halfstep._diagnose.watch import Watch
+from halfstep._tools.diagnose.diagnosis import Diagnosis, Line
+from halfstep._tools.diagnose.watch import Watch
 
 
 class Tower(nn.Module):

@@ -13,7 +13,7 @@ from tests.diagnose.dtype_programs import pasted, runs
 from torch import nn
 
 import halfstep
-from halfstep._diagnose.dtype_error import DtypeError, explain
+from halfstep._tools.diagnose.dtype_error import DtypeError, explain
 
 BEGIN = """
 import torch

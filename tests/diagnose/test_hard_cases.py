@@ -18,10 +18,10 @@ from torch.nn.parallel import DataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfstep
-from halfstep._diagnose import watch as watching
-from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._diagnose.inspect_op import names_in
-from halfstep._diagnose.watch import Watch
+from halfstep._tools.diagnose import watch as watching
+from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.diagnose.inspect_op import names_in
+from halfstep._tools.diagnose.watch import Watch
 
 pytestmark = pytest.mark.slow
 

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._diagnose.watch import Watch
+from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.diagnose.watch import Watch
 
 NUM_STEPS, BAD_STEP = 5, 4
 

@@ -6,7 +6,7 @@ import pytest
 from tests.diagnose.ranks import diagnose_bad_rank
 from tests.ranks.pool import Pool
 
-from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._tools.diagnose.diagnosis import Diagnosis
 
 pytestmark = pytest.mark.slow
 

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep._diagnose import skips
-from halfstep._diagnose.replay import is_replaying
-from halfstep._diagnose.skips import LONGEST_START
-from halfstep._diagnose.watch import Watch
+from halfstep._tools.diagnose import skips
+from halfstep._tools.diagnose.replay import is_replaying
+from halfstep._tools.diagnose.skips import LONGEST_START
+from halfstep._tools.diagnose.watch import Watch
 from halfstep.errors import DiagnosisWarning
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ import warnings
 import pytest
 import torch
 
-from halfstep._cli import main
-from halfstep._doctor.deprecated import rewritten
-from halfstep._doctor.doctor import check_source
+from halfstep._tools.cli import main
+from halfstep._tools.doctor.deprecated import rewritten
+from halfstep._tools.doctor.doctor import check_source
 
 CASES = [
     ("with torch.cuda.amp.autocast(): x", 'with torch.amp.autocast("cuda"): x'),

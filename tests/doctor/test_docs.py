@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import halfstep
-from halfstep._doctor.doctor import check_source
-from halfstep._doctor.finding import CATALOG
+from halfstep._tools.doctor.doctor import check_source
+from halfstep._tools.doctor.finding import CATALOG
 
 PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |^# [A-Z]|\Z)", PAGE, re.MULTILINE | re.DOTALL))

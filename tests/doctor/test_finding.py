@@ -5,7 +5,7 @@ import json
 import pytest
 
 from halfstep._common.text import SEVERITIES
-from halfstep._doctor.finding import CATALOG, Checkup, Finding
+from halfstep._tools.doctor.finding import CATALOG, Checkup, Finding
 
 BAD = Finding("clip-before-unscale", "seen", "cure", "a = 1\nb = 2", ("model",), "b.py", 7)
 EARLIER = Finding("scaler-bypassed", "seen", "cure", file="b.py", line=3)

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from halfstep import Policy
-from halfstep._doctor import hardware
-from halfstep._doctor.hardware import (
+from halfstep._pytorch.devices import Card
+from halfstep._tools.doctor import hardware
+from halfstep._tools.doctor.hardware import (
     advise,
     measure_speeds,
     speeds_of,
     units_of_card,
     units_of_flags,
 )
-from halfstep._pytorch.devices import Card
 
 V100 = Card("V100", "compute capability 7.0", ("fp16",))
 GTX_1660 = Card("GTX 1660", "compute capability 7.5", (), has_safe_fp16=False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfstep._doctor.doctor import check_source
+from halfstep._tools.doctor.doctor import check_source
 
 IMPORTS = (
     "import torch\nimport torch.nn.functional as F\nfrom halfstep import GradScaler, autocast\n"

@@ -10,7 +10,7 @@ from torch import nn
 
 import halfstep
 from halfstep import doctor
-from halfstep._doctor.finding import Checkup
+from halfstep._tools.doctor.finding import Checkup
 
 FP16, BF16 = torch.float16, torch.bfloat16
 

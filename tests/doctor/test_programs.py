@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep._doctor.doctor import check_source
+from halfstep._tools.doctor.doctor import check_source
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from halfstep._doctor.doctor import check_file, check_source
-from halfstep._doctor.finding import CATALOG
+from halfstep._tools.doctor.doctor import check_file, check_source
+from halfstep._tools.doctor.finding import CATALOG
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,8 +18,8 @@ from tests.training import labelled, mlp
 from torch import Tensor, nn
 
 import halfstep
-from halfstep._record.read import read_run
-from halfstep._record.run import Run
+from halfstep._tools.record.read import read_run
+from halfstep._tools.record.run import Run
 
 FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
 IMPORT_WARNINGS = "ignore::DeprecationWarning"

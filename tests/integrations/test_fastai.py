@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.integrations import by_hand
 
 import halfstep
-from halfstep._record.read import read_run
+from halfstep._tools.record.read import read_run
 
 pytestmark = [
     *by_hand.needs("fastai"),

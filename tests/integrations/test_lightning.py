@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfstep
 from halfstep._autocast import context
 from halfstep._autocast.modules import name_modules
-from halfstep._record.read import read_run
+from halfstep._tools.record.read import read_run
 from halfstep.errors import CallOrderError, DiagnosisWarning
 
 lightning = pytest.importorskip("lightning")

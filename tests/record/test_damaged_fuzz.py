@@ -11,13 +11,13 @@ import random
 import pytest
 from tests.report import records
 
-from halfstep._record.files import line_of
-from halfstep._record.read import read_run
-from halfstep._report import text
-from halfstep._report.compare_runs import compare_runs
-from halfstep._report.limits import defaults, pass_line, violations
-from halfstep._report.page import render, render_comparison
-from halfstep._report.summarize import summarize
+from halfstep._tools.record.files import line_of
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report import text
+from halfstep._tools.report.compare_runs import compare_runs
+from halfstep._tools.report.limits import defaults, pass_line, violations
+from halfstep._tools.report.page import render, render_comparison
+from halfstep._tools.report.summarize import summarize
 from halfstep.errors import RecordError
 
 pytestmark = pytest.mark.slow

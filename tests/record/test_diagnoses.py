@@ -12,10 +12,10 @@ from tests.record.events import step, write
 from tests.report import records
 
 import halfstep
-from halfstep._diagnose.diagnose import diagnose
-from halfstep._diagnose.diagnosis import Diagnosis, Flush, Line
-from halfstep._record.read import read_run
-from halfstep._record.run import Diagnosed
+from halfstep._tools.diagnose.diagnose import diagnose
+from halfstep._tools.diagnose.diagnosis import Diagnosis, Flush, Line
+from halfstep._tools.record.read import read_run
+from halfstep._tools.record.run import Diagnosed
 from halfstep.errors import CallOrderError
 
 LINE = Line("model.py", 3, "forward", "y = x.exp()")

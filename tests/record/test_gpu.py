@@ -8,7 +8,7 @@ from tests.device import no_waits
 from tests.record.training import Net
 
 import halfstep
-from halfstep._record.read import read_run
+from halfstep._tools.record.read import read_run
 
 pytestmark = pytest.mark.gpu
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep._record.files import LineWriter, file_of
-from halfstep._record.read import read_run
+from halfstep._tools.record.files import LineWriter, file_of
+from halfstep._tools.record.read import read_run
 from halfstep.errors import RecordError
 
 

@@ -10,9 +10,9 @@ from tests.report import records
 
 from halfstep._common.json import to_plain
 from halfstep._numerics.statistics import Statistics
-from halfstep._record.files import file_of
-from halfstep._record.read import glance, read_run
-from halfstep._record.run import Measured
+from halfstep._tools.record.files import file_of
+from halfstep._tools.record.read import glance, read_run
+from halfstep._tools.record.run import Measured
 from halfstep.errors import RecordError
 
 STATISTICS = Statistics(

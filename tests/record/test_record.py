@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 import halfstep
-from halfstep._record.read import read_run
-from halfstep._record.run import Run
 from halfstep._scaler.events import OBSERVERS
+from halfstep._tools.record.read import read_run
+from halfstep._tools.record.run import Run
 from halfstep.errors import HalfstepWarning
 
 

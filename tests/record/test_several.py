@@ -9,10 +9,10 @@ import pytest
 from tests.ranks.pool import Pool, RankFailedError
 from tests.record import several
 
-from halfstep._record.read import read_run
-from halfstep._report.limits import Limits, violations
-from halfstep._report.summarize import summarize
-from halfstep._report.text import sentences
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.limits import Limits, violations
+from halfstep._tools.report.summarize import summarize
+from halfstep._tools.report.text import sentences
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ from tests.device import DEVICE
 from torch import Tensor, nn
 
 import halfstep
-from halfstep._record.read import read_run
-from halfstep._report.summarize import summarize
-from halfstep._report.summary import Summary
-from halfstep._report.text import sentences
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.summarize import summarize
+from halfstep._tools.report.summary import Summary
+from halfstep._tools.report.text import sentences
 from halfstep.errors import HalfstepWarning
 
 X, Y = torch.randn(32, 8), torch.randn(32, 1)

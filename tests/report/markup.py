@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from halfstep._record.read import read_run
-from halfstep._report.page import render
-from halfstep._report.summarize import summarize
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.page import render
+from halfstep._tools.report.summarize import summarize
 
 VOID = {"meta", "link", "img", "input", "br"}
 CLOSES = {"td": {"td", "th"}, "th": {"td", "th"}, "tr": {"td", "th", "tr"}}

@@ -11,7 +11,7 @@ from playwright.sync_api import expect, sync_playwright
 from tests.report import records
 from tests.report.markup import at, page_of
 
-from halfstep._report.text import summary_json
+from halfstep._tools.report.text import summary_json
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 PROGRAM = next(filter(None, map(shutil.which, NAMES)), None)

@@ -6,10 +6,10 @@ import pytest
 from tests.report import records
 from tests.report.records import counted, sample, tensor
 
-from halfstep._record.read import read_run
-from halfstep._report.compare_runs import compare_runs
-from halfstep._report.summarize import summarize
-from halfstep._report.text import comparison_json, comparison_markdown, comparison_text
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.compare_runs import compare_runs
+from halfstep._tools.report.summarize import summarize
+from halfstep._tools.report.text import comparison_json, comparison_markdown, comparison_text
 
 
 def summary_of(folder):

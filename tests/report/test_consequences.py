@@ -7,7 +7,7 @@ from tests.report import records
 from tests.report.records import counted, diagnosis, sample, skip, step, tensor
 from tests.report.test_sentences import ADVICE, codes, said, said_of, the_one
 
-from halfstep._cli import main
+from halfstep._tools.cli import main
 
 
 def nan_from(first, *extra):

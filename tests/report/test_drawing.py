@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from halfstep._report.drawing import (
+from halfstep._tools.report.drawing import (
     FIRST_LEVEL,
     NO_VALUE,
     NOT_FINITE,

@@ -6,11 +6,11 @@ import pytest
 from tests.report import records
 
 from halfstep._common.json import to_plain
-from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._record.read import read_run
-from halfstep._report.page_tables import badness
-from halfstep._report.summarize import summarize
-from halfstep._report.text import sentences, summary_json, summary_markdown
+from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.page_tables import badness
+from halfstep._tools.report.summarize import summarize
+from halfstep._tools.report.text import sentences, summary_json, summary_markdown
 
 WRITERS = (
     records.healthy,

@@ -10,8 +10,8 @@ from tests.report.markup import at, page_of
 
 from halfstep._common import numbers
 from halfstep._numerics.formats import FORMATS
-from halfstep._report.page import MOST_SKIPS
-from halfstep._report.text import sentences, summary_json
+from halfstep._tools.report.page import MOST_SKIPS
+from halfstep._tools.report.text import sentences, summary_json
 
 RUNS = (
     records.healthy,
@@ -299,5 +299,5 @@ def test_the_script_is_small(skips):
 
 
 def test_styles_and_scripts_are_in_the_package():
-    names = {file.name for file in (files("halfstep._report") / "templates").iterdir()}
+    names = {file.name for file in (files("halfstep._tools.report") / "templates").iterdir()}
     assert {"page.html.jinja", "comparison.html.jinja", "page.css", "page.js"} <= names

@@ -8,11 +8,11 @@ import pytest
 from tests.report import records
 from tests.report.markup import at, parse
 
-from halfstep._record.read import read_run
-from halfstep._report.compare_runs import compare_runs
-from halfstep._report.page import render_comparison
-from halfstep._report.summarize import summarize
-from halfstep._report.text import comparison_json
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.compare_runs import compare_runs
+from halfstep._tools.report.page import render_comparison
+from halfstep._tools.report.summarize import summarize
+from halfstep._tools.report.text import comparison_json
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from halfstep._record.run import Step
-from halfstep._report.page_curves import COLUMNS, curves, kept, smoothed
-from halfstep._report.summarize import tracks_of
+from halfstep._tools.record.run import Step
+from halfstep._tools.report.page_curves import COLUMNS, curves, kept, smoothed
+from halfstep._tools.report.summarize import tracks_of
 
 
 def step(number, optimizer="AdamW", reason=None, scale=1024.0, norm=1.0, loss=2.0):

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 from tests.report import records
 
-from halfstep._record.read import read_run
-from halfstep._report.drawing import FIRST_LEVEL, NO_VALUE, NOT_FINITE
-from halfstep._report.page_heat import HEADROOM, LOST, MOST_COLUMNS, heat, labelled, ticks_of
-from halfstep._report.summarize import summarize
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.drawing import FIRST_LEVEL, NO_VALUE, NOT_FINITE
+from halfstep._tools.report.page_heat import HEADROOM, LOST, MOST_COLUMNS, heat, labelled, ticks_of
+from halfstep._tools.report.summarize import summarize
 
 
 def maps_of(folder, samples, dtype="float16", has_policy=True):

@@ -4,9 +4,9 @@ import re
 
 from tests.report import records
 
-from halfstep._record.read import read_run
-from halfstep._report.page_tables import HEIGHT, MOST_HISTOGRAMS, format_limits, layer_table
-from halfstep._report.summarize import summarize
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.page_tables import HEIGHT, MOST_HISTOGRAMS, format_limits, layer_table
+from halfstep._tools.report.summarize import summarize
 
 
 def table_of(folder, tensors, dtype="float16"):

@@ -6,12 +6,12 @@ from tests.report.markup import parse
 from torch import nn, randn
 
 import halfstep
-from halfstep._record.read import read_run
-from halfstep._report.page import render
-from halfstep._report.page_tables import MOST_MODULES, precision_map
-from halfstep._report.summarize import summarize
-from halfstep._trace.recording import Recording
-from halfstep._trace.rows import Row
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.page import render
+from halfstep._tools.report.page_tables import MOST_MODULES, precision_map
+from halfstep._tools.report.summarize import summarize
+from halfstep._tools.trace.recording import Recording
+from halfstep._tools.trace.rows import Row
 
 
 def row(number, module, compute, seconds):

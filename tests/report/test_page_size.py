@@ -6,10 +6,10 @@ import pytest
 from tests.report import records
 from tests.report.markup import parse
 
-from halfstep._record.read import read_run
-from halfstep._record.run import Measured, Sample
-from halfstep._report.page import render
-from halfstep._report.summarize import summarize
+from halfstep._tools.record.read import read_run
+from halfstep._tools.record.run import Measured, Sample
+from halfstep._tools.report.page import render
+from halfstep._tools.report.summarize import summarize
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from tests.report.records import counted, layers, sample, skip, step, tensor
 
 import halfstep
 from halfstep._common.text import Code, code, names, plain, say
-from halfstep._record.read import read_run
-from halfstep._report.summarize import summarize
-from halfstep._report.text import sentences
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.summarize import summarize
+from halfstep._tools.report.text import sentences
 
 
 def said_of(folder):

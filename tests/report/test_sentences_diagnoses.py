@@ -7,10 +7,10 @@ from tests.report import records
 from tests.report.records import bad_op, diagnosis, skip, step
 from tests.report.test_sentences import ADVICE, codes, said, said_of, the_one
 
-from halfstep._diagnose.diagnosis import Cure, Line
-from halfstep._record.read import read_run
-from halfstep._report.about_diagnoses import MOST_PLACES
-from halfstep._report.summarize import summarize
+from halfstep._tools.diagnose.diagnosis import Cure, Line
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.about_diagnoses import MOST_PLACES
+from halfstep._tools.report.summarize import summarize
 
 
 def went_bad(folder, **values):

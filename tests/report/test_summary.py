@@ -9,9 +9,9 @@ import pytest
 from tests.report import records
 
 from halfstep._common.json import to_plain
-from halfstep._record.read import read_run
-from halfstep._record.run import PolicySeen
-from halfstep._report.summarize import summarize
+from halfstep._tools.record.read import read_run
+from halfstep._tools.record.run import PolicySeen
+from halfstep._tools.report.summarize import summarize
 
 
 def summary_of(folder):

@@ -8,15 +8,15 @@ from tests.report import records
 from tests.report.records import counted, sample, tensor
 
 from halfstep._numerics.formats import FORMATS
-from halfstep._record.read import read_run
-from halfstep._record.run import Measured, PolicySeen, Sample
-from halfstep._report.layers import (
+from halfstep._tools.record.read import read_run
+from halfstep._tools.record.run import Measured, PolicySeen, Sample
+from halfstep._tools.report.layers import (
     largest_scale,
     power_below,
     sampled,
     smallest_scale,
 )
-from halfstep._report.summarize import summarize
+from halfstep._tools.report.summarize import summarize
 
 GRADIENT = "parameter_gradient"
 

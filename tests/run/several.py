@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
 from halfstep import preset
-from halfstep._run.launch import show_once
-from halfstep._run.masters import Additions, added
-from halfstep._run.session import execute
-from halfstep._run.stand_ins import replaced
+from halfstep._tools.run.launch import show_once
+from halfstep._tools.run.masters import Additions, added
+from halfstep._tools.run.session import execute
+from halfstep._tools.run.stand_ins import replaced
 from halfstep.errors import RanksError, SkippedStepsWarning
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
 
 import halfstep
-from halfstep._run.amp import mixed_precision
+from halfstep._tools.run.amp import mixed_precision
 
 DTYPES = [torch.float16, torch.bfloat16]
 

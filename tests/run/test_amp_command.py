@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import preset
-from halfstep._cli import main
-from halfstep._diagnose.watch import Watch
-from halfstep._record.read import read_run
-from halfstep._run.amp import mixed_precision
-from halfstep._run.stand_ins import replaced
+from halfstep._tools.cli import main
+from halfstep._tools.diagnose.watch import Watch
+from halfstep._tools.record.read import read_run
+from halfstep._tools.run.amp import mixed_precision
+from halfstep._tools.run.stand_ins import replaced
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

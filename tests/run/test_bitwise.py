@@ -13,8 +13,8 @@ import torch
 from tests.run.scripts import kinds
 
 from halfstep import Policy, preset
-from halfstep._run import session
-from halfstep._run.session import Command, Options, Session
+from halfstep._tools.run import session
+from halfstep._tools.run.session import Command, Options, Session
 
 FP16, BF16 = torch.float16, torch.bfloat16
 MODELS: list[Any] = []

@@ -290,7 +290,7 @@ def test_a_diagnosis_in_a_process(halfstep_run, folder):
 
 def hooked(folder: Path, *more: str) -> dict[str, str]:
     """Return the environment of a process of a run, with folders that are searched for modules."""
-    from halfstep._run.session import HOOK, VARIABLE
+    from halfstep._tools.run.session import HOOK, VARIABLE
 
     values = {"folder": str(folder / "runs/x"), "policy": "torch", "every": 50}
     values |= {"amp": None, "is_quiet": False, "is_diagnosing": False}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from halfstep._cli import main
-from halfstep._record.read import read_run
+from halfstep._tools.cli import main
+from halfstep._tools.record.read import read_run
 
 SCRIPT = Path(__file__).with_name("scripts") / "overflow.py"
 

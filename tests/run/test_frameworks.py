@@ -31,7 +31,7 @@ def test_lightning(tmp_path):
     assert "torch.bfloat16\n" in under
     assert "torch.float16\n" in under
     assert error.count("policy: torch\n") == 2
-    assert "scaler: halfstep._run.stand_ins\n" in error
+    assert "scaler: halfstep._tools.run.stand_ins\n" in error
     assert "halfstep: 8 steps recorded, 1 skipped" in error  # the first scale is too large for fp16
 
 

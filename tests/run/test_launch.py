@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep._run import launch
+from halfstep._tools.run import launch
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 import halfstep
-from halfstep._record.read import read_run
-from halfstep._run.masters import Additions, added
-from halfstep._run.stand_ins import replaced
+from halfstep._tools.record.read import read_run
+from halfstep._tools.run.masters import Additions, added
+from halfstep._tools.run.stand_ins import replaced
 from halfstep.errors import CallOrderError, SkippedStepsWarning
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -6,7 +6,7 @@ from tests.run.conftest import Run
 from torch import nn
 
 from halfstep import Policy, preset
-from halfstep._run.stand_ins import replaced
+from halfstep._tools.run.stand_ins import replaced
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

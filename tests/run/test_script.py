@@ -216,7 +216,7 @@ def test_python_p_puts_no_folder_on_the_path(tmp_path, monkeypatch):
     import sys
     from types import SimpleNamespace
 
-    from halfstep._run import session
+    from halfstep._tools.run import session
 
     (tmp_path / "train.py").write_text("")
     for name in ("argv", "path"):

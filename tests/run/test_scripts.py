@@ -17,8 +17,8 @@ def test_a_gpt_trainer(dtype, halfstep_run, python):
     alone = python(*arguments)
     done = halfstep_run(*arguments)  # to the bit, without a word
     assert done.code == 0, done.err
-    assert done.out == alone.out.replace("torch.amp.grad_scaler", "halfstep._run.stand_ins")
-    assert "halfstep._run.stand_ins" in done.out
+    assert done.out == alone.out.replace("torch.amp.grad_scaler", "halfstep._tools.run.stand_ins")
+    assert "halfstep._tools.run.stand_ins" in done.out
     assert "halfstep: 4 steps recorded, 0 skipped: halfstep report runs/gpt_trainer-" in done.err
 
 
@@ -102,7 +102,7 @@ def test_what_trains_after_the_last_line_is_recorded_too(halfstep_run, tmp_path)
         "threading.Thread(target=late).start()\natexit.register(late)\ntrain(1)\n"
     )
     done = halfstep_run("-o", "record", "train.py")
-    assert done.out.count("halfstep._run.stand_ins\n") == 2
+    assert done.out.count("halfstep._tools.run.stand_ins\n") == 2
     assert "halfstep: 5 steps recorded" in done.err
     assert events(tmp_path / "record")[-1]["steps"] == 5
 

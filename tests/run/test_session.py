@@ -16,10 +16,10 @@ from tests.report import records
 
 import halfstep
 from halfstep import preset
-from halfstep._record.read import read_run
-from halfstep._run import session
-from halfstep._run.masters import Additions
-from halfstep._run.session import Command, Options, Session, noting_warnings
+from halfstep._tools.record.read import read_run
+from halfstep._tools.run import session
+from halfstep._tools.run.masters import Additions
+from halfstep._tools.run.session import Command, Options, Session, noting_warnings
 from halfstep.errors import RecordError
 
 COMMAND = Command("train.py", ["--lr", "1"], is_module=False)
@@ -51,7 +51,7 @@ def test_amp_is_around_the_program_and_under_the_policy(seen, monkeypatch, capsy
         yield
         seen.events.append("left")
 
-    monkeypatch.setattr("halfstep._run.amp.mixed_precision", mixed_precision)
+    monkeypatch.setattr("halfstep._tools.run.amp.mixed_precision", mixed_precision)
     Session(COMMAND, options(amp=torch.float16)).run()
     assert seen.events == [(torch.float16, preset("fp32")), "program"]
     assert capsys.readouterr().err == "halfstep: a line\n"
@@ -102,7 +102,7 @@ def test_diagnoses_are_recorded_and_printed_unless_quiet(
 ):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("halfstep._diagnose.watch.Watch", FakeWatch)
+    monkeypatch.setattr("halfstep._tools.diagnose.watch.Watch", FakeWatch)
     monkeypatch.setattr(halfstep.record, "num_steps", 2)
     monkeypatch.setattr(halfstep.record, "current_step", 3)
     given = {"policy": preset("torch"), "is_quiet": quiet, "folder": tmp_path / "out"}
@@ -120,7 +120,7 @@ def test_diagnoses_are_recorded_and_printed_unless_quiet(
 
 
 def test_nobody_watches_unless_told_to(seen, monkeypatch):
-    monkeypatch.setattr("halfstep._diagnose.watch.Watch", None)
+    monkeypatch.setattr("halfstep._tools.diagnose.watch.Watch", None)
     Session(COMMAND, options()).run()
     seen.close()
 

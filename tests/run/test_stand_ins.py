@@ -18,8 +18,8 @@ from torch import nn
 import halfstep
 from halfstep import preset
 from halfstep._autocast.region import current_policy
-from halfstep._run import stand_ins
-from halfstep._run.stand_ins import NAMES, replaced
+from halfstep._tools.run import stand_ins
+from halfstep._tools.run.stand_ins import NAMES, replaced
 
 STANDARD = preset("standard")
 ALL = [*NAMES, ("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler")]

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfstep
 from halfstep import guard
-from halfstep._record.read import read_run
-from halfstep._report.summarize import summarize
-from halfstep._report.text import sentences
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.summarize import summarize
+from halfstep._tools.report.text import sentences
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -10,7 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep import simulate
 from halfstep._numerics.formats import FORMATS
-from halfstep._simulate.arithmetic import RoundingCount, RoundingCounts, counts_text, worst_text
+from halfstep._tools.simulate.arithmetic import (
+    RoundingCount,
+    RoundingCounts,
+    counts_text,
+    worst_text,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep._numerics.formats import dtype_name
-from halfstep._trace.rows import Dtype, is_float, itemsize, promoted
+from halfstep._tools.trace.rows import Dtype, is_float, itemsize, promoted
 
 DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

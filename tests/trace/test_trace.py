@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep._autocast import kernels
 from halfstep._autocast.kernels import observed_by
-from halfstep._trace.rows import Row
+from halfstep._tools.trace.rows import Row
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep._pytorch import dispatch
-from halfstep._trace.savings import Prediction
-from halfstep._trace.waste import WasteFinding
+from halfstep._tools.trace.savings import Prediction
+from halfstep._tools.trace.waste import WasteFinding
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep._tune.module_check import (
+from halfstep._tools.tune.module_check import (
     UNCOMPARABLE,
     Difference,
     ModuleCheck,

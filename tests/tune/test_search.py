@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from halfstep._tune.measurer import Islands, IslandTrial
-from halfstep._tune.tuner import narrowed, pruned, smallest
+from halfstep._tools.tune.measurer import Islands, IslandTrial
+from halfstep._tools.tune.tuner import narrowed, pruned, smallest
 
 NAMES = tuple("abcdefghijkl")
 

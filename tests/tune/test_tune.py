@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import Policy, self_check, tune
-from halfstep._tune.passes import LossFn
-from halfstep._tune.tuner import Tuned
+from halfstep._tools.tune.passes import LossFn
+from halfstep._tools.tune.tuner import Tuned
 from halfstep.errors import RecordError
 
 pytestmark = pytest.mark.slow

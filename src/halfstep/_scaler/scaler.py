@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from halfstep._diagnose.diagnosis import Diagnosis
-    from halfstep._diagnose.watch import Watch
+    from halfstep._tools.diagnose.diagnosis import Diagnosis
+    from halfstep._tools.diagnose.watch import Watch
 
 
 NUM_LOSSES_WITHOUT_UPDATE = 1000
@@ -511,7 +511,7 @@ class GradScaler(TorchAttributes):
             2 data
         """
         # Imported here: the diagnosis layer depends on the scaler.
-        from halfstep._diagnose.watch import Watch
+        from halfstep._tools.diagnose.watch import Watch
 
         return Watch(self if self.is_enabled() else None, model, tell)
 

@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep import Diagnosis, GradScaler, Policy, autocast, record
 from halfstep._autocast import settled_policy
-from halfstep._diagnose.watch import warn
 from halfstep._scaler import DueSchedules
 from halfstep._scaler.access import is_unscaled
+from halfstep._tools.diagnose.watch import warn
 from halfstep.errors import CallOrderError
 from halfstep.integrations import needs
 from halfstep.sinks import prefixed

@@ -24,7 +24,7 @@ from tests.diagnose.kinds.program import (
 
 import halfstep
 from halfstep import Diagnosis
-from halfstep._record.read import read_run
+from halfstep._tools.record.read import read_run
 
 OF_THE_BATCH = ("bad_batch", "bad_target")
 COLUMNS = ("named", "line", "verdict", "offered", "cure", "silent", "step", "same")

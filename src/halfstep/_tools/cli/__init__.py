@@ -1,0 +1,146 @@
+# PYTHON_ARGCOMPLETE_OK: activate-global-python-argcomplete looks for this word.
+"""The ``halfstep`` command.
+
+Each subcommand is a module of this package, listed in ``_build_parser``. It has ``HELP``,
+``DESCRIPTION``, ``EPILOG``, ``add_arguments(parser)``, and ``run(arguments)``, which returns the
+exit code and imports on demand. ``--help`` and the commands that read a record load no PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from halfstep import __version__
+from halfstep._common.text import did_you_mean, printable
+from halfstep._tools.cli.exits import (
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    CommandError,
+    ending_at_interrupts,
+    options_of,
+)
+from halfstep.errors import RecordError
+
+_WITHOUT_PYTORCH = ("report", "check", "help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, by default that of the process, and return the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    # Python handles errors and Ctrl-C of a script, and the script its own streams.
+    is_script = words[:1] == ["run"]
+    with ending_at_interrupts(by_signal=is_script):
+        parser = _build_parser()
+        if "_ARGCOMPLETE" in os.environ:
+            _complete(parser)
+        arguments = parser.parse(argv)
+        function: Callable[[argparse.Namespace], int] | None = getattr(arguments, "run", None)
+        if function is None:
+            parser.print_help()
+            return EXIT_USAGE
+        if arguments.command not in _WITHOUT_PYTORCH:
+            import torch  # noqa: F401 - here, where Ctrl-C ends the import cleanly
+    try:
+        code = function(arguments)
+        if not (is_script or sys.stdout is None):
+            sys.stdout.flush()
+        return code
+    except CommandError as error:
+        return _tell(arguments.command, error)
+    except (OSError, RecordError, KeyboardInterrupt) as error:
+        if is_script:
+            raise  # Python ends as it does without halfstep
+        if isinstance(error, KeyboardInterrupt):
+            print("\nInterrupted.", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        if isinstance(error, OSError) and sys.stdout is not None:
+            # The reader of a pipe has ended (`| head -1`), or the disk is full.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_USAGE if isinstance(error, BrokenPipeError) else _tell(arguments.command, error)
+
+
+def _complete(parser: argparse.ArgumentParser) -> NoReturn:
+    """Answer a shell that asks which words may come next, and end the process."""
+    with suppress(ImportError):  # the shell may have been set up from another environment
+        from argcomplete import autocomplete
+
+        autocomplete(parser)
+    raise SystemExit(EXIT_USAGE)
+
+
+def _tell(command: str, error: Exception) -> int:
+    print(printable(f"halfstep {command}: {error}"), file=sys.stderr)
+    return EXIT_USAGE
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors suggest near names and are safe to print."""
+
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Return the arguments; report an unknown option as an error of its command."""
+        arguments, unknown = self.parse_known_args(argv)
+        if unknown:
+            command: _Parser = getattr(arguments, "parser", self)
+            near = did_you_mean(unknown[0].partition("=")[0], options_of(command))
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        return arguments
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Take an optional value only after ``=``: in ``run --guard train.py`` a target follows."""
+        words, index = list(sys.argv[1:] if args is None else args), 0
+        while index < len(words) and words[index].startswith("-") and words[index] != "--":
+            action = self._option_string_actions.get(words[index])
+            if action is not None and action.nargs == "?":
+                words[index] += f"={action.const}"
+            index += 2 if action is not None and action.nargs is None else 1
+        found: tuple[argparse.Namespace, list[str]] = super().parse_known_args(words, namespace)
+        return found
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            near = did_you_mean(str(value), action.choices)
+            choices = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(action, f"{value!r}: choose one of {choices}{near}")
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help that shows an optional value as it is given: ``--guard[=MAX_NORM]``."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return super()._format_action_invocation(action).replace(" [", "[=")
+
+
+def _build_parser() -> _Parser:
+    from halfstep._tools.cli import check, doctor, policy, report, run, tune
+
+    parser = _Parser(
+        prog="halfstep",
+        description="Automatic mixed precision for PyTorch that is safe, visible and editable.",
+    )
+    parser.add_argument("--version", action="version", version=f"halfstep {__version__}")
+    subcommands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    for command in (run, report, check, doctor, tune, policy):
+        own = subcommands.add_parser(
+            command.__name__.rpartition(".")[2],
+            help=command.HELP,
+            description=textwrap.fill(command.DESCRIPTION, 79),
+            epilog=command.EPILOG,
+            formatter_class=_Help,
+        )
+        own.set_defaults(run=command.run, parser=own)
+        command.add_arguments(own)
+    own = subcommands.add_parser("help", help="show this, or the help of a command")
+    own.add_argument("words", nargs="*", metavar="COMMAND", help="a command")
+    own.set_defaults(run=lambda given: parser.parse([*given.words, "--help"]))
+    return parser

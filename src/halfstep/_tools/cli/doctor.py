@@ -1,0 +1,187 @@
+"""``halfstep doctor``: mistakes in scripts, and the best precision for this machine."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import io
+import json
+import sys
+import tokenize
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep._common.numbers import things
+from halfstep._common.text import tell
+from halfstep._tools.cli.exits import CommandError, reason, replace_file
+
+if TYPE_CHECKING:
+    from halfstep._tools.doctor.deprecated import Target
+    from halfstep._tools.doctor.finding import Checkup
+    from halfstep._tools.doctor.hardware import MachineReport
+
+HELP = "find mistakes in a script, and the best precision for this machine"
+DESCRIPTION = (
+    "Finds mistakes in mixed precision in scripts, by reading and not running them. Also measures "
+    "which dtypes are fast on this machine, in a second or two, and shows PyTorch's switches that "
+    "matter."
+)
+EPILOG = """\
+To ignore a finding, put a comment in its line, with the name in brackets:
+  # halfstep: allow update-missing
+docs/doctor.md has a section on each finding.
+
+--fix rewrites deprecated names (torch.cuda.amp, torch.cpu.amp) and prints the
+changes. Layout and comments stay; what is not understood stays too, and its
+line is named. --to halfstep writes halfstep's names, also for torch.amp's.
+
+Exit code: 0 if there is no bad finding and no warning, 1 if there is, 2 if a
+file cannot be read. With --diff: 1 if there is something to change.
+
+examples:
+  halfstep doctor train.py                 the machine and a script
+  halfstep doctor                          only the machine
+  halfstep doctor --no-machine src/*.py    only scripts, for CI
+  halfstep doctor --json train.py          everything as JSON
+  halfstep doctor --diff src/*.py          what --fix would change
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("scripts", type=Path, nargs="*", metavar="SCRIPT", help="a Python file")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--no-machine", action="store_true", help="do not measure the machine")
+    parser.add_argument("--fix", action="store_true", help="rewrite deprecated names in scripts")
+    parser.add_argument("--diff", action="store_true", help="print what --fix would change")
+    parser.add_argument(
+        "--to", choices=("torch", "halfstep"), default="torch", help="whose names --fix writes"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit code."""
+    changes = arguments.fix or arguments.diff
+    if (arguments.no_machine or changes) and not arguments.scripts:
+        option = "--no-machine" if not changes else "--fix" if arguments.fix else "--diff"
+        raise CommandError(f"{option} leaves nothing to do: name a script")
+    if changes:
+        return _fix(arguments.scripts, arguments.to, is_dry=arguments.diff)
+    checkup = _read(arguments.scripts)
+    machine = None if arguments.no_machine else _measured()
+    if arguments.json:
+        print(_json(machine, checkup))
+    else:
+        parts = [] if machine is None else ["\n".join(_machine_lines(machine))]
+        if arguments.scripts:
+            parts.append(str(checkup) if checkup else _all_well(arguments.scripts))
+        tell("\n\n".join(parts))
+    return 0 if checkup.is_well else 1
+
+
+def _read(scripts: list[Path]) -> Checkup:
+    from halfstep._tools.doctor.doctor import check_file
+    from halfstep._tools.doctor.finding import Checkup
+
+    findings = []
+    for path in scripts:
+        with _readable(path):
+            findings += check_file(path)
+    return Checkup(findings)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn errors of reading, parsing and writing a script into those of the command."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{path}: {reason(error, path)}") from None
+    except SyntaxError as error:
+        line = "" if error.lineno is None else f":{error.lineno}"
+        raise CommandError(f"{path}{line}: not Python: {error.msg}") from None
+    except ValueError as error:  # a file with null bytes
+        raise CommandError(f"{path}: not Python: {error}") from None
+
+
+# --- rewriting ------------------------------------------------------------------------------------
+
+
+def _fix(scripts: list[Path], to: Target, *, is_dry: bool) -> int:
+    """Rewrite scripts, or only show the changes; return the exit code."""
+    from halfstep._tools.doctor.deprecated import rewritten
+
+    num_changed = 0
+    for path in scripts:
+        with _readable(path):
+            source = path.read_bytes()
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+            text = source.decode(encoding)
+            new = rewritten(text, to)
+        for line, why in new.left:
+            print(f"{path}:{line}: left as it is: {why}", file=sys.stderr)
+        if new.text == text:
+            continue
+        num_changed += 1
+        before, after = (each.splitlines(keepends=True) for each in (text, new.text))
+        tell("".join(difflib.unified_diff(before, after, str(path), str(path))).rstrip("\n"))
+        if not is_dry:
+            with _readable(path):
+                replace_file(path.resolve(), new.text.encode(encoding))
+    what = "to change" if is_dry else "changed"
+    print(f"{things(num_changed, 'file')} {what}", file=sys.stderr)
+    return 1 if is_dry and num_changed else 0
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def _measured() -> MachineReport:
+    from halfstep._tools.doctor.hardware import inspect_machine
+
+    if not sys.stderr.isatty():
+        return inspect_machine()
+    try:
+        return inspect_machine(
+            lambda share: print(f"\rmeasuring {share:4.0%}", end="", file=sys.stderr)
+        )
+    finally:
+        print("\r              \r", end="", file=sys.stderr)
+
+
+def _all_well(scripts: list[Path]) -> str:
+    files = str(scripts[0]) if len(scripts) == 1 else f"{len(scripts)} files"
+    return f"good: {files}: nothing found"
+
+
+def _machine_lines(machine: MachineReport) -> Iterator[str]:
+    yield f"{machine.name} ({', '.join(machine.units)})"
+    yield ""
+    names = list(machine.speeds.gflops["matmul"])
+    yield "  GFLOP/s".ljust(18) + "".join(name.rjust(18) for name in names)
+    titles = {"matmul": "matrix products", "conv": "convolutions"}
+    for kind, rates in machine.speeds.gflops.items():
+        ratios = machine.speeds.ratios[kind]
+        cells = (
+            f"{rates[name]:,.0f}" + ("" if name == "fp32" else f" ({ratios[name]:.2g} x)")
+            for name in names
+        )
+        yield f"  {titles[kind]}".ljust(18) + "".join(cell.rjust(18) for cell in cells)
+    yield ""
+    yield f"use {machine.advice.precision}: {machine.advice.reason}"
+    yield ""
+    shown = [flag for flag in machine.flags if flag.device in ("", machine.device)]
+    for flag in shown:
+        yield f"  {flag.name} = {flag.value}"
+        yield f"      {flag.meaning}"
+    left = len(machine.flags) - len(shown)
+    yield f"  ({left} more are of other devices: --json)"
+
+
+def _json(machine: MachineReport | None, checkup: Checkup) -> str:
+    values: dict[str, Any] = {"schema": 1, "kind": "doctor"} | json.loads(checkup.to_json())
+    if machine is not None:
+        values["machine"] = machine.to_json()
+    return json.dumps(values, allow_nan=False, indent=1)

@@ -1,0 +1,138 @@
+"""``halfstep policy``: display and comparison of policies, and checks of files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halfstep._common.text import fill
+from halfstep._tools.cli.exits import CommandError, reason
+
+if TYPE_CHECKING:
+    from halfstep import Policy
+
+HELP = "show, compare and check policies: which op runs in which dtype"
+DESCRIPTION = "Shows, compares and checks policies: which op runs in which dtype."
+EPILOG = """\
+POLICY is a TOML file, a preset (standard, torch, torch-2.11 to torch-2.15,
+torch-cuda, bf16-lean, fp32), or the text of a policy, which is a
+preset and rules: "standard; softmax[bf16]:lower".
+
+examples:
+  halfstep policy show standard               the rules of the default
+  halfstep policy show standard --op exp      the rule that decides for exp
+  halfstep policy show my.toml --op exp --module head
+                                              the same in one module
+  halfstep policy diff torch-cuda standard    what differs, op by op
+  halfstep policy check my.toml               which line is wrong (exit code 1)
+
+More: docs/policies.md.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    verbs = parser.add_subparsers(dest="verb", title="verbs", metavar="VERB", required=True)
+
+    show = verbs.add_parser("show", help="print the rules, or the rule that decides for one op")
+    show.set_defaults(parser=show)
+    show.add_argument("policy", metavar="POLICY", help="a file, a preset, or a text")
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--all", action="store_true", help="print one line per rule, in order")
+    form.add_argument("--json", action="store_true", help="print all rules as JSON")
+    form.add_argument(
+        "--op", metavar="NAME", help="print the rule for this op: softmax, F.layer_norm, conv*"
+    )
+    show.add_argument(
+        "--module", metavar="NAME", default="", help="with --op: in this module, blocks.0.attn"
+    )
+
+    diff = verbs.add_parser("diff", help="print the differences of two policies, op by op")
+    diff.set_defaults(parser=diff)
+    diff.add_argument("before", metavar="POLICY", help="a file, a preset, or a text")
+    diff.add_argument("after", metavar="POLICY", help="a file, a preset, or a text")
+
+    check = verbs.add_parser("check", help="check a file; exit code 1 if it is not valid")
+    check.set_defaults(parser=check)
+    check.add_argument("file", type=Path, metavar="FILE", help="a TOML file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit code."""
+    verbs = {"show": _show, "diff": _diff, "check": _check}
+    return verbs[arguments.verb](arguments)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    policy = read_policy(arguments.policy)
+    if arguments.json:
+        print(_json(policy))
+        return 0
+    if arguments.op is None:
+        print(policy)
+        print("\n".join(map("  {}".format, policy.rules) if arguments.all else _groups(policy)))
+        return 0
+    try:
+        print(policy.explain(arguments.op, module=arguments.module))
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    return 0
+
+
+def _json(policy: Policy) -> str:
+    from halfstep._numerics.formats import dtype_name
+
+    rules = [asdict(rule) for rule in policy.rules]
+    for rule in rules:
+        rule["dtype"] = rule["dtype"] and dtype_name(rule["dtype"])
+    values = {"schema": 1, "kind": "policy", "policy": str(policy), "rules": rules}
+    return json.dumps(values, indent=1)
+
+
+def _groups(policy: Policy) -> Iterator[str]:
+    """Yield the rules, grouped by action, in lines that fit the terminal."""
+    width = shutil.get_terminal_size((100, 24)).columns
+    for title, ops in policy.by_action().items():
+        for indent, text in ((" " * 2, title), (" " * 6, ", ".join(ops))):
+            yield fill(text, width, first=indent, further=indent)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    difference = read_policy(arguments.before).diff(read_policy(arguments.after))
+    print(difference if difference else "no difference")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from halfstep import Policy
+
+    try:
+        policy = Policy.load(arguments.file)
+    except OSError as error:
+        why = reason(error, arguments.file, ".toml")
+        raise CommandError(f"{arguments.file}: {why}") from error
+    except ValueError as error:
+        print(error)
+        return 1
+    print(f"{arguments.file}: good, {policy}")
+    return 0
+
+
+def read_policy(text: str) -> Policy:
+    """Return the policy of a file, a preset, or a text."""
+    from halfstep import Policy
+
+    path = Path(text)
+    try:
+        if path.suffix == ".toml" or path.is_file():
+            return Policy.load(path)
+        return Policy.parse(text)
+    except OSError as error:
+        raise CommandError(f"{text}: {reason(error, path, '.toml')}") from error
+    except ValueError as error:
+        raise CommandError(str(error)) from error

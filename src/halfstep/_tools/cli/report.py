@@ -1,0 +1,242 @@
+"""``halfstep report``: the findings about a recorded run, as sentences and on one page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import webbrowser
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep._common.numbers import NONE, count, number, things
+from halfstep._common.text import TableLine, aligned, printable, tell
+from halfstep._tools.cli.exits import CommandError, ending_at_interrupts, near, replace_file
+from halfstep._tools.record.files import RUNS, files_in, records_in
+from halfstep.errors import RecordError
+
+if TYPE_CHECKING:
+    from halfstep._tools.record.run import Run
+
+RUN_HELP = f"folder of the record (default: the newest with a step under {RUNS}/)"
+HELP = "explain a recorded run, in sentences and on one page"
+DESCRIPTION = (
+    "Prints the findings about a recorded run as sentences, and writes one HTML page, which needs "
+    "no network. The run may still be going on."
+)
+EPILOG = """\
+examples:
+  halfstep report runs/a            print the findings, write runs/a/report.html
+  halfstep report                   the same for the newest record under runs/
+  halfstep report --open            and open the page in a browser
+  halfstep report runs              list the newest records in a folder
+  halfstep report runs/a --json     all numbers as JSON
+  halfstep report runs/a --md       a short summary for the log of a CI job
+  halfstep report runs/a --against runs/b
+                                    compare two runs in runs/a/comparison.html
+"""
+
+
+NUM_LISTED = 20
+
+_DISPLAYS = {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"}
+"""Variables of the environment that are set where a browser can be opened, other systems aside."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("run_path", type=Path, metavar="RUN", nargs="?", help=RUN_HELP)
+    parser.add_argument(
+        "--against",
+        type=Path,
+        action="append",
+        metavar="RUN",
+        help="record to compare with; may be repeated",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help=f"list all records in a folder, not only the newest {NUM_LISTED}",
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--json", action="store_true", help="print all numbers as JSON, write no page"
+    )
+    form.add_argument(
+        "--md", action="store_true", help="print a short summary in Markdown, write no page"
+    )
+    form.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="file of the page (default: report.html in the folder of the record, comparison.html "
+        "with --against)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit code."""
+    if arguments.open and (arguments.json or arguments.md):
+        raise CommandError("--open opens the page, which --json and --md do not write")
+    has_form = arguments.json or arguments.md or arguments.output or arguments.against
+    has_form = has_form or arguments.open
+    if arguments.run_path is not None and not has_form:
+        records = records_inside(arguments.run_path)
+        if len(records) > 1:
+            _list(records, is_all=arguments.all)
+            return 0
+    run = run_at(arguments.run_path)
+    others = [run_at(path) for path in arguments.against or ()]
+    with ending_at_interrupts(by_signal=False):  # checking a cure may import PyTorch
+        text, page = _against([run, *others], arguments) if others else _about(run, arguments)
+    if arguments.json:
+        print(text)  # unchanged: escaping or wrapping would break the JSON
+    else:
+        tell(text)
+    if page is not None:
+        name = "comparison.html" if others else "report.html"
+        path = arguments.output or run.path / name
+        print(_written(path, page))
+        if arguments.open and not _opened(path.absolute()):
+            tell(f"there is no browser to open it here: the page is {path.absolute()}", sys.stderr)
+    return 0
+
+
+def _opened(path: Path) -> bool:
+    """Open a page in a browser; return whether there is one. One in the terminal is none."""
+    has_display = sys.platform in ("darwin", "win32") or _DISPLAYS & os.environ.keys()
+    return bool(has_display) and webbrowser.open(path.as_uri())
+
+
+def _list(records: Sequence[Path], *, is_all: bool) -> None:
+    """Print a table of the records, the newest first."""
+    from halfstep._tools.record.read import glance
+
+    shown = records if is_all else records[:NUM_LISTED]
+    lines: list[TableLine] = [("last written", "step", "loss", "state", "record")]
+    for path in shown:
+        try:
+            rank = glance(path)
+        except RecordError as error:
+            lines.append(f"bad: {error}")
+            continue
+        last = rank.steps[-1] if rank.steps else None
+        state = "no end" if rank.end is None else "failed" if rank.end.error else "ended"
+        written = datetime.fromtimestamp(rank.path.stat().st_mtime)
+        lines.append(
+            (
+                f"{written:%Y-%m-%d %H:%M}",
+                NONE if last is None else count(last.step),
+                number(None if last is None else last.loss),
+                state,
+                str(path),
+            )
+        )
+    tell("\n".join(aligned(lines, right=("step", "loss"))))
+    if len(shown) < len(records):
+        tell(f"the newest {len(shown)} of {things(len(records), 'record')}; --all lists the others")
+
+
+def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
+    """Return the text to print on a run, and its page, None with ``--json`` or ``--md``."""
+    from halfstep._tools.report import text
+    from halfstep._tools.report.summarize import summarize
+
+    summary = summarize(run)
+    if arguments.json:
+        return _json(text.summary_json(summary)), None
+    if arguments.md:
+        return text.summary_markdown(summary), None
+    from halfstep._tools.report.page import render
+
+    return text.summary_text(summary), render(summary, run)
+
+
+def _against(runs: Sequence[Run], arguments: argparse.Namespace) -> tuple[str, str | None]:
+    """Return the text to print on several runs, and the page, None with ``--json`` or ``--md``."""
+    from halfstep._tools.report import text
+    from halfstep._tools.report.compare_runs import compare_runs
+    from halfstep._tools.report.summarize import summarize
+
+    comparison = compare_runs(*map(summarize, runs))
+    if arguments.json:
+        return _json(text.comparison_json(comparison)), None
+    if arguments.md:
+        return text.comparison_markdown(comparison), None
+    from halfstep._tools.report.page import render_comparison
+
+    printed = text.comparison_text(comparison) + "\n"
+    return printed, render_comparison(comparison, runs)
+
+
+def _json(values: dict[str, Any]) -> str:
+    return json.dumps(values, allow_nan=False, indent=1)
+
+
+def _written(path: Path, page: str) -> str:
+    """Write a page and return its path to print."""
+    content = page.encode("utf-8", errors="replace")
+    try:
+        if path.exists() and not path.is_file():  # /dev/stdout, a pipe
+            path.write_bytes(content)
+        else:
+            replace_file(path, content)
+    except OSError as error:
+        raise CommandError(f"{path}: cannot be written: {error.strerror}; see -o") from None
+    return printable(str(path))
+
+
+# --- records on the command line ------------------------------------------------------------------
+
+
+def records_inside(path: Path) -> list[Path]:
+    """Return the records in a folder, the last changed first; empty if it is itself a record."""
+    return [] if files_in(path) else records_in(path)
+
+
+def run_at(path: Path | None) -> Run:
+    """Read the record in a folder, or the newest under ``runs/`` and print its path to stderr."""
+    from halfstep._tools.record.read import read_run
+
+    if path is None:
+        return _newest()
+    if path.is_file() and path not in files_in(path.parent).values():
+        raise CommandError(f"{path} is a file: give the folder of a record")
+    if not path.exists():
+        raise CommandError(
+            f"{path} does not exist: give the folder that `halfstep run` or `halfstep.record` has "
+            f"written{near(path)}"
+        )
+    inside = records_inside(path)
+    if len(inside) == 1:
+        path = inside[0]
+    elif inside:
+        shown = ", ".join(map(str, inside[:3])) + (", ..." if len(inside) > 3 else "")
+        raise CommandError(f"{path} contains {len(inside)} records: name one of them, {shown}")
+    run = read_run(path)
+    if not run.num_steps:
+        raise CommandError(
+            f"{path}: the record contains no step: the run ended before the first step of an "
+            "optimizer, or has not reached it yet"
+        )
+    return run
+
+
+def _newest() -> Run:
+    from halfstep._tools.record.read import read_run
+
+    for path in records_in(RUNS):
+        try:
+            run = read_run(path)
+        except RecordError as error:
+            tell(str(error), sys.stderr)
+            continue
+        if run.num_steps:
+            tell(f"{path}: the newest record under {RUNS}/", sys.stderr)
+            return run
+    raise CommandError(f"there is no record with a step under {RUNS}/: name the folder of one")

@@ -1,0 +1,275 @@
+"""``halfstep run``: recorded runs of unmodified training scripts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halfstep._common.text import tell
+from halfstep._tools.cli.exits import (
+    EXIT_USAGE,
+    CommandError,
+    ending_at_interrupts,
+    options_of,
+    reason,
+)
+from halfstep._tools.cli.policy import read_policy
+
+if TYPE_CHECKING:
+    from halfstep import Policy
+    from halfstep._tools.run.session import Session
+
+HELP = "run a training script, unmodified, and record each step"
+DESCRIPTION = (
+    "Runs a training script, unmodified, and records each step in a folder: the loss, the "
+    "gradients, and which steps were skipped. PyTorch's autocast and GradScaler are replaced by "
+    "halfstep's."
+)
+EPILOG = """\
+Options go before the script. Everything after it belongs to the script.
+
+examples:
+  halfstep run train.py --lr 3e-4      like python train.py --lr 3e-4
+  halfstep run -m mypackage.train      like python -m mypackage.train
+  halfstep run --diagnose train.py     find the op that made a loss NaN
+  halfstep run --amp bf16 train.py     mixed precision in a script without it
+  halfstep run --masters --guard=1.0 train.py
+                                       a model in bfloat16 that loses no updates
+  halfstep run --policy "standard; softmax:lower" train.py
+  torchrun --nproc-per-node 8 -m halfstep run train.py
+  halfstep run torchrun --nproc-per-node 8 train.py
+  halfstep run accelerate launch train.py
+
+Then read the record with: halfstep report DIR. More: docs/run.md.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.usage = "halfstep run [options] [-m] target [arguments ...]"
+    parser.allow_abbrev = False  # an abbreviation may be an option of the script
+    parser.add_argument(
+        "--policy",
+        metavar="POLICY",
+        help="which op runs in which dtype: a TOML file, a preset, or the text of a policy "
+        "(default: torch, which is PyTorch's own; with --amp: standard)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder of the record (default: runs/NAME-DATE-TIME)",
+    )
+    parser.add_argument(
+        "--append",
+        action="store_true",
+        help="add to a record of another program in DIR; the same program goes on without it",
+    )
+    parser.add_argument(
+        "--every",
+        type=_count,
+        metavar="N",
+        default=50,
+        help="measure tensors every N steps; 0 for never (default: 50)",
+    )
+    parser.add_argument(
+        "--sink",
+        action="append",
+        default=[],
+        choices=("tensorboard", "wandb", "mlflow"),
+        help="also send the scalars of each step there; may be repeated",
+    )
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="print no diagnosis and no line at the end"
+    )
+    parser.add_argument(
+        "--amp",
+        choices=("fp16", "bf16"),
+        help="use mixed precision in a script that has none",
+    )
+    parser.add_argument(
+        "--masters",
+        nargs="?",
+        const="split",
+        choices=("split", "float32", "kahan", "stochastic"),
+        metavar="STORE",
+        help="step bfloat16 and float16 parameters in float32, so that no update is lost: "
+        "split, float32, kahan or stochastic (default: split; for float16: float32)",
+    )
+    parser.add_argument(
+        "--guard",
+        nargs="?",
+        const="",
+        type=_norm,
+        metavar="MAX_NORM",
+        help="leave out steps with inf or NaN gradients in a script without a GradScaler, and clip "
+        "the norm of the gradients to MAX_NORM",
+    )
+    parser.add_argument(
+        "--guard-ranks",
+        choices=("alone", "together"),
+        help="how several ranks decide about a step where their parameters do not show it: each "
+        "alone, if the script averages the gradients itself; together, if each rank has a part of "
+        "the model or of the optimizer",
+    )
+    parser.add_argument(
+        "--diagnose",
+        action="store_true",
+        help="replay a step whose loss or gradients are inf or NaN, and print the op, the module, "
+        "the cause and the cure",
+    )
+    parser.add_argument(
+        "--no-children",
+        dest="children",
+        action="store_false",
+        help="leave the Python processes that the script starts as they are: not recorded, with "
+        "PyTorch's classes",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the target is a module")
+    parser.add_argument(
+        "target",
+        nargs=argparse.REMAINDER,
+        metavar="target",
+        help="a script (with -m a module) and its arguments",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the target; its exceptions, also SystemExit and KeyboardInterrupt, propagate."""
+    with ending_at_interrupts(by_signal=True):
+        session = _prepare(arguments)
+    if session is None:
+        return EXIT_USAGE
+    session.run()
+    return 0
+
+
+def _prepare(arguments: argparse.Namespace) -> Session | None:
+    """Return the session that runs the target; without a target, print the help and return None."""
+    words = arguments.target[1:] if arguments.target[:1] == ["--"] else arguments.target
+    if not words:
+        arguments.parser.print_help()
+        return None
+    target, *rest = words
+    os.environ.pop("HALFSTEP_RUN", None)  # of the run that has started this one
+    for name in arguments.sink:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # or a folder of this name, which W&B makes
+            raise CommandError(
+                f"--sink {name} needs the package {name}, which is not installed; install it with: "
+                f"pip install {name}"
+            )
+    is_adding = arguments.masters is not None or arguments.guard is not None
+    if is_adding and arguments.amp == "fp16":
+        raise CommandError(
+            "--amp fp16 skips bad steps by its own scaler, and is for models in float32: leave "
+            "--guard and --masters out, or use --amp bf16"
+        )
+    if arguments.guard_ranks is not None and arguments.guard is None:
+        raise CommandError("--guard-ranks says how the ranks of --guard decide: add --guard")
+    policy = _policy(arguments)
+
+    import torch
+
+    from halfstep._common import machine
+    from halfstep._tools.run.masters import Additions
+    from halfstep._tools.run.session import Command, Options, Session, require_file
+    from halfstep.errors import RecordError
+
+    if not arguments.module:
+        target = _command_in_python(target) or target
+        try:
+            require_file(target)
+        except OSError as error:
+            why = reason(error, Path(target))
+            raise CommandError(f"can't open file {target!r}: {why}") from None
+        if not arguments.quiet and machine.rank() == 0:
+            _note_options(target, rest, arguments.parser)
+    amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
+    additions = Additions(
+        arguments.masters,
+        arguments.guard is not None,
+        arguments.guard or None,
+        arguments.guard_ranks,
+    )
+    options = Options(
+        policy,
+        arguments.output,
+        arguments.every,
+        arguments.quiet,
+        amp,
+        arguments.diagnose,
+        arguments.children,
+        tuple(arguments.sink),
+        arguments.append,
+        additions if is_adding else None,
+    )
+    try:
+        return Session(Command(target, rest, arguments.module), options)
+    except OSError as error:
+        where = error.filename or arguments.output
+        raise CommandError(
+            f"cannot write the record to {where}: {error.strerror}; see -o"
+        ) from None
+    except RecordError as error:
+        raise CommandError(str(error)) from None
+
+
+def _command_in_python(target: str) -> str | None:
+    """Return the file of a command such as ``torchrun``, if it is written in Python."""
+    found = None if os.path.exists(target) else shutil.which(target)
+    if found is None:
+        return None
+    with open(found, "rb") as file:
+        return found if re.match(rb"#!.*python", file.readline()) else None
+
+
+def _note_options(script: str, rest: list[str], parser: argparse.ArgumentParser) -> None:
+    """Print a note on options of halfstep after the script if the script does not mention them."""
+    text = Path(script).read_text(encoding="utf-8", errors="replace")
+    ours = set(options_of(parser)) - {"--help"}
+    for word in rest:
+        option = word.partition("=")[0]
+        mention = rf"(?<![\w.]){re.escape(option.removeprefix('--'))}(?!\w)"  # not torch.amp
+        if option in ours and re.search(mention, text) is None:
+            tell(
+                f"halfstep: {option} comes after {script}, so the script receives it; if it is "
+                f"for halfstep: halfstep run {option} ... {script}",
+                sys.stderr,
+            )
+
+
+def _policy(arguments: argparse.Namespace) -> Policy:
+    from halfstep import preset
+
+    if arguments.policy is None:
+        # The script's own autocast computes as without halfstep, to the bit.
+        return preset("torch" if arguments.amp is None else "standard")
+    return read_policy(arguments.policy)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of steps: write 50, or 0 for never"
+        )
+    return int(text)
+
+
+def _norm(text: str) -> float:
+    """Return the norm to clip to; 0 without one."""
+    try:
+        norm = float(text or 0)
+    except ValueError:
+        norm = math.nan
+    if not norm > 0 and text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a norm to clip to: write --guard=1.0")
+    return norm

@@ -1,0 +1,570 @@
+"""Search for a cure: replays of a step with one change after another until it is finite.
+
+A change is a smaller scale, more rules, another dtype, or an edit of the user's code. An edit is
+text to paste. A replay applies it in a function mode: calls of the function at that line get other
+arguments, as if the line had been edited.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from dataclasses import replace
+from itertools import islice
+from textwrap import dedent
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from halfstep._autocast import Policy, autocast, preset
+from halfstep._common.module_names import without_wrappers
+from halfstep._common.numbers import power
+from halfstep._numerics.formats import FORMATS
+from halfstep._tools.diagnose import rewrite
+from halfstep._tools.diagnose.blame import OUTSIDE, Blame, scan
+from halfstep._tools.diagnose.diagnosis import BadOp, Cure, LineEdit, fall, short_error, stands
+from halfstep._tools.diagnose.edits import (
+    IN_FLOAT32,
+    LAST_RESORTS,
+    OF_RESULTS,
+    Edit,
+    edits_of,
+    has_row,
+)
+from halfstep._tools.diagnose.learning import Change, losses_with
+from halfstep._tools.diagnose.replay import Replayer, StepRun
+from halfstep._tools.diagnose.rounding import Origin, Origins, lost_number, makers_of, origins_in
+from halfstep._tools.diagnose.source import Placed, edited_lines, in_words
+from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
+from halfstep._tools.diagnose.user_calls import Edits, NotApplicable, UserCall, UserCalls, call_of
+from halfstep._tools.diagnose.user_code import Spot
+from halfstep._tools.diagnose.variant import EnteredAutocast, Variant, float32_parameters, half_of
+from halfstep._tools.trace.ops import OpPlace
+from halfstep._tools.trace.rows import grouped
+
+# --- trials ---------------------------------------------------------------------------------------
+
+MOST_RULES = 3
+"""The largest number of rules that are added to a policy before another dtype is tried."""
+SMALLEST_SCALE = 1.0
+"""The smallest loss scale that is tried."""
+_SCALE_FACTORS = (2.0**-4, 2.0**-10, 0.0)
+
+
+_OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
+"""The blame for a replay that was not completed."""
+
+
+HIDES = (
+    "the clamp hides values that are too large: they get no gradient, and the training goes on "
+    "with the rest; look why they grow"
+)
+"""A remark on :data:`LAST_RESORTS`."""
+
+
+class Tried(NamedTuple):
+    """Result of a replay: its blame (None if it is finite) and the calls by the user's code."""
+
+    blame: Blame | None
+    calls: UserCalls
+
+
+class CureTrial:
+    """Replays of a bad step, each with changes; ``run`` is the replay without changes.
+
+    Attributes:
+        exact: The stable form of the formula, if one is known that cannot be pasted; its loss
+            is that of steps with other cures.
+    """
+
+    def __init__(self, replayer: Replayer, run: StepRun) -> None:
+        self.replayer = replayer
+        self.model, self.entered, self.scale = replayer.model, run.entered, run.scale
+        self._around: Change = nullcontext
+        self.exact: Change | None = None
+
+    def inside(
+        self, around: Callable[[], AbstractContextManager[object]], entered: EnteredAutocast
+    ) -> CureTrial:
+        """Return a trial whose replays run in a context that enters an autocast region."""
+        trial = copy(self)
+        trial._around, trial.entered = around, [entered]
+        trial.model = None  # rules for modules need float32 parameters, which it does not have yet
+        return trial
+
+    def note_lost_number(self, blame: Blame) -> Origins:
+        """Replay the step and return the origins; note a number near the op that rounds to zero."""
+        origins = origins_in(self.replayer, Variant(scale=self.scale), self._around())
+        note = lost_number(origins, blame.forward_number)
+        self.replayer.notes += [] if note is None else [note]
+        return origins
+
+    def origins(self, blame: Blame) -> list[Origin]:
+        """Return the earlier ops whose rounding spoils the bad op, in order."""
+        origins, exact = self.note_lost_number(blame), Variant(torch.float32, scale=self.scale)
+        wide = origins_in(self.replayer, exact, self._around())
+        return origins.spoiled(blame.forward_number, wide.special)
+
+    def is_finite(self, **changes: Any) -> bool:
+        """Return whether a replay with changes is finite; the scale is the step's by default."""
+        return self.blame(**changes) is None
+
+    def blame(
+        self, around: AbstractContextManager[object] | None = None, **changes: Any
+    ) -> Blame | None:
+        variant = Variant(**{"scale": self.scale, **changes})
+        try:
+            found = scan(self.replayer, variant, around or self._around())
+        except ValueError:  # a rule applies to a module whose parameters are not float32
+            return _OUTSIDE
+        error = found.run.error
+        if error is not None and found.blame is None:
+            if not isinstance(error, NotApplicable):
+                self.replayer.notes.append(f"a replay ended with {short_error(error)}")
+            return _OUTSIDE
+        return found.blame
+
+    def losses(self, change: Change) -> tuple[float, ...]:
+        """Return the losses of some steps on the batch with a change to the user's code."""
+        judge = None if self.exact is None else self._inside(self.exact)
+        return losses_with(self.replayer, self.scale, self._inside(change), judge)
+
+    def _inside(self, change: Change) -> Change:
+        @contextmanager
+        def both() -> Iterator[None]:
+            with self._around(), change():
+                yield
+
+        return both
+
+    def edited(self, edits: Edits, scale: float | None) -> Tried:
+        replayer = self.replayer
+        calls = UserCalls(replayer.num_ops, edits, may_end_early=replayer.is_kept)
+        blame = self.blame(calls.active(), scale=scale)
+        if not calls.do_fit:
+            return Tried(_OUTSIDE, calls)
+        if blame is None and any(edit in LAST_RESORTS for edit in calls.chosen.values()):
+            self.replayer.notes.append(HIDES)
+        return Tried(blame, calls)
+
+    def rewritten(self, forms: list[StableForm]) -> tuple[Tried, Formulas]:
+        calls, formulas = UserCalls(self.replayer.num_ops), Formulas([form.root for form in forms])
+        return Tried(self.blame(_both(calls, formulas), scale=self.scale), calls), formulas
+
+
+@contextmanager
+def _both(calls: UserCalls, formulas: Formulas) -> Iterator[None]:
+    with calls.active(), formulas:
+        yield
+
+
+def smaller_scale(
+    trial: CureTrial, scale: float, bad: BadOp, largest: float | None
+) -> float | None:
+    """Return a smaller scale at which the step is finite: a power of two, at least 1; or None.
+
+    ``largest`` is the largest float32 magnitude of gradients that the step computes in float16.
+    """
+    limit = bad.limit or FORMATS["fp16"].largest
+    needed = max(filter(None, (largest, bad.needs)), default=16 * limit)
+    first = power_below(scale * min(limit / needed / 2, 0.5))  # one bit of headroom
+    for candidate in (first, first / 16, first / 256, SMALLEST_SCALE):
+        if candidate >= SMALLEST_SCALE and trial.is_finite(scale=candidate):
+            return candidate
+    return None
+
+
+def of_scale(scale: float, *, is_finite: bool | None = None) -> Cure:
+    text = (
+        f"halfstep.GradScaler(init_scale={_scale_text(scale)}, max_scale={_scale_text(scale)})  "
+        f"# in a run: scaler.update(new_scale={_scale_text(scale)})"
+    )
+    return Cure("scale", text, is_finite, scale=scale)
+
+
+def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) -> Cure | None:
+    """Return a cure for values out of range: rules, another dtype, or casts in the code."""
+    is_rounded = not bad.is_beyond_its_dtype
+    if not trial.entered:
+        if is_rounded:
+            trial.note_lost_number(blame)
+        cure = _of_half_model(trial) or in_float32(trial, blame, call)
+        text = f"compute {bad.forward_op or bad.op} there in float32: pass x.float()"
+        return cure or Cure("code", text)
+    entered = trial.entered[0]
+    policy = entered.policy or preset("standard")
+    cure = _of_origin(trial, blame, policy) if is_rounded else None
+    cure = cure or _of_rules(trial, blame, policy)
+    if cure is not None:
+        return cure
+    if entered.dtype is not torch.bfloat16 and trial.is_finite(dtype=torch.bfloat16):
+        text = f'halfstep.autocast("{entered.device}", dtype=torch.bfloat16)'
+        return Cure("dtype", text, is_finite=True, dtype="bfloat16")
+    edited = None if call is None else _of_edits(trial, blame, call, lambda _: IN_FLOAT32)
+    if edited is not None and edited.is_finite:
+        return edited
+    if trial.is_finite(dtype=torch.float32):
+        text = f'halfstep.autocast("{entered.device}", enabled=False)  # float32'
+        return Cure("dtype", text, is_finite=True, dtype="float32")
+    return in_float32(trial, blame, call)
+
+
+def _of_half_model(trial: CureTrial) -> Cure | None:
+    """Return float32 parameters plus autocast, with rules if needed, as the cure; or None."""
+    half = half_of(trial.replayer.modules)
+    if half is None:
+        return None
+    device, dtype = half
+
+    @contextmanager
+    def under_autocast() -> Iterator[None]:
+        with float32_parameters(trial.replayer.modules), autocast(device, dtype=dtype):
+            yield
+
+    inner = trial.inside(under_autocast, EnteredAutocast(device, dtype, preset("standard")))
+    blame = inner.blame()
+    policy: str | None = None
+    if blame is not None:
+        base = preset("standard")
+        found = None if blame.number == OUTSIDE else _of_rules(inner, blame, base)
+        found = found or _of_origin(inner, blame, base)
+        if found is None:
+            return None
+        policy = found.policy
+    given = "" if policy is None else f', policy="{policy}"'
+    text = (
+        "model.float()  # once, before the optimizer is made\n"
+        f'with halfstep.autocast("{device}", dtype={dtype}{given}):'
+        "  # around the model and the loss, not around backward"
+    )
+    return Cure("dtype", text, is_finite=True, policy=policy)
+
+
+def of_swallowed(trial: CureTrial, first: Blame, call: UserCall | None) -> Cure | None:
+    """Return one rule or edit as the cure that makes an earlier overflow and the step finite."""
+    if trial.entered:
+        policy = trial.entered[0].policy or preset("standard")
+        cure = _of_rules(trial, first, policy, most=1)
+        if cure is not None:
+            return cure
+    if call is None:
+        return None
+    form = of_formula(trial, call)
+    if form is not None and form.edits:
+        return form
+    edits = islice(edits_of(call.function), MOST_EDITS_TRIED)
+    return form or _first_that_learns(_of_edit(trial, call, edit) for edit in edits)
+
+
+MOST_ORIGINS = 4
+"""The largest number of ops before the bad one for which a rule is tried."""
+
+
+def _of_origin(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
+    """Try a rule for each earlier op whose rounding spoils the bad op."""
+    origins = trial.origins(blame)
+    rules = dict.fromkeys(next(_rules_for(o.place, o.op, trial.model), "") for o in origins)
+    for policy in islice(filter(None, (_with_rules(base, [r]) for r in rules)), MOST_ORIGINS):
+        if trial.is_finite(policy=policy):
+            return _of_policy(policy, trial, is_finite=True)
+    return None
+
+
+def _of_rules(trial: CureTrial, blame: Blame, base: Policy, most: int = MOST_RULES) -> Cure | None:
+    """Add rules until a replay is finite; for each bad op, try the narrowest rule first."""
+    rules: list[str] = []
+    for _ in range(most):
+        for rule in _rules_for(blame.place, blame.op, trial.model):
+            policy = _with_rules(base, [*rules, rule])
+            if policy is None or rule in rules:
+                continue
+            after = trial.blame(policy=policy)
+            if after is None:
+                return _of_policy(policy, trial, is_finite=True)
+            if after.phase == "backward" and blame.phase != "backward":
+                scale = _scale_with(trial, policy)
+                if scale is not None:
+                    return _of_policy(policy, trial, scale, is_finite=True)
+            if after.where != blame.where:  # one rule is not enough
+                rules.append(rule)
+                blame = after
+                break
+        else:
+            return None
+    return None
+
+
+def _rules_for(place: OpPlace, name: str, model: nn.Module | None) -> Iterator[str]:
+    module, op = place.module, place.op or name
+    if module and (
+        model is None or module not in map(without_wrappers, dict(model.named_modules()))
+    ):
+        module = ""  # the module is not part of this model
+    if op and op != "_to_copy":
+        yield f"{op}@{module}:fp32" if module else f"{op}:fp32"
+    if module:
+        yield f"@{module}:fp32"
+
+
+def _with_rules(base: Policy, rules: list[str]) -> Policy | None:
+    try:
+        return Policy.parse("; ".join([str(base), *rules]))
+    except ValueError:  # the name is not valid in a rule
+        return None
+
+
+def _scale_with(trial: CureTrial, policy: Policy) -> float | None:
+    """Return a scale at which the step is finite under a policy, or None."""
+    if trial.scale is None:
+        return None
+    for factor in _SCALE_FACTORS:
+        scale = max(trial.scale * factor, SMALLEST_SCALE)
+        if trial.is_finite(policy=policy, scale=scale):
+            return scale
+    return None
+
+
+def _of_policy(
+    policy: Policy, trial: CureTrial | None, scale: float | None = None, *, is_finite: bool | None
+) -> Cure:
+    entered = trial.entered[0] if trial is not None else None
+    region = "..." if entered is None else f'"{entered.device}", dtype={entered.dtype}'
+    module = ", module=model" if policy.module_rules else ""
+    text = f'halfstep.autocast({region}, policy="{policy}"{module})'
+    if scale is not None:
+        text += _at_scale(scale)
+    return Cure("policy", text, is_finite, policy=str(policy), scale=scale)
+
+
+def _at_scale(scale: float) -> str:
+    """Return a remark on a cure with which the step is finite only at a smaller scale."""
+    return (
+        f"  # finite at a loss scale of {power(scale)}, not at the present one; a GradScaler backs "
+        "off to it by itself"
+    )
+
+
+# --- edits ----------------------------------------------------------------------------------------
+
+MOST_EDITS = 3
+"""The largest number of calls that are edited together."""
+MOST_EDITS_TRIED = 8
+"""The largest number of edits of one call that are tried."""
+MOST_REPLAYS = 64
+"""The number of replays of a diagnosis after which no more edits are tried."""
+
+
+def of_maths(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
+    """Return edits as the cure that keep functions away from values where they are undefined.
+
+    A stable form of the formula comes first, since a clamp changes what is computed.
+    """
+    form = None if call is None else of_formula(trial, call)
+    if form is not None and form.edits:
+        return form
+    cure = None if call is None else _of_edits(trial, blame, call)
+    if not (cure is not None and cure.is_finite and cure.edits):
+        cure = _of_makers(trial, blame) or cure
+    if form is None or cure is None or fall(cure.losses) < fall(form.losses) / 2:
+        return form or cure
+    said = form.text.replace("\n", "; ")
+    trial.replayer.notes.append(f"a stable form is finite too: {said}")
+    return cure
+
+
+MOST_FORMS = 3
+"""The largest number of formulas around a bad call, outer ones first, that are tried."""
+
+
+def of_formula(trial: CureTrial, call: UserCall) -> Cure | None:
+    """Return the stable form of the formula that a bad call is part of as the cure; or None."""
+    if not may_be_in_formula(call.function):
+        return None
+    _, formulas = trial.rewritten([])
+    return _of_formulas(trial, call, formulas, [])
+
+
+def _of_formulas(
+    trial: CureTrial, call: UserCall, formulas: Formulas, chosen: list[StableForm]
+) -> Cure | None:
+    """Rewrite a formula with the bad call, then one with the call that is bad after that."""
+    for form in formulas.around(call)[:MOST_FORMS]:
+        now = [*chosen, form]
+        tried, found = trial.rewritten(now)
+        if tried.blame is None:
+            return _of_forms(trial, now)
+        after = call_of(tried.calls, tried.blame)
+        if after is not None and not after.is_at(call) and len(now) < MOST_EDITS:
+            cure = _of_formulas(trial, after, found, now)
+            if cure is not None:
+                return cure
+    return None
+
+
+def _of_forms(trial: CureTrial, forms: list[StableForm]) -> Cure:
+    rewrites, roots = [form.rewrite for form in forms], [form.root for form in forms]
+    lines, losses = rewrite.rewritten(rewrites), trial.losses(lambda: Formulas(roots))
+    if lines is not None:
+        return replace(_of_lines(lines), is_finite=True, losses=losses)
+    trial.exact = lambda: Formulas(roots)
+    text = "\n".join(map(rewrite.in_words, rewrites))
+    return Cure("code", text, is_finite=True, losses=losses)
+
+
+def _first_that_learns(cures: Iterable[Cure | None]) -> Cure | None:
+    """Return the first cure with which the loss does not stand; without one, the first."""
+    standing: Cure | None = None
+    for cure in cures:
+        if cure is not None and not stands(cure.losses):
+            return cure
+        standing = standing or cure
+    return standing
+
+
+MOST_MAKERS = 3
+"""The largest number of calls before the bad one whose results are clamped in turn."""
+
+
+def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
+    """Return a clamp of the result of a call before the bad one as the cure."""
+    makers = makers_of(trial.replayer, blame.forward_number, trial.scale)[:MOST_MAKERS]
+    cures = (_of_edit(trial, call, edit) for call in makers for edit in OF_RESULTS)
+    return _first_that_learns(cure for cure in cures if cure is not None and cure.edits)
+
+
+def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
+    """Return casts of arguments to float32 as the cure, or edits specific to the function."""
+    if call is None:
+        return None
+    return _of_edits(trial, blame, call, lambda function: (*IN_FLOAT32, *edits_of(function)))
+
+
+def _of_edits(
+    trial: CureTrial,
+    blame: Blame,
+    call: UserCall,
+    edits_for: Callable[[str], Iterable[Edit]] = edits_of,
+    chosen: Edits = (),
+) -> Cure | None:
+    """Edit the bad call, then the call that is bad after that edit, and so on.
+
+    ``edits_for`` returns the edits of a function, the least invasive first. The edits ``chosen``
+    for other calls are applied too.
+    """
+    left, best = list(islice(edits_for(call.function), MOST_EDITS_TRIED)), None
+    standing: Cure | None = None
+    while left and trial.replayer.num_replays < MOST_REPLAYS:
+        tried = trial.edited((*chosen, (call, tuple(left))), trial.scale)
+        edit = tried.calls.chosen.get(len(chosen))
+        if edit is None:  # the call was not reached
+            break
+        left.remove(edit)
+        if tried.blame is None:
+            cure = _of_finite(trial, tried.calls, (*chosen, (call, (edit,))))
+            if cure is None or not stands(cure.losses):
+                return cure
+            standing = standing or cure
+            continue
+        if tried.blame.number == OUTSIDE:  # the replay was not completed
+            continue
+        best, now = best or tried.calls, (*chosen, (call, (edit,)))
+        scale = _scale_of_edits(trial, now, blame, tried.blame)
+        if scale is not None:
+            return _of_placed(tried.calls, scale, is_finite=True)
+        after = call_of(tried.calls, tried.blame)
+        if after is not None and not after.is_at(call) and len(now) < MOST_EDITS:
+            found = _of_edits(trial, tried.blame, after, edits_for, now)
+            if found is not None and found.is_finite:
+                return found
+    if standing is not None:
+        return standing
+    return None if best is None else _of_placed(best, is_finite=False)
+
+
+def _of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
+    """Return one edit as the cure if the step is finite with it."""
+    edits: Edits = ((call, (edit,)),)
+    tried = trial.edited(edits, trial.scale)
+    return None if tried.blame is not None else _of_finite(trial, tried.calls, edits)
+
+
+def _of_finite(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
+    """Return edits as the cure, with the losses of some steps with them."""
+    cure = _of_placed(calls, is_finite=True)
+    if cure is None:
+        return None
+    losses = trial.losses(lambda: UserCalls(trial.replayer.num_ops, edits).active())
+    return replace(cure, losses=losses)
+
+
+def _scale_of_edits(trial: CureTrial, edits: Edits, before: Blame, after: Blame) -> float | None:
+    """Return a smaller scale at which the step with edits is finite, or None."""
+    if trial.scale is None or trial.scale <= 1 or after.phase != "backward":
+        return None
+    if before.phase == "backward" and before.where == after.where:
+        return None
+    for factor in _SCALE_FACTORS[1:]:
+        scale = max(trial.scale * factor, SMALLEST_SCALE)
+        if trial.edited(edits, scale).blame is None:
+            return scale
+    return None
+
+
+def _of_placed(
+    calls: UserCalls, scale: float | None = None, *, is_finite: bool | None
+) -> Cure | None:
+    placed = list(calls.placed.values())
+    if not placed:
+        return None
+    cure = _of_text(placed)
+    if scale is not None:
+        cure = replace(cure, text=cure.text + _at_scale(scale), scale=scale)
+    return replace(cure, is_finite=is_finite)
+
+
+def _of_text(placed: list[Placed]) -> Cure:
+    lines = edited_lines(placed)
+    if lines is None:
+        by_call = grouped(placed, lambda each: each.spot).values()
+        return Cure("code", "\n".join(map(in_words, by_call)))
+    return _of_lines(lines)
+
+
+def _of_lines(lines: list[LineEdit]) -> Cure:
+    return Cure("code", "\n".join(dedent(line.text) for line in lines), edits=tuple(lines))
+
+
+def of_op(bad: BadOp) -> Cure | None:
+    """Return an edit as the cure from the description of an op, without a replay."""
+    name, line = bad.forward_op if bad.line is None else bad.op, bad.line or bad.forward_line
+    if name is None or line is None or not has_row(name):
+        return None
+    dtypes = [operand.dtype for operand in bad.inputs]
+    value = torch.empty(2, 2, dtype=getattr(torch, dtypes[0] if dtypes else "float32"))
+    for edit in edits_of(name):
+        texts = [(slot, edit.text(value)) for slot in edit.slots]
+        if all(text is not None for _, text in texts):
+            placed = [Placed(Spot(line), name, slot, text or "") for slot, text in texts]
+            return _of_text(placed)
+    return None
+
+
+def narrowest_rule(blame: Blame, model: nn.Module | None) -> Cure | None:
+    """Return a rule as the cure for an op that needs a wider dtype, without a replay."""
+    policies = (
+        _with_rules(preset("standard"), [rule]) for rule in _rules_for(blame.place, blame.op, model)
+    )
+    policy = next(filter(None, policies), None)
+    return None if policy is None else _of_policy(policy, None, is_finite=None)
+
+
+def power_below(scale: float) -> float:
+    """Return the largest power of two that does not exceed a scale."""
+    return float(2.0 ** math.floor(math.log2(scale)))
+
+
+def _scale_text(scale: float) -> str:
+    return f"{scale:g}" if scale <= 65536 else f"2.0**{math.log2(scale):g}"

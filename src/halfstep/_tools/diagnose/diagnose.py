@@ -1,0 +1,436 @@
+"""Diagnosis of a step: replay, search for the op to blame, inspection, verdict and cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from itertools import count
+
+import torch
+from torch import nn
+
+from halfstep._autocast.kernels import observed_by
+from halfstep._common.machine import rank
+from halfstep._common.module_names import without_wrappers
+from halfstep._pytorch import compiler, distributed
+from halfstep._tools.diagnose import cure_search
+from halfstep._tools.diagnose.absorbed import find_absorbed
+from halfstep._tools.diagnose.blame import OUTSIDE, Blame, Scan, scan
+from halfstep._tools.diagnose.cure_search import CureTrial
+from halfstep._tools.diagnose.diagnosis import (
+    A_NUMBER,
+    BY_THE_OP_ALONE,
+    BadOp,
+    Cure,
+    Diagnosis,
+    Verdict,
+    short_error,
+    source_of,
+)
+from halfstep._tools.diagnose.dtype_error import add_explanation
+from halfstep._tools.diagnose.inspect_op import (
+    InspectingTracker,
+    described,
+    inspect,
+    named_by,
+    names_in,
+)
+from halfstep._tools.diagnose.kept_calls import (
+    KeptCall,
+    Made,
+    gap_in,
+    outside_of_contexts,
+    step_of,
+    why_not_again,
+)
+from halfstep._tools.diagnose.observer import waits_for_others, why_together
+from halfstep._tools.diagnose.replay import Replayer, replaying
+from halfstep._tools.diagnose.rounding import find_underflow
+from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
+from halfstep._tools.diagnose.user_code import owners_in
+from halfstep._tools.diagnose.variant import Variant, all_in_float32, half_of
+from halfstep.errors import RanksError
+
+OF_NO_OP = (
+    "no op that was seen made the inf or NaN: they were there before the step, or were made where "
+    "ops are not seen (another thread, a library outside of PyTorch)"
+)
+TO_SEE_MORE = "return its values from the function as a plain tensor on a device"
+COMPILED = "compiled code was replayed as it is written, in eager mode"
+
+
+def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -> Diagnosis:
+    """Replay a training step and name the op, the module, the line, the cause and the cure.
+
+    The step is run several times, op by op, from the current state. Afterwards, parameters,
+    buffers, gradients, random generators, the scaler and the attributes of modules are restored bit
+    for bit. Optimizers and schedules do not step. Other effects of ``step_fn``, such as printing or
+    reading files, happen in each run, so read the batch outside of it.
+
+    Args:
+        step_fn: A function without arguments that runs the step: forward, loss and backward, under
+            autocast and with a scaler as in training. It may step optimizers and accumulate several
+            batches.
+        model: The model, for the names of modules. By default, the first module with parameters
+            that is called.
+
+    Returns:
+        The diagnosis; ``print`` it.
+
+    Raises:
+        TypeError: ``step_fn`` is not a function, or ``model`` is not a module.
+        CallOrderError: A trace is running.
+        RanksError: The step needs other ranks: the model is sharded, or the step calls a
+            collective.
+        Exception: Any error of ``step_fn``, if no value was bad before it. One about dtypes has
+            an explanation as a note: its tensors, where they come from, and what was tried.
+
+    Sync: one for each op.
+
+    Example:
+        >>> import halfstep, torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        >>> _ = nn.init.constant_(model[1].weight, 5e4)
+        >>> x = torch.ones(2, 4)
+        >>> def step():
+        ...     with halfstep.autocast("cpu", torch.float16):
+        ...         model(x).float().mean().backward()
+        >>> _ = nn.init.constant_(model[0].bias, 10.0)
+        >>> found = diagnose(step)
+        >>> found.verdict, found.bad.name, found.bad.module
+        ('range', 'linear', '1')
+        >>> found.cure.policy, found.cure.is_finite
+        ('standard; linear@1:fp32', True)
+    """
+    # A model can be called too, but not without a batch.
+    if isinstance(step_fn, nn.Module) or not callable(step_fn):
+        raise TypeError(
+            f"diagnose({type(step_fn).__name__}): pass the function that runs a step, without "
+            "calling it: diagnose(step), diagnose(lambda: step(batch)) or diagnose(step, "
+            "model=model)"
+        )
+    if not (model is None or isinstance(model, nn.Module)):
+        raise TypeError(f"diagnose(model={type(model).__name__}): pass a torch.nn.Module")
+    for owner in (model, *owners_in(step_fn)):
+        why = why_together(owner) if isinstance(owner, nn.Module) else None
+        if why is not None:
+            raise waits_for_others(why)
+    try:
+        return _merged(diagnosis_of(step_fn, model))
+    except Exception as error:
+        add_explanation(error)
+        raise
+
+
+def diagnosis_of(
+    step: Callable[[], object], model: nn.Module | None, *, is_kept: bool = False
+) -> Diagnosis:
+    """Replay a step until the cause and the cure are known.
+
+    If ``is_kept``, the step repeats kept calls. A finite one is then not replayed again to find
+    underflow.
+    """
+    replayer = Replayer(step, model, is_kept=is_kept)
+    with observed_by(replayer.observe):
+        found = _found(replayer, with_underflow=not is_kept)
+    model = replayer.model
+    if model is not None and any(map(compiler.is_compiled, model.modules())):
+        replayer.notes.append(COMPILED)
+    return replace(
+        found,
+        notes=(*found.notes, *dict.fromkeys(replayer.notes)),
+        num_replays=replayer.num_replays,
+        seconds=replayer.seconds,
+        rank=rank(),
+        source=source_of(found.bad),
+    )
+
+
+def diagnosis_of_calls(
+    calls: Sequence[KeptCall], root: Made | None, scale: float | None, model: nn.Module | None
+) -> tuple[Diagnosis | None, str]:
+    """Replay the calls of a loop; return the diagnosis, or None and the reason why there is none.
+
+    ``root`` is the bad value, if ``backward`` was not called on it.
+    """
+    why_not = why_not_replayed(calls, model)
+    if why_not is not None:
+        return None, why_not
+    try:
+        with replaying(), outside_of_contexts():  # also hides the scaler that step_of makes
+            found = diagnosis_of(step_of(calls, root, scale), model, is_kept=True)
+    except RanksError:
+        return None, "the model or the loss waits for other ranks"
+    except Exception as error:  # raised by the user's code
+        return None, f"a replay raised {short_error(error)}"
+    gap = gap_in(calls)
+    if gap is not None and found.verdict == "unknown":
+        return None, gap
+    if gap is not None and found.verdict == "data":
+        # Values computed in the gap are not computed again, so the replay takes them for data.
+        named = () if model is None else (*model.named_parameters(), *model.named_buffers())
+        if found.tensor not in {without_wrappers(name) for name, _ in named}:
+            return None, gap
+    return (None if found.verdict == "none" else found), gap or "its replay was finite"
+
+
+def why_not_replayed(calls: Sequence[KeptCall], model: nn.Module | None) -> str | None:
+    """Return why one rank cannot repeat calls, or None if it can."""
+    together = None if model is None else why_together(model)
+    return together or why_not_again(calls)
+
+
+def is_bad_at_scale_1(calls: Sequence[KeptCall], model: nn.Module | None) -> bool:
+    """Return whether a replay of kept calls at scale 1 is not finite."""
+    replayer = Replayer(step_of(calls, None, 1.0), model, is_kept=True)
+    with (
+        replaying(),
+        outside_of_contexts(),
+        suppress(Exception),
+    ):  # raised by the user's code; the replay for the diagnosis reports it
+        return scan(replayer, Variant(scale=1.0)).blame is not None
+    return False
+
+
+def _of_what_was_seen(replayer: Replayer, found: Scan) -> Diagnosis:
+    """Return the diagnosis of a step whose result, or its origin, could not be checked."""
+    if found.not_seen:
+        replayer.notes.append(f"not seen: {', '.join(found.not_seen)}; {TO_SEE_MORE}")
+    if found.first is None:
+        return Diagnosis("unknown", ends=found.ends, scale=found.run.scale)
+    replayer.notes.append("this op is the first that is not finite; where that ends was not seen")
+    bad = inspect(replayer, found.first, found.run.scale).bad
+    return Diagnosis("unknown", bad, ends=found.ends, scale=found.run.scale)
+
+
+def _of_no_blame(replayer: Replayer, found: Scan, with_underflow: bool) -> Diagnosis:
+    """Return the diagnosis of a step in which no op is to blame."""
+    run = found.run
+    if run.error is not None:
+        raise run.error
+    if found.not_seen:
+        return _of_what_was_seen(replayer, found)
+    if not with_underflow:
+        return Diagnosis("none", scale=run.scale)
+    harm = find_absorbed(replayer, run) if found.first else None
+    return harm or Diagnosis("none", scale=run.scale, underflow=find_underflow(replayer, run.scale))
+
+
+def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
+    """Return the diagnosis of a step with non-finite values that no observed op made."""
+    name = "" if blame.tensor is None else names_in(replayer.model)(blame.tensor)
+    if not name:
+        replayer.notes.append(OF_NO_OP)
+        return _of_what_was_seen(replayer, found)
+    verdict, cure = judge_data(described(blame), name, is_of_batch=False)
+    return Diagnosis(verdict, None, name, found.ends, found.run.scale, cure)
+
+
+def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
+    model = replayer.model
+    tracker = None if model is None else InspectingTracker(model, is_replay=True)
+    calls = UserCalls(replayer.num_ops)
+    found = scan(replayer, Variant(), calls.active(), tracker=tracker)
+    blame, scale, error = found.blame, found.run.scale, found.run.error
+    if isinstance(error, RanksError):  # the rest of the step did not run
+        raise error
+    if blame is None:
+        return _of_no_blame(replayer, found, with_underflow)
+    if error is not None:
+        replayer.notes.append(
+            f"the step ended with {short_error(error)}; the first value "
+            "that was not finite is named"
+        )
+    if blame.reader == OUTSIDE:
+        return _of_no_op(replayer, found, blame)
+    inspection = None if tracker is None else tracker.inspected.get(blame.reader)
+    if inspection is None:
+        inspection = inspect(replayer, blame, scale)
+    else:
+        inspection.call = call_of(calls, blame)
+        replayer.notes += inspection.notes
+    bad, tensor = named_by(inspection.call, inspection.bad), inspection.tensor
+    if blame.number == OUTSIDE or tensor is not None:
+        verdict, cure = judge_data(bad, tensor, is_of_batch=inspection.is_of_batch)
+        return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)
+    swallowed = _of_swallowed(replayer, found, blame, bad, calls)
+    if swallowed is not None:
+        return swallowed
+    verdict, cure = judge(replayer, found, blame, bad, inspection.call)
+    diagnosis = Diagnosis(verdict, bad, None, found.ends, scale, cure)
+    if verdict == "scale" and cure is not None:
+        diagnosis = replace(diagnosis, underflow=find_underflow(replayer, cure.scale))
+    return diagnosis
+
+
+def _of_swallowed(
+    replayer: Replayer, found: Scan, blame: Blame, bad: BadOp, calls: UserCalls
+) -> Diagnosis | None:
+    """Return the diagnosis of an earlier overflow that an op made finite, such as 1 / inf.
+
+    It is the cause if a change that makes it finite makes the step finite.
+    """
+    first, scale = found.first, found.run.scale
+    if first is None or not 0 <= first.number < blame.reader or bad.is_beyond_its_dtype:
+        return None
+    inspection = inspect(replayer, first, scale)
+    needs, limit = inspection.bad.needs, inspection.bad.limit
+    if needs is None or limit is None or needs <= limit:
+        return None  # not an overflow, but such as log(0)
+    call = call_of(calls, first)
+    cure = cure_search.of_swallowed(CureTrial(replayer, found.run), first, call)
+    if cure is None:
+        return None
+    replayer.notes.append(f"an op makes finite numbers of it, and {bad.op} then goes bad")
+    verdict: Verdict = "range" if inspection.bad.is_beyond_its_dtype else "maths"
+    return Diagnosis(verdict, named_by(call, inspection.bad), None, found.ends, scale, cure)
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+Judgement = tuple[Verdict, Cure | None]
+
+
+def judge(
+    replayer: Replayer, found: Scan, blame: Blame, bad: BadOp, call: UserCall | None
+) -> Judgement:
+    """Replay a step with changes; return the verdict and the cure."""
+    replayer.drop_bad_gradients()
+    run, trial = found.run, CureTrial(replayer, found.run)
+    wide: Scan | None = None
+    is_half = not run.entered and half_of(replayer.modules) is not None
+    if run.entered:
+        wide = scan(replayer, Variant(torch.float32, scale=run.scale))
+    elif is_half:
+        wide = scan(replayer, Variant(scale=run.scale), all_in_float32(replayer.modules))
+    is_wide_finite = wide is not None and wide.is_finite
+    may_be_scale = found.is_scaling or (
+        blame.phase == "backward" and (is_wide_finite or wide is None)
+    )
+    if run.scale is not None and may_be_scale:
+        largest = _largest_gradient(found, wide) if wide is not None else None
+        smaller = cure_search.smaller_scale(trial, run.scale, bad, largest)
+        if smaller is not None:
+            return "scale", cure_search.of_scale(smaller, is_finite=True)
+    if is_wide_finite or _is_range_alone(replayer, blame, bad, wide):
+        return "range", cure_search.of_range(trial, blame, bad, call)
+    return "maths", cure_search.of_maths(trial, blame, call)
+
+
+def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | None) -> bool:
+    """Return whether the op alone is finite in a wider dtype, although no replay is finite."""
+    if not bad.is_beyond_its_dtype:
+        return False
+    if wide is None:
+        replayer.notes.append(f"no autocast was entered: {BY_THE_OP_ALONE}")
+    elif wide.blame is None:
+        why = "it was not seen whole" if wide.run.error is None else short_error(wide.run.error)
+        replayer.notes.append(
+            f"the step could not be replayed in float32 ({why}): {BY_THE_OP_ALONE}"
+        )
+    elif wide.blame.where != blame.where:  # casts in the user's code stay in every replay
+        place = wide.blame.place.module or "the model's own forward"
+        replayer.notes.append(
+            f"in float32 the step goes bad too, later: {wide.blame.op} in {place}"
+        )
+    return True
+
+
+def _largest_gradient(found: Scan, wide: Scan) -> float | None:
+    """Return the largest float32 magnitude of the gradients that the step computes in float16."""
+    return max(
+        (
+            amax
+            for place, (_, amax) in wide.gradients.items()
+            if found.gradients.get(place, (None,))[0] is torch.float16
+        ),
+        default=None,
+    )
+
+
+def judge_alone(
+    bad: BadOp, blame: Blame, scale: float | None, model: nn.Module | None
+) -> Judgement:
+    """Return the verdict on an op without a replay, and an untested cure (None for bad data)."""
+    if blame.number == OUTSIDE:
+        return "data", None
+    if bad.excess is None:
+        return "maths", cure_search.of_op(bad)
+    if bad.phase == "backward" and scale is not None:
+        smaller = cure_search.power_below(scale / bad.excess / 2)
+        if smaller >= cure_search.SMALLEST_SCALE:
+            return "scale", cure_search.of_scale(smaller)
+    return "range", cure_search.narrowest_rule(blame, model)
+
+
+STEP_IN_FLOAT32 = (
+    'halfstep.master_weights(optimizer, store="float32")  # once it is made: its steps are in '
+    "float32; in float16 Adam's eps of 1e-08 is 0"
+)
+
+
+def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool) -> Judgement:
+    """Return the verdict for a tensor that was bad before the step, and its cure."""
+    if tensor is not None and tensor.endswith(".grad"):
+        text = "call zero_grad() first: this gradient is left from an earlier step"
+    elif named := [operand for operand in bad.inputs if operand.name == tensor]:
+        text = (
+            f"load a checkpoint from before {tensor} went bad; "
+            f"{tensor}.isfinite() shows which entries"
+        )
+        if named[0].dtype == "float16":
+            text = f"{STEP_IN_FLOAT32}\n{text}"
+    elif is_of_batch:
+        text = f"leave this batch out: {tensor} is not finite; check where it is made"
+    elif tensor == A_NUMBER:
+        text = f"look where {tensor} comes from"
+    else:
+        text = f"look where {tensor} comes from: it was not finite before the step began"
+    return "data", Cure("data", text)
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+PATIENCE = timedelta(seconds=60)
+"""The time that rank 0 waits for the diagnoses of other ranks."""
+
+_numbers = count()
+
+
+def _merged(found: Diagnosis) -> Diagnosis:
+    """Merge the diagnoses of all ranks on rank 0; return ``found`` on other ranks.
+
+    The result is the first bad diagnosis, with the others in ``others``. Every rank must call this
+    equally often; a note names ranks that did not answer.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return found
+    number, store = next(_numbers), distributed.default_store()
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found = replace(found, rank=rank)
+    if rank != 0:
+        store.set(_key(number, rank), found.to_json())
+        return found
+    others: list[Diagnosis] = []
+    missing: list[int] = []
+    for other in range(1, num_ranks):
+        try:
+            store.wait([_key(number, other)], PATIENCE if not missing else timedelta(seconds=1))
+        except RuntimeError:  # DistStoreError, after a timeout
+            missing.append(other)
+            continue
+        others.append(Diagnosis.from_json(store.get(_key(number, other)).decode()))
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        note = f"ranks {ranks} did not answer: call diagnose() on every rank"
+        found = replace(found, notes=(*found.notes, note))
+    all_of_them = [found, *others]
+    first = next((d for d in all_of_them if d.verdict != "none"), found)
+    return replace(first, others=tuple(d for d in all_of_them if d is not first))
+
+
+def _key(number: int, rank: int) -> str:
+    return f"halfstep/diagnosis/{number}/{rank}"

@@ -1,0 +1,494 @@
+"""Diagnosis of a step as plain values, JSON and text."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from textwrap import dedent
+from typing import Literal, Self
+
+from halfstep._common.json import Count, Finite, Positive, decoded, to_plain
+from halfstep._common.numbers import percent, power, things
+from halfstep._common.text import one_line, preformatted
+from halfstep._tools.trace.rows import Phase, short
+
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+
+Verdict = Literal["none", "absorbed", "scale", "range", "maths", "data", "unknown"]
+"""The cause: see :class:`Diagnosis`."""
+
+A_NUMBER = "the number nan"
+BY_THE_OP_ALONE = "judged by the op alone"
+"""The end of a note: no replay of the whole step in float32 was finite."""
+"""The text that stands for the tensor's name if a Python number is NaN."""
+
+NO_END = (
+    "the step called no backward and returned no tensor: it was judged by its ops alone; return "
+    "the loss, or what the step computes"
+)
+
+CureKind = Literal["policy", "scale", "dtype", "code", "data"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Line of the user's code.
+
+    Attributes:
+        file: The path of the file.
+        number: The number of the line, from 1.
+        function: The name of its function.
+        text: The line itself, without surrounding spaces.
+    """
+
+    file: str
+    number: Count
+    function: str
+    text: str
+
+
+@dataclass(frozen=True)
+class LineEdit:
+    """Replacement of a statement in the user's code.
+
+    Attributes:
+        file: The path of the file.
+        first: The number of the statement's first line, from 1.
+        last: The number of its last line.
+        text: The new lines, with their indentation.
+    """
+
+    file: str
+    first: Count
+    last: Count
+    text: str
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Tensor that an op read or returned.
+
+    Attributes:
+        name: The name of the parameter, buffer or gradient (``"weight.grad"``); empty for other
+            tensors.
+        dtype: The name of its dtype, ``"float16"``.
+        shape: Its shape.
+        low: The smallest finite value; None if there is none.
+        high: The largest finite value; None if there is none.
+        nan: The number of entries that are NaN.
+        inf: The number of entries that are inf or -inf.
+        zeros: The number of entries that are zero.
+        negative_inf: The number of entries that are -inf.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Count, ...]
+    low: Finite | None
+    high: Finite | None
+    nan: Count
+    inf: Count
+    zeros: Count
+    negative_inf: Count = 0
+
+
+@dataclass(frozen=True)
+class BadOp:
+    """First op whose inputs were finite and whose output is not.
+
+    Attributes:
+        op: The name of the ATen op, such as ``"addmm"``; ``"_to_copy"`` for a cast.
+        name: The name of the op in a policy, such as ``"linear"``. A ``where`` inside a function
+            has the name of that function, such as ``"logdet"``.
+        module: The path of its module; empty in the model's own ``forward`` and outside the model.
+        call: The number of the call of that module in which it ran, from 0.
+        phase: The phase in which it ran; ``"recompute"`` is a forward pass that checkpointing
+            repeats.
+        rule: The text of the policy's rule that decided, if any.
+        line: The line of code that called it. In the backward pass, only known for a backward
+            written in Python.
+        forward_op: In the backward pass, the op whose gradient it computes.
+        forward_line: The line that called that op.
+        inputs: Its inputs, before it wrote to any of them.
+        output: Its output.
+        needs: The largest magnitude of the result in float64; None if that result is not finite
+            either, or if the op cannot run in float64.
+        limit: The largest finite number in the dtype of the result.
+    """
+
+    op: str
+    name: str
+    module: str
+    call: Count
+    phase: Phase
+    rule: str | None
+    line: Line | None
+    forward_op: str | None
+    forward_line: Line | None
+    inputs: tuple[Operand, ...]
+    output: Operand | None
+    needs: Finite | None
+    limit: Positive | None
+
+    @property
+    def excess(self) -> float | None:
+        """By how much a result that fits float32 is too large for its dtype; None if it is not."""
+        if self.needs is None or self.limit is None:
+            return None
+        is_beyond = self.limit < self.needs < _LARGEST_FLOAT32
+        return self.needs / self.limit if is_beyond else None
+
+    @property
+    def is_beyond_its_dtype(self) -> bool:
+        """Whether the result fits float32 but not its own dtype."""
+        return self.excess is not None
+
+
+@dataclass(frozen=True)
+class Cure:
+    """Change that makes a step finite.
+
+    Attributes:
+        kind: The kind of change: a policy, a scale, a dtype, the code, or the data.
+        text: The code to paste, or the action to take.
+        is_finite: Whether a replay of the step with it was finite; None if it was not replayed.
+        policy: The text of the policy, if the cure has one.
+        scale: The scale, if the cure has one.
+        dtype: The name of the autocast dtype, if the cure changes it.
+        edits: The statements to replace; empty if ``text`` is not source code of the user's.
+        losses: The losses on the batch of the step before and after each of some small steps with
+            the cure; empty if they were not tried.
+    """
+
+    kind: CureKind
+    text: str
+    is_finite: bool | None = None
+    policy: str | None = None
+    scale: float | None = None
+    dtype: str | None = None
+    edits: tuple[LineEdit, ...] = ()
+    losses: tuple[Finite, ...] = ()
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Op that rounds values to zero.
+
+    Attributes:
+        op: The name of the ATen op.
+        module: The path of its module.
+        phase: The phase in which it runs.
+        dtype: The dtype of its result, ``"float16"``.
+        line: The line that called it; in the backward pass, the line of the op whose gradient it
+            computes.
+        values: The number of results that are not zero in float32.
+        flushed: The number of those results that it returns as zero.
+        at_scales: Pairs of another scale and the number flushed at it, for the backward pass of a
+            scaled loss.
+    """
+
+    op: str
+    module: str
+    phase: Phase
+    dtype: str
+    line: Line | None
+    values: Count
+    flushed: Count
+    at_scales: tuple[tuple[float, Count], ...] = ()
+
+    @property
+    def share(self) -> float:
+        """The share of values that are flushed, 0 to 1."""
+        return self.flushed / self.values if self.values else 0.0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Result of :func:`halfstep.diagnose`; its ``str()`` is a report.
+
+    Attributes:
+        verdict: ``"none"``: the step is finite. ``"absorbed"``: the step is finite, but an overflow
+            did harm, such as an output of zeros. ``"scale"``: a gradient overflows, and a smaller
+            loss scale cures it. ``"range"``: the value is finite in float32, but does not fit its
+            dtype. ``"maths"``: the value is not finite in float32 either. ``"data"``: a parameter,
+            a buffer or the batch was bad before the step. ``"unknown"``: see the notes.
+        bad: The first bad op. For ``"data"``, the op that read the bad tensor first.
+        tensor: For ``"data"``, the name of the bad tensor.
+        ends: ``"loss"`` if the loss is not finite, else the names of the parameters whose gradients
+            are not finite.
+        scale: The scale of the loss; None if it is not scaled.
+        cure: The cure; None if none was found.
+        underflow: The ops that flush values to zero, the largest shares first.
+        notes: Other remarks, one line each.
+        num_replays: The number of times the step was run.
+        seconds: The time for all replays, in seconds.
+        rank: The rank that made the diagnosis.
+        others: The diagnoses of other ranks.
+        source: The lines of code around the line of ``bad``, each with its number.
+
+    Example:
+        >>> import halfstep, torch
+        >>> x = torch.tensor([1.0, 0.0], requires_grad=True)
+        >>> def step():
+        ...     torch.log(x).sum().backward()
+        >>> found = halfstep.diagnose(step)
+        >>> found.verdict, found.bad.op, found.cure.text
+        ('maths', 'log', 'torch.log(x.clamp_min(1e-06)).sum().backward()')
+    """
+
+    verdict: Verdict
+    bad: BadOp | None = None
+    tensor: str | None = None
+    ends: tuple[str, ...] = ()
+    scale: float | None = None
+    cure: Cure | None = None
+    underflow: tuple[Flush, ...] = ()
+    notes: tuple[str, ...] = ()
+    num_replays: Count = 0
+    seconds: float = 0.0
+    rank: Count = 0
+    others: tuple[Diagnosis, ...] = ()
+    source: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return diagnosis_text(self)
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
+
+    def to_json(self) -> str:
+        """Return the diagnosis as JSON that :meth:`from_json` reads."""
+        return json.dumps(to_plain(asdict(self)), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the diagnosis that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: The text is not JSON, or a field is missing or has the wrong type.
+        """
+        return decoded(cls, text)
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+MOST_FLUSHES = 10
+"""The largest number of ops with underflow that are printed."""
+_MOST_ENDS = 3
+_NO_FLUSH = 0.0005
+"""The largest share of flushed values that is not printed."""
+
+
+def diagnosis_text(found: Diagnosis) -> str:
+    lines = [_headline(found)]
+    if found.bad is not None:
+        lines += [f"  {name:<9}{value}".rstrip() for name, value in _facts(found, found.bad)]
+    if found.cure is not None:
+        lines += _cure(found.cure)
+    lines += list(_underflow(found.underflow))
+    lines += [f"  note     {note}" for note in found.notes]
+    lines += [f"  rank {other.rank}: {_headline(other)}" for other in found.others]
+    lines.append(f"{things(found.num_replays, 'replay')}, {found.seconds:.2f} s")
+    return "\n".join(lines)
+
+
+def _headline(found: Diagnosis) -> str:
+    bad = found.bad
+    where = "" if bad is None else f"{_op(bad)}{_in_module(bad.module)}, {bad.phase}"
+    dtype = "the dtype" if bad is None or bad.output is None else bad.output.dtype
+    match found.verdict:
+        case "none":
+            judged = "every op" if NO_END in found.notes else "every loss, and every gradient"
+            return f"the step is finite: {judged}"
+        case "absorbed":
+            return f"absorbed: {where} overflows {dtype}; the step is finite, and wrong"
+        case "scale":
+            return f"scale: {where} overflows {dtype} because the loss is scaled by too much"
+        case "range" if bad is not None and _is_rounded(bad):
+            return f"range: {where} is finite in float32; here, its inputs were already rounded"
+        case "range":
+            alone = "alone " if any(note.endswith(BY_THE_OP_ALONE) for note in found.notes) else ""
+            return f"range of {dtype}: {where} needs a wider dtype, in float32 it {alone}is finite"
+        case "maths":
+            return f"maths: {where} is not finite{either(dtype)}"
+        case "data":
+            if found.tensor == A_NUMBER:
+                return f"data: {where} is given {A_NUMBER}"
+            reader = f"; {where} reads it first" if where else ""
+            return f"data: {found.tensor} was bad before the step{reader}"
+        case _:
+            return f"unknown: {where}" if where else "unknown, see the notes"
+
+
+def either(dtype: str) -> str:
+    """Return the end of a sentence about an op that is not finite in float32."""
+    return "" if dtype in ("float32", "float64") else " in float32 either"
+
+
+def _is_rounded(bad: BadOp) -> bool:
+    """Return whether an earlier rounding, not the dtype of the op's result, is the cause."""
+    is_wide = bad.output is not None and bad.output.dtype in ("float32", "float64")
+    return is_wide or (bad.needs is None and any(operand.zeros for operand in bad.inputs))
+
+
+def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
+    yield "op", f"{_op(bad)}{_in_module(bad.module)}, call {bad.call}, {bad.phase}"
+    if bad.rule:
+        yield "rule", bad.rule
+    if bad.line is not None:
+        yield "line", line_text(bad.line)
+    if bad.forward_op is not None:
+        line = "" if bad.forward_line is None else f"  {line_text(bad.forward_line)}"
+        yield "gradient", f"of {bad.forward_op}{line}"
+    for text in found.source:
+        yield "", text
+    for operand in bad.inputs:
+        yield "reads", _operand(operand)
+    if bad.output is not None:
+        yield "returns", _operand(bad.output)
+    if bad.needs is not None and bad.limit is not None and bad.output is not None:
+        factor = f"{bad.needs / bad.limit:.3g}"
+        times = "" if factor == "1" else f": {factor} times as much"
+        if bad.needs > bad.limit:
+            needs, limit = _number(bad.needs), _number(bad.limit)
+            yield "needs", f"{needs}, {bad.output.dtype} ends at {limit}{times}"
+    if found.scale is not None:
+        yield "scale", power(found.scale)
+    if found.ends:
+        more = len(found.ends) - _MOST_ENDS
+        ends = ", ".join(found.ends[:_MOST_ENDS]) + (f" and {more} more" if more > 0 else "")
+        what = ends if found.ends == ("loss",) else f"gradients of {ends}"
+        yield "ends in", what
+
+
+def _cure(cure: Cure) -> list[str]:
+    said = {
+        True: "cure (replayed: finite):",
+        False: "tried, and not enough (replayed: not finite):",
+        None: "cure (not replayed):",
+    }
+    lines = [said[cure.is_finite]]
+    if cure.edits:
+        where = ", ".join(f"{short_path(e.file)}:{e.first}" for e in cure.edits)
+        lines = [f"{said[cure.is_finite].removesuffix(':')}, in place of {where}:"]
+    return lines + [f"  {text}" for text in cure.text.splitlines()] + _learned(cure.losses)
+
+
+_STANDS = 1e-6
+"""The largest relative change of a loss that stands."""
+
+
+def fall(losses: tuple[float, ...]) -> float:
+    """Return by how much a loss fell; 0 if it is not known."""
+    return losses[0] - losses[-1] if losses else 0.0
+
+
+def stands(losses: tuple[float, ...]) -> bool:
+    """Return whether a loss stays what it was, so that nothing is learned from the batch."""
+    return bool(losses) and max(losses) - min(losses) <= _STANDS * abs(losses[0])
+
+
+def _learned(losses: tuple[float, ...]) -> list[str]:
+    """Describe small steps with a cure; one that rises may have been too long, and says nothing."""
+    if not (stands(losses) or fall(losses) > 0):
+        return []
+    first, last, count = _number(losses[0]), _number(losses[-1]), len(losses) - 1
+    if stands(losses):
+        return [f"  with it, {count} small steps leave the loss of this batch at {first}"]
+    return [f"  with it, {count} small steps on this batch take the loss from {first} to {last}"]
+
+
+def _underflow(flushes: tuple[Flush, ...]) -> Iterator[str]:
+    worth = [flush for flush in flushes if flush.share > _NO_FLUSH]
+    if not worth:
+        return
+    yield "underflow, the share of values that are rounded to zero:"
+    for flush in worth[:MOST_FLUSHES]:
+        where = f"{flush.phase} {flush.op}{_in_module(flush.module)} ({short(flush.dtype)})"
+        scales = ", ".join(
+            f"{percent(count / flush.values)} at {power(scale)}" for scale, count in flush.at_scales
+        )
+        yield f"  {percent(flush.share):>7}  {where}" + (f"; {scales}" if scales else "")
+    if len(worth) > MOST_FLUSHES:
+        yield f"  and {len(worth) - MOST_FLUSHES} more"
+
+
+MOST_OF_AN_ERROR = 160
+"""The number of characters of an error's message that are shown."""
+_AROUND = 2
+"""The number of lines of source that are shown before and after the bad one."""
+
+
+def short_error(error: BaseException) -> str:
+    """Return the type and the message of an error, without a tensor or the like in full."""
+    text = one_line(str(error))
+    text = text if len(text) <= MOST_OF_AN_ERROR else f"{text[:MOST_OF_AN_ERROR]} ..."
+    return f"{type(error).__name__}: {text}"
+
+
+def line_text(line: Line) -> str:
+    """Return a line with its location; the path is relative to the working directory."""
+    return f"{short_path(line.file)}:{line.number} in {line.function}: {line.text}"
+
+
+def short_path(file: str) -> str:
+    """Return a path relative to the working directory if it is inside, else unchanged."""
+    path = Path(file)
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else file
+
+
+def source_of(bad: BadOp | None) -> tuple[str, ...]:
+    """Return the lines around the line of an op; none if the file is unreadable or has changed."""
+    line = None if bad is None else bad.line or bad.forward_line
+    if line is None or linecache.getline(line.file, line.number).strip() != line.text:
+        return ()
+    first = max(1, line.number - _AROUND)
+    lines = linecache.getlines(line.file)[first - 1 : line.number + _AROUND]
+    shown = dedent("".join(lines)).splitlines()
+    return tuple(
+        f"{'>' if number == line.number else ' '} {number:>4}  {text}"
+        for number, text in enumerate(shown, first)
+    )
+
+
+def _op(bad: BadOp) -> str:
+    if bad.op == "_to_copy":
+        return f"the cast for {bad.name}" if bad.name != "_to_copy" else "a cast"
+    return bad.op if bad.name == bad.op else f"{bad.name} ({bad.op})"
+
+
+def _in_module(module: str) -> str:
+    return f" in {module}" if module else ""
+
+
+def _operand(operand: Operand) -> str:
+    shape = ", ".join(map(str, operand.shape))
+    name = f"{operand.name} " if operand.name else ""
+    parts = []
+    size = math.prod(operand.shape)
+    if "int" in operand.dtype and operand.low == operand.high and size > 1:
+        return f"{name}{operand.dtype}[{shape}]: all {size} are {_number(operand.low or 0)}"
+    if not size:
+        parts.append("empty")
+    if operand.low is not None and operand.high is not None:
+        parts.append(f"{_number(operand.low)} to {_number(operand.high)}")
+    for count, what in (
+        (operand.nan, "NaN"),
+        (operand.inf - operand.negative_inf, "inf"),
+        (operand.negative_inf, "-inf"),
+        (operand.zeros, "zero"),
+    ):
+        if count:
+            parts.append(f"{count} {what}")
+    return f"{name}{operand.dtype}[{shape}]: {', '.join(parts)}"
+
+
+def _number(value: float) -> str:
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}"
+    return f"{value:.4g}"

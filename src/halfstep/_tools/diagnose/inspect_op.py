@@ -1,0 +1,300 @@
+"""Inspection of a bad op: its values, its line, and its result in a wider dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep._common.module_names import without_wrappers
+from halfstep._common.nested import map_plain, tensors_in
+from halfstep._numerics.formats import dtype_name
+from halfstep._numerics.measure import float_values
+from halfstep._pytorch import distributed, storages
+from halfstep._pytorch.devices import has_float64, in_float64
+from halfstep._pytorch.dispatch import schema_of
+from halfstep._tools.diagnose.blame import OUTSIDE, Blame, BlameTracker, has_nan_number
+from halfstep._tools.diagnose.diagnosis import A_NUMBER, BadOp, Operand, short_error
+from halfstep._tools.diagnose.edits import row_name
+from halfstep._tools.diagnose.observer import OpCall, OpObserver
+from halfstep._tools.diagnose.replay import Replayer
+from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
+from halfstep._tools.diagnose.user_code import (
+    Place,
+    called_by_user,
+    is_of_batch,
+    user_line,
+    user_place,
+)
+from halfstep._tools.diagnose.variant import Variant
+from halfstep._tools.trace.ops import by_name
+
+MOST_INSPECTED = 64
+"""The largest number of bad ops that are inspected; the one to blame is among the first."""
+
+# The third argument of these ops requests float32 results from float16; it is invalid for float64.
+_HALF_TO_FLOAT = ("_softmax", "_log_softmax")
+# Buffers saved by the forward pass, with a layout that depends on the dtype. An op that runs in
+# another dtype would read out of bounds.
+_OPAQUE = {"workspace", "reserve", "reserveSpace", "weight_buf"}
+
+
+class OpInspection(OpObserver):
+    """Observer of the op that is to blame, and of the op whose gradient it computes.
+
+    Attributes:
+        bad: The description of the op.
+        has_seen: Whether the op ran; True if no op is to blame.
+        tensor: The name of the tensor from outside, or ``A_NUMBER``.
+        call: The call in the user's code that ran the op, or the op whose gradient it computes.
+        notes: Remarks about the op's arguments.
+        is_of_batch: Whether the tensor from outside was passed to a module or a loss.
+    """
+
+    def __init__(self, blame: Blame, name_of: Callable[[Tensor], str]) -> None:
+        self._blame, self._name_of = blame, name_of
+        self.bad = described(blame)
+        self.has_seen = blame.key is None
+        self.tensor: str | None = None
+        self.call: UserCall | None = None
+        self.notes: list[str] = []
+        self.is_of_batch = False
+
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]
+        return self.has_seen and self._blame.phase == "forward"
+
+    def before(self, call: OpCall) -> None:
+        """Describe the inputs of the op, and compute it in float64."""
+        if call.key == self._blame.of:
+            self.bad = replace(self.bad, forward_op=call.name, forward_line=user_line())
+            self._note_batch()
+        if call.key == self._blame.key:
+            self.has_seen = True
+            inputs = tuple(operand(t, self._name_of(t)) for t in call.given if _is_shown(t))
+            self.bad = replace(self.bad, line=user_line(), inputs=inputs, needs=_needs(call))
+            if self._blame.tensor is not None:
+                self.tensor = name_of_bad(call, self.bad.inputs, self._blame.tensor)
+                self._note_batch()
+            elif not any(each.nan or each.inf for each in inputs) and has_nan_number(call):
+                self.tensor = A_NUMBER
+            self.notes = _ignored(call)
+
+    def _note_batch(self) -> None:
+        tensor = self._blame.tensor
+        self.is_of_batch |= tensor is not None and is_of_batch(tensor)
+
+    def after(self, call: OpCall, outputs: list[Tensor]) -> None:
+        if call.key == self._blame.key:
+            bad = (t for t in outputs if t.is_floating_point() and not bool(t.isfinite().all()))
+            output = next(bad, None)
+            if output is not None:
+                described, limit = operand(output, self._name_of(output)), torch.finfo(output.dtype)
+                self.bad = replace(self.bad, output=described, limit=limit.max)
+
+
+def inspect(replayer: Replayer, blame: Blame, scale: float | None) -> OpInspection:
+    inspection = OpInspection(blame, names_in(replayer.model))
+    calls = UserCalls(replayer.num_ops)
+    with replayer.run(Variant(scale=scale), inspection, calls.active()) as run:
+        inspection.call = call_of(calls, blame)
+        if not inspection.has_seen:
+            error = f" ({short_error(run.error)})" if run.error else ""
+            replayer.notes.append(f"a second replay did not reach this op{error}")
+        replayer.notes += inspection.notes
+        return inspection
+
+
+def _ignored(call: OpCall) -> list[str]:
+    """Return a remark if a loss has no target to average over."""
+    if not call.name.startswith("nll_loss"):
+        return []
+    given = by_name(call.func, call.args, call.kwargs)
+    target, index = given.get("target"), given.get("ignore_index", -100)
+    if target is None or not bool((target == index).all()):
+        return []
+    size = target.numel()
+    return [f"the targets ({size}) are all {index}, which is ignore_index: nothing is averaged"]
+
+
+def named_by(call: UserCall | None, bad: BadOp) -> BadOp:
+    """Return a description that names the calling function instead of a ``where`` inside it."""
+    return (
+        bad if call is None or bad.name != "where" else replace(bad, name=row_name(call.function))
+    )
+
+
+def described(blame: Blame) -> BadOp:
+    """Return the description of the op to blame, without lines and values."""
+    place = blame.place
+    return BadOp(
+        op=blame.op,
+        name=place.op or blame.op,
+        module=place.module,
+        call=place.call,
+        phase=blame.phase,
+        rule=place.rule,
+        line=None,
+        forward_op=None,
+        forward_line=None,
+        inputs=(),
+        output=None,
+        needs=None,
+        limit=None,
+    )
+
+
+def _is_shown(tensor: Tensor) -> bool:
+    """Return whether an operand is shown; masks and complex tensors are not."""
+    return tensor.dtype is not torch.bool and not tensor.is_complex()
+
+
+def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
+    """Return the user's name of the bad tensor among the inputs of an op."""
+    shown = filter(_is_shown, call.given)
+    for tensor, read in zip(shown, inputs, strict=True):
+        if _memory(tensor)[0] == _memory(bad)[0] and (read.nan or read.inf):
+            shape = ", ".join(map(str, read.shape))
+            return read.name or called_by_user(tensor) or f"a {read.dtype}[{shape}] without a name"
+    return "a tensor without a name"
+
+
+def operand(tensor: Tensor, name: str) -> Operand:
+    """Describe the values of a tensor. Sync: one or two."""
+    shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    values = float_values(tensor if is_float else in_float64(tensor.detach()))
+    if values is None or not values.numel():
+        return Operand(name, dtype, shape, None, None, 0, 0, 0)
+    values = values.float() if values.element_size() == 1 else values
+    finite = values[values.isfinite()]
+    counted = (values.isnan(), values.isinf(), values == 0, values == -math.inf)
+    counts = torch.stack([each.sum() for each in counted]).tolist()
+    low, high = None, None
+    if finite.numel():
+        low, high = torch.stack(torch.aminmax(finite)).tolist()
+    return Operand(name, dtype, shape, low, high, *counts)
+
+
+def _needs(call: OpCall) -> float | None:
+    """Return the largest magnitude of the result of an op in float64.
+
+    None if the result is not finite, the op cannot run in float64, or it draws random numbers.
+    """
+    is_random = torch.Tag.nondeterministic_seeded in call.func.tags
+    wide = None if is_random else in_wider(call, torch.float64)
+    floats = [tensor for tensor in wide or () if tensor.is_floating_point()]
+    sizes = [float(tensor.abs().amax()) if tensor.numel() else 0.0 for tensor in floats]
+    return max(sizes) if sizes and all(map(math.isfinite, sizes)) else None
+
+
+def in_wider(call: OpCall, dtype: torch.dtype) -> list[Tensor] | None:
+    """Run an op on copies of its inputs in a wider dtype; return None if that is impossible.
+
+    In float64 and on a device that has none, it runs on the CPU.
+    """
+    if any(argument.name in _OPAQUE for argument in schema_of(call.func).arguments):
+        return None
+
+    tensors = [*tensors_in([call.args, call.kwargs])]
+    on_cpu = dtype is torch.float64 and not all(has_float64(tensor.device) for tensor in tensors)
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, Tensor):  # copied because the op may write to it
+            is_float = value.is_floating_point()
+            value = value.detach().cpu() if on_cpu else value.detach()
+            return value.to(dtype, copy=True) if is_float else value.clone()
+        return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    args, kwargs = map_plain(widened, ([*call.args], call.kwargs))
+    if call.name in _HALF_TO_FLOAT:
+        args[2] = False
+    try:
+        return list(tensors_in([call.func(*args, **kwargs)]))
+    except (RuntimeError, TypeError, NotImplementedError):  # no kernel for the dtype
+        return None
+
+
+def names_in(model: nn.Module | None) -> Callable[[Tensor], str]:
+    """Return a function that names parameters, buffers, their views and their gradients."""
+    if model is None:
+        return lambda _: ""
+    before = _names_by_memory(model)
+
+    def name_of(tensor: Tensor) -> str:
+        key, _ = _memory(tensor)
+        # FSDP swaps in gathered parameters while a module runs.
+        _, found = before.get(key) or _names_by_memory(model).get(key) or (None, {})
+        return found.get(_offset(tensor), "") if len(found) > 1 else "".join(found.values())
+
+    return name_of
+
+
+def _names_by_memory(model: nn.Module) -> dict[int, tuple[object, dict[int, str]]]:
+    """Return a dictionary from a memory to a reference to it and the tensor names by offset."""
+    names: dict[int, tuple[object, dict[int, str]]] = {}
+    gradients = [(f"{name}.grad", param.grad) for name, param in model.named_parameters()]
+    for name, tensor in (*model.named_buffers(), *model.named_parameters(), *gradients):
+        if tensor is not None:
+            key, reference = _memory(tensor)
+            _, found = names.setdefault(key, (reference, {}))
+            found[_offset(tensor)] = without_wrappers(name)
+    return names
+
+
+def _offset(tensor: Tensor) -> int:
+    """Return the storage offset of a tensor; several gradients may share one buffer."""
+    if tensor.layout is not torch.strided:
+        return 0
+    return int(distributed.local_part(tensor.detach()).storage_offset())
+
+
+def _memory(tensor: Tensor) -> tuple[int, object]:
+    """Return an id for the memory of a tensor, and an object that prevents reuse of the id."""
+    memory = storages.memory_of(distributed.local_part(tensor.detach()))
+    return (id(tensor), tensor) if memory is None else (int(memory.cdata), memory)
+
+
+class InspectingTracker(BlameTracker):
+    """Blame tracker that inspects ops immediately if they may be to blame.
+
+    If ``is_replay``, two kinds of op are left to another replay: ops that write to their inputs,
+    and backward ops that read a bad tensor from outside (the call that received it has returned).
+
+    Attributes:
+        inspected: The inspections, keyed by the number of the op.
+    """
+
+    def __init__(self, model: nn.Module | None, *, is_replay: bool) -> None:
+        super().__init__()
+        self.inspected: dict[int, OpInspection] = {}
+        self._is_replay = is_replay
+        self._places: dict[int, tuple[str, Place | None]] = {}
+        self._name_of = names_in(model)
+
+    def before(self, call: OpCall) -> None:
+        """Note the place of a forward op for use in its backward pass."""
+        super().before(call)
+        if call.phase != "backward":
+            self._places[call.number] = (call.name, user_place())
+
+    def found(self, call: OpCall, blame: Blame, bad: list[Tensor]) -> None:
+        """Inspect an op that may be to blame."""
+        is_from_before = blame.number == OUTSIDE and blame.of is not None
+        is_left = self._is_replay and (bool(call.written) or is_from_before)
+        if is_left or len(self.inspected) >= MOST_INSPECTED:
+            return
+        inspection = OpInspection(blame, self._name_of)
+        inspection.before(call)
+        inspection.after(call, bad)
+        if call.written:  # the op has overwritten its inputs
+            inspection.bad = replace(inspection.bad, needs=None)
+        if blame.of is not None:
+            op, place = self._places.get(call.place.number, (None, None))
+            line = None if place is None else place.line
+            inspection.bad = replace(inspection.bad, forward_op=op, forward_line=line)
+        self.inspected[call.number] = inspection

@@ -1,0 +1,292 @@
+"""Calls of PyTorch functions by the user's code, their lookup by op, and edits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from halfstep._common.machine import RandomStates, accelerators
+from halfstep._common.nested import map_plain, tensors_in
+from halfstep._numerics.measure import is_finite
+from halfstep._pytorch import autograd, modes
+from halfstep._tools.diagnose.blame import Blame
+from halfstep._tools.diagnose.edits import (
+    CALL,
+    USUAL_NAMES,
+    Edit,
+    evaluated,
+    in_place,
+    writes_to_first,
+)
+from halfstep._tools.diagnose.source import Placed, parameters_of
+from halfstep._tools.diagnose.user_code import (
+    Place,
+    is_called_by_a_scaler,
+    is_given_to_module,
+    torch_modules,
+    user_place,
+    user_spot,
+)
+
+_PASSES = ("backward", "grad")
+"""Functions that run a backward pass, whose ops do not count as ops of the call."""
+
+
+class NotApplicable(Exception):  # noqa: N818  (control flow, not an error)
+    """An edit does not fit the arguments of a call."""
+
+
+class UserCall(NamedTuple):
+    """Outermost call of a PyTorch function in the user's code, and the ops that it ran."""
+
+    place: Place
+    function: str
+    ops: range
+
+    def is_at(self, other: UserCall) -> bool:
+        """Return whether both are the same instruction and function."""
+        return self.place.is_at(other.place) and self.function == other.function
+
+
+Edits = tuple[tuple[UserCall, tuple[Edit, ...]], ...]
+"""Pairs of a known call and its alternative edits, one of which is applied."""
+
+
+class UserCalls(TorchFunctionMode):
+    """Function mode that notes the user's calls of PyTorch functions, and applies edits to them.
+
+    Of several edits of a call, it applies the first that makes the call by itself, including its
+    gradients, finite.
+
+    Args:
+        num_ops: Returns the number of ops that have run.
+        edits: The calls to edit, each with its alternative edits.
+        may_end_early: Whether an edit that does not fit may end the replay.
+
+    Attributes:
+        chosen: The edits that were applied, keyed by the index of the pair.
+        placed: The source expressions of the edits, keyed by the index and the slot.
+        do_fit: Whether all edits fitted; a call that an edit did not fit was made unchanged.
+    """
+
+    def __init__(
+        self, num_ops: Callable[[], int], edits: Edits = (), *, may_end_early: bool = False
+    ) -> None:
+        super().__init__()
+        self._num_ops, self._edits, self._may_end_early = num_ops, edits, may_end_early
+        self._calls: list[UserCall] = []
+        self._is_inside, self.do_fit = False, True
+        self.chosen: dict[int, Edit] = {}
+        self._texts: dict[tuple[int, int | str], str] = {}
+        self.placed: dict[tuple[int, int | str], Placed] = {}
+
+    def call_of(self, number: int) -> UserCall | None:
+        """Return the call that ran an op."""
+        return next((call for call in self._calls if number in call.ops), None)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        first, self._is_inside = self._num_ops(), True
+        try:
+            if any(where.function == name for where, _ in self._edits):
+                return self._edited(name, func, args, kwargs)
+            return func(*args, **kwargs)
+        finally:
+            last, self._is_inside = self._num_ops(), False
+            if last > first and name not in _PASSES:
+                self._note(name, range(first, last))
+
+    def _note(self, name: str, ops: range) -> None:
+        place = user_place()
+        if place is not None and not is_called_by_a_scaler():
+            self._calls.append(UserCall(place, name, ops))
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Note the calls in the block, including those in backward passes."""
+        with autograd.engine_in(self._in_backward), self:
+            yield
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """Note calls in hooks too: PyTorch disables a mode while it handles ``backward``."""
+        if not self._is_inside:
+            yield
+            return
+        self._is_inside = False
+        try:
+            with self:
+                yield
+        finally:
+            self._is_inside = True
+
+    def _edited(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        place = user_place()
+        if place is None:
+            return func(*args, **kwargs)
+        call = UserCall(place, name, range(0))
+        here = [number for number, (where, _) in enumerate(self._edits) if where.is_at(call)]
+        for number in here:
+            if number not in self.chosen:
+                self.chosen[number] = _best(self._edits[number][1], name, func, args, kwargs)
+        edits = [(number, self.chosen[number]) for number in here]
+        try:
+            changed = partial(self._changed, name, func, args)
+            return _carried_out(edits, func, args, kwargs, changed)
+        except Exception:  # an error of the edit must not interrupt the user's function
+            self.do_fit = False
+            if self._may_end_early:
+                raise
+            return func(*args, **kwargs)
+
+    def _changed(
+        self,
+        name: str,
+        func: Any,
+        args: tuple[Any, ...],
+        number: int,
+        edit: Edit,
+        slot: int | str,
+        value: Any,
+    ) -> Any:
+        """Apply an edit to a value, and note the source expression of the edit."""
+        key = number, slot
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = _text(edit, name, slot, value)
+            spot = user_spot()
+            if spot is None:
+                raise NotApplicable
+            module, *around = torch_modules() or [""]
+            told = (module and edit.told) or text
+            if not _is_in_call(slot, value, args, told, around):
+                module = ""
+            self.placed[key] = Placed(spot, name, slot, told, parameters_of(func), module)
+        return evaluated(text, value)
+
+
+def _is_in_call(
+    slot: int | str, value: Any, args: tuple[Any, ...], told: str, around: Sequence[str]
+) -> bool:
+    """Return whether an edit inside a module can be made where the module is called or constructed.
+
+    It cannot if the module passes a value of its own, such as a weight, or if another module
+    constructed the module, such as a ``TransformerEncoderLayer``.
+    """
+    if isinstance(slot, str) and slot != CALL:
+        return "{" in told or set(around) <= {"Sequential"}
+    return is_given_to_module(args[0] if slot == CALL and args else value)
+
+
+def _text(edit: Edit, function: str, slot: int | str, value: Any) -> str:
+    text = edit.text(value)
+    if text is not None and slot == 0 and writes_to_first(function):
+        text = in_place(text)
+    if text is None:
+        raise NotApplicable
+    return text
+
+
+def _carried_out(
+    edits: Sequence[tuple[int, Edit]],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    changed: Callable[[int, Edit, int | str, Any], Any],
+) -> Any:
+    """Call a function with edits; ``changed`` applies one of them to a value."""
+    given, named, of_result = list(args), dict(kwargs), []
+    for number, edit in edits:
+        slots = edit.slots_in(given, named)
+        if not slots:
+            raise NotApplicable
+        for slot in slots:
+            if slot == CALL:
+                of_result.append((number, edit))
+                continue
+            holder, key = _holder(slot, given, named, func)
+            holder[key] = changed(number, edit, slot, holder[key])
+    result = func(*given, **named)
+    for number, edit in of_result:
+        result = changed(number, edit, CALL, result)
+    return result
+
+
+def _best(
+    edits: tuple[Edit, ...], name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Edit:
+    """Return the first edit that makes the call by itself finite, else the first that fits."""
+    best = None
+    for edit in edits if len(edits) > 1 else ():
+        is_cure = _is_finite_with(edit, name, func, args, kwargs)
+        if is_cure:
+            return edit
+        if is_cure is not None:
+            best = best or edit
+    return best or edits[0]
+
+
+def _is_finite_with(
+    edit: Edit, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool | None:
+    """Return whether a call with an edit, and its gradients, are finite; None if it does not fit.
+
+    The call runs on copies, hidden from observers and modes.
+    """
+
+    def alone(value: Any) -> Any:
+        if isinstance(value, Tensor):  # copied because functions may write to buffers
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, torch.Generator):
+            return torch.Generator(value.device).set_state(value.get_state())
+        return value
+
+    def changed(number: int, edit: Edit, slot: int | str, value: Any) -> Any:
+        return evaluated(_text(edit, name, slot, value), value)
+
+    random = RandomStates(accelerators())
+    hooks = autograd.saving_as_always()  # a checkpoint counts saved tensors
+    try:
+        with modes.no_function_modes(), modes.unseen_by_modes(), hooks:
+            args, kwargs = map_plain(alone, (args, kwargs))
+            result = _carried_out([(0, edit)], func, args, kwargs, changed)
+            outputs = list(tensors_in([result]))
+            leaves = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
+            ends = [output for output in outputs if output.requires_grad]
+            gradients = autograd.gradients_of(ends, leaves) if ends and leaves else ()
+            return all(is_finite(each) for each in (*outputs, *gradients) if each is not None)
+    except NotApplicable:
+        return None
+    except Exception:  # raised by the function; a replay reports it
+        return False
+    finally:
+        random.restore()
+
+
+def call_of(calls: UserCalls, blame: Blame) -> UserCall | None:
+    """Return the user's call that ran a bad op, or the op whose gradient it computes."""
+    return calls.call_of(blame.reader) or calls.call_of(blame.forward_number)
+
+
+def _holder(
+    slot: int | str, given: list[Any], named: dict[str, Any], function: Any
+) -> tuple[Any, Any]:
+    """Return the list or dictionary that holds an argument, and its index or name."""
+    if isinstance(slot, str):
+        if slot in parameters_of(function)[: len(given)]:
+            return given, parameters_of(function).index(slot)
+        named.setdefault(slot, None)
+        return named, slot
+    if slot < len(given):
+        return given, slot
+    if slot >= len(USUAL_NAMES) or USUAL_NAMES[slot] not in named:
+        raise NotApplicable
+    return named, USUAL_NAMES[slot]

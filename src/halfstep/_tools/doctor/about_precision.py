@@ -1,0 +1,421 @@
+"""Checks of precision in source: autocast regions, and lowered parameters."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep._tools.doctor.finding import Finding
+from halfstep._tools.doctor.read_names import NameScope, arguments, dotted
+from halfstep._tools.doctor.read_program import Built, Program, Root
+from halfstep._tools.doctor.read_sites import Around, Site
+from halfstep._tools.doctor.read_values import SourceScaler
+
+SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
+"""A pattern for names in code that scales a loss."""
+_FRAMEWORKS = re.compile(r"deepspeed|accelerat|lightning|fabric|colossalai|apex|megatron", re.I)
+
+_BF16 = re.compile(r"bf_?16|bfloat", re.I)
+_DEVICES = re.compile(r"cuda|cpu|gpu|device", re.I)
+_MOVING = re.compile(rf"^to$|cuda|gpu|device|parallel|rank|prepare|{_FRAMEWORKS.pattern}", re.I)
+"""A pattern for names in code that moves a model to a device, or that has others do so."""
+_LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp)
+
+
+def findings(program: Program) -> Iterator[Finding]:
+    """Yield problems with autocast regions and lowered parameters."""
+    yield from _backward_inside(program)
+    yield from _casts_in_loops(program)
+    yield from _without_scaler(program)
+    yield from _scaler_with_bf16(program)
+    yield from _other_device(program)
+    yield from _not_entered(program)
+    for root in program.roots:
+        yield from _without_forward(program, root)
+    for built in program.built:
+        yield from _lowered(program, built)
+
+
+def _backward_inside(program: Program) -> Iterator[Finding]:
+    for site in program.sites:
+        if not program.is_backward(site) or site.autocast is None:
+            continue
+        around = site.inside[site.autocast_at]
+        caller = next((a for a in site.inside[site.autocast_at :] if a.kind == "call"), None)
+        what = ast.unparse(site.call.func)
+        if not around.is_decorator and caller is None:
+            yield Finding(
+                "backward-in-autocast",
+                f"`{what}` runs inside the autocast of line {around.line}: backward ops follow "
+                "the dtypes of the forward pass by themselves, and autocast around them lowers "
+                "what your own backward functions compute in float32",
+                "end autocast before backward: indent that call one level less",
+                names=(what,),
+                line=site.line,
+            )
+        else:
+            whose = "decorator" if around.is_decorator else "autocast"
+            function = caller.function if caller is not None else None
+            yield Finding(
+                "autocast-around-backward",
+                f"`{what}` runs under the {whose} of line {around.line}, which is around all of "
+                f"{f'`{function.name}`' if function else 'the function'}, not only the forward "
+                "pass",
+                "put autocast around the forward pass and the loss only",
+                "with autocast(...):\n    loss = ...  # the forward pass and the loss\n"
+                "...  # backward out here",
+                (what,),
+                line=site.line,
+            )
+
+
+def _casts_in_loops(program: Program) -> Iterator[Finding]:
+    seen: set[ast.AST] = set()
+    backwards = [site for site in program.sites if program.is_backward(site)]
+    trained_in = {loop for site in backwards for loop in site.around("loop")}
+    for site in program.sites:
+        if site.autocast is None or not site.autocast.is_torch or site.has_grad:
+            continue
+        # The autocast must be the innermost, so that every pass of the loop enters it.
+        nested = [each for each in site.inside if each.kind in ("loop", "autocast")]
+        if len(nested) < 2 or [each.kind for each in nested].count("autocast") > 1:
+            continue
+        loop, around = nested[-2:]
+        if around.kind != "autocast" or around.node in seen:
+            continue
+        if loop.node in trained_in:  # the weights change in each pass
+            continue
+        if _uses_no_weights(program, site) or _has_loop(site, around):
+            continue
+        seen.add(around.node)
+        yield Finding(
+            "weights-cast-in-loop",
+            f"`torch.autocast` is entered in every pass of the loop in line "
+            f"{loop.line}, without gradients: it drops the casts of the "
+            "weights each time it ends, and makes them again",
+            "enter it once, around the loop; or hold the casts: with halfstep.hold_casts(model):",
+            "from halfstep import autocast",
+            line=around.line,
+        )
+
+
+def _uses_no_weights(program: Program, site: Site) -> bool:
+    """Return whether a call uses no weights, such as ``argmax`` in ``model(x).argmax()``."""
+    name = program.meaning.qualified(site.call.func, site.scope)
+    return name.startswith("torch.") or bool(site.method and isinstance(site.owner, ast.Call))
+
+
+def _has_loop(site: Site, around: Around) -> bool:
+    """Return whether the autocast context contains a loop, which shares its casts."""
+    statements = [
+        node
+        for node in ast.walk(site.scope.node)
+        if isinstance(node, ast.With | ast.AsyncWith)
+        and any(item.context_expr is around.node for item in node.items)
+    ]
+    return any(isinstance(node, _LOOPS) for statement in statements for node in ast.walk(statement))
+
+
+def _without_scaler(program: Program) -> Iterator[Finding]:
+    words = {*program.words, *program.known}
+    if any(map(SCALES.search, words)) or any(map(_FRAMEWORKS.search, words | program.imported)):
+        return
+    if not any(program.is_optimizer_step(site) for site in program.sites):
+        return
+    backwards = [site for site in program.sites if _is_plain_backward(program, site)]
+    for root in program.roots if backwards else ():
+        trains = any(site in backwards for site in root.sites)
+        for site in root.sites:
+            if site.autocast is None or site.autocast.dtype != "float16" or not site.has_grad:
+                continue
+            around = site.inside[site.autocast_at]
+            if trains or around.is_decorator:
+                yield Finding(
+                    "fp16-without-scaler",
+                    "autocast to float16 trains without a scaler: gradients below 6e-8 silently "
+                    "become zero",
+                    "scale the loss; or use bfloat16, which needs no scaler, where it is fast",
+                    "from halfstep import GradScaler\nscaler = GradScaler()\n"
+                    "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+                    line=around.line,
+                )
+
+
+def _is_plain_backward(program: Program, site: Site) -> bool:
+    """Return whether a call is the backward pass of a loss without any factor."""
+    if not program.is_backward(site) or program.scaled_by(site) or not site.has_grad:
+        return False
+    if site.call.args and dotted(site.owner) != "torch.autograd":  # an object that may scale
+        return False
+    of = program.meaning.candidates(site.owner, site.scope)
+    return not any(
+        each and isinstance(each[0], ast.BinOp) and isinstance(each[0].op, ast.Mult) for each in of
+    )
+
+
+def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
+    sites = [site for site in program.sites if site.has_grad and site.autocast]
+    found = [site.autocast for site in sites if site.autocast]
+    line = min((site.inside[site.autocast_at].line for site in sites), default=0)
+    if not found:
+        lowered = [_lowering(program, built) for built in program.built]
+        line = max((site.line for site, _ in filter(None, lowered)), default=0)
+        if {each and each[1] for each in lowered} != {"bfloat16"}:
+            return
+    if any(autocast.dtype != "bfloat16" for autocast in found):
+        return
+    elsewhere = SourceScaler(is_torch=False, enabled=None)
+    scaled = {name: elsewhere for site in program.sites if (name := program.scaled_by(site))}
+    switches = {autocast.switch for autocast in found}
+    for name, scaler in (scaled | program.scalers).items():
+        if not scaler.is_guard and _may_be_on(name, scaler, switches):
+            yield Finding(
+                "scaler-with-bf16",
+                f"`{name}` scales losses of training in bfloat16, which has the range of "
+                "float32: nothing underflows, and each overflow of the scale costs a step",
+                "leave the scaler out; or keep one that scales nothing and skips steps with NaN",
+                "from halfstep import GradScaler, Static\n"
+                f"{name} = GradScaler(init_scale=1.0, rule=Static())",
+                (name,),
+                line=scaler.line or line,
+            )
+
+
+def _may_be_on(name: str, scaler: SourceScaler, switches: set[str]) -> bool:
+    """Return whether a scaler is on, shares the switch of an autocast, or is made elsewhere."""
+    if scaler.enabled is not None:
+        return scaler.enabled
+    is_theirs = any(name.rpartition(".")[2] in switch for switch in switches)
+    is_elsewhere = not scaler.line and not any(_BF16.search(switch) for switch in switches)
+    return is_theirs or is_elsewhere or bool(scaler.switch and scaler.switch in switches)
+
+
+def _not_entered(program: Program) -> Iterator[Finding]:
+    """Yield findings about contexts that ``with A and B`` drops."""
+    for site in program.sites:
+        node = site.statement
+        for item in node.items if isinstance(node, ast.With | ast.AsyncWith) else ():
+            whole = item.context_expr
+            if not isinstance(whole, ast.BoolOp):
+                continue
+            entered = program.meaning.possible(whole, site.scope)
+            left = [ast.unparse(value) for value in whole.values if value not in entered]
+            if left:
+                yield Finding(
+                    "context-not-entered",
+                    f"`with {ast.unparse(whole)}` enters only `{ast.unparse(entered[-1])}`: `and` "
+                    f"and `or` return one of their operands, so `{left[0]}` has no effect",
+                    "separate contexts by commas",
+                    f"with {', '.join(map(ast.unparse, whole.values))}:\n    ...",
+                    (left[0],),
+                    line=whole.lineno,
+                )
+
+
+def _other_device(program: Program) -> Iterator[Finding]:
+    """Yield findings about autocasts for a device other than that of the training."""
+    regions: dict[NameScope, dict[int, str]] = {}
+    for site in program.sites:
+        around = site.region
+        if around is not None and around.autocast is not None and site.has_grad:
+            is_chosen = any(_DEVICES.search(test) for test in site.arms)
+            device = "" if is_chosen else around.autocast.device
+            regions.setdefault(site.scope, {})[around.line] = device
+    is_training = any(map(program.is_backward, program.sites))
+    for lines in regions.values() if is_training else ():
+        types = set(lines.values())
+        lowered = types.pop()
+        seen = "" if types or not lowered else _elsewhere(program, lowered)
+        for line in lines if seen else ():
+            yield Finding(
+                "device-differs",
+                f"autocast lowers what runs on {lowered}, and {seen}: the forward pass runs in "
+                "float32",
+                "give autocast the device type of the model",
+                f'with autocast("{seen.rpartition(" ")[2]}"):\n    ...',
+                line=line,
+            )
+
+
+def _elsewhere(program: Program, lowered: str) -> str:
+    """Return the evidence that training is not on the device ``lowered``, empty if none."""
+    moves = [devices for site in program.sites if (devices := _moved_to(program, site)) is not None]
+    devices = set().union(*moves)
+    if moves and all(moves):
+        # `autocast("cuda")` disables itself if there is no GPU.
+        is_right = lowered in devices and (lowered == "cuda" or len(devices) == 1)
+        others = " or ".join(sorted(devices - {lowered}))
+        return "" if is_right else f"the model is moved to {others}"
+    if lowered == "cpu" and any(site.method == "cuda" for site in program.sites):
+        return "tensors are moved to cuda"
+    if lowered == "cuda" and not moves and _stays_on_cpu(program):
+        return "the model stays on cpu"
+    scalers = [name for name, scaler in program.scalers.items() if scaler.device == "cuda"]
+    return f"`{scalers[0]}` is made for cuda" if lowered == "cpu" and scalers else ""
+
+
+def _stays_on_cpu(program: Program) -> bool:
+    """Return whether the file makes the optimizer, and nothing in it names a device."""
+    makes = program.meaning.makes_optimizer
+    is_own = any(makes(site.call, site.scope) for site in program.sites)
+    return is_own and not any(map(_MOVING.search, {*program.words, *program.imported}))
+
+
+def _moved_to(program: Program, site: Site) -> set[str] | None:
+    """Return the devices that a call may move a model to, empty if unknown; else None."""
+    target = site.target or site.owner
+    if isinstance(site.statement, ast.Assign):  # also of several targets
+        target = site.statement.targets[0]
+    if site.method not in ("to", "cuda") or not program.is_model(target):
+        return None
+    if site.method == "cuda":
+        return {"cuda"}
+    if not site.call.args or program.meaning.dtype(site.call.args[0], site.scope):
+        return None
+    return program.meaning.devices(site.call.args[0], site.scope)
+
+
+def _without_forward(program: Program, root: Root) -> Iterator[Finding]:
+    """Yield findings about autocasts that contain uses of a model's result, but not its call."""
+    regions: dict[NameScope, dict[ast.AST, Site]] = {}
+    for site in root.sites:
+        if site.region is not None and site.autocast is not None and site.has_grad:
+            regions.setdefault(site.scope, {})[site.region.node] = site
+    for scope, first in regions.items():
+        own = [site for site in root.sites if site.scope is scope and site.has_grad]
+        inside = [s for s in root.sites if any(around.node in first for around in s.inside)]
+        forward = _forward(program, own, inside) if any(map(program.scaled_by, own)) else None
+        if forward is not None:
+            name = dotted(forward.call.func)
+            yield Finding(
+                "autocast-without-forward",
+                f"autocast is around other calls, and `{name}(...)` in line {forward.line} is "
+                "outside: the model runs in float32, as slow as before, and only its results are "
+                "lowered",
+                "put the forward pass and the loss into autocast",
+                f"with autocast(...):\n    output = {name}(...)\n    loss = ...",
+                (name,),
+                line=min(site.region.line for site in first.values() if site.region),
+            )
+
+
+def _forward(program: Program, own: list[Site], inside: list[Site]) -> Site | None:
+    """Return the model call whose result is used in regions that call no model themselves."""
+    for site in own:
+        if site.autocast is not None or not program.is_model(site.call.func):
+            continue
+        results = _results(site)
+        beside = [each for each in inside if not each.excludes(site)]
+        is_used = any(_names_in(each.call) & results for each in beside)
+        if is_used and not any(_may_run_model(program, each, results) for each in inside):
+            return site
+    return None
+
+
+def _results(site: Site) -> set[str]:
+    """Return the names bound to the result of a call, or to values computed from it."""
+    found: set[str] = set()
+    assignments = [node for node in ast.walk(site.scope.node) if isinstance(node, ast.Assign)]
+    for assignment in sorted(assignments, key=lambda node: node.lineno):
+        if assignment is site.statement or (found and _names_in(assignment.value) & found):
+            found.update(*map(_names_in, assignment.targets))
+    return found
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def _may_run_model(program: Program, site: Site, results: set[str]) -> bool:
+    """Return whether a call runs a model, or may run one and uses none of its ``results``."""
+    if any(map(program.is_model, (site.call.func, site.owner))):
+        return True
+    given = arguments(site.call)
+    is_given = any(map(program.is_model, given)) or dotted(site.owner) == "self"
+    return is_given and not _names_in(site.call) & results
+
+
+# --- lowered parameters ---------------------------------------------------------------------------
+
+
+_MOVES = ("to", "cuda", "cpu", "xpu", "npu", "to_empty")
+_LOWERS = {"half": "float16", "bfloat16": "bfloat16"}
+_RESTORES = ("float", "double")
+_LOST = {
+    "float16": (
+        "half-parameters",
+        "updates below 1/4096 of a weight are lost, Adam's eps of 1e-8 is 0, and no scaler "
+        "unscales such gradients",
+        ", store='float32'",
+    ),
+    "bfloat16": (
+        "bf16-parameters",
+        "updates below 1/512 of a weight are lost, which stops learning at small rates",
+        "",
+    ),
+}
+_CHAINED = (*_MOVES, *_LOWERS, *_RESTORES, "train", "eval", "requires_grad_")
+
+
+def _is_same_run(site: Site, built: Built) -> bool:
+    """Return whether a name means the same at both: in one call, not in different arms."""
+    is_same_call = site.around("call") == built.site.around("call")
+    return bool(built.model) and is_same_call and not site.excludes(built.site)
+
+
+def _lowered(program: Program, built: Built) -> Iterator[Finding]:
+    lowered = _lowering(program, built)
+    if "master_weights" in program.words or lowered is None or not lowered[1]:
+        return
+    site, dtype = lowered
+    id, lost, store = _LOST[dtype]
+    optimizer = "optimizer" if " " in built.name else built.name
+    yield Finding(
+        id,
+        f"`{ast.unparse(site.call)}` makes the parameters {dtype}, and `{built.name}` updates them "
+        f"there: {lost}",
+        "keep what rounding leaves out; or keep the parameters in float32, and let autocast lower "
+        "what an op takes",
+        f"halfstep.master_weights({optimizer}{store})\n# or\n"
+        f"with halfstep.autocast(dtype=torch.{dtype}):\n    ...  # {built.model} stays in float32",
+        (built.model, built.name),
+        line=site.line,
+    )
+
+
+def _lowering(program: Program, built: Built) -> tuple[Site, str] | None:
+    """Return the last cast of the parameters that an optimizer has, and its half dtype or empty."""
+    lowered: tuple[Site, str] | None = None
+    for site in built.root.sites:
+        if _is_same_run(site, built) and _model(site) == built.model:
+            dtype = "" if site.method in _RESTORES else _lowers_to(program, site)
+            if dtype is not None:
+                lowered = (site, dtype)
+    return lowered
+
+
+def _lowers_to(program: Program, site: Site) -> str | None:
+    """Return the half dtype that a call casts to, empty for another dtype, None for no cast."""
+    if site.method in _LOWERS and not site.call.args:
+        return _LOWERS[site.method]
+    if site.method != "to":
+        return None
+    given = [program.meaning.dtype(node, site.scope) for node in arguments(site.call)]
+    dtype = next(filter(None, given), None)
+    return "" if dtype and dtype not in _LOWERS.values() else dtype
+
+
+def _model(site: Site) -> str:
+    """Return the model that a method is called on: ``net`` also for ``net.cuda().half()``.
+
+    For a model that is created in the same statement, return the name that it is assigned to.
+    """
+    owner = site.owner
+    while (
+        isinstance(owner, ast.Call)
+        and isinstance(owner.func, ast.Attribute)
+        and owner.func.attr in _CHAINED
+    ):
+        owner = owner.func.value
+    return site.target_name if isinstance(owner, ast.Call) else dotted(owner)

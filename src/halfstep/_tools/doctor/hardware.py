@@ -1,0 +1,399 @@
+"""The machine: PyTorch's switches, matrix units, measured speeds, and the advised precision."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from halfstep._common.machine import device_name
+from halfstep._pytorch.devices import Card, card_of
+from halfstep._tools.doctor.finding import Finding
+
+_BACKENDS: Any = torch.backends  # its attributes are made on access
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A switch of PyTorch."""
+
+    name: str  # the expression that reads it
+    value: str  # its current value, as text
+    meaning: str
+
+    @property
+    def device(self) -> str:
+        """The device type that it affects; empty for all."""
+        if ".cuda." in self.name or ".cudnn." in self.name or '"cuda"' in self.name:
+            return "cuda"
+        return "cpu" if any(of in self.name for of in ("mkldnn", "denormal", '"cpu"')) else ""
+
+
+_FP16_SUMS = "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction"
+_BF16_SUMS = "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"
+_CUDA_FP32 = "torch.backends.cuda.matmul.fp32_precision"
+_ONEDNN = "torch.backends.mkldnn.enabled"
+
+_MEANINGS = {
+    _FP16_SUMS: "fp16 products on CUDA may add partial sums in fp16: faster, and sums above 65504 "
+    "are inf",
+    _BF16_SUMS: "the same in bf16: no overflow, fewer digits",
+    "torch.backends.cuda.matmul.allow_fp16_accumulation": "fp16 products on CUDA add up everything "
+    "in fp16",
+    _CUDA_FP32: "tf32: fp32 products on CUDA keep 10 bits of the fraction, several times faster",
+    "torch.backends.cudnn.conv.fp32_precision": "the same for convolutions",
+    "torch.get_float32_matmul_precision()": "high or medium allow TF32 or bf16 inside fp32 "
+    "products",
+    _ONEDNN: "oneDNN: what runs bf16 and fp16 on the matrix units of a CPU",
+    "torch.backends.mkldnn.matmul.fp32_precision": "bf16 or tf32: oneDNN computes fp32 products "
+    "with fewer digits",
+    "torch.backends.mkldnn.conv.fp32_precision": "the same for convolutions",
+    "torch.set_flush_denormal": "CPU: fp32 below 1.2e-38 becomes zero; measured, as PyTorch does "
+    "not report it",
+    "torch.backends.cudnn.benchmark": "CUDA tries out algorithms for each shape: the first steps "
+    "are slow, and runs differ",
+    "torch.are_deterministic_algorithms_enabled()": "the same results each time, slower",
+    'torch.get_autocast_dtype("cpu")': "what autocast lowers to on the CPU without dtype=",
+    'torch.get_autocast_dtype("cuda")': "what autocast lowers to on CUDA without dtype=",
+}
+
+_CALLS: dict[str, Callable[[], object]] = {
+    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
+    _ONEDNN: lambda: _BACKENDS.mkldnn.is_available() and _BACKENDS.mkldnn.enabled,
+    "torch.set_flush_denormal": lambda: is_flushing(),
+    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+    'torch.get_autocast_dtype("cpu")': partial(torch.get_autocast_dtype, "cpu"),
+    'torch.get_autocast_dtype("cuda")': partial(torch.get_autocast_dtype, "cuda"),
+}
+"""Functions that read the switches that are not plain attributes."""
+
+
+def read_flags() -> list[Flag]:
+    """Read all switches. Sync: none."""
+    return [Flag(name, _value(name), meaning) for name, meaning in _MEANINGS.items()]
+
+
+def _value(name: str) -> str:
+    try:
+        if name in _CALLS:
+            return str(_CALLS[name]())
+        return str(attrgetter(name.removeprefix("torch."))(torch))
+    except RuntimeError:
+        # PyTorch raises an error if both its older and its newer API were used.
+        return "mixed"
+
+
+def is_flushing() -> bool:
+    """Return whether the CPU flushes subnormal results to zero in this thread."""
+    smallest = torch.full((16,), torch.finfo(torch.float32).smallest_normal)
+    return not bool((smallest * 0.5).any())
+
+
+def findings(
+    device_type: str, dtype: torch.dtype | None, card: Card | None = None
+) -> Iterator[Finding]:
+    """Yield findings about the switches and the card, for training on a device.
+
+    ``dtype`` is the lower precision, None if unknown; ``card`` is that of a CUDA device.
+    """
+    values = {flag.name: flag.value for flag in read_flags()}
+    sums = {torch.float16: _FP16_SUMS, torch.bfloat16: _BF16_SUMS}.get(dtype) if dtype else None
+    if device_type == "cuda" and sums is not None and values[sums] == "True":
+        yield Finding(
+            "reduced-precision-sums",
+            f"{sums} is True, PyTorch's default: long sums inside products may be rounded, and "
+            "in fp16 overflow, before they are complete",
+            "switch it off if results differ from fp32 more than you like; it costs some speed",
+            f"{sums} = False",
+            (sums,),
+        )
+    if card is not None:
+        yield from _of_card(card, dtype)
+    if card is not None and "tf32" in card.formats and values[_CUDA_FP32] in ("ieee", "none"):
+        yield Finding(
+            "tf32-off",
+            f"{_CUDA_FP32} is {values[_CUDA_FP32]}: what autocast leaves in fp32 does not use "
+            "the matrix units of this GPU",
+            "allow TF32 where ten bits of the fraction are enough",
+            f'{_CUDA_FP32} = "tf32"',
+            (_CUDA_FP32,),
+        )
+    if device_type == "cpu" and dtype is not None and values[_ONEDNN] == "False":
+        yield Finding(
+            "onednn-off",
+            f"{_ONEDNN} is False: products in lower precision run without the matrix units of the "
+            "CPU, slower than fp32",
+            "switch oneDNN on",
+            f"{_ONEDNN} = True",
+            (_ONEDNN,),
+        )
+
+
+def _of_card(card: Card, dtype: torch.dtype | None) -> Iterator[Finding]:
+    has_fp16 = "fp16" in card.formats
+    cure = "train in fp16 with a GradScaler" if has_fp16 else "train in fp32"
+    if card.has_safe_fp16 and not has_fp16:
+        cure += ", or in fp16 with a GradScaler if `halfstep doctor` measures that it is faster"
+    if dtype is torch.bfloat16 and "bf16" not in card.formats:
+        yield Finding(
+            "bf16-emulated",
+            f"{card.name} ({card.kind}) has no matrix units for bf16: PyTorch emulates it, "
+            "which is slow, and torch.cuda.is_bf16_supported() is True all the same",
+            cure,
+            "dtype=torch.float16" if has_fp16 else "enabled=False",
+        )
+    if dtype is torch.float16 and not card.has_safe_fp16:
+        yield Finding(
+            "fp16-convolutions",
+            f"{card.name} ({card.kind}) has no tensor cores, and its fp16 convolutions give NaN",
+            "compute convolutions in fp32, or train in fp32 without autocast",
+            'policy="standard; conv1d:fp32; conv2d:fp32; conv3d:fp32"',
+        )
+
+
+# --- speeds and advice ----------------------------------------------------------------------------
+
+
+Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
+
+WORTH_IT = 1.2
+"""The smallest multiple of the fp32 speed that counts as fast."""
+NOISY = 1.25
+"""The smallest ratio of quartiles that makes a measurement near a limit too noisy."""
+AS_GOOD = 0.8
+"""The smallest fraction of the fp16 speed at which bf16 is preferred: it needs no scaler."""
+
+_UNITS = {
+    "amx_bf16": "AMX (bf16)",
+    "amx_fp16": "AMX (fp16)",
+    "avx512_bf16": "AVX-512 BF16",
+    "avx512_fp16": "AVX-512 FP16",
+    "bf16": "Arm BF16",
+    "asimdhp": "Arm FP16",
+    "sve": "Arm SVE",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A precision and the reason for it, in one sentence."""
+
+    precision: Precision
+    reason: str
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """A device, its measured speeds, and the switches of PyTorch."""
+
+    device: str  # "cpu" or "cuda"
+    name: str  # of the processor or GPU
+    units: tuple[str, ...]  # for lower precision
+    speeds: Speeds
+    advice: Advice
+    flags: tuple[Flag, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> MachineReport:
+    """Measure the accelerator of this machine if it is a CUDA device, else the CPU.
+
+    This takes a second or two; ``on_round`` receives the elapsed fraction of it. Sync: many.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    card = card_of() if device == "cuda" else None
+    speeds = measure_speeds(device, on_round=on_round)
+    advice = advise(speeds.ratios, has_safe_fp16=card is None or card.has_safe_fp16)
+    flags, units = tuple(read_flags()), _units_of_cpu() if card is None else units_of_card(card)
+    if speeds.noise:
+        advice = Advice(advice.precision, f"{advice.reason}. Not sure: {speeds.noise}")
+    return MachineReport(device, device_name(device), units, speeds, advice, flags)
+
+
+def advise(ratios: Mapping[str, Mapping[str, float]], *, has_safe_fp16: bool = True) -> Advice:
+    """Return the advised training precision, from the ratios of :class:`Speeds`.
+
+    ``has_safe_fp16``: whether convolutions in float16 are right.
+    """
+    matmul = ratios["matmul"]
+    bf16, fp16, tf32 = matmul["bf16"], matmul["fp16"], matmul.get("tf32", 0.0)
+    if bf16 >= WORTH_IT and (bf16 >= AS_GOOD * fp16 or not has_safe_fp16):
+        reason = f"matrix products run at {bf16:.2g} x the speed of fp32"
+        return Advice("bf16", f"{reason}{_conv(ratios, 'bf16')}, and no scaler is needed")
+    if fp16 >= WORTH_IT and has_safe_fp16:
+        reason = f"matrix products run at {fp16:.2g} x the speed of fp32, in bf16 at {bf16:.2g} x"
+        return Advice("fp16", f"{reason}{_conv(ratios, 'fp16')}; with a GradScaler")
+    slow = f"bf16 runs at {bf16:.2g} x and fp16 at {fp16:.2g} x the speed of fp32"
+    if not has_safe_fp16:
+        return Advice("fp32", f"{slow}, but fp16 convolutions give NaN on this card")
+    if tf32 >= WORTH_IT:
+        return Advice("tf32", f"{slow}, TF32 at {tf32:.2g} x")
+    return Advice("fp32", f"{slow} in matrix products: lower precision saves memory, not time")
+
+
+def _conv(ratios: Mapping[str, Mapping[str, float]], name: str) -> str:
+    ratio = ratios.get("conv", {}).get(name)
+    return "" if ratio is None else f" (convolutions at {ratio:.2g} x)"
+
+
+def _units_of_cpu() -> tuple[str, ...]:
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    flags = {name for name, has in known.items() if has is True} | set(text.split())
+    return (f"{torch.backends.cpu.get_cpu_capability()} in use", *units_of_flags(flags))
+
+
+def units_of_flags(flags: set[str]) -> tuple[str, ...]:
+    """Return the units of a CPU for lower precision, from its feature names."""
+    return tuple(title for flag, title in _UNITS.items() if flag in flags)
+
+
+def units_of_card(card: Card) -> tuple[str, ...]:
+    """Return the kind of a card and the formats of its matrix units."""
+    if card.formats:
+        return card.kind, f"matrix units for {', '.join(card.formats)}"
+    return card.kind, "no matrix units"
+
+
+# --- measured speeds ------------------------------------------------------------------------------
+
+
+MATRIX_SIDE = {"cpu": 768, "cuda": 4096}
+"""The side of the matrices: compute-bound, but small enough for a slow fp16 kernel on a CPU."""
+
+CONVOLUTION = {"cpu": (4, 32, 32), "cuda": (32, 256, 56)}
+"""The images, channels and side of the input of 3 x 3 convolutions."""
+
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 30
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Measured speeds by ``"matmul"`` and ``"conv"``, then by name of the dtype."""
+
+    gflops: dict[str, dict[str, float]]  # 1e9 operations a second
+    ratios: dict[str, dict[str, float]]  # to fp32: medians over pairs measured in turn
+    noise: str = ""  # why it is uncertain whether a dtype is fast; empty if it is certain
+
+
+def measure_speeds(
+    device: str,
+    seconds: float = 1.5,
+    kinds: tuple[str, ...] = ("matmul", "conv"),
+    on_round: Callable[[float], None] = lambda share: None,
+) -> Speeds:
+    """Measure all dtypes in turn, so that other programs slow all of them equally.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        seconds: Approximate duration, without the first calls.
+        kinds: ``"matmul"``, ``"conv"`` or both.
+        on_round: A function that receives the elapsed fraction of the time after each round.
+
+    Sync: many.
+    """
+    works = [work for kind in kinds for work in _works(kind, device)]
+    with torch.no_grad():
+        for *_, run in works:
+            _duration(run, device)  # the first call sets up the kernel
+        rounds: list[list[float]] = []
+        began = time.perf_counter()
+        while len(rounds) < MOST_ROUNDS:
+            rounds.append([_duration(run, device) for *_, run in works])
+            gone = (time.perf_counter() - began) / seconds
+            on_round(min(max(gone, len(rounds) / MOST_ROUNDS), 1.0))
+            if gone >= 1 and len(rounds) >= FEWEST_ROUNDS:
+                break
+    return speeds_of([work[:3] for work in works], rounds)
+
+
+def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) -> Speeds:
+    """Return speeds from the seconds of each work in each round.
+
+    A work has a kind, the name of a dtype, and a number of operations.
+    """
+    gflops: dict[str, dict[str, float]] = {}
+    ratios: dict[str, dict[str, float]] = {}
+    noise = ""
+    base = {kind: at for at, (kind, name, _) in enumerate(works) if name == "fp32"}
+    for at, (kind, name, operations) in enumerate(works):
+        pairs = [durations[base[kind]] / durations[at] for durations in rounds]
+        ratio = ratios.setdefault(kind, {})[name] = median(pairs)
+        # Use the best time of fp32, since other programs can only slow it down.
+        best = min(durations[base[kind]] for durations in rounds)
+        gflops.setdefault(kind, {})[name] = operations / best * ratio / 1e9
+        if kind == "matmul":
+            noise = noise or _noise(name, pairs)
+    return Speeds(gflops, ratios, noise)
+
+
+def _noise(name: str, ratios: list[float]) -> str:
+    """Return a warning if the quartiles of the ratios are on both sides of a limit, else ``""``."""
+    if len(ratios) < FEWEST_ROUNDS:
+        return ""
+    low, _, high = quantiles(ratios, n=4)
+    is_unclear = any(low < limit < high for limit in (WORTH_IT, 1 / WORTH_IT))
+    if not is_unclear or high < NOISY * low:
+        return ""
+    return (
+        f"the measurement is too noisy, {name} is between {low:.2g} and {high:.2g} x the speed of "
+        "fp32; repeat it while nothing else runs"
+    )
+
+
+def _works(kind: str, device: str) -> Iterator[tuple[str, str, float, Callable[[], object]]]:
+    """Yield the kind, the name of the dtype, the number of operations and the function to time."""
+    make = _matmul if kind == "matmul" else _convolution
+    for name in [*DTYPES, "tf32"] if device == "cuda" else DTYPES:
+        run, operations = make(device, DTYPES.get(name, torch.float32))
+        if device == "cuda":
+            run = _fp32_precision("tf32" if name == "tf32" else "ieee")(run)
+        yield kind, name, operations, run
+
+
+def _matmul(device: str, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
+    side = MATRIX_SIDE[device]
+    a = torch.ones(side, side, device=device, dtype=dtype)
+    return partial(F.linear, a, a), 2.0 * side**3
+
+
+def _convolution(device: str, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
+    images, channels, side = CONVOLUTION[device]
+    x = torch.ones(images, channels, side, side, device=device, dtype=dtype)
+    weight = torch.ones(channels, channels, 3, 3, device=device, dtype=dtype)
+    return partial(F.conv2d, x, weight, padding=1), 2.0 * 9 * images * (channels * side) ** 2
+
+
+def _duration(run: Callable[[], object], device: str) -> float:
+    started = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+@contextmanager
+def _fp32_precision(precision: str) -> Iterator[None]:
+    """Set the precision of fp32 on CUDA inside the block."""
+    matmul, conv = _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision
+    matmul.fp32_precision = conv.fp32_precision = precision
+    try:
+        yield
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before

@@ -1,0 +1,355 @@
+"""The state of an iteration at a point of its source, its transitions, and their findings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from halfstep._common.numbers import power
+from halfstep._tools.doctor.finding import Finding
+
+_Calls: TypeAlias = "frozenset[tuple[str, str, int]]"
+"""The calls of scalers for optimizers: the key of each, and the line."""
+Report: TypeAlias = Callable[..., None]
+"""A function of the id of a finding, its line, and the values for its text."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The state of the current gradients and their iteration, on one path."""
+
+    losses: frozenset[int] = frozenset()  # how often the losses of the gradients were scaled
+    scaler: str = ""  # the scaler of the last loss, as named in the source
+    scalers: frozenset[str] = frozenset()  # the keys of all their scalers; "" for unknown ones
+    line: int = 0  # the line of a backward pass, of an unscaled one if there is any
+    loss: str = ""  # the loss of this pass
+    used: frozenset[str] = frozenset()  # optimizers that have stepped with the gradients
+    is_dropped: bool = False  # zero_grad came after the backward pass
+    is_uncertain: bool = False  # an unknown call may have changed the gradients
+    unscaled: _Calls = frozenset()  # calls of unscale_ since update
+    is_unscaled: bool = False  # unscale_ was called since the last backward pass
+    decided: frozenset[str] = frozenset()  # the conditions decided at unscale_, or else the clip
+    stepped: _Calls = frozenset()  # calls of scaler.step since update
+    clipped: int = 0  # the line that clipped scaled gradients
+    has_clip: bool = False  # gradients were clipped since update
+    zeroed: frozenset[tuple[str, int]] = frozenset()  # optimizers with dropped gradients, lines
+    updated: frozenset[tuple[str, int]] = frozenset()  # scalers updated since backward, lines
+    made: frozenset[tuple[str, tuple[ast.AST, ...], int]] = frozenset()  # scalers, loops, lines
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a step has used the gradients."""
+        return bool(self.used)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the gradients certainly include those of a scaled loss."""
+        return max(self.losses, default=0) > 0 and not self.is_uncertain
+
+    def without(self, key: str) -> Iteration:
+        """Return the state after a variable was bound to another object."""
+        return replace(
+            self,
+            unscaled=frozenset(each for each in self.unscaled if key not in each),
+            stepped=frozenset(each for each in self.stepped if key not in each),
+            zeroed=frozenset(each for each in self.zeroed if key not in each),
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call: its line, the keys of its objects, and their names in the source."""
+
+    line: int
+    scaler: str = ""
+    optimizer: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    has_closure: bool = False
+    sets_scale: bool = False  # update(new_scale)
+    decided: frozenset[str] = frozenset()  # the conditions that are decided
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the optimizer is a single object, not an element of a sequence."""
+        return "[*]" not in self.optimizer
+
+    def lines_in(self, calls: _Calls) -> list[int]:
+        """Return the lines of those calls that have the same scaler and optimizer."""
+        return [line for *of, line in calls if of == [self.scaler, self.optimizer]]
+
+
+def after_backward(now: Iteration, call: Call, scaled: int, report: Report) -> Iteration:
+    """Return the state after the backward pass of a loss that was scaled ``scaled`` times."""
+    if scaled > 1:
+        report("scaled-twice", call.line, **call.names)
+    fresh = Iteration(
+        unscaled=now.unscaled, stepped=now.stepped, has_clip=now.has_clip, made=now.made
+    )
+    if now.losses and not (now.is_used or now.is_dropped):
+        fresh = replace(
+            fresh,
+            losses=now.losses,
+            scalers=now.scalers,
+            is_uncertain=now.is_uncertain,
+            clipped=now.clipped,
+        )
+    losses, scalers = fresh.losses | {scaled}, fresh.scalers | {call.scaler}
+    fresh = replace(fresh, losses=losses, scalers=scalers, scaler=call.names["scaler"])
+    if scaled == 0 or 0 not in now.losses:
+        return replace(fresh, line=call.line, loss=call.names["loss"])
+    return replace(fresh, line=now.line, loss=now.loss)
+
+
+def after_unscale(now: Iteration, call: Call, report: Report) -> Iteration:
+    """Return the state after ``scaler.unscale_(optimizer)``."""
+    lines, is_stepped = call.lines_in(now.unscaled), bool(call.lines_in(now.stepped))
+    # If both calls are repeated in the next pass of a loop, `update` is what is missing.
+    if call.is_one and (lines or is_stepped) and not (is_stepped and call.line in lines):
+        first = "step" if is_stepped else "unscale_"
+        report("unscale-twice", call.line, first=first, **call.names)
+    elif now.line and not now.is_uncertain and call.is_one:
+        _check_scale(now, call, report)
+    unscaled = now.unscaled | {(call.scaler, call.optimizer, call.line)}
+    # Clear `updated`: these gradients come from a backward pass that is not visible.
+    now = replace(now, updated=frozenset(), unscaled=unscaled, is_unscaled=True)
+    return replace(now, decided=call.decided)
+
+
+def after_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> Iteration:
+    """Return the state after ``scaler.step(optimizer)``; an idle scaler never scales a loss."""
+    lines = call.lines_in(now.stepped)
+    if lines and call.is_one and call.line not in lines:
+        report("step-twice", call.line, first=lines[0], **call.names)
+    elif lines and call.is_one:
+        report("update-missing", call.line, **call.names)
+    elif now.losses and not now.is_uncertain and not call.has_closure and call.is_one:
+        _check_step(now, call, is_idle, report)
+    stepped = now.stepped | {(call.scaler, call.optimizer, call.line)}
+    used = now.used | {call.optimizer}
+    return replace(now, stepped=stepped, used=used, zeroed=frozenset(), clipped=0)
+
+
+def _check_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> None:
+    is_unscaled = 0 in now.losses or (max(now.losses) < 0 and is_idle)
+    if _check_scale(now, call, report) or now.is_used:
+        return
+    if _zeroed_at(now, call.optimizer):
+        _dropped(now, call, report)
+    elif is_unscaled and not now.is_dropped:
+        report("loss-not-scaled", now.line, **{**call.names, "loss": now.loss})
+    elif now.clipped:
+        where = ", both only where the step is" if call.decided - now.decided else ""
+        report("clip-before-unscale", now.clipped, where=where, **call.names)
+
+
+def _check_scale(now: Iteration, call: Call, report: Report) -> bool:
+    """Report gradients whose scale differs from that of their loss; return whether they do."""
+    if call.optimizer in now.used:  # no new gradients since its step
+        return False
+    updated = [line for key, line in now.updated if key == call.scaler]
+    is_other = bool(now.scalers) and all(_are_beside(call.scaler, scaler) for scaler in now.scalers)
+    if updated:
+        report("update-before-step", updated[0], **call.names)
+    elif is_other:
+        report("loss-not-scaled", now.line, **{**call.names, "loss": now.loss})
+    return bool(updated) or is_other
+
+
+def _are_beside(one: str, other: str) -> bool:
+    """Return whether two keys differ only in the last name, as for attributes of one object."""
+    owner, other_owner = (re.sub(r"\w*$", "", key) for key in (one, other))
+    return bool(other) and one != other and owner == other_owner
+
+
+def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
+    """Return the state after ``optimizer.step()``."""
+    steps = [line for _, key, line in now.stepped if key == call.optimizer]
+    is_unscaled = any(key == call.optimizer for _, key, _ in now.unscaled)
+    is_late = now.is_used and min(now.losses, default=0) <= 0  # others may have used them
+    names = {"scaler": now.scaler or "scaler", **call.names}
+    is_known = bool(now.losses) and not now.is_uncertain and not call.has_closure
+    if is_known and steps:
+        report("step-twice", call.line, first=steps[0], **names)
+    elif is_known and is_unscaled and not now.is_used:
+        if call.decided <= now.decided:  # no condition since unscale_, such as isfinite(norm)
+            report("step-unchecked", call.line, **names)
+    elif is_known and now.is_scaled and not is_late:
+        report("scaler-bypassed", call.line, **names)
+    elif is_known and not now.is_used and _zeroed_at(now, call.optimizer):
+        _dropped(now, call, report)
+    return replace(now, used=now.used | {call.optimizer}, zeroed=frozenset(), clipped=0)
+
+
+def _zeroed_at(now: Iteration, optimizer: str) -> int:
+    """Return the line that dropped the gradients of a visible backward pass, else 0."""
+    return next((line for key, line in now.zeroed if key == optimizer and now.line), 0)
+
+
+def _dropped(now: Iteration, call: Call, report: Report) -> None:
+    line, optimizer = _zeroed_at(now, call.optimizer), call.names["optimizer"]
+    report("gradients-dropped", line, first=now.line, step=call.line, optimizer=optimizer)
+
+
+def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
+    """Return the state after ``scaler.update()``."""
+    unscaled = {optimizer for scaler, optimizer, _ in now.unscaled if scaler == call.scaler}
+    stepped = {optimizer for scaler, optimizer, _ in now.stepped if scaler == call.scaler}
+    left, others = unscaled - stepped, stepped - unscaled
+    name = call.names["scaler"]
+    first = [line for key, line in now.updated if key == call.scaler]
+    is_second = now.is_used and first and call.line not in first and not call.sets_scale
+    if is_second and not unscaled and not stepped:
+        report("update-twice", call.line, scaler=name, first=min(first))
+    if now.is_scaled and not now.is_used and not unscaled and not stepped:
+        report("update-before-step", call.line, scaler=name, optimizer="optimizer")
+    if now.has_clip and left and others and not any("[*]" in key for key in unscaled | stepped):
+        line = next(line for _, key, line in now.stepped if key not in unscaled)
+        shown = {"other": _shown(min(left)), "optimizer": _shown(min(others))}
+        report("unscale-of-another", line, scaler=name, **shown)
+    return replace(
+        now,
+        unscaled=frozenset(each for each in now.unscaled if each[0] != call.scaler),
+        stepped=frozenset(each for each in now.stepped if each[0] != call.scaler),
+        updated=now.updated | {(call.scaler, call.line)},
+        has_clip=False,
+    )
+
+
+def after_zero_grad(now: Iteration, optimizers: Iterable[str], line: int) -> Iteration:
+    """Return the state after the gradients of optimizers were dropped."""
+    if now.is_used or not now.losses:
+        return now
+    return replace(
+        now, zeroed=now.zeroed | {(optimizer, line) for optimizer in optimizers}, is_dropped=True
+    )
+
+
+def after_clip(now: Iteration, call: Call) -> Iteration:
+    """Return the state after gradients were clipped without unscaling them."""
+    if now.is_scaled and not now.is_unscaled and not now.is_used:
+        now = replace(now, clipped=call.line, decided=call.decided)
+    return replace(now, has_clip=True)
+
+
+def next_iteration(now: Iteration) -> Iteration:
+    """Return the first state of the next call of a function that ended in this state."""
+    return Iteration(unscaled=now.unscaled, stepped=now.stepped)
+
+
+def after_unknown(now: Iteration) -> Iteration:
+    """Return the state after a call that may step or run a backward pass."""
+    now = replace(now, unscaled=frozenset(), stepped=frozenset(), zeroed=frozenset())
+    return replace(now, updated=frozenset(), is_uncertain=True)
+
+
+def _shown(key: str) -> str:
+    """Return a key as written in the source, without its function."""
+    return key.rpartition("/")[2]
+
+
+# --- findings -------------------------------------------------------------------------------------
+
+
+def finding(
+    id: str, line: int, known: tuple[float | None, bool] = (None, False), **values: object
+) -> Finding:
+    """Return a finding.
+
+    ``known`` is the scaler's first scale, None if it is unknown, and whether the file updates it.
+    The other values are inserted into the text: scaler, optimizer, loss, lines.
+    """
+    scale, is_updated = known
+    values["update"] = "" if is_updated else f"\n{values.get('scaler')}.update()"
+    values["at_first"] = "" if scale is None else f" ({power(scale)} at first)"
+    values["too_large"] = f"{scale:g} times too large" if scale else "too large by the scale"
+    text, cure, code = (part.format(**values) for part in _TEXTS[id])
+    names = [str(values[each]) for each in ("scaler", "optimizer", "loss") if each in values]
+    return Finding(id, text, cure, code, tuple(names), line=line)
+
+
+_TEXTS = {
+    "clip-before-unscale": (
+        "gradients are clipped while they are still multiplied by the scale{at_first} of "
+        "`{scaler}`: after unscaling they are almost zero, and training looks stuck",
+        "unscale before you clip{where}; or let halfstep's `{scaler}` clip, saving one pass",
+        "{scaler}.unscale_({optimizer})  # before clipping{where}\n"
+        "# or: {scaler}.step({optimizer}, max_norm=1.0)",
+    ),
+    "gradients-dropped": (
+        "`zero_grad` comes between `backward` (line {first}) and the step of `{optimizer}` (line "
+        "{step}): the gradients are gone before they are used, and nothing is learned",
+        "call it before `backward`, or after the step",
+        "",
+    ),
+    "loss-not-scaled": (
+        "`{scaler}` divides the gradients of `{optimizer}` by its scale{at_first}, but the "
+        "loss of this `backward` was not multiplied by it: the updates are almost zero",
+        "scale the loss whose gradients this step uses",
+        "{scaler}.scale({loss}).backward()",
+    ),
+    "scaled-twice": (
+        "`{loss}` is multiplied by the scale of `{scaler}` twice, and divided by it once: the "
+        "gradients are {too_large}, or inf",
+        "scale each loss once, in the call of `backward`",
+        "{scaler}.scale(loss).backward()",
+    ),
+    "scaler-bypassed": (
+        "`{optimizer}.step()` takes gradients that `{scaler}` has multiplied by the scale: "
+        "they are {too_large}, and inf and NaN get through",
+        "step through the scaler, and call `{scaler}.update()` after it",
+        "{scaler}.step({optimizer}){update}",
+    ),
+    "scaler-in-loop": (
+        "a new `{scaler}` is made for each step: the scale starts anew{at_first}, never "
+        "learns from an overflow, and the same steps are skipped again and again",
+        "make one scaler before the loop, beside the optimizer",
+        "",
+    ),
+    "step-unchecked": (
+        "`{optimizer}.step()` follows `{scaler}.unscale_` by hand: the gradients are divided by "
+        "the scale, but the step is taken when they are inf or NaN too, as at the first overflow",
+        "step through the scaler, which leaves such steps out; or check the norm of the gradients",
+        "{scaler}.step({optimizer}){update}",
+    ),
+    "step-twice": (
+        "`{optimizer}` is stepped a second time with the same gradients (first in line {first}): "
+        "the second `{scaler}.step` raises, and a plain step moves the weights twice",
+        "step each optimizer once for each `{scaler}.update()`",
+        "",
+    ),
+    "unscale-of-another": (
+        "`{scaler}.unscale_({other})` before clipping, but it is `{optimizer}` that is stepped: "
+        "its gradients are clipped while they are still multiplied by the scale",
+        "unscale the optimizer whose gradients are clipped",
+        "{scaler}.unscale_({optimizer})",
+    ),
+    "unscale-twice": (
+        "`{scaler}.unscale_({optimizer})` comes after `{first}` of the same optimizer, without "
+        "`{scaler}.update()` between: it raises, or the gradients are divided twice",
+        "unscale once, before the step; with accumulation only in the pass that steps",
+        "",
+    ),
+    "update-before-step": (
+        "`{scaler}.update()` comes between `backward` and the step of `{optimizer}`: it raises "
+        "where nothing was checked yet, else the gradients are divided by another scale than "
+        "their loss was multiplied by",
+        "update once, after all steps of the iteration",
+        "{scaler}.step({optimizer})\n{scaler}.update()",
+    ),
+    "update-twice": (
+        "`{scaler}.update()` comes a second time (first in line {first}) with no step between: "
+        "PyTorch's raises, as nothing was checked since",
+        "update once, after all steps of the iteration",
+        "",
+    ),
+    "update-missing": (
+        "`{scaler}.step` without `{scaler}.update()` before the next one: the scale never moves, "
+        "and the second step is refused",
+        "call it once at the end of each iteration, after the last step",
+        "{scaler}.update()",
+    ),
+}
+"""The text, cure and code of findings, by id."""

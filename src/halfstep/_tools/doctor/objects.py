@@ -1,0 +1,303 @@
+"""Checks of the objects of training: model, optimizers, scaler and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep._common.numbers import things
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import Names, members
+from halfstep._master_weights.master_weights import has_master_weights
+from halfstep._numerics.formats import FORMATS, dtype_name
+from halfstep._scaler import GradScaler, Static
+from halfstep._tools.doctor.finding import Finding
+
+_LOST = {
+    torch.float16: (
+        "half-parameters",
+        2**12,
+        ", and no scaler unscales such gradients",
+        "halfstep.master_weights(optimizer, store='float32')",
+    ),
+    torch.bfloat16: ("bf16-parameters", 2**9, "", "halfstep.master_weights(optimizer)"),
+}
+"""Finding id, factor, more text and cure by dtype.
+
+An update is lost if the weight is larger by this factor: it is less than half a unit in the
+last place, also just below a power of two.
+"""
+_EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
+
+
+@dataclass(frozen=True)
+class Training:
+    """The known objects of training."""
+
+    model: nn.Module | None = None
+    optimizers: tuple[Optimizer, ...] = ()
+    scaler: Any = None  # halfstep's or PyTorch's
+    schedulers: tuple[Any, ...] = ()  # learning rate schedules
+    dtype: torch.dtype | None = None  # the lower precision of autocast, if it is known
+    makes_scaler: bool = False  # whether its function may create a scaler itself
+
+    def names(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
+        """Return the names of parameters."""
+        names = Names()
+        if self.model is not None:
+            names.watch(self.model)
+        return names.of(params, optimizer)
+
+    @property
+    def apart(self) -> list[Optimizer]:
+        """The optimizers, with containers replaced by their members."""
+        found = [member for optimizer in self.optimizers for member in members(optimizer)]
+        return [each for each in dict.fromkeys(found) if len(members(each)) == 1]
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters of all optimizers."""
+        return [param for optimizer in self.optimizers for param in parameters(optimizer)]
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The parameters of the model, or of the optimizers if the model is unknown."""
+        return self.trained if self.model is None else list(self.model.parameters())
+
+    @property
+    def scales(self) -> bool:
+        """Whether there is an enabled scaler."""
+        return self.scaler is not None and bool(self.scaler.is_enabled())
+
+
+def findings(training: Training) -> Iterator[Finding]:
+    """Yield problems with the objects of training."""
+    yield from _scalers(training)
+    yield from _low_parameters(training)
+    yield from _eps_of_optimizers(training)
+    yield from _eps_of_modules(training)
+    yield from _shared(training)
+    yield from _missing(training)
+    yield from _left_behind(training)
+    yield from _schedules(training)
+
+
+# --- scaler and dtype -----------------------------------------------------------------------------
+
+
+def _scalers(training: Training) -> Iterator[Finding]:
+    dtype = training.dtype or _only_dtype(training)
+    is_elsewhere = training.scaler is None and training.makes_scaler
+    if training.dtype == torch.float16 and not training.scales and not is_elsewhere:
+        seen = "no scaler" if training.scaler is None else "a scaler that is switched off"
+        yield Finding(
+            "fp16-without-scaler",
+            f"float16 with {seen}: gradients below 6e-8 silently become zero",
+            "scale the loss; or use bfloat16, which needs no scaler, where it is fast",
+            "scaler = halfstep.GradScaler()",
+        )
+    is_guard = isinstance(training.scaler, GradScaler) and isinstance(training.scaler._rule, Static)
+    if dtype == torch.bfloat16 and training.scales and not is_guard:
+        yield Finding(
+            "scaler-with-bf16",
+            "a scaler for training in bfloat16, which has the range of float32: nothing "
+            "underflows, and each overflow of the scale costs a step",
+            "leave the scaler out; or keep one that scales nothing and skips steps with NaN",
+            "scaler = halfstep.GradScaler(init_scale=1.0, rule=halfstep.Static())",
+        )
+    is_torch = type(training.scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
+    if is_torch and training.scales:
+        yield Finding(
+            "torch-scaler",
+            "PyTorch's GradScaler: its scale can reach 0, after which every parameter becomes NaN, "
+            "and a skipped step is silent",
+            "change the import; the calls are the same",
+            "scaler = halfstep.GradScaler()",
+        )
+
+
+def _only_dtype(training: Training) -> torch.dtype | None:
+    dtypes = {param.dtype for param in training.held}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+# --- parameters in lower precision ----------------------------------------------------------------
+
+
+def _low_parameters(training: Training) -> Iterator[Finding]:
+    for dtype, (id, factor, more, cure) in _LOST.items():
+        for optimizer in training.apart:
+            if has_master_weights(optimizer):
+                continue
+            low = [param for param in parameters(optimizer) if param.dtype == dtype]
+            if not low:
+                continue
+            names = training.names(low, optimizer)
+            kind = dtype_name(dtype)
+            yield Finding(
+                id,
+                f"{type(optimizer).__name__} updates {things(len(low), 'parameter')} in {kind} "
+                f"({_listed(names)}): updates below 1/{factor} of a weight are lost{more}",
+                "keep what rounding leaves out; or keep the parameters in float32, and let "
+                "autocast lower what an op takes",
+                f"{cure}\n# or\nmodel.float()\n"
+                f"with halfstep.autocast(dtype=torch.{kind}):\n    ...",
+                tuple(names),
+            )
+
+
+def _eps_of_optimizers(training: Training) -> Iterator[Finding]:
+    for optimizer in training.apart:
+        if has_master_weights(optimizer):
+            continue
+        for group in optimizer.param_groups:
+            eps, low = group.get("eps"), [p for p in group["params"] if p.dtype == torch.float16]
+            # A fused optimizer adds eps in float32.
+            if not low or group.get("fused") or not _is_lost(eps):
+                continue
+            names = training.names(low, optimizer)
+            yield Finding(
+                "eps-underflow",
+                f"eps={eps:g} of {type(optimizer).__name__} is {_in_fp16(eps):.2g} in float16, the "
+                f"dtype of {things(len(low), 'parameter')} ({_listed(names)}) and of the "
+                "optimizer's state: where a gradient is 0 the update is 0 / 0 = NaN",
+                "keep the parameters in float32, or take an eps that float16 has",
+                "model.float()  # or eps=1e-4",
+                tuple(names),
+            )
+
+
+def _eps_of_modules(training: Training) -> Iterator[Finding]:
+    if training.model is None:
+        return
+    all_low = _only_dtype(training) == torch.float16
+    found: dict[float, list[str]] = {}
+    for name, module in training.model.named_modules():
+        own = {param.dtype for param in module.parameters(recurse=False)}
+        if torch.float16 not in own and not (all_low and not list(module.children())):
+            continue
+        for attribute in _EPS_NAMES:
+            eps = vars(module).get(attribute)
+            if _is_lost(eps):
+                found.setdefault(eps, []).append(name or type(module).__name__)
+    for eps, names in found.items():
+        yield Finding(
+            "eps-underflow",
+            f"eps={eps:g} of {things(len(names), 'module')} in float16 ({_listed(names)}) is "
+            f"{_in_fp16(eps):.2g} there: where all inputs are equal, the gradient is inf or NaN",
+            "take an eps that float16 has, or keep these modules in float32",
+            "\n".join(
+                f"model.get_submodule({name!r}).float()\nhalfstep.keep(model, {name!r})"
+                for name in names[:3]
+            ),
+            tuple(names),
+        )
+
+
+def _is_lost(eps: object) -> TypeGuard[float]:
+    return isinstance(eps, float) and 0 < eps < FORMATS["fp16"].smallest_subnormal
+
+
+def _in_fp16(eps: float) -> float:
+    return torch.tensor(eps, dtype=torch.float16).item()
+
+
+# --- owners and devices of parameters -------------------------------------------------------------
+
+
+def _shared(training: Training) -> Iterator[Finding]:
+    owners: dict[Tensor, list[Optimizer]] = {}
+    for optimizer in training.apart:
+        for param in parameters(optimizer):
+            owners.setdefault(param, []).append(optimizer)
+    shared = [param for param, of in owners.items() if len(of) > 1]
+    if shared:
+        names = training.names(shared, owners[shared[0]][0])
+        whose = " and ".join(dict.fromkeys(type(each).__name__ for each in owners[shared[0]]))
+        yield Finding(
+            "shared-parameter",
+            f"two optimizers ({whose}) have the same {things(len(shared), 'parameter')} "
+            f"({_listed(names)}): each steps, and PyTorch's scaler divides by the scale twice",
+            "give each parameter to one optimizer; if both must have it, halfstep's scaler "
+            "unscales it once",
+            "scaler = halfstep.GradScaler()",
+            tuple(names),
+        )
+
+
+def _missing(training: Training) -> Iterator[Finding]:
+    if training.model is None or not training.optimizers:
+        return
+    trained, held = set(training.trained), set(training.held)
+    missing = [p for p in training.held if p.requires_grad and p not in trained]
+    if not missing:
+        return
+    names = training.names(missing)
+    foreign = [param for param in training.trained if param not in held]
+    if {param.shape for param in missing} <= {param.shape for param in foreign}:
+        yield Finding(
+            "replaced-parameters",
+            f"no optimizer has {things(len(missing), 'parameter')} of the model "
+            f"({_listed(names)}), while it has others of the same shapes: the model was changed "
+            "after it was made, and nothing is learned",
+            "make the optimizer after the model has been moved, wrapped or loaded",
+            "optimizer = torch.optim.AdamW(model.parameters())",
+            tuple(names),
+        )
+    else:
+        yield Finding(
+            "untrained-parameters",
+            f"no optimizer has {things(len(missing), 'parameter')} of the model with "
+            f"requires_grad=True ({_listed(names)})",
+            "give them to an optimizer; or say that they are frozen, which saves their gradients",
+            "for parameter in frozen:\n    parameter.requires_grad_(False)",
+            tuple(names),
+        )
+
+
+def _left_behind(training: Training) -> Iterator[Finding]:
+    for optimizer in training.apart:
+        apart = [
+            param
+            for param, state in optimizer.state.items()
+            if isinstance(param, Tensor)
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim() and value.device != param.device
+        ]
+        if apart:
+            names = training.names(dict.fromkeys(apart), optimizer)
+            yield Finding(
+                "optimizer-before-move",
+                f"the state of {type(optimizer).__name__} is not where its parameters are "
+                f"({_listed(names)}): they were moved after it was made or loaded",
+                "move the model, then make the optimizer, then load its state",
+                "model.to(device)\noptimizer = torch.optim.AdamW(model.parameters())",
+                tuple(names),
+            )
+
+
+def _schedules(training: Training) -> Iterator[Finding]:
+    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in training.optimizers]
+    known = [member for each in inner for member in members(each)]
+    for scheduler in training.schedulers if known else ():
+        of = getattr(scheduler, "optimizer", None)
+        if of is not None and not any(of is each for each in (*known, *training.optimizers)):
+            name = type(scheduler).__name__
+            yield Finding(
+                "scheduler-of-another",
+                f"{name} sets the learning rate of another optimizer ({type(of).__name__}) than "
+                "the one that steps",
+                "make the schedule of the optimizer that steps",
+                f"scheduler = torch.optim.lr_scheduler.{name}(optimizer, ...)",
+                (name,),
+            )
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,259 @@
+"""A parsed source file: its calls in execution order, and their contexts."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from halfstep._tools.doctor.read_names import Function, NameScope, arguments, dotted, words_of
+from halfstep._tools.doctor.read_paths import Walk
+from halfstep._tools.doctor.read_sites import Site, condition_of
+from halfstep._tools.doctor.read_values import Meaning, SourceScaler
+
+_CLIP_OWNERS = (
+    "self",
+    "optimizer",
+    "optim",
+    "accelerator",
+    "fabric",
+    "strategy",
+    "engine",
+    "trainer",
+)
+_CLIPS = re.compile(r"(dispatch_)?clip_grad")
+"""A pattern for functions that clip gradients; ``dispatch_clip_grad`` is timm's."""
+
+_OF_MODELS = ("parameters", "named_parameters", "train", "eval")
+_MODEL = re.compile(
+    r"(^|[._])(model|net|unet|network|generator|discriminator)$|(^|\.)net[A-Z_]\w*$"
+)
+"""A pattern for names that are typical for a model."""
+_AMP_WORDS = re.compile(r"amp|fp16|float16|half|mixed|scaler|precision|autocast|scaling", re.I)
+
+
+@dataclass(frozen=True)
+class Root:
+    """A file or a function, with all calls that it leads to, in order."""
+
+    node: ast.Module | Function
+    sites: tuple[Site, ...]
+
+
+@dataclass(frozen=True)
+class Built:
+    """An optimizer created from the parameters of a model."""
+
+    root: Root
+    site: Site
+    model: str
+    name: str
+
+
+class Program:
+    """A parsed source file.
+
+    Args:
+        tree: The file.
+        known: The objects that names refer to.
+        function: The function to check, with those that it calls; None for the whole file.
+    """
+
+    def __init__(
+        self,
+        tree: ast.Module,
+        known: Mapping[str, object],
+        function: Function | None = None,
+    ) -> None:
+        self.tree = tree
+        self.meaning = Meaning(tree, known)
+        self.known = known
+        self._function = function
+
+    @cached_property
+    def roots(self) -> list[Root]:
+        """The parts of the file to check; called functions belong to the part that calls them."""
+        names, found = self.meaning.names, list[Root]()
+        called = {*names.calls.values()}
+        functions = sorted((scope.node for scope in names.scopes.values()), key=called.__contains__)
+        seen: set[ast.AST] = set()
+        for node in [self._function] if self._function else functions:
+            if node not in seen:
+                walk = Walk(self.meaning)
+                walk.run(node)
+                found.append(Root(node, tuple(walk.sites)))
+                seen |= {site.scope.node for site in found[-1].sites}
+        return found
+
+    @property
+    def sites(self) -> Iterator[Site]:
+        """The calls of all roots; a call reached from several roots appears several times."""
+        for root in self.roots:
+            yield from root.sites
+
+    @cached_property
+    def words(self) -> set[str]:
+        """All names, attributes and keywords in the parts to check."""
+        if self._function is None:
+            return set(words_of(self.tree))
+        functions = {self._function, *(site.scope.node for site in self.sites)}
+        return {word for function in functions for word in words_of(function)}
+
+    @property
+    def imported(self) -> set[str]:
+        """The full names of the file's imports."""
+        return set(self.meaning.names.imports.values())
+
+    @cached_property
+    def models(self) -> set[str]:
+        """The names of objects used as models, by calls such as ``parameters()`` or ``eval()``."""
+        names = {dotted(site.owner) for site in self.sites if site.method in _OF_MODELS}
+        return names - {"", "self"}
+
+    def is_model(self, node: ast.expr) -> bool:
+        """Return whether an expression is a model, by its name or its use."""
+        name = dotted(node).removesuffix(".module")
+        is_defined = bool(name) and name.partition(".")[0] in self.meaning.names.imports
+        return name in self.models or (bool(_MODEL.search(name)) and not is_defined)
+
+    @cached_property
+    def switches(self) -> Mapping[str, int]:
+        """The conditions with a scaler in one arm and plain calls in the other."""
+        found: dict[str, int] = {}
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.If(test=test, body=body, orelse=orelse):
+                    arms = [_calls_in(body), _calls_in(orelse)]
+                case ast.IfExp(test=test, body=yes, orelse=no):
+                    arms = [_calls_in([yes]), _calls_in([no])]
+                case _:
+                    continue
+            scales = ["scaler" in arm for arm in arms]
+            plain = [not scaled and bool(arm) for scaled, arm in zip(scales, arms, strict=True)]
+            text, which = condition_of(test, 0)
+            is_named = bool(_AMP_WORDS.search(text)) and not arms[1] and scales[0]
+            if (scales[0] and plain[1]) or (is_named and not isinstance(test, ast.BoolOp)):
+                found[text] = which
+            elif scales[1] and plain[0]:
+                found[text] = 1 - which
+        return found
+
+    # --- kinds of calls ---------------------------------------------------------------------------
+
+    def is_backward(self, site: Site) -> bool:
+        """Return whether a call runs a backward pass."""
+        if site.method != "backward":
+            return False
+        is_inherited = isinstance(site.owner, ast.Call) and dotted(site.owner.func) == "super"
+        return _first(site) not in ("ctx", "context") and not is_inherited
+
+    def scaled_by(self, site: Site) -> str:
+        """Return the scaler that scales the loss of a backward pass; empty if none does."""
+        if not self.is_backward(site):
+            return ""
+        for written in self.meaning.candidates(site.owner, site.scope):
+            if written is None or not isinstance(written[0], ast.Call):
+                continue
+            function, scope = written[0].func, written[1]
+            if not isinstance(function, ast.Attribute) or function.attr != "scale":
+                continue
+            if self.meaning.is_scaler(function.value, scope):
+                is_on = self.meaning.may_be_on(function.value, scope)
+                return dotted(function.value) if is_on else ""
+        return ""
+
+    def is_scaler_step(self, site: Site) -> bool:
+        """Return whether a call steps an optimizer through a scaler that may be on."""
+        is_step = site.method == "step" and bool(site.call.args or site.call.keywords)
+        given = site.owner, site.scope
+        return is_step and self.meaning.is_scaler(*given) and self.meaning.may_be_on(*given)
+
+    def is_optimizer_step(self, site: Site) -> bool:
+        """Return whether a call steps an optimizer without a scaler."""
+        return site.method == "step" and self.meaning.is_optimizer(site.owner, site.scope)
+
+    def optimizers_of(self, model: ast.expr) -> set[str]:
+        """Return the names of the optimizers that are created from a model's parameters.
+
+        If the file creates none, return the stepped optimizer if there is exactly one.
+        """
+        named = [built for built in self.built if built.site.target is not None]
+        if named:
+            return {built.name for built in named if built.model == ast.unparse(model)}
+        return self._stepped if len(self._stepped) == 1 else set()
+
+    @cached_property
+    def _stepped(self) -> set[str]:
+        """The names of the optimizers that are stepped."""
+        stepped = {dotted(site.owner) for site in self.sites if self.is_optimizer_step(site)}
+        return stepped | {_first(site) for site in self.sites if self.is_scaler_step(site)}
+
+    @cached_property
+    def built(self) -> list[Built]:
+        """The optimizers that are created from the parameters of models."""
+        return [
+            Built(root, site, model, site.target_name or "the optimizer")
+            for root in self.roots
+            for site in root.sites
+            if self.meaning.makes_optimizer(site.call, site.scope)
+            for node in arguments(site.call)
+            for model in self._models(node, site.scope)
+        ]
+
+    def _models(self, node: ast.expr, scope: NameScope) -> Iterator[str]:
+        """Yield the models whose parameters, not copies of them, an expression contains."""
+        for written in self.meaning.candidates(node, scope):
+            methods = [
+                inner.func
+                for inner in (ast.walk(written[0]) if written else ())
+                if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute)
+            ]
+            if not any(method.attr in ("clone", "float", "detach") for method in methods):
+                for method in methods:
+                    if method.attr in ("parameters", "named_parameters"):
+                        yield ast.unparse(method.value)
+
+    def is_clip(self, site: Site) -> bool:
+        """Return whether a call clips gradients without unscaling them."""
+        name = self.meaning.qualified(site.call.func, site.scope).rpartition(".")[2]
+        if not _CLIPS.match(name or site.method or dotted(site.call.func)):
+            return False
+        owner = dotted(site.owner).rpartition(".")[2].lower()
+        return not owner.endswith(_CLIP_OWNERS) and not self.meaning.is_scaler(
+            site.owner, site.scope
+        )
+
+    @cached_property
+    def scalers(self) -> dict[str, SourceScaler]:
+        """The scalers that are created in the file or known, by name."""
+        found: dict[str, SourceScaler] = {}
+        for site in self.sites:
+            scaler = self.meaning.scaler(site.owner, site.scope) if site.method else None
+            if scaler is not None:
+                found.setdefault(dotted(site.owner), scaler)
+        return found
+
+    def known_of(self, scaler: str) -> tuple[float | None, bool]:
+        """Return the first scale of a scaler, None if unknown, and whether the file updates it."""
+        made = self.scalers.get(scaler)
+        updated = (dotted(site.owner) for site in self.sites if site.method == "update")
+        return None if made is None else made.init_scale, scaler in updated
+
+
+def _first(site: Site) -> str:
+    return dotted(site.call.args[0]) if site.call.args else ""
+
+
+def _calls_in(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the training calls below nodes; ``"scaler"`` stands for calls of a scaler."""
+    found: set[str] = set()
+    for node in (inner for each in nodes for inner in ast.walk(each)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = dotted(node.func.value).lower()
+            if owner.endswith("scaler"):
+                found.add("scaler")
+            elif node.func.attr in ("backward", "step"):
+                found.add(node.func.attr)
+    return found

@@ -1,0 +1,210 @@
+"""Calls of a source file, the constructs around them, and the conditions that hold there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+from halfstep._tools.doctor.read_names import Function, NameScope, dotted
+from halfstep._tools.doctor.read_values import SourceAutocast
+
+AroundKind: TypeAlias = Literal["autocast", "grad", "loop", "arm", "call"]
+
+
+@dataclass(frozen=True)
+class Around:
+    """A construct around a call."""
+
+    kind: AroundKind  # "arm": of a condition; "call": of a function of the same file
+    node: ast.AST
+    autocast: SourceAutocast | None = None
+    grad: bool = True  # whether gradients are recorded
+    arm: tuple[str, int] = ("", 0)  # the condition, and the index of the arm
+    is_decorator: bool = False  # it surrounds a whole function
+    function: Function | None = None  # the called function
+
+    @property
+    def line(self) -> int:
+        """Its line in the file."""
+        return int(getattr(self.node, "lineno", 0))
+
+
+Inside: TypeAlias = tuple[Around, ...]
+"""The constructs around a call, outermost first."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call and its surroundings."""
+
+    call: ast.Call
+    scope: NameScope  # the names that are visible there
+    statement: ast.AST  # the statement that contains the call
+    inside: Inside
+
+    @property
+    def line(self) -> int:
+        """Its line in the file."""
+        return self.call.lineno
+
+    @property
+    def method(self) -> str:
+        """The name after the last dot: ``step``; empty for a plain function."""
+        return self.call.func.attr if isinstance(self.call.func, ast.Attribute) else ""
+
+    @property
+    def owner(self) -> ast.expr:
+        """The expression before the last dot; the function itself if there is none."""
+        return self.call.func.value if isinstance(self.call.func, ast.Attribute) else self.call.func
+
+    @property
+    def target(self) -> ast.expr | None:
+        """The target that its statement assigns to, None unless there is exactly one."""
+        match self.statement:
+            case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
+                return target
+        return None
+
+    @property
+    def target_name(self) -> str:
+        """The target as text, empty unless it is a name with attributes."""
+        return "" if self.target is None else dotted(self.target)
+
+    @property
+    def autocast_at(self) -> int:
+        """The position in ``inside`` of the innermost autocast, -1 if there is none."""
+        at = [n for n, around in enumerate(self.inside) if around.kind == "autocast"]
+        return at[-1] if at else -1
+
+    @property
+    def autocast(self) -> SourceAutocast | None:
+        """The innermost autocast, None if there is none or it is known to be disabled."""
+        at = self.autocast_at
+        found = self.inside[at].autocast if at >= 0 else None
+        return found if found is not None and found.enabled is not False else None
+
+    @property
+    def region(self) -> Around | None:
+        """The innermost autocast, if it is in the same function."""
+        at = self.autocast_at
+        is_own = at >= 0 and not any(each.kind == "call" for each in self.inside[at:])
+        return self.inside[at] if is_own else None
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether gradients are recorded."""
+        return all([around.grad for around in self.inside if around.kind == "grad"][-1:])
+
+    def around(self, kind: AroundKind) -> list[ast.AST]:
+        """Return the surrounding nodes of one kind, such as loops, or the calls that lead to it."""
+        return [around.node for around in self.inside if around.kind == kind]
+
+    @property
+    def arms(self) -> dict[str, int]:
+        """The arms around it, by condition."""
+        return dict(around.arm for around in self.inside if around.kind == "arm")
+
+    def excludes(self, other: Site) -> bool:
+        """Return whether two calls are in different arms of one condition."""
+        theirs = other.arms
+        return any(theirs.get(test, arm) != arm for test, arm in self.arms.items())
+
+
+# --- paths and conditions -------------------------------------------------------------------------
+
+
+MOST_PATHS = 16
+"""The largest number of paths that are kept; dropping paths can only hide findings."""
+
+Names: TypeAlias = Mapping[str, "str | int"]
+"""The meanings of names on a path: another name, or how often a loss was scaled."""
+
+MIXED = "<mixed precision>"
+"""The name of all conditions that decide whether the loss is scaled."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """A path through the code.
+
+    Attributes:
+        state: The hashable state of a walk.
+        facts: The conditions that hold (0) or do not hold (1), by their text.
+        names: The meanings of names.
+    """
+
+    state: Any
+    facts: Mapping[str, int] = field(default_factory=dict)
+    names: Names = field(default_factory=dict)
+
+
+class Conditions:
+    """The decisions of conditions along paths.
+
+    Args:
+        switches: The conditions that decide whether the loss is scaled, each with the arm that
+            scales it.
+    """
+
+    def __init__(self, switches: Mapping[str, int]) -> None:
+        self._switches = switches
+        self._texts: dict[tuple[ast.expr, int], tuple[str, int]] = {}
+
+    def forked(self, test: ast.expr, paths: list[Path]) -> tuple[list[Path], list[Path]]:
+        """Return the paths on which a condition holds, and those on which it does not."""
+        forked = [
+            [
+                replace(p, facts=f)
+                for p in paths
+                if (f := self._assume(test, arm, p.facts)) is not None
+            ]
+            for arm in (0, 1)
+        ]
+        return forked[0], forked[1]
+
+    def _assume(
+        self, test: ast.expr, arm: int, facts: Mapping[str, int]
+    ) -> Mapping[str, int] | None:
+        """Return the facts with a condition decided, None if they contradict it."""
+        known_text = self._texts.get((test, arm))
+        if known_text is None:
+            known_text = self._texts[test, arm] = condition_of(test, arm)
+        text, arm = known_text
+        if text in ("True", "False"):
+            return facts if (text == "False") == arm else None
+        scaling = self._switches.get(text)
+        key, which = (text, arm) if scaling is None else (MIXED, arm ^ scaling)
+        if facts.get(key, which) != which:
+            return None
+        known: Mapping[str, int] | None = {**facts, key: which}
+        decides_all = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) == (arm == 0)
+        for part in test.values if decides_all and isinstance(test, ast.BoolOp) else ():
+            known = None if known is None else self._assume(part, arm, known)
+        return known
+
+
+def merged(paths: Iterable[Path]) -> list[Path]:
+    """Return one path for each state, with the facts that hold on all paths with that state."""
+    found: dict[Any, Path] = {}
+    for path in paths:
+        key = path.state, frozenset(path.names.items())
+        other = found.get(key)
+        if other is not None:
+            path = replace(path, facts=dict(path.facts.items() & other.facts.items()))
+        found[key] = path
+    return list(found.values())[:MOST_PATHS]
+
+
+def condition_of(test: ast.expr, which: int) -> tuple[str, int]:
+    """Return the text of a condition without its negation, and the arm in which it holds."""
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, which = test.operand, 1 - which
+    match test:
+        case ast.Compare(left=left, ops=[op], comparators=[ast.Constant(value=None)]):
+            # For objects, `x is not None` and `x` are the same condition.
+            test, which = left, which if isinstance(op, ast.IsNot | ast.NotEq) else 1 - which
+        case ast.Compare(left=left, ops=[ast.NotEq()], comparators=compared):
+            test, which = ast.Compare(left, [ast.Eq()], compared), 1 - which
+    return ast.unparse(test), which

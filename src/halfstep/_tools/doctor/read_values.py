@@ -1,0 +1,430 @@
+"""The values of expressions in source: literals, dtypes, autocasts, scalers and optimizers."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from halfstep._autocast import autocast
+from halfstep._numerics.formats import dtype_name
+from halfstep._scaler import GradScaler
+from halfstep._tools.doctor.read_names import FileNames, NameScope, Written, dotted
+
+_Seen: TypeAlias = frozenset[tuple[str, NameScope]]
+_MISSING: Any = object()
+_OPTIMIZERS = ("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")
+_OF_OPTIMIZERS = re.compile(r".*optim|opt$|opt_|.*_opt$")  # and not "options"
+_CONTEXTS = (
+    *("autocast", "no_grad", "enable_grad", "inference_mode", "set_grad_enabled"),
+    *("nullcontext", "profile", "record_function", "sdpa_kernel"),
+)
+"""The names of functions that return a context."""
+
+
+@dataclass(frozen=True)
+class SourceAutocast:
+    """An autocast, as far as the source shows it."""
+
+    dtype: str  # "float16", "bfloat16"; empty if uncertain
+    enabled: bool | None  # None if uncertain
+    is_torch: bool  # PyTorch's, which drops its casts of weights at the end
+    device: str = ""  # "cuda", "cpu"; empty if uncertain
+    switch: str = ""  # the source of ``enabled``
+
+
+@dataclass(frozen=True)
+class SourceScaler:
+    """A GradScaler, as far as the source shows it."""
+
+    is_torch: bool
+    enabled: bool | None  # None if uncertain
+    is_guard: bool = False  # it only skips steps: GradScaler(1.0, rule=Static())
+    line: int = 0  # where it is created; 0 if elsewhere
+    switch: str = ""  # the source of ``enabled``
+    device: str = ""  # "cuda", "cpu"; empty if uncertain
+    init_scale: float | None = None  # None if uncertain
+
+
+_AUTOCASTS = re.compile(r"^(?!.*(disabl|no_|without|enabled|get_)).*auto_?cast(?!\w*dtype)", re.I)
+"""A pattern for functions that return an autocast, such as ``smart_amp_autocast``."""
+
+_T = TypeVar("_T")
+_Context = TypeVar("_Context", SourceAutocast, SourceScaler)
+
+
+class Meaning:
+    """The possible values of the expressions of a file, and the training objects among them.
+
+    Args:
+        tree: The file.
+        known: The objects that names of the file refer to in a running program.
+    """
+
+    def __init__(self, tree: ast.Module, known: Mapping[str, object]) -> None:
+        self.names = FileNames(tree)
+        self._known = known
+
+    def candidates(self, node: ast.expr, scope: NameScope) -> list[Written | None]:
+        """Return the expressions that ``node`` may stand for, None for unknown ones."""
+        return list(self._follow(node, scope, frozenset()))
+
+    def _follow(self, node: ast.expr, scope: NameScope, seen: _Seen) -> Iterator[Written | None]:
+        match node:
+            case ast.IfExp(body=body, orelse=orelse):
+                yield from self._follow(body, scope, seen)
+                yield from self._follow(orelse, scope, seen)
+            case ast.BoolOp():
+                for value in self.possible(node, scope):
+                    yield from self._follow(value, scope, seen)
+            case ast.NamedExpr(value=value):
+                yield from self._follow(value, scope, seen)
+            case ast.Name() | ast.Attribute():
+                yield from self._follow_name(node, scope, seen)
+            case ast.Call(func=ast.Name() | ast.Attribute()):
+                yield self._filled(node, scope, seen) or (node, scope)
+            case _:
+                yield node, scope
+
+    def _filled(self, node: ast.Call, scope: NameScope, seen: _Seen) -> Written | None:
+        """Return the call that a call of a ``functools.partial`` makes, None for other calls."""
+        for made in self._follow(node.func, scope, seen):
+            match made:
+                case (ast.Call(func=called, args=[first, *args], keywords=keywords), where):
+                    if self._qualified_as_written(called, where) == "functools.partial":
+                        given = {keyword.arg for keyword in node.keywords}
+                        kept = [keyword for keyword in keywords if keyword.arg not in given]
+                        call = ast.Call(first, [*args, *node.args], [*kept, *node.keywords])
+                        return ast.copy_location(call, node), where
+        return None
+
+    def possible(self, node: ast.BoolOp, scope: NameScope) -> list[ast.expr]:
+        """Return the operands that ``and`` or ``or`` may return: a context is always true."""
+        is_and, found = isinstance(node.op, ast.And), list[ast.expr]()
+        for value in node.values:
+            called = value.func if isinstance(value, ast.Call) else value
+            name = self._qualified_as_written(called, scope) if value is not called else ""
+            is_true = name.rpartition(".")[2] in _CONTEXTS
+            if not (is_true and is_and and value is not node.values[-1]):
+                found.append(value)
+            if is_true and not is_and:
+                break
+        return found
+
+    def _follow_name(
+        self, node: ast.Name | ast.Attribute, scope: NameScope, seen: _Seen
+    ) -> Iterator[Written | None]:
+        text = dotted(node)
+        first = text.partition(".")[0]
+        is_local = first != "self" and first in scope.bindings and scope.parent is not None
+        bound = scope.lookup(text) or self.names.attributes.get(text, [])
+        if not bound or (not is_local and self.object(node) is not None):
+            yield node, scope  # a known object has its current value, whatever the file assigns
+        elif (text, scope) not in seen:
+            for each in bound:
+                if each is None:
+                    yield None
+                else:
+                    yield from self._follow(*each, seen | {(text, scope)})
+
+    def object(self, node: ast.expr) -> object:
+        """Return the object that a name refers to, None if unknown."""
+        if not self._known:
+            return None
+        first, *rest = dotted(node).split(".")
+        found = self._known.get(first)
+        for attribute in rest:
+            found = getattr(found, "__dict__", {}).get(attribute)
+        return found
+
+    def qualified(self, node: ast.expr, scope: NameScope) -> str:
+        """Return the full name of an expression, ``torch.cuda.amp.autocast``; empty if unknown."""
+        return _only(self._qualified_as_written(*e) for e in self.candidates(node, scope) if e)
+
+    def _qualified_as_written(self, node: ast.expr, scope: NameScope) -> str:
+        first, *rest = dotted(node).split(".")
+        if first in self.names.imports:
+            return ".".join([self.names.imports[first], *rest])
+        known, module = self.object(node), self._known.get(first)
+        if isinstance(known, ModuleType):
+            return known.__name__
+        if isinstance(known, type | FunctionType):
+            return f"{known.__module__}.{known.__qualname__}"
+        if isinstance(module, ModuleType):
+            return ".".join([module.__name__, *rest])
+        is_from_star = first == "torch" and "*" in self.names.imports
+        return dotted(node) if is_from_star else ""
+
+    def dtype(self, node: ast.expr, scope: NameScope) -> str:
+        """Return the name of a dtype, ``"float16"``; empty if uncertain."""
+        return _only(self._dtype_as_written(*e) if e else "" for e in self.candidates(node, scope))
+
+    def _dtype_as_written(self, node: ast.expr, scope: NameScope) -> str:
+        found = self.object(node)
+        if not isinstance(found, torch.dtype):
+            name = self._qualified_as_written(node, scope).removeprefix("torch.")
+            found = getattr(torch, name, None)
+        return dtype_name(found) if isinstance(found, torch.dtype) else ""
+
+    def devices(self, node: ast.expr, scope: NameScope) -> set[str]:
+        """Return the device types that an expression may stand for, empty if one is unknown."""
+        found: set[str] = set()
+        for candidate in self.candidates(node, scope):
+            match candidate:
+                case ast.Constant(value=str(name)), _:
+                    found.add(name.partition(":")[0])
+                case ast.JoinedStr(values=[ast.Constant(value=str(name)), *_]), _:
+                    found.add(name.partition(":")[0])
+                case ast.Call(args=[inner, *_]) as call, within if dotted(call.func).endswith(
+                    "device"
+                ):
+                    found |= self.devices(inner, within) or {""}
+                case _:
+                    found.add("")
+        return set() if "" in found else found
+
+    def constant(self, node: ast.expr, scope: NameScope) -> Any:
+        """Return the value of a literal; None if uncertain."""
+        first, *others = [
+            _literal(candidate[0], self.object(candidate[0])) if candidate else _MISSING
+            for candidate in self.candidates(node, scope)
+        ] or [_MISSING]
+        is_certain = first is not _MISSING and all(value == first for value in others)
+        return first if is_certain else None
+
+    # --- autocasts, scalers, optimizers and schedules ---------------------------------------------
+
+    def autocast(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
+        """Return the autocast that ``node`` may stand for, None if there is none."""
+        found = self._each(node, scope, self._autocast_as_written)
+        return _certain(found, dtype=_only(one.dtype for one in found if one is not None))
+
+    def scaler(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
+        """Return the scaler that ``node`` stands for, None if it is not known to be one."""
+        return _certain(self._each(node, scope, self._scaler_as_written))
+
+    def is_scaler(self, node: ast.expr, scope: NameScope, key: str = "") -> bool:
+        """Return whether ``node`` is a scaler, or ``node`` or its key is named like one.
+
+        Scalers of other libraries do not count, since their methods differ.
+        """
+        is_named = any(name.endswith("scaler") for name in (_last_name(node), key.lower()))
+        if is_named and not self._is(node, scope, (), self._makes_other):
+            return True
+        return self.scaler(node, scope) is not None
+
+    def _makes_other(self, call: ast.Call, scope: NameScope) -> bool:
+        name = self.qualified(call.func, scope)
+        return name.rpartition(".")[2][:1].isupper() and not name.endswith("GradScaler")
+
+    def may_be_on(self, scaler: ast.expr, scope: NameScope) -> bool:
+        """Return whether a scaler is not known to be switched off."""
+        found = self.scaler(scaler, scope)
+        return found is None or found.enabled is not False
+
+    def is_optimizer(self, node: ast.expr, scope: NameScope, key: str = "") -> bool:
+        """Return whether ``node`` is an optimizer, or ``node`` or its key is named like one."""
+        if _OF_OPTIMIZERS.match(_last_name(node)) or is_optimizer_name(key):
+            return True
+        return self._is(node, scope, torch.optim.Optimizer, self.makes_optimizer)
+
+    def makes_optimizer(self, call: ast.Call, scope: NameScope) -> bool:
+        """Return whether a call creates an optimizer without master weights."""
+        name = self.qualified(call.func, scope)
+        is_class = name.rpartition(".")[2][:1].isupper()
+        return name.startswith(_OPTIMIZERS) and "lr_scheduler" not in name and is_class
+
+    def makes_scaler(self, call: ast.Call, scope: NameScope) -> bool:
+        """Return whether a call creates a scaler that is not switched off."""
+        made = self._scaler_as_written(call, scope)
+        return made is not None and made.enabled is not False
+
+    def is_scheduler(self, node: ast.expr, scope: NameScope) -> bool:
+        """Return whether ``node`` is a learning rate schedule, or is named like one."""
+
+        def makes_scheduler(call: ast.Call, scope: NameScope) -> bool:
+            name = self.qualified(call.func, scope)
+            return name.startswith("torch.optim.lr_scheduler.")
+
+        kind = torch.optim.lr_scheduler.LRScheduler
+        return "sched" in _last_name(node) or self._is(node, scope, kind, makes_scheduler)
+
+    def switches_grad(self, node: ast.expr, scope: NameScope) -> bool | None:
+        """Return whether a context or decorator records gradients, None if unchanged or unknown."""
+        called = node.func if isinstance(node, ast.Call) else node
+        name = self.qualified(called, scope).rpartition(".")[2]
+        if name == "set_grad_enabled" and isinstance(node, ast.Call) and node.args:
+            return self._flag(node.args[0], scope)
+        return {"no_grad": False, "inference_mode": False, "enable_grad": True}.get(name)
+
+    # --- as written -------------------------------------------------------------------------------
+
+    def _each(
+        self, node: ast.expr, scope: NameScope, look: Callable[[ast.expr, NameScope], _T | None]
+    ) -> list[_T | None]:
+        return [
+            look(*candidate) if candidate else None for candidate in self.candidates(node, scope)
+        ]
+
+    def _is(
+        self,
+        node: ast.expr,
+        scope: NameScope,
+        kind: type | tuple[type, ...],
+        is_made_by: Callable[[ast.Call, NameScope], bool],
+    ) -> bool:
+        def look(node: ast.expr, scope: NameScope) -> bool:
+            if isinstance(node, ast.Call):
+                return is_made_by(node, scope)
+            return isinstance(self.object(node), kind)
+
+        return any(self._each(node, scope, look))
+
+    def _autocast_as_written(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
+        known = self.object(node)
+        if isinstance(known, torch.autocast):
+            return SourceAutocast(dtype_name(known.fast_dtype), None, True)
+        if isinstance(known, autocast):
+            switches = known._settings.switches
+            return SourceAutocast(dtype_name(switches.dtype), switches.enabled, False)
+        name = self._maker(node, scope)
+        if not isinstance(node, ast.Call):
+            return None
+        if name.rpartition(".")[2] != "autocast":
+            uses_torch = any(each.startswith("torch") for each in self.names.imports.values())
+            is_wrapper = uses_torch and bool(_AUTOCASTS.search(dotted(node.func)))
+            switch = argument(node, "enabled")
+            is_on = None if switch is None else self._flag(switch, scope)
+            return SourceAutocast("", is_on, is_torch=False) if is_wrapper else None
+        device = _device_in(name)
+        # torch.cuda.amp.autocast(enabled, dtype), or autocast(device_type, dtype, enabled)
+        enabled, dtype = argument(node, "enabled", 0 if device else 2), argument(node, "dtype", 1)
+        device_type = None if device else argument(node, "device_type", 0)
+        if device_type is not None:
+            device = str(self.constant(device_type, scope)).partition(":")[0]
+        if dtype is None or (isinstance(dtype, ast.Constant) and dtype.value is None):
+            lower = {"cuda": "float16", "cpu": "bfloat16"}.get(device, "")
+        else:
+            lower = self.dtype(dtype, scope)
+        is_torch, is_known = name.startswith("torch."), device in ("cuda", "cpu")
+        return SourceAutocast(
+            lower,
+            self._flag(enabled, scope),
+            is_torch,
+            device if is_known else "",
+            self._switch(enabled, scope),
+        )
+
+    def _scaler_as_written(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
+        known = self.object(node)
+        if isinstance(known, GradScaler | torch.amp.GradScaler):
+            return SourceScaler(isinstance(known, torch.amp.GradScaler), known.is_enabled())
+        name = self._maker(node, scope)
+        if not isinstance(node, ast.Call) or not name.endswith("GradScaler"):
+            return None
+        first = 0 if _device_in(name) else 1  # after the device
+        rule = argument(node, "rule")
+        is_static = isinstance(rule, ast.Call) and dotted(rule.func).endswith("Static")
+        given, scale = argument(node, "enabled", first + 4), argument(node, "init_scale", first)
+        return SourceScaler(
+            name.startswith("torch."),
+            self._flag(given, scope),
+            is_static,
+            node.lineno,
+            self._switch(given, scope),
+            self._device_of_scaler(node, name, scope),
+            2.0**16 if scale is None else self._number(scale, scope),
+        )
+
+    def _number(self, node: ast.expr, scope: NameScope) -> float | None:
+        value = self.constant(node, scope)
+        return float(value) if isinstance(value, int | float) and value > 0 else None
+
+    def _device_of_scaler(self, call: ast.Call, name: str, scope: NameScope) -> str:
+        device = argument(call, "device", 0)
+        if _device_in(name) or device is None:
+            return _device_in(name) or ("cuda" if name.startswith("torch.") else "")
+        types = self.devices(device, scope)
+        return types.pop() if len(types) == 1 else ""
+
+    def _switch(self, node: ast.expr | None, scope: NameScope) -> str:
+        """Return the source of a switch, resolved through names that are bound once."""
+        seen: list[str] = []
+        while node is not None and (text := ast.unparse(node)) not in seen:
+            seen.append(text)
+            bound = scope.lookup(text) or self.names.attributes.get(text, [])
+            node, scope = bound[0] if len(bound) == 1 and bound[0] else (None, scope)
+        return seen[-1] if seen else ""
+
+    def _maker(self, node: ast.expr, scope: NameScope) -> str:
+        """Return the full name of the function of halfstep or PyTorch that a call may call.
+
+        Other alternatives are ignored, as in ``(autocast if amp else nullcontext)()``.
+        """
+        called = self.candidates(node.func, scope) if isinstance(node, ast.Call) else []
+        names = (self._qualified_as_written(*each) for each in called if each)
+        return _only(name for name in names if name.startswith(("torch.", "halfstep.")))
+
+    def _flag(self, node: ast.expr | None, scope: NameScope) -> bool | None:
+        if node is None:
+            return True
+        value = self.constant(node, scope)
+        return bool(value) if isinstance(value, bool | int) else None
+
+
+def _only(names: Iterable[str]) -> str:
+    found = set(names)
+    return found.pop() if len(found) == 1 else ""
+
+
+def _literal(node: ast.expr, known: object) -> Any:
+    if isinstance(known, bool | int | float | str):
+        return known
+    match node:
+        case ast.BinOp(ast.Constant(value=int() | float() as base), ast.Pow(), right):
+            exponent = _literal(right, None)
+            return base**exponent if exponent in range(64) else _MISSING
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError):
+        return _MISSING
+
+
+def argument(call: ast.Call, name: str, position: int = -1) -> ast.expr | None:
+    """Return the argument of a call by name or position (-1: by name only)."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    before = call.args[: position + 1]
+    is_given = 0 <= position < len(call.args)
+    is_certain = not any(isinstance(arg, ast.Starred) for arg in before)
+    return before[-1] if is_given and is_certain else None
+
+
+def is_optimizer_name(key: str) -> bool:
+    """Return whether a key of a walk ends with a name that is typical for an optimizer."""
+    last = re.split(r"[./]", re.sub(r"\[.*?\]$", "", key))[-1].lower()
+    return "optim" in last or last.startswith("opt") or last.endswith("_opt")
+
+
+def _device_in(name: str) -> str:
+    """Return the device type in ``torch.cuda.amp.autocast``, empty for other names."""
+    return next((part for part in ("cuda", "cpu") if f".{part}.amp." in name), "")
+
+
+def _last_name(node: ast.expr) -> str:
+    return dotted(node).rpartition(".")[2].lower()
+
+
+def _certain(found: Sequence[_Context | None], **changes: Any) -> _Context | None:
+    """Return the first known alternative; ``enabled`` is None unless all agree."""
+    known = next((one for one in found if one is not None), None)
+    if known is None:
+        return None
+    enabled = {None if one is None else one.enabled for one in found}
+    return replace(known, enabled=enabled.pop() if len(enabled) == 1 else None, **changes)

@@ -1,0 +1,556 @@
+"""The recorder, which collects the losses, norms and steps of a run and writes them."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import wraps
+from itertools import count, pairwise
+from typing import Any
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from halfstep._common.machine import device_name
+from halfstep._common.nested import tensors_in
+from halfstep._common.numbers import power, things
+from halfstep._common.warn import warn
+from halfstep._gradients.gradients import collect, parameters
+from halfstep._gradients.norms import norms_of
+from halfstep._gradients.optimizers import Rounds
+from halfstep._gradients.scalars import as_tensor
+from halfstep._pytorch import autograd, distributed, modes, optim
+from halfstep._pytorch.devices import to_device
+from halfstep._scaler import GradScaler, Outcome, Reason
+from halfstep._scaler.access import is_unscaled, watch_names
+from halfstep._scaler.events import OBSERVERS, is_in_step
+from halfstep._tools.diagnose.diagnosis import Diagnosis, line_text
+from halfstep._tools.diagnose.user_code import user_line
+from halfstep._tools.record.files import Event, LateWriter, LineWriter
+from halfstep._tools.record.models import Models
+from halfstep._tools.record.pending import PendingStep, PendingSteps, step_scalars
+from halfstep._tools.record.sample import Sampler, UpdateCounter, sample_scalars
+from halfstep.errors import CallOrderError
+from halfstep.sinks import Sink
+
+NUM_CULPRITS = 20
+"""Maximum number of names of parameters or buffers written for a step."""
+MOST_NAMED = 5
+"""Maximum number of names in a warning."""
+MOST_NORMS = 16
+"""Maximum number of measured norms that wait for their step."""
+MOST_IN_TURN = 4
+"""Maximum number of consecutive sampled steps if several optimizers step in turn."""
+MOST_BACKWARD = 256
+"""Number of backward passes without an optimizer step after which a sample is discarded."""
+MOST_WAITS = 4
+"""Number of steps without a backward pass, as of a second optimizer, after which a sample ends."""
+NO_MODEL = (
+    "no model was found: none was called in the first step, or it was called inside compiled code. "
+    "Name it: halfstep.record(path, model=model)"
+)
+
+RUINED = (
+    "after step {step}, buffers of the model are inf or NaN: {names}. Every evaluation uses them. "
+    "GradScaler(module=model) and guard(optimizer, module=model) restore buffers when they skip a "
+    "step; in this run, load a checkpoint, or reset these buffers"
+)
+
+PAST_THE_SCALER = "steps were taken past the scaler"
+"""The beginning of a note on gradients that were stepped with while multiplied by the scale."""
+
+TORCH_SCALER = (
+    "torch.amp.GradScaler scales the losses: they are recorded multiplied by its scale, and the "
+    "steps that it skips are missing. Use halfstep.GradScaler, or `halfstep run`, which replaces it"
+)
+
+
+def _aside(method: Callable[..., None]) -> Callable[..., None]:
+    """Hide the ops of a method from the user's modes, and keep its errors from ending the run."""
+
+    @wraps(method)
+    def aside(recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+        try:
+            with modes.unseen_by_modes():
+                method(recorder, *args, **kwargs)
+        except Exception as error:
+            recorder.on_failure(error)
+
+    return aside
+
+
+class Recorder:
+    """A collector of the events of a run, which it writes to the record.
+
+    ``scaler`` is the scaler whose iterations count; None for all, and for steps without a scaler.
+
+    Sync: none, except in sampled steps, after a skipped step, when a model is found, and in
+    :meth:`close`.
+    """
+
+    is_diagnosing = False
+
+    def __init__(
+        self,
+        writer: LineWriter | LateWriter,
+        models: Models,
+        scaler: GradScaler | None,
+        every: int,
+        sinks: Sequence[Sink],
+    ) -> None:
+        self.num_steps = self._num_ended = 0
+        self._rounds = Rounds()
+        self.skipped: set[int] = set()
+        self._writer, self._scaler, self._every, self._sinks = writer, scaler, every, list(sinks)
+        self._models, self._waiting = models, PendingSteps()
+        is_searching = not len(models)
+        self._sampler = Sampler(models, is_searching, self.say, self._is_listening)
+        self._updates = UpdateCounter(self.say, self._is_listening)
+        self._began, self._pid = time.monotonic(), os.getpid()
+        self._said: set[str] = set()
+        self._has_failed = False
+        self._policies: dict[str, tuple[str, str]] = {}
+        self._loss: Tensor | None = None
+        self._scaled: list[Tensor] = []  # in the order of scaling
+        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._norms: list[tuple[frozenset[int], Tensor]] = []
+        self._is_old = False
+        self._loss_scaler: GradScaler | None = None  # which scaled the losses of this iteration
+        self._num_scaled = 0
+        self._num_backward = self._num_waits = 0
+        self._dropped: list[int] = []  # the steps before which gradients were dropped
+        self._stepped: set[int] = set()
+        self._bad_buffers: list[str] = []
+        self._first_in_turn = self._num_in_turn = 1
+        self._begin_sample(is_measuring=every > 0)
+
+    # --- events of the training -------------------------------------------------------------------
+
+    @_aside
+    def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
+        """Record a loss before it is scaled."""
+        if self._listens_to(scaler):
+            if self._loss_scaler is None:
+                self._loss = None
+            self._loss_scaler = scaler
+            self._num_scaled += 1
+            found = self._add_losses(tensors_in([outputs]))
+            if found is not None and optim.optimizer_step_depth() == 0:
+                self._scaled.append(found)  # only the last evaluation of a closure counts
+
+    @_aside
+    def on_backward(self, roots: Any) -> None:
+        """Record the roots of a backward pass: the loss, if no scaler has seen it."""
+        if not self._is_listening() or autograd.backward_number() >= 0:
+            return  # inside another pass, a checkpoint is being recomputed
+        self._num_backward += 1
+        if self._sampler.is_open and self._num_backward > MOST_BACKWARD:
+            self._discard_sample()
+            self.say(f"no step of an optimizer was seen in {MOST_BACKWARD} backward passes")
+        if self._counts_plain_steps():
+            self._leave_out_what_was_dropped()
+            self._add_losses(tensors_in([roots]))
+
+    @_aside
+    def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:
+        """Record an L2 norm measured by ``torch.nn.utils.clip_grad_norm_``.
+
+        A norm that is distributed over ranks is ignored: adding it up takes a collective.
+        """
+        if self._is_listening() and not distributed.is_dtensor(norm):
+            self._norms.append((frozenset(map(id, tensors)), norm.detach().clone()))
+            del self._norms[:-MOST_NORMS]
+
+    @_aside
+    def on_iteration(
+        self, scaler: GradScaler, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
+    ) -> None:
+        """Record the end of an iteration."""
+        outcomes = [*outcomes, *left_out]
+        if not outcomes or not self._listens_to(scaler):
+            return
+        if self.num_steps == 0:
+            for model in self._models:  # gives names to the scaler's own messages
+                watch_names(scaler, model)
+        for outcome, loss in zip(outcomes, self._losses_of(outcomes), strict=True):
+            norm = self._norm_of(outcome.optimizer)
+            if norm is None and self._sampler.is_open and not outcome.is_measured:
+                norm = _norm_of_outcome(outcome)
+            name = outcome.optimizer_name
+            self._add_step(self.num_steps + 1, outcome.optimizer, name, outcome, loss, norm)
+            if _may_be_skipped(outcome):
+                self._write_culprits(outcome)
+                self._write_buffers(self.num_steps + 1)
+        self.num_steps += 1
+        self._rounds.end()
+        self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
+
+    @_aside
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Record a step of an optimizer, if it is made without a scaler."""
+        if torch.compiler.is_compiling():
+            return
+        self._updates.after_step(optimizer)
+        if optim.optimizer_step_depth() > 1 or is_in_step():
+            return  # inside another optimizer, or reported by on_iteration()
+        has_gradients = any(p.grad is not None for p in parameters(optimizer))
+        if self.num_steps and not (self._num_backward or has_gradients):
+            return  # a second optimizer of the same backward pass, which gave it nothing
+        if not (self._counts_plain_steps() or self._is_past_scaler(optimizer)):
+            return
+        norm = self._norm_of(optimizer)
+        if norm is None and self._sampler.is_open:
+            norm = _norm_of_gradients(optimizer)
+        self.num_steps += self._rounds.add(optimizer)
+        name = type(optimizer).__name__
+        self._add_step(self.num_steps, optimizer, name, None, self._loss, norm)
+        self._stepped.add(id(optimizer))
+        self._end_iteration(1.0)
+
+    @property
+    def current_step(self) -> int:
+        """The number of the iteration that is running."""
+        return self.num_steps + (not self._rounds.is_open)
+
+    def _leave_out_what_was_dropped(self) -> None:
+        """Forget the loss of backward passes whose gradients are gone, though no step was made."""
+        if self._loss is None or self._is_old or optim.optimizer_step_depth() > 0:
+            return
+        tensors = [p for optimizer in self._numbers for p in parameters(optimizer)]
+        if tensors and all(tensor.grad is None for tensor in tensors):
+            self._loss = None
+            self._dropped.append(self.num_steps + 1)
+
+    def _is_past_scaler(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer stepped with gradients of scaled losses, and say so.
+
+        Gradients of another, unscaled loss are not told apart: then it is not claimed.
+        """
+        scaler = self._loss_scaler
+        if scaler is None or not self._is_listening() or self._num_backward > self._num_scaled:
+            return False
+        if is_unscaled(scaler, optimizer):
+            return False
+        if not any(note.startswith(PAST_THE_SCALER) for note in self._said):
+            line, name = user_line(), type(optimizer).__name__
+            where = "" if line is None else f"{line_text(line)}: "
+            text = (
+                f"{PAST_THE_SCALER} (first at step {self.num_steps + 1}): {where}the gradients of "
+                f"{name} were multiplied by the scale ({power(scaler.get_scale())}). Call "
+                "scaler.step(optimizer) in place of optimizer.step(), then scaler.update()"
+            )
+            self.say(text)
+            _warn(f"halfstep.record: {text}")
+        return True
+
+    @_aside
+    def on_torch_scaler(self) -> None:
+        """Say that decisions of PyTorch's scaler cannot be seen."""
+        if self._scaler is None and self._is_listening() and TORCH_SCALER not in self._said:
+            self.say(TORCH_SCALER)
+            _warn(f"halfstep.record: {TORCH_SCALER}")
+
+    def add_diagnosis(self, diagnosis: Diagnosis, step: int | None) -> int:
+        """Write a diagnosis of a step, None for the current one; return the step. Sync: none."""
+        if step is None:
+            step = max(self.num_steps + (optim.optimizer_step_depth() > 0), 1)
+        if self._is_here():
+            self._write({"event": "diagnosis", "step": step, **asdict(diagnosis)})
+        return step
+
+    def on_failure(self, error: Exception) -> None:
+        """Record that an event could not be recorded."""
+        self._discard_sample()
+        self.say(f"a step could not be recorded: {type(error).__name__}: {error}")
+
+    def say(self, text: str) -> None:
+        """Write a note, but only once."""
+        if text not in self._said:
+            self._said.add(text)
+            self._write({"event": "note", "step": self.num_steps + 1, "text": text})
+
+    def close(self, error: str | None) -> None:
+        """Write the remaining steps and the end. Sync: one or two."""
+        if not self._is_here():
+            return
+        self._discard_sample()
+        try:
+            self._write_steps(self._waiting.take_all())
+            self._write_buffers(self.num_steps)
+        except Exception as failure:  # a device error may have ended the run
+            self.say(f"the last steps could not be read: {failure}")
+        if self._dropped:
+            num = things(len(self._dropped), "time")
+            self.say(
+                f"gradients were dropped before a step used them {num}, first before step "
+                f"{self._dropped[0]}: their losses are not recorded"
+            )
+        self._write({"event": "end", "time": self._time(), "steps": self.num_steps, "error": error})
+        self._writer.close()
+
+    # --- the iteration ----------------------------------------------------------------------------
+
+    def _is_here(self) -> bool:
+        """Return whether this is the recording process, not a fork of it."""
+        return os.getpid() == self._pid
+
+    def _is_listening(self) -> bool:
+        """Return whether events count: a diagnosis removes all observers during its replay."""
+        return self in OBSERVERS and self._is_here()
+
+    def _listens_to(self, scaler: GradScaler) -> bool:
+        return (self._scaler is None or self._scaler is scaler) and self._is_here()
+
+    def _counts_plain_steps(self) -> bool:
+        return self._scaler is None and self._loss_scaler is None and self._is_listening()
+
+    def _add_losses(self, outputs: Any) -> Tensor | None:
+        """Add losses to that of the iteration, and return their sum; None if there are none."""
+        found = [
+            tensor.detach().float().reshape(()).clone()
+            for tensor in outputs
+            if tensor.numel() == 1
+            and not tensor.is_complex()
+            and not modes.is_inside_functorch(tensor)
+        ]
+        if not found:
+            return None
+        # The losses of micro-batches add up; a closure's evaluation replaces the last one.
+        is_new = self._loss is None or self._is_old or optim.optimizer_step_depth() > 0
+        new = _sum(found)
+        self._loss = new if is_new or self._loss is None else _sum([self._loss, new])
+        self._is_old = False
+        return new
+
+    def _losses_of(self, outcomes: Sequence[Outcome]) -> list[Tensor | None]:
+        """Return the loss of each step of an iteration.
+
+        It is the loss of the backward passes since the previous step. Without any, as when two
+        optimizers share a backward pass, it is the loss of the previous step.
+        """
+        ends = [outcome.num_losses for outcome in outcomes]
+        if len(outcomes) == 1 or ends != sorted(ends) or len(self._scaled) != ends[-1]:
+            return [self._loss] * len(outcomes)
+        parts = [self._scaled[begin:end] for begin, end in pairwise([0, *ends])]
+        losses: list[Tensor | None] = []
+        for part in parts:
+            losses.append(_sum(part) if part else losses[-1] if losses else None)
+        return losses
+
+    def _number_of(self, optimizer: torch.optim.Optimizer | None) -> int | None:
+        """Return an optimizer's number within its class; numbers of deleted ones are reused."""
+        if optimizer is None:
+            return None
+        if optimizer not in self._numbers:
+            taken = {n for each, n in self._numbers.items() if type(each) is type(optimizer)}
+            self._numbers[optimizer] = next(n for n in count(1) if n not in taken)
+        return self._numbers[optimizer]
+
+    def _norm_of(self, optimizer: torch.optim.Optimizer | None) -> Tensor | None:
+        """Return the measured norm of exactly the gradients of an optimizer."""
+        if optimizer is None or not self._norms:
+            return None
+        own = {id(p.grad) for p in parameters(optimizer) if p.grad is not None}
+        return next((norm for ids, norm in reversed(self._norms) if ids == own), None)
+
+    def _add_step(
+        self,
+        step: int,
+        optimizer: torch.optim.Optimizer | None,
+        name: str,
+        outcome: Outcome | None,
+        loss: Tensor | None,
+        norm: Tensor | None,
+    ) -> None:
+        number = self._number_of(optimizer)
+        lost = self._updates.share_lost(optimizer)
+        self._waiting.add(PendingStep(step, self._time(), name, number, outcome, loss, norm, lost))
+
+    def _end_iteration(self, scale: float) -> None:
+        self._num_ended += 1
+        if self._num_ended == 1:
+            self._write_device()
+        # A second optimizer may use the same backward pass: keep the loss until the next pass.
+        self._norms, self._scaled, self._is_old = [], [], True
+        self._loss_scaler, self._num_scaled = None, 0
+        if self._sampler.is_open and (self._num_backward or self._num_waits == MOST_WAITS):
+            self._num_waits = 0
+            self._end_sample(scale)
+        else:
+            self._num_waits += self._sampler.is_open
+            self._write_steps(self._waiting.take())
+        if self._is_next_sampled() and not self._sampler.is_open:
+            self._begin_sample(is_measuring=True)
+        self._num_backward = 0
+
+    def _is_next_sampled(self) -> bool:
+        """Return whether to sample the next step; of optimizers in turn, one step each.
+
+        A short run has few multiples of ``every``, and its first step often has a learning rate of
+        0. So steps 1, 2, 4, 8 ... are sampled as well.
+        """
+        if not self._every:
+            return False
+        step = self._num_ended + 1
+        is_multiple = step % self._every == 0
+        if is_multiple or (step < self._every and step.bit_count() == 1):
+            self._first_in_turn = step
+            self._num_in_turn = min(max(len(self._stepped), 1), MOST_IN_TURN)
+        if is_multiple:
+            self._stepped.clear()
+        return step - self._first_in_turn < self._num_in_turn
+
+    def _begin_sample(self, *, is_measuring: bool) -> None:
+        self._sampler.begin(is_measuring)
+        if is_measuring:
+            self._updates.begin()
+
+    def _discard_sample(self) -> None:
+        self._sampler.end()
+        self._updates.end([], [])
+
+    def _end_sample(self, scale: float) -> None:
+        self._write_steps(self._waiting.take_all())
+        tensors = self._updates.end(self._sampler.end(), self._models.parameters())
+        for event in self._models.events(self.num_steps):
+            self._write(event)
+        self._write_buffers(self.num_steps)
+        if not len(self._models):
+            self.say(NO_MODEL)
+        for device, policy in self._sampler.policies.items():
+            if self._policies.get(device) != policy:
+                dtype, text = self._policies[device] = policy
+                event = {"event": "policy", "step": self.num_steps, "device": device}
+                self._write(event | {"dtype": dtype, "text": text})
+        if self._sampler.acted:
+            calls = self._sampler.acted
+            self._write({"event": "rules", "step": self.num_steps, "calls": calls})
+        if tensors:
+            event = {"event": "sample", "step": self.num_steps, "scale": scale}
+            rows = [
+                {"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype}
+                | structs.asdict(tensor)
+                for tensor in tensors
+            ]
+            self._write(event | {"tensors": rows})
+            self._log(self.num_steps, sample_scalars(tensors))
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def _time(self) -> float:
+        return round(time.monotonic() - self._began, 4)
+
+    def _write_steps(self, events: list[Event]) -> None:
+        for event in events:
+            if not event["taken"]:
+                self.skipped.add(event["step"])
+            self._write(event)
+            self._log(event["step"], step_scalars(event))
+
+    def _write_device(self) -> None:
+        parameter = next((parameter for _, parameter in self._models.parameters()), None)
+        tensor = parameter if self._loss is None else self._loss
+        device = "cpu" if tensor is None else tensor.device.type
+        machine = device_name(device)
+        is_diagnosing = any(each.is_diagnosing for each in OBSERVERS)
+        event = {"event": "device", "step": 1, "device": device, "machine": machine}
+        self._write(event | {"is_diagnosing": is_diagnosing})
+
+    def _write_culprits(self, outcome: Outcome) -> None:
+        if outcome.taken or outcome.reason in (Reason.NORM, Reason.LEFT_OUT):
+            return
+        try:
+            found = outcome.culprit_parameters()
+            names, began_in = self._models.culprits(found)
+            names = names or outcome.culprits
+        except CallOrderError:
+            return  # too late: the gradients no longer exist
+        if not names:
+            return  # the culprits are on another rank
+        counted = outcome.find_culprits()
+        # Clipping after unscale_ has made NaN of inf.
+        is_clipped = self._norm_of(outcome.optimizer) is not None
+        is_there = not is_clipped and any(each.num_entries for each in counted)
+        self._write(
+            {
+                "event": "culprits",
+                "step": self.num_steps + 1,
+                "optimizer": outcome.optimizer_name,
+                "began_in": None if outcome.reason is Reason.LOSS else began_in,
+                "parameters": names[:NUM_CULPRITS],
+                "num_parameters": len(found),
+                "num_nan": sum(each.num_nan for each in counted) if is_there else None,
+                "num_inf": sum(each.num_inf for each in counted) if is_there else None,
+            }
+        )
+
+    def _write_buffers(self, step: int) -> None:
+        """Write which buffers are inf or NaN, if others are than before. Sync: some."""
+        bad = self._models.bad_buffers()
+        if bad == self._bad_buffers:
+            return
+        self._bad_buffers, shown = bad, bad[:NUM_CULPRITS]
+        self._write({"event": "buffers", "step": step, "names": shown, "num_buffers": len(bad)})
+        if bad and RUINED not in self._said:
+            self._said.add(RUINED)
+            more = ", ..." if len(bad) > MOST_NAMED else ""
+            names = ", ".join(bad[:MOST_NAMED]) + more
+            _warn(f"halfstep.record: {RUINED.format(step=step, names=names)}")
+
+    def _write(self, event: Event) -> None:
+        try:
+            self._writer.write(event)
+        except (OSError, ValueError) as error:
+            # A full disk must not end a run; ValueError is raised by a closed file.
+            if not self._has_failed:
+                self._has_failed = True
+                _warn(f"halfstep.record can no longer write: {error}")
+
+    def _log(self, step: int, scalars: dict[str, float]) -> None:
+        for sink in [*self._sinks]:
+            try:
+                sink.log(step, scalars)
+            except Exception as error:
+                self._sinks.remove(sink)
+                _warn(
+                    f"halfstep.record continues without {type(sink).__name__}, which failed: "
+                    f"{type(error).__name__}: {error}"
+                )
+
+
+def _sum(losses: Sequence[Tensor]) -> Tensor:
+    """Return the sum on the device of the last one."""
+    return torch.stack([to_device(loss, losses[-1].device) for loss in losses]).sum()
+
+
+def _may_be_skipped(outcome: Outcome) -> bool:
+    """Return whether the newest state on the host ends with skips. Sync: none."""
+    return outcome.loss_scale.state.skips()[0] > 0
+
+
+def _norm_of_outcome(outcome: Outcome) -> Tensor | None:
+    try:
+        return torch.tensor(outcome.norm, dtype=torch.float32)
+    except CallOrderError:
+        return None  # the optimizer unscaled the gradients itself, or they are gone
+
+
+def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    found = collect(parameters(optimizer))
+    if not found.grads or any(map(distributed.is_dtensor, found.grads)):
+        return None  # a norm of this rank's part is not the norm of the whole
+    device = found.values[0].device
+    return as_tensor(norms_of(found, None).total(device), device)
+
+
+def _warn(text: str) -> None:
+    # This warning must not end the run, even where warnings are errors.
+    with suppress(Warning):
+        warn(text)

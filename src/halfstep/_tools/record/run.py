@@ -1,0 +1,227 @@
+"""A recorded run as values, for the report, the checks and the live view."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from halfstep._common.json import LARGEST, Count, Scale, Seconds, Share
+from halfstep._numerics.formats import FORMATS
+from halfstep._numerics.statistics import Statistics
+from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.trace.recording import Recording
+
+Kind: TypeAlias = Literal["parameter", "parameter_gradient", "output", "output_gradient"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+LARGEST_EXPONENT = 1023
+"""The largest exponent: beyond it, twice the next power of two is not a float."""
+
+
+class _Event(Struct, frozen=True, gc=False, tag_field="event"):
+    """A line of a record."""
+
+
+class Header(_Event, tag="run", frozen=True):
+    """The first line of a segment; missing values are "unknown" or None."""
+
+    started: str = "unknown"  # ISO 8601
+    halfstep: str = "unknown"
+    torch: str = "unknown"
+    python: str = "unknown"
+    device: str | None = None
+    machine: str | None = None
+    cores: Count | None = None
+    command: tuple[str, ...] = ()
+    world_size: Count | None = None
+    every: Count | None = None
+    is_diagnosing: bool = False
+    crc: str | None = None  # records of the first versions have no checksums
+
+
+class Device(_Event, tag="device", frozen=True):
+    """The device of the first step: its type, and the name of the processor or the GPU."""
+
+    device: str
+    machine: str
+    is_diagnosing: bool = False  # whether steps that go bad are replayed
+
+
+class Model(_Event, tag="model", frozen=True):
+    """A trained model."""
+
+    step: Count  # when it was first seen to run
+    name: str  # the class name
+    parameters: Count  # the number of entries
+    modules: tuple[str, ...]  # in the order of execution
+    note: str | None = None
+    rank: int | None = None  # set if the first rank lacks this model, as in a pipeline
+
+
+class PolicySeen(_Event, tag="policy", frozen=True):
+    """The policy on a device from a step on, and its lower precision, such as ``"float16"``."""
+
+    step: Count
+    device: str
+    dtype: str
+    text: str
+
+
+class RulesActed(_Event, tag="rules", frozen=True):
+    """How often rules that a policy has beyond its preset decided in a sampled step."""
+
+    step: Count
+    calls: dict[str, Count]  # by the text of the rule: calls of ops, or of modules as a whole
+
+
+class Step(_Event, tag="step", frozen=True):
+    """One step of one optimizer."""
+
+    step: Count  # number of the iteration in the record, from 1
+    time: Seconds  # since the first segment of the record began
+    optimizer: str  # its class
+    taken: bool
+    reason: str | None  # why it was skipped
+    scale: Scale | None  # the factor of the loss; None without a scaler
+    scale_after: Scale | None
+    norm: float | None  # L2, of the unscaled gradients before clipping, if it was measured
+    loss: float | None  # before scaling, if it was seen; the mean over the ranks that have one
+    number: Count | None = None  # of the optimizer, among those of its class, from 1
+    share_lost_updates: Share | None = None  # in sampled steps; the mean over the ranks
+    rank: Count | None = None  # the first one with inf or NaN in its gradients, if that is known
+    bad_losses: tuple[int, ...] = ()  # the ranks whose loss was inf or NaN
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for finite numbers that are out of float32's range."""
+        for value in (self.norm, self.loss):
+            if value is not None and LARGEST < abs(value) < math.inf:
+                raise ValueError(f"{value} is not a float32")
+
+
+class Measured(Statistics, frozen=True, gc=False, kw_only=True):
+    """The statistics of one tensor in one sampled step, over all ranks.
+
+    Gradients are as in memory: multiplied by the scale.
+
+    Attributes:
+        kind: The kind of tensor.
+        name: The name of the parameter or module.
+        dtype: The name of its dtype, such as ``"float16"``.
+    """
+
+    kind: Kind
+    name: str
+    dtype: str
+
+    @classmethod
+    def of(cls, kind: Kind, name: str, dtype: str, statistics: Statistics) -> Measured:
+        return cls(kind=kind, name=name, dtype=dtype, **asdict(statistics))
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` if counts of a format are missing, or numbers too large."""
+        if not (FORMATS.keys() <= self.underflow.keys() and FORMATS.keys() <= self.overflow.keys()):
+            raise ValueError(f"underflow and overflow must have {', '.join(FORMATS)}")
+        if (self.lost_updates or 0) > (self.updates or 0):
+            raise ValueError(f"{self.lost_updates} of {self.updates or 0} updates cannot be lost")
+        last = self.first + len(self.histogram) - 1
+        if not -LARGEST_EXPONENT <= self.first <= last + 1 <= LARGEST_EXPONENT:
+            raise ValueError(f"bins from 2^{self.first} to 2^{last} exceed the range of floats")
+
+
+class Sample(_Event, tag="sample", frozen=True):
+    """A sampled step."""
+
+    step: Count  # number of the iteration in the record
+    scale: Scale  # of the gradients; 1.0 without a scaler
+    tensors: tuple[Measured, ...]  # in the order of the model
+
+
+class Culprits(_Event, tag="culprits", frozen=True):
+    """The parameters whose gradients were inf or NaN in a skipped step, on one rank."""
+
+    step: Count  # number of the iteration in the record
+    optimizer: str  # its class
+    began_in: str | None  # the module where the backward pass first left the range, if that shows
+    parameters: tuple[str, ...]  # names of the first 20
+    num_parameters: Count
+    num_nan: Count | None = None  # entries of all of them; None if they no longer existed
+    num_inf: Count | None = None
+    rank: int = 0
+
+
+class BadBuffers(_Event, tag="buffers", frozen=True):
+    """The buffers that are inf or NaN on one rank from a step on, until the next such event."""
+
+    step: Count  # number of the iteration in the record
+    names: tuple[str, ...]  # the first 20; none if all are finite again
+    num_buffers: Count
+    rank: int = 0
+
+
+class Diagnosed(Struct, frozen=True):
+    """A step that went bad on a rank and was replayed there."""
+
+    rank: int
+    step: int
+    diagnosis: Diagnosis
+
+
+class Note(_Event, tag="note", frozen=True):
+    """A note by the recorder."""
+
+    step: Count
+    text: str
+
+
+class End(_Event, tag="end", frozen=True):
+    """The end of a segment."""
+
+    error: str | None  # the error that ended it; None if it ended normally
+    time: Seconds | None = None  # since the first segment of the record began
+
+
+@dataclass(frozen=True)
+class Run:
+    """The contents of a record, with ranks and segments joined."""
+
+    path: Path  # the folder
+    header: Header  # the header of the last segment of the first rank
+    starts: tuple[int, ...]  # the first step of each segment: one for each start of the run
+    ranks: tuple[int, ...]  # ranks that have written
+    models: tuple[Model, ...]  # of the first rank, and those that only others have
+    policies: tuple[PolicySeen, ...]  # of the first rank
+    rules: tuple[RulesActed, ...]  # of all ranks
+    steps: tuple[Step, ...]  # of the first rank, with the losses of all
+    samples: tuple[Sample, ...]  # of all ranks together
+    culprits: tuple[Culprits, ...]  # of all ranks, by step
+    buffers: tuple[BadBuffers, ...]  # of all ranks, by step
+    diagnoses: tuple[Diagnosed, ...]  # of all ranks, by step
+    notes: tuple[Note, ...]  # by recorders and reader: ranks that disagree, and all of left_out
+    left_out: tuple[Note, ...]  # on lines that are cut or damaged
+    error: str | None  # the error that ended the last segment, on the first rank that failed
+    error_rank: int | None  # the rank of that error
+    without_end: tuple[int, ...]  # ranks whose last segment has no end: still running, or killed
+    trace: Recording | None  # from trace.json
+
+    @property
+    def num_segments(self) -> int:
+        """Number of starts of the run."""
+        return len(self.starts)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last segment has an end on all ranks."""
+        return not self.without_end
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
+
+    @property
+    def skipped(self) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if not step.taken)

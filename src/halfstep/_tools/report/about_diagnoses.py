@@ -1,0 +1,135 @@
+"""Sentences about bad steps that were replayed: the op, the reason and the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from halfstep._common.numbers import at_steps, things
+from halfstep._common.text import SEVERITIES, Code, Sentence, Severity, say
+from halfstep._tools.diagnose.diagnosis import BadOp, Cure, Diagnosis, either
+from halfstep._tools.report.about_steps import severity_of_skips
+from halfstep._tools.report.summary import BadPlace, Summary
+
+MOST_PLACES = 5
+"""The largest number of places with a sentence of their own; the rest are counted."""
+_REPLAYED = {
+    True: " Cure, confirmed by a replay: ",
+    False: " Tried, and not enough: ",
+    None: " This should help: ",
+}
+
+
+def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
+    """Yield sentences on which ops made steps bad, with the cures."""
+    for place in summary.bad_places[:MOST_PLACES]:
+        yield say(
+            severity_of(place, summary),
+            when(place, summary).capitalize(),
+            *_what(place.diagnosis),
+            ".",
+            cure=_cure(place.diagnosis.cure),
+            evidence="diagnoses",
+            follows=_follows(place, summary),
+        )
+    left = summary.bad_places[MOST_PLACES:]
+    if left:
+        severities = [severity_of(place, summary) for place in left]
+        yield say(
+            min(severities, key=SEVERITIES.index),
+            f"{things(len(left), 'more place')} went bad in other steps.",
+            evidence="diagnoses",
+        )
+
+
+def _follows(place: BadPlace, summary: Summary) -> bool:
+    """Return whether the op read a weight that an earlier bad step had left with inf or NaN."""
+    weights = {layer.name for layer in summary.of_kind("parameter")}
+    first = summary.went_bad_at
+    return first is not None and first < place.steps[0] and place.diagnosis.tensor in weights
+
+
+def severity_of(place: BadPlace, summary: Summary) -> Severity:
+    """Return the severity of a place; a too large scale is as bad as the skips that it caused."""
+    if place.diagnosis.verdict == "none":
+        return "notice"
+    if not is_matter_of_skips(place, summary):
+        return "bad"
+    steps = summary.steps
+    return "notice" if set(steps.later).isdisjoint(place.steps) else severity_of_skips(steps)
+
+
+def is_matter_of_skips(place: BadPlace, summary: Summary) -> bool:
+    """Return whether the only problem is a too large scale, in steps that were skipped."""
+    return place.diagnosis.verdict == "scale" and set(summary.steps.skipped) >= set(place.steps)
+
+
+def when(place: BadPlace, summary: Summary) -> str:
+    """Return the steps and, if there are several processes, the ranks: ``step 3 on rank 1``."""
+    steps = at_steps(place.steps)
+    return steps if summary.facts.world_size == 1 else f"{steps} on {at_steps(place.ranks, 'rank')}"
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """Return the first line of a diagnosis as text."""
+    return str(diagnosis).partition("\n")[0]
+
+
+def _what(found: Diagnosis) -> Iterator[str | Code]:
+    """Yield what made the steps bad, as a text that follows the step numbers."""
+    bad = found.bad
+    dtype = "" if bad is None or bad.output is None else bad.output.dtype
+    needs = "" if dtype in ("", "float32") else f"its result needs a wider dtype than {dtype}, and "
+    before, after = {
+        "none": (" went bad, but in the replay every loss and gradient was finite", ""),
+        "absorbed": (" overflowed in ", ", and is finite but wrong"),
+        "scale": (" overflowed in ", ", since the scale was too large"),
+        "range": (
+            " went bad in ",
+            f": {needs or 'its inputs were already rounded; it '}is finite in float32",
+        ),
+        "maths": (" went bad in ", f", which is not finite{either(dtype)}"),
+        "data": (" went bad because ", ""),
+        "unknown": (" went bad in ", ", for an unknown reason"),
+    }[found.verdict]
+    yield before
+    if found.verdict == "data":
+        yield Code(found.tensor or "a tensor")
+        yield " was already bad" + ("" if bad is None else "; the first op to read it is ")
+    if found.verdict != "none" and not (found.verdict == "data" and bad is None):
+        yield from _op(bad)
+    yield after
+    if found.verdict in ("none", "unknown") and found.notes:
+        yield f" ({'; '.join(found.notes)})"
+
+
+def _op(bad: BadOp | None) -> Iterator[str | Code]:
+    if bad is None:
+        yield "an unknown op"
+        return
+    if bad.op == "_to_copy":
+        yield "a cast" if bad.name == bad.op else "the cast for "
+    if bad.name != "_to_copy":
+        yield Code(bad.name or "an op")
+    if bad.module:
+        yield " in "
+        yield Code(bad.module)
+    yield f" ({bad.phase}"
+    line = bad.forward_line or bad.line
+    if line is not None:
+        yield ", "
+        yield Code(f"{PurePath(line.file).name}:{line.number}")
+    yield ")"
+
+
+def _cure(cure: Cure | None) -> Iterator[str | Code]:
+    if cure is None:
+        return
+    if cure.kind == "data":  # nothing to paste
+        yield f" What to do: {cure.text}"
+    else:
+        yield _REPLAYED[cure.is_finite]
+        for number, text in enumerate(cure.text.splitlines()):
+            yield " " if number else ""
+            yield Code(text.strip())
+    yield "."

@@ -1,0 +1,461 @@
+"""Sentences about the steps of a run: its end, skips, loss and scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from halfstep._common.numbers import (
+    at_steps,
+    count,
+    listed,
+    number,
+    percent,
+    power,
+    seconds,
+    things,
+)
+from halfstep._common.text import Code, Sentence, Severity, names, say
+from halfstep._tools.diagnose.skips import ENDLESS, MANY
+from halfstep._tools.report.layers import power_below
+from halfstep._tools.report.summary import FEW, Facts, Origin, StepCounts, Summary
+
+_DEFAULT_SCALE = 2.0**16
+NEVER_ACTED = "never acted"
+"""What is said of a rule, also by a note of ``halfstep run`` that knows the reason."""
+
+
+def about_end(summary: Summary) -> Iterator[Sentence]:
+    """Yield sentences on how the run ended, unless it ended well, and on gaps in the record."""
+    facts = summary.facts
+    when = f"after {things(summary.steps.num, 'step')}, at {seconds(facts.duration)}"
+    if facts.error == "KeyboardInterrupt":
+        yield say("notice", f"The run was interrupted by hand {when}.")
+    elif facts.error is not None:
+        what = f"The run ended {when}, with an error{on_error_rank(facts)}: "
+        is_consequence = summary.went_bad_at is not None and not summary.has_recovered
+        yield say("bad", what, Code(facts.error), ".", evidence="machine", follows=is_consequence)
+    elif facts.state == "no end":
+        yield say(
+            "warning",
+            f"The record has no end: the run is still running, or it was killed {when} "
+            "(out of memory, a job's time limit, kill -9).",
+            evidence="machine",
+        )
+    if lacks_end(facts):
+        ranks = on_ranks(facts.without_end, facts)
+        yield say(
+            "warning",
+            f"The record has no end{ranks}: the process was killed (out of memory, kill -9), or "
+            "stopped by the launcher after another rank had failed.",
+            evidence="machine",
+            follows=facts.error is not None,
+        )
+    if not summary.steps.num:
+        yield say(
+            "bad",
+            "No step of an optimizer was recorded: the run ended before the first, or none was "
+            "made between the start and the end of the record.",
+        )
+    if len(facts.ranks) < facts.world_size:
+        some = f"{len(facts.ranks)} of {facts.world_size} processes"
+        yield say("notice", f"Only {some} left a record: the others may have behaved differently.")
+
+
+def on_ranks(ranks: Sequence[int], facts: Facts) -> str:
+    """Return `` on rank 1``; an empty string for all ranks, or if there is only one."""
+    if facts.world_size == 1 or not ranks or tuple(ranks) == facts.ranks:
+        return ""
+    return f" on {at_steps(ranks, 'rank')}"
+
+
+def on_error_rank(facts: Facts) -> str:
+    """Return `` on rank 1`` for the rank whose error ended the run."""
+    return "" if facts.error_rank is None else on_ranks((facts.error_rank,), facts)
+
+
+def lacks_end(facts: Facts) -> bool:
+    """Return whether ranks lack an end although another rank has one, or the run an error."""
+    return bool(facts.without_end) and (facts.error is not None or facts.without_end != facts.ranks)
+
+
+def about_loss(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence if the loss was not finite."""
+    loss, skipped = summary.loss, summary.steps.reasons.get("loss", 0)
+    is_diagnosed = any("loss" in place.diagnosis.ends for place in summary.bad_places)
+    cure = () if is_diagnosed else _cure_of_loss(summary)
+    if loss is not None and loss.first_non_finite is not None:
+        step, is_last = loss.first_non_finite, not math.isfinite(loss.last)
+        is_alone = summary.facts.world_size == 1  # the record has the mean of several
+        became = number(loss.first_bad) if is_alone else "inf or NaN"
+        where = on_ranks(loss.ranks, summary.facts)
+        had = f"{things(loss.num_non_finite, 'step')} had such a loss"
+        last = ", the last one." if loss.num_non_finite == 1 else ", including the last one."
+        later = "and it recovered" if summary.buffers is None else "later losses were finite"
+        end = last if is_last else f", {later}."
+        yield say(
+            "bad" if is_last else "warning",
+            f"The loss became {became} at step {step}{where}; {had}{end}",
+            cure=cure,
+            evidence="steps",
+            follows=is_diagnosed or (step != summary.went_bad_at and summary.follows_from(step)),
+        )
+    elif skipped:
+        yield say(
+            "bad",
+            f"{things(skipped, 'step')} {were(skipped)} skipped because the loss was inf or NaN "
+            "before it was scaled.",
+            cure=cure,
+            evidence="skips",
+            follows=is_diagnosed,
+        )
+
+
+def about_rise(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence if the loss ended above where it began."""
+    loss = summary.loss
+    if loss is None or summary.losses or not math.isfinite(loss.last):
+        return  # the losses of a GAN rise and fall
+    rose = ""
+    if loss.early_max is not None and loss.recent is not None:
+        if loss.recent > loss.early_max:
+            rose = (
+                f"the mean of the last 20 is {number(loss.recent)}, the largest of the first 20 "
+                f"was {number(loss.early_max)}"
+            )
+    elif summary.steps.num > 2 and loss.min == loss.first > 0 and loss.last > 2 * loss.first:
+        rose = f"the first was {number(loss.first)}, the smallest, and the last {number(loss.last)}"
+    if rose:
+        yield say(
+            "warning",
+            f"The loss rose: {rose}.",
+            cure=(
+                " If it should fall, lower the learning rate, clip the gradients, and compare with "
+                "a run in float32.",
+            ),
+            evidence="steps",
+            follows=summary.went_bad_at is not None,
+        )
+
+
+_IF_IT_DEPENDS_ON_THE_SCALE = (
+    " If the loss depends on the scale, as a gradient penalty may, start at a smaller init_scale.",
+)
+
+
+def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
+    weights_are_bad = any(x.inf or x.nan for x in summary.of_kind("parameter"))
+    overflowed = next((x for x in summary.of_kind("output") if x.inf), None)
+    if overflowed is None or weights_are_bad:
+        return (
+            " Check the batch of that step, the learning rate, and log(), division and sqrt() at 0 "
+            "in the loss, which should run in float32.",
+            *(_IF_IT_DEPENDS_ON_THE_SCALE if summary.has_scaler else ()),
+        )
+    call = island(overflowed.name, summary)
+    keep = (
+        ()
+        if call is None
+        else (
+            ": keep that module in float32, ",
+            call,
+            ", unless its inputs had inf already",
+        )
+    )
+    outputs = summary.of_kind("output")
+    later = outputs[outputs.index(overflowed) + 1 :]
+    # What these would do with finite inputs is not known: a replay finds it.
+    are_bad = any(x.inf or x.nan for x in later)
+    more = " Later modules had inf or NaN too, and may overflow next." if are_bad else ""
+    return (" The outputs of ", Code(overflowed.name), " overflowed", *keep, f".{more}")
+
+
+def about_skips(summary: Summary) -> Iterator[Sentence]:
+    """Yield sentences on the number of skips, where they began, and what would help."""
+    steps, scale = summary.steps, summary.scale
+    explained = _explained(summary)
+    if scale is not None and not explained.issuperset(scale.stuck):
+        where = at_steps(scale.stuck)
+        cure = (
+            " Check the backward pass for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by "
+            "where(), values too large for float16, and NaN in the parameters."
+        )
+        yield say(
+            "bad",
+            "The gradients were inf or NaN even at the smallest scale, while the loss was finite "
+            f"({where}).",
+            cure=() if summary.bad_places else (cure,),
+            evidence="skips",
+            follows=summary.follows_from(scale.stuck[0]),
+        )
+    if steps.num_skipped_later:
+        yield _skipped(summary, steps)
+    if steps.num and not steps.num_taken and not steps.num_skipped_later:
+        yield say(
+            "warning",
+            "No step was taken: the run ended while the scale was still coming down, as it does at "
+            "the start.",
+            cure=(" Let it run longer.",),
+            evidence="skips",
+        )
+    if not explained.issuperset(steps.unclear):
+        yield say(
+            "warning",
+            f"{things(len(steps.unclear), 'step')} ({at_steps(steps.unclear)}) "
+            f"{were(len(steps.unclear))} skipped with NaN and no inf in the gradients, while the "
+            "loss was finite: the scale alone seldom does that.",
+            evidence="skips",
+        )
+    too_large = steps.reasons.get("norm")
+    if too_large:
+        yield say(
+            "notice",
+            f"{things(too_large, 'step')} had a norm far above the median and {were(too_large)} "
+            f"left out: check the {'batch' if too_large == 1 else 'batches'}, lower the learning "
+            "rate, or raise the limit, ",
+            Code("scaler.set_norm_limit(...)"),
+            ".",
+            evidence="skips",
+        )
+    left_out = steps.reasons.get("left out by the script")
+    if left_out:
+        yield say(
+            "notice",
+            f"The script left out {things(left_out, 'step')} whose gradients were finite: it "
+            "unscaled them and did not step.",
+            evidence="skips",
+        )
+
+
+def were(num: int) -> str:
+    """Return ``was`` or ``were``, depending on the number."""
+    return "was" if num == 1 else "were"
+
+
+def by_scaling(steps: StepCounts) -> str:
+    """Return the normal skips as text: ``by dynamic scaling (13 at the start ...)``."""
+    kinds = (
+        (steps.num_start_up, "at the start"),
+        (steps.num_after_growth, "after the scale had grown"),
+    )
+    seen = [(num, when) for num, when in kinds if num]
+    if len(seen) == 1:
+        return f"by dynamic scaling {seen[0][1]}"
+    return f"by dynamic scaling ({listed([f'{count(num)} {when}' for num, when in seen])})"
+
+
+def kinds_of_skips(steps: StepCounts) -> str:
+    """Return the kinds of skips, to follow their number: ``, 24 by ... and 1 other``.
+
+    All forms of the report use this text; it is empty if no skip is due to dynamic scaling.
+    """
+    later = steps.num_skipped_later
+    if not steps.num_by_scaling:
+        return ""
+    if not later:
+        return f", {'all ' if steps.num_skipped > 1 else ''}{by_scaling(steps)}"
+    others = f"{count(later)} {'other' if later == 1 else 'others'}"
+    return f", {count(steps.num_by_scaling)} {by_scaling(steps)} and {others}"
+
+
+def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
+    num, later = steps.num_skipped_later, steps.later
+    what = (
+        f"{count(num)} of {things(steps.num, 'step')} {were(num)} skipped "
+        f"({percent(steps.share_skipped_later)}, {at_steps(later)})"
+    )
+    if steps.longest_in_a_row > 2:
+        what += f", up to {count(steps.longest_in_a_row)} in a row"
+    if steps.num_by_scaling:
+        what += f", besides {count(steps.num_by_scaling)} {by_scaling(steps)}"
+    parts = [what, *_began(summary, later), "."]
+    if steps.skipped_at_end >= ENDLESS:
+        parts.append(
+            f" The skips do not end: the last {count(steps.skipped_at_end)} iterations were all "
+            "skipped, and nothing was learned in them."
+        )
+    return say(
+        severity_of_skips(steps),
+        *parts,
+        cure=_cure(summary, later),
+        evidence="skips",
+        follows=_has_other_cause(summary),
+    )
+
+
+def severity_of_skips(steps: StepCounts) -> Severity:
+    """Return the severity of the skips that are not part of normal dynamic scaling."""
+    share = steps.share_skipped_later
+    if share > MANY or steps.skipped_at_end >= ENDLESS:
+        return "bad"
+    return "warning" if share > FEW or steps.longest_in_a_row >= ENDLESS else "notice"
+
+
+def _explained(summary: Summary) -> set[int]:
+    """Return the steps of which a diagnosis names the cause."""
+    places = (p for p in summary.bad_places if p.diagnosis.verdict not in ("none", "unknown"))
+    return {step for place in places for step in place.steps}
+
+
+def _has_other_cause(summary: Summary) -> bool:
+    """Return whether these skips are consequences of problems that other sentences describe."""
+    steps, scale = summary.steps, summary.scale
+    return (
+        _explained(summary).issuperset(steps.later)
+        or steps.reasons.get("loss", 0) >= steps.num_skipped_later
+        or (scale is not None and bool(scale.stuck))
+        or summary.follows_from(steps.later[0])
+    )
+
+
+def known_origins(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, int]]:
+    """Return the modules where these skips began, with their counts, the most frequent first."""
+    known = (origin for origin in summary.origins if origin.module is not None)
+    found = ((origin, len(set(origin.steps).intersection(later))) for origin in known)
+    return sorted((each for each in found if each[1]), key=lambda each: -each[1])
+
+
+def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
+    known = known_origins(summary, later)
+    if not known:
+        where = on_ranks(summary.steps.ranks, summary.facts)
+        if where:
+            yield f"; inf or NaN was met{where}"
+        return
+    origin, num = known[0]
+    if num < len(later):
+        yield f"; {count(num)} of them began in "
+    else:
+        yield "; all began in " if num > 1 else "; it began in "
+    yield Code(origin.module or "(the model)")
+    where = on_ranks(origin.ranks, summary.facts)
+    if where:
+        yield f"{where} ("
+        yield from names(origin.parameters)
+        yield ")"
+    if len(known) > 1:
+        yield ", others in "
+        yield from names(str(other.module) for other, _ in known[1:])
+
+
+def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
+    scale, steps = summary.scale, summary.steps
+    if steps.reasons.get("overflow", 0) <= steps.num_by_scaling:
+        return  # the scale is not the cause
+    if summary.lower == "bf16":
+        yield (
+            " bf16 has the range of fp32, so no smaller scale helps: lower the learning rate, clip "
+            "the gradients, and check the batches of these steps."
+        )
+        return
+    known = known_origins(summary, later)
+    cures: list[tuple[str | Code, ...]] = []
+    call = island(known[0][0].module, summary) if known else None
+    gradients = summary.gradients
+    is_possible = gradients is None or not gradients.window.is_empty
+    if is_possible and scale and scale.overflowed_at is not None and scale.overflowed_at > 1:
+        below = power_below(scale.overflowed_at)
+        first = "" if below >= _DEFAULT_SCALE else f"init_scale={literal(below)}, "
+        option = Code(f"halfstep.GradScaler({first}max_scale={literal(below)})")
+        cures.append((" stay below the scales that overflow, ", option))
+    elif call is not None:  # where the scale alone is too large, other modules overflow next
+        cures.append((" keep that module in float32, ", call))
+    cures.append((" use bf16 where the device has it",))
+    yield " What helps:"
+    for position, cure in enumerate(cures):
+        yield "" if not position else ", or" if position == len(cures) - 1 else ","
+        yield from cure
+    yield "."
+
+
+def about_scale(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence if the scale fell until it was useless, or is not needed at all."""
+    scale = summary.scale
+    if scale is None:
+        return
+    if scale.min == scale.max == 1:
+        return  # a guard, which scales nothing
+    if summary.lower == "bf16" and summary.policies:
+        yield say(
+            "notice",
+            "The run is in bf16, which has the range of fp32: it needs no GradScaler. Leave it "
+            "out, or give it ",
+            Code("enabled=False"),
+            ".",
+            evidence="policy",
+        )
+    elif max(scale.before_last, scale.last) <= 1 < scale.first:  # not just a probe
+        yield say(
+            "bad",
+            f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "
+            "no gradient from underflow. Overflow at every scale is not caused by the scale.",
+            cure=(" Check where the skips began, keep that module in float32, or use bf16.",),
+            evidence="steps",
+            follows=summary.went_bad_at is not None or summary.steps.num_skipped_later > 0,
+        )
+
+
+def about_policy(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence if rules of the policy never acted."""
+    known = [note.text for note in summary.notes if NEVER_ACTED in note.text]
+    unused = [
+        each
+        for each in summary.rules
+        if not each.calls and not any(f"rule {each.rule} {NEVER_ACTED}" in text for text in known)
+    ]
+    if unused:
+        num_steps = max(each.num_steps for each in unused)
+        yield say(
+            "warning",
+            *names([each.rule for each in unused]),
+            f" of the policy {NEVER_ACTED}: no op and no module was decided by "
+            f"{'it' if len(unused) == 1 else 'them'} in {things(num_steps, 'sampled step')}.",
+            cure=(
+                " Compare the names with ",
+                Code("model.named_modules()"),
+                " and with the ops of ",
+                Code("halfstep.trace"),
+                "; a later rule may overrule an earlier one.",
+            ),
+            evidence="policy",
+        )
+
+
+def about_course(summary: Summary) -> str:
+    """Return the course of loss and scale in a few words, for the sentence that all is well."""
+    losses = [(name, summary.at(key)) for name, key in summary.loss_keys.items()]
+    words = [
+        f"the {name} went from {number(x.first)} to {number(x.last)}" for name, x in losses if x
+    ]
+    if summary.scale is not None:
+        scale = summary.scale
+        if scale.min == scale.max:
+            words.append(f"the scale stayed at {power(scale.last)}")
+        elif scale.first == scale.last:
+            words.append(f"the scale ended where it began, at {power(scale.last)}")
+        else:
+            words.append(f"the scale went from {power(scale.first)} to {power(scale.last)}")
+    return listed(words)
+
+
+# --- code to paste --------------------------------------------------------------------------------
+
+
+def island(module: str | None, summary: Summary) -> Code | None:
+    """Return the call that keeps a module in float32; None if no rule can name the module."""
+    from halfstep._autocast import Policy  # imports PyTorch, which few reports need
+
+    text = f"{summary.policy.text if summary.policy else 'standard'}; @{module}:fp32"
+    # Names in a second model are prefixed with its number, and no rule matches them.
+    if not module or "[" in module or "(" in module:
+        return None
+    try:
+        Policy.parse(text)
+    except ValueError:
+        return None
+    return Code(f'halfstep.autocast(..., policy="{text}", module=model)')
+
+
+def literal(power: float) -> str:
+    """Return a power of two as code."""
+    return f"2.0**{math.log2(power):g}"

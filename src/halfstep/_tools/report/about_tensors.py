@@ -1,0 +1,333 @@
+"""Sentences about the tensors of a run: underflow, lost updates, inf, headroom and zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from halfstep._common.numbers import bits, count, listed, percent, power, step_list, things
+from halfstep._common.text import Code, Sentence, Severity, names, say
+from halfstep._tools.report.about_steps import (
+    island,
+    known_origins,
+    literal,
+    on_ranks,
+    severity_of_skips,
+    were,
+)
+from halfstep._tools.report.summary import NOTABLE, Layer, Summary
+
+HARMFUL, SEVERE = 0.05, 0.5
+"""Limits of warnings and of problems, for shares of underflow and of lost updates."""
+LITTLE_HEADROOM = 1.0
+"""The headroom, in bits, below which an output is close to overflow."""
+FEW_SAMPLES = 3
+
+
+def about_samples(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence if few tensors or none were sampled."""
+    num, num_steps = len(summary.sampled), summary.steps.num
+    if not summary.layers and num_steps:
+        yield say(
+            "notice",
+            "No tensors were sampled, so nothing is known about the layers: name the model, ",
+            Code("halfstep.record(path, model=model)"),
+            ", or sample more often, ",
+            Code("every=10"),
+            ".",
+        )
+    elif 0 < num < FEW_SAMPLES <= num_steps:
+        yield say(
+            "notice",
+            f"Only {things(num, 'step')} of {count(num_steps)} {were(num)} sampled; for more, "
+            "record with a smaller ",
+            Code("every"),
+            ".",
+        )
+
+
+def about_underflow(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence on which gradients underflow, and which scale would lose less."""
+    layers = sorted(summary.of_kind("parameter_gradient"), key=lambda layer: -layer.share_lost)
+    lossy = [layer for layer in layers if layer.share_lost >= NOTABLE]
+    if not lossy:
+        return
+    worst = lossy[0]
+    parts: list[str | Code] = [
+        f"{percent(worst.share_lost)} of the gradient entries of ",
+        Code(worst.name),
+        f" {underflow(summary, worst)} {_at_scale(summary)}",
+    ]
+    if len(lossy) > 1:
+        parts += [", and ", percent(NOTABLE), " or more of those of ", *_names(lossy[1:])]
+    larger, cure = _better_scale(summary)
+    is_limited = summary.is_lowered and not cure
+    yield say(
+        _severity(worst.share_lost) if summary.underflows(worst) else "notice",
+        *parts,
+        f"{larger}.",
+        cure=_island(summary, worst) if is_limited else cure,
+        evidence=row_of(summary, worst),
+        follows=is_limited and severity_of_skips(summary.steps) in ("bad", "warning"),
+    )
+
+
+def _severity(share_lost: float) -> Severity:
+    return "bad" if share_lost >= SEVERE else "warning" if share_lost >= HARMFUL else "notice"
+
+
+def row_of(summary: Summary, layer: Layer) -> str:
+    """Return the id of the row of a layer on the page."""
+    return f"layer-{next(n for n, each in enumerate(summary.layers) if each is layer)}"
+
+
+def underflow(summary: Summary, layer: Layer, ending: str = "") -> str:
+    """Return ``underflow`` with an ending, or ``would underflow in`` a format that was not used."""
+    if summary.underflows(layer):
+        return f"underflow{ending}"
+    return f"would underflow in {layer.format}"
+
+
+def about_updates(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence on how many updates rounding has lost, and what would keep them."""
+    share = None if summary.lost_updates is None else summary.lost_updates.recent
+    weights = [layer for layer in summary.layers if layer.share_lost_updates]
+    if share is None or share < NOTABLE or not weights:
+        return
+    worst = max(
+        weights,
+        key=lambda layer: (layer.is_low_weight, layer.size * (layer.share_lost_updates or 0.0)),
+    )
+    what = f"{percent(share)} of the updates were lost to rounding in {worst.dtypes[-1]}: "
+    where = ("gradients were not zero, and weights did not move; the most in ", Code(worst.name))
+    most = f" (which lost {percent(worst.share_lost_updates)} of its own)."
+    # The store is given, because the weights may already have "kahan", which loses some updates.
+    store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
+    call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
+    yield say(
+        _severity(share) if worst.is_low_weight else "notice",
+        what,
+        *where,
+        most,
+        cure=(" Keep all that rounding leaves out: ", call, "."),  # left out of a notice
+        evidence=row_of(summary, worst),
+    )
+
+
+def about_motion(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence if gradients were there, and no weight moved."""
+    gradients = [x for x in summary.of_kind("parameter_gradient") if not x.is_all_zeros]
+    if summary.have_weights_moved is not False or not gradients:
+        return
+    counted = [x.updates for x in summary.of_kind("parameter") if x.updates is not None]
+    if any(counted) or summary.lost_updates is not None:
+        return  # rounding has lost them, which has its own sentence
+    why = (
+        "when an optimizer stepped, these were zero: something sets them to zero between backward "
+        "and step"
+        if counted
+        else "no optimizer of the run steps these weights"
+    )
+    cure = () if counted else (" Give the optimizer ", Code("model.parameters()"), ".")
+    yield say(
+        "bad",
+        "No weight moved: each was the same in all samples "
+        f"({step_list(summary.sampled)}), although the backward pass gave them gradients; {why}.",
+        cure=cure,
+        evidence=row_of(summary, gradients[0]),
+    )
+
+
+def _at_scale(summary: Summary) -> str:
+    scale = summary.scale
+    if scale is None or summary.gradients is None:
+        return "without a scaler"
+    if scale.min == scale.max:
+        return f"at scale {power(scale.min)}"
+    return f"at the scales of the samples (the last: {power(summary.gradients.scale)})"
+
+
+def _better_scale(summary: Summary) -> tuple[str, tuple[str | Code, ...]]:
+    """Return the scale that would lose less, as the end of a sentence, and the call to set it."""
+    gradients = summary.gradients
+    if gradients is None or gradients.best is None or gradients.share_lost_at_best is None:
+        return "", ()
+    best, window = gradients.best, gradients.window
+    call = (" ", Code(f"halfstep.GradScaler(init_scale={literal(best)})"), ".")
+    if not window.is_empty and not window.is_at_least:
+        top = window.largest
+        to = "" if top is None or top == window.smallest else f" to {power(top)}"
+        return f"; a scale of {power(window.smallest)}{to} would lose none", call
+    if best <= gradients.scale:
+        return f"; a larger scale than {power(best)} would overflow", ()
+    if window.is_empty:
+        at_least = "at least " if window.is_at_least else ""
+        left = f"{at_least}{percent(gradients.share_lost_at_best)} of all entries"
+        is_enough = gradients.share_lost_at_best < HARMFUL
+        least = f"; no scale keeps them all, and {power(best)} loses least, {left}"
+        return least, call if is_enough else ()
+    return (
+        f"; the flushed values are unknown, but a scale of at least {power(window.smallest)}, "
+        f"up to {power(best)}, loses less",
+        call,
+    )
+
+
+def _island(summary: Summary, worst: Layer) -> tuple[str | Code, ...]:
+    """Return which module to keep in float32 if no scale is good enough.
+
+    It is the module in which larger scales overflow if that is known, else the one that underflows.
+    """
+    known = known_origins(summary, summary.steps.skipped)
+    where = str(known[0][0].module) if known else worst.name.rpartition(".")[0]
+    call = island(where, summary)
+    bf16 = "use bf16 where the device has it" if summary.lower == "fp16" else ""
+    if call is None:
+        return (f" What helps: {bf16}.",) if bf16 else ()
+    overflow = ", where larger scales overflow," if known else ""
+    return (
+        " Keep ",
+        Code(where),
+        f"{overflow} in float32, ",
+        call,
+        f", or {bf16}." if bf16 else ".",
+    )
+
+
+def about_non_finite(summary: Summary) -> Iterator[Sentence]:
+    """Yield sentences on inf and NaN in outputs and weights."""
+    weights = [layer for layer in summary.of_kind("parameter") if layer.inf or layer.nan]
+    if weights:
+        bad = summary.went_bad_at
+        before = "" if bad is None else f" from before step {bad}"
+        lost = f" These weights cannot be recovered: restore a checkpoint{before}."
+        yield _non_finite(summary, "The weights of ", weights, lost)
+    outputs = [layer for layer in summary.of_kind("output") if layer.inf or layer.nan]
+    if outputs:
+        is_curable = outputs[0].inf and not weights
+        cure = _keep(outputs[0].name, summary) if is_curable else ()
+        yield _non_finite(summary, "The outputs of ", outputs, cure=cure)
+
+
+def about_buffers(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence if buffers were left inf or NaN, which no loss shows."""
+    found = summary.buffers
+    if found is None:
+        return
+    step, is_skipped = found.step, found.step in summary.steps.skipped
+    when = f"at step {step}, which was skipped" if is_skipped else f"by step {step}"
+    yield say(
+        "bad",
+        f"{things(found.num, 'buffer')} of the model became inf or NaN {when}",
+        f"{on_ranks(found.ranks, summary.facts)}, and stayed so: ",
+        *names(found.names),
+        ". Every evaluation uses them, while the losses of the training do not show it.",
+        cure=(
+            " ",
+            Code("GradScaler(module=model)"),
+            " and ",
+            Code("guard(optimizer, module=model)"),
+            " restore buffers at skipped steps. For this model, load a checkpoint from before step "
+            f"{step}, or reset the buffers (",
+            Code("reset_running_stats()"),
+            " of a norm) and run some batches in training mode.",
+        ),
+        evidence="steps",
+    )
+
+
+def _keep(module: str, summary: Summary) -> tuple[str | Code, ...]:
+    call = island(module, summary)
+    return () if call is None else (" Keep it in float32, ", call, ".")
+
+
+def _non_finite(
+    summary: Summary,
+    whose: str,
+    bad: Sequence[Layer],
+    end: str = "",
+    cure: tuple[str | Code, ...] = (),
+) -> Sentence:
+    first = bad[0]
+    counts = [f"{count(n)} {what}" for n, what in ((first.inf, "inf"), (first.nan, "NaN")) if n]
+    num = "" if first.num_samples == 1 else f" in {things(first.num_samples, 'sample')} together"
+    what = f" contained {listed(counts)}{num}, first sampled at step {first.non_finite_step}"
+    too = " later in the model contained some too"
+    others = ("; ", *_names(bad[1:]), too) if len(bad) > 1 else ()
+    return say(
+        "bad",
+        whose,
+        Code(first.name),
+        what,
+        *others,
+        f".{end}",
+        cure=cure,
+        evidence=row_of(summary, first),
+        # A loss that stays bad is reported first, and names the output that overflowed before it.
+        follows=(summary.went_bad_at is not None and not summary.has_recovered)
+        or summary.follows_from(first.non_finite_step),
+    )
+
+
+def about_range(summary: Summary) -> Iterator[Sentence]:
+    """Yield sentences on outputs close to overflow, and weights that the format cannot hold."""
+    near = [
+        (layer.headroom, layer)
+        for layer in summary.of_kind("output")
+        if "float16" in layer.dtypes
+        and layer.headroom is not None
+        and layer.headroom < LITTLE_HEADROOM
+    ]
+    has_overflowed = any(layer.inf for layer in summary.of_kind("output"))
+    if near and not has_overflowed:  # overflow has its own sentence
+        headroom, layer = min(near, key=lambda each: each[0])
+        others = [other for _, other in near if other is not layer]
+        yield say(
+            "warning",
+            "The outputs of ",
+            Code(layer.name),
+            f" came within {bits(headroom)} of the largest value of {layer.format} (step "
+            f"{layer.headroom_step})",
+            *(("; ", *_names(others), " came close too") if others else ()),
+            ".",
+            cure=_keep(layer.name, summary),
+            evidence=row_of(summary, layer),
+            follows=summary.follows_from(layer.headroom_step),
+        )
+    for layer in summary.of_kind("parameter"):
+        outside = layer.overflow.get(layer.format, 0)
+        if outside:
+            yield say(
+                "warning",
+                f"{things(outside, 'measured entry', 'measured entries')} of ",
+                Code(layer.name),
+                f" exceed{'s' * (outside == 1)} the largest value of {layer.format} (the largest: "
+                f"{layer.amax:.4g}); a cast to it makes inf.",
+                evidence=row_of(summary, layer),
+            )
+
+
+def about_zeros(summary: Summary) -> Iterator[Sentence]:
+    """Yield a sentence on the parameters whose gradients are all zeros."""
+    zero = [layer for layer in summary.of_kind("parameter_gradient") if layer.is_all_zeros]
+    if zero:
+        samples = max(layer.num_samples for layer in zero)
+        yield say(
+            "bad" if are_most_lost(summary) else "warning",
+            "All gradient entries of ",
+            *_names(zero),
+            f" are zero (in {things(samples, 'sample')}): either they do not reach the loss and "
+            "learn nothing, or all of them underflow, which a larger scale would show.",
+            evidence=row_of(summary, zero[0]),
+        )
+
+
+def are_most_lost(summary: Summary) -> bool:
+    """Return whether at least half of the gradients are all zeros in a float16 run."""
+    gradients = summary.of_kind("parameter_gradient")
+    num_zero = sum(layer.is_all_zeros for layer in gradients)
+    is_in_fp16 = summary.is_lowered and summary.lower == "fp16"
+    return is_in_fp16 and num_zero > 0 and 2 * num_zero >= len(gradients)
+
+
+def _names(layers: Sequence[Layer]) -> Iterator[str | Code]:
+    return names(layer.name for layer in layers)

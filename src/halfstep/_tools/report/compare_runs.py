@@ -1,0 +1,347 @@
+"""Comparisons of runs: a verdict, numbers, layers, policies and versions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Literal
+
+from halfstep._common.numbers import NONE, count, listed, number, percent, power, seconds
+from halfstep._common.text import Code, Sentence, say
+from halfstep._common.text import names as names_in_text
+from halfstep._tools.record.run import Kind, PolicySeen
+from halfstep._tools.report.summary import NOTABLE, Layer, Summary
+
+MOST_LAYERS = 20
+ALIKE = 0.02
+"""The relative difference up to which losses, times and lengths are about the same."""
+_SAME_LOSS = 2.0
+"""The factor above which first losses belong to different tasks or units."""
+
+
+@dataclass(frozen=True)
+class ComparedNumber:
+    """One number of each run, as text and as a value: ``"-"`` and None if a run lacks it.
+
+    The difference is the first run minus the second; it is empty for more than two runs, or if one
+    lacks the number. ``best`` is the index of the better run, None if no run is better.
+    """
+
+    name: str
+    texts: tuple[str, ...]
+    values: tuple[float | None, ...]
+    difference: str
+    best: int | None
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """A comparison of the first run, the one of interest, with the others.
+
+    Attributes:
+        names: A short name for each run.
+        verdict: Which run is better, or why this is unknown.
+        layers: The layers that differ most in underflow, headroom or lost updates, at most 20, the
+            most different first; None for a run that lacks the layer.
+        only: For each run, the kind and name of the layers that no other run has.
+        policies: For each other run, the changes from its policy to that of the first run; empty if
+            there are none.
+        versions: The versions, machine, command and so on that differ: name, and a text per run.
+    """
+
+    runs: tuple[Summary, ...]
+    names: tuple[str, ...]
+    verdict: Sentence
+    entries: tuple[ComparedNumber, ...]
+    layers: tuple[tuple[Layer | None, ...], ...]
+    only: tuple[tuple[tuple[Kind, str], ...], ...]
+    policies: tuple[str, ...]
+    versions: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A compared number: its name, its key in a summary, and its format as text.
+
+    A smaller number is better if ``of`` is health, or if it is loss or time and the runs are
+    comparable in this respect.
+    """
+
+    name: str
+    key: str
+    text: Callable[[Any], str]
+    of: Literal["", "health", "loss", "time"] = ""
+
+
+_LOSSES = (
+    _Number("last loss", "last", number, "loss"),
+    _Number("mean of the last 20 losses", "recent", number, "loss"),
+    _Number("smallest loss", "min", number, "loss"),
+)
+_NUMBERS = (
+    _Number("steps", "steps.num", count),
+    _Number("skipped steps", "steps.num_skipped", count),
+    _Number("skipped other than by dynamic scaling", "steps.num_skipped_later", count, "health"),
+    _Number("share skipped", "steps.share_skipped", percent),
+    _Number("skipped in a row", "steps.longest_in_a_row", count, "health"),
+    _Number("steps with inf or NaN as loss", "loss.num_non_finite", count, "health"),
+    _Number("last scale", "scale.last", power),
+    _Number("smallest scale", "scale.min", power),
+    _Number("mean of the last 20 norms", "norm.recent", number),
+    _Number(
+        "gradient entries that underflow (of float32: in fp16)", "gradients.share_lost", percent
+    ),
+    _Number("of the worst parameter", "worst_share_lost", percent),
+    _Number("mean of the last 20 shares of lost updates", "lost_updates.recent", percent, "health"),
+    _Number("of the worst weight", "worst_share_lost_updates", percent),
+    _Number("time per step", "facts.seconds_per_step", seconds, "time"),
+    _Number("duration", "facts.duration", seconds),
+)
+
+
+def compare_runs(*runs: Summary) -> RunComparison:
+    """Compare two or more runs; the first is the one of interest."""
+    by_run = [{(layer.kind, layer.name): layer for layer in run.layers} for run in runs]
+    keys = dict.fromkeys(key for layers in by_run for key in layers)
+    shared = [tuple(layers.get(key) for layers in by_run) for key in keys]
+    differing = sorted((row for row in shared if _distance(row)), key=_distance, reverse=True)
+    names, why_not = _names(runs), tuple(_why_not(runs))
+    return RunComparison(
+        runs=runs,
+        names=names,
+        verdict=_verdict(runs, names, why_not),
+        entries=tuple(_entries(runs, why_not)),
+        layers=tuple(differing[:MOST_LAYERS]),
+        only=tuple(
+            tuple(key for key in mine if not any(key in its for its in by_run if its is not mine))
+            for mine in by_run
+        ),
+        policies=tuple(_policy_difference(runs[0].policy, run.policy) for run in runs[1:]),
+        versions=tuple(_versions(runs)),
+    )
+
+
+def _names(runs: Sequence[Summary]) -> tuple[str, ...]:
+    """Return the names of the folders; letters if these are not unique."""
+    names = tuple(PurePath(run.path).name for run in runs)
+    are_different = all(names) and len(set(names)) == len(names)
+    return names if are_different else tuple(chr(ord("A") + n) for n in range(len(runs)))
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+
+def _verdict(runs: Sequence[Summary], names: Sequence[str], why_not: Sequence[str]) -> Sentence:
+    """Return which run is best: a failed run loses to others; among these, the loss decides."""
+    good = [n for n, run in enumerate(runs) if not _has_failed(run)]
+    bad = [name for n, name in enumerate(names) if n not in good]
+    if bad and good:
+        better = _listed([names[n] for n in good])
+        what = f"{' is' if len(good) == 1 else ' are'} better: "
+        end = " went bad: its loss, weights or skips did not recover."
+        return say("warning", *better, what, *_listed(bad), end)
+    if bad:
+        return say(
+            "bad", "All of these runs went bad: their loss, weights or skips did not recover."
+        )
+    if why_not:
+        return say("warning", f"The losses of these runs cannot be compared: {listed(why_not)}.")
+    losses = [run.loss.recent if run.loss and not run.losses else None for run in runs]
+    known = [loss for loss in losses if loss is not None]
+    if len(known) < len(runs):
+        return say(
+            "notice", "The losses of the optimizers of a GAN do not say which run is better."
+        )
+    limit = min(known) + ALIKE * max(map(abs, known))
+    ascending = sorted(range(len(runs)), key=known.__getitem__)  # as the numbers are read
+    best = [n for n in ascending if known[n] <= limit]
+    others = [n for n in ascending if n not in best]
+    said: list[str | Code] = [*_listed([names[n] for n in best])]
+    if not others:
+        said = ["The losses of ", *said, " are about the same"]
+    else:
+        have = "has" if len(best) == 1 else "have"
+        said += [f" {have} a lower loss than ", *_listed([names[n] for n in others])]
+    values = listed([number(known[n]) for n in (*best, *others)])
+    return say("good", *said, f" ({values}, means of the last 20){_speed(runs, names)}.")
+
+
+def _listed(names: Sequence[str]) -> Iterator[str | Code]:
+    """Return all names of runs as the parts of a list."""
+    return names_in_text(names, most=len(names))
+
+
+def _has_failed(run: Summary) -> bool:
+    return not run.has_recovered or run.steps.num_taken == 0
+
+
+def _why_not(runs: Sequence[Summary]) -> Iterator[str]:
+    """Yield why the losses of runs cannot be compared."""
+    if len({(model.name, model.num_parameters) for run in runs for model in run.models}) > max(
+        len(run.models) for run in runs
+    ):
+        yield "their models differ"
+    if any(run.loss is None for run in runs):
+        yield "not every run has one"
+    if len({tuple(loss.optimizer for loss in run.losses) for run in runs}) > 1:
+        yield "their optimizers differ"
+    first = [abs(run.loss.first) for run in runs if run.loss]
+    if first and all(map(math.isfinite, first)) and max(first) > _SAME_LOSS * min(first):
+        begin = listed([number(run.loss.first) for run in runs if run.loss])
+        yield f"they begin at {begin}, so they are not the same loss"
+    lengths = {run.steps.num for run in runs}
+    if max(lengths) > (1 + ALIKE) * min(lengths):
+        yield f"the runs have {listed([count(run.steps.num) for run in runs])} steps"
+
+
+def _speed(runs: Sequence[Summary], names: Sequence[str]) -> str:
+    if not _is_one_machine(runs):
+        return "; their times cannot be compared"
+    times = [run.facts.seconds_per_step for run in runs]
+    known = [time for time in times if time]
+    if len(known) < len(runs):
+        return ""
+    if max(known) <= (1 + ALIKE) * min(known):
+        return "; their steps take as long"
+    fastest = times.index(min(known))
+    others = [n for n in range(len(runs)) if n != fastest]
+    spread = [run.facts.seconds_quartiles for run in runs]
+    took = listed([f"{seconds(times[n])}{_between(spread[n])}" for n in (fastest, *others)])
+    own, rest = spread[fastest], [spread[n] for n in others]
+    is_clear = own is not None and all(each is not None and each[0] > own[1] for each in rest)
+    if not is_clear:
+        order = listed([names[n] for n in (fastest, *others)])
+        return f"; the times of a step overlap ({order}: {took}, with quartiles)"
+    return f"; a step of {names[fastest]} was the fastest in these runs ({took}, with quartiles)"
+
+
+def _between(quartiles: tuple[float, float] | None) -> str:
+    return "" if quartiles is None else f" ({seconds(quartiles[0])} to {seconds(quartiles[1])})"
+
+
+def _is_one_machine(runs: Sequence[Summary]) -> bool:
+    return len({(run.facts.device, run.facts.machine, run.facts.world_size) for run in runs}) == 1
+
+
+# --- numbers and layers ---------------------------------------------------------------------------
+
+
+def _entries(runs: Sequence[Summary], why_not: Sequence[str]) -> Iterator[ComparedNumber]:
+    """Yield the numbers that any run has, with a loss per optimizer if these differ."""
+    are_good = not any(map(_has_failed, runs))
+    can = {
+        "": False,
+        "health": True,
+        "loss": are_good and not why_not,
+        "time": are_good and _is_one_machine(runs),
+    }
+    head, *rest = _NUMBERS
+    yield from _compared(head.name, head, [run.at(head.key) for run in runs], False)
+    optimizers = dict.fromkeys(loss.optimizer for run in runs for loss in run.losses)
+    for name in optimizers:
+        curves = [next((x.curve for x in run.losses if x.optimizer == name), None) for run in runs]
+        for each in _LOSSES:
+            values = [None if curve is None else getattr(curve, each.key) for curve in curves]
+            yield from _compared(f"{each.name} of {name}", each, values, False)
+    for each in () if optimizers else _LOSSES:
+        yield from _compared(each.name, each, [r.at(f"loss.{each.key}") for r in runs], can["loss"])
+    for each in rest:
+        yield from _compared(each.name, each, [run.at(each.key) for run in runs], can[each.of])
+
+
+def _compared(
+    name: str, what: _Number, values: Sequence[Any], is_less_better: bool
+) -> Iterator[ComparedNumber]:
+    known = [value for value in values if value is not None]
+    if not known:
+        return
+    all_known = len(known) == len(values)
+    difference = ""
+    if all_known and len(values) == 2:
+        difference = _difference(values[0], values[1], what.text)
+    yield ComparedNumber(
+        name,
+        texts=tuple(NONE if value is None else what.text(value) for value in values),
+        values=tuple(values),
+        difference=difference,
+        best=_best(what, values) if is_less_better and all_known else None,
+    )
+
+
+def _best(what: _Number, values: Sequence[Any]) -> int | None:
+    """Return the index of the smallest number, if the difference is large enough to matter."""
+    low, *others = sorted(values)
+    enough = NOTABLE if what.text is percent else ALIKE * abs(others[-1])
+    is_single = low < others[0]
+    return values.index(low) if is_single and others[-1] - low >= enough else None
+
+
+def _difference(first: float, second: float, text: Callable[[Any], str]) -> str:
+    difference = first - second
+    if difference == 0:
+        return "0"
+    if text is power and second:
+        return f"x {power(first / second)}"
+    return ("+" if difference > 0 else "-" if difference < 0 else "") + text(abs(difference))
+
+
+def _distance(layers: Sequence[Layer | None]) -> float:
+    """Return how different a layer is; 1 % more lost, or 1 bit of headroom, counts as 1."""
+    known = [layer for layer in layers if layer is not None]
+    return max((_distance_of(known[0], other) for other in known[1:]), default=0.0)
+
+
+def _distance_of(first: Layer, second: Layer) -> float:
+    distance = 100 * abs(first.share_lost - second.share_lost)
+    if first.share_lost_updates is not None and second.share_lost_updates is not None:
+        distance += 100 * abs(first.share_lost_updates - second.share_lost_updates)
+    is_alike = first.format == second.format
+    if is_alike and first.headroom is not None and second.headroom is not None:
+        distance += abs(first.headroom - second.headroom)
+    return distance
+
+
+# --- policies and versions ------------------------------------------------------------------------
+
+
+def _policy_difference(mine: PolicySeen | None, its: PolicySeen | None) -> str:
+    if (mine and mine.text) == (its and its.text):
+        return ""
+    if mine is not None and its is not None:
+        from halfstep._autocast import Policy  # imports PyTorch, which few reports need
+
+        with suppress(ValueError):  # rules of another version: compare the texts
+            return str(Policy.parse(its.text).diff(Policy.parse(mine.text)))
+    old, new = (seen.text if seen else "no policy" for seen in (its, mine))
+    return f"- {old}\n+ {new}"
+
+
+def _versions(runs: Sequence[Summary]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    facts = [_facts(run) for run in runs]
+    for name in facts[0]:
+        texts = tuple(fact[name] for fact in facts)
+        if len(set(texts)) > 1:
+            yield name, texts
+
+
+def _facts(summary: Summary) -> dict[str, str]:
+    facts, policy = summary.facts, summary.policy
+    return {
+        "halfstep": facts.halfstep,
+        "torch": facts.torch,
+        "python": facts.python,
+        "device": facts.device,
+        "machine": facts.machine,
+        "cores": str(facts.cores),
+        "processes": str(facts.world_size),
+        "command": " ".join(facts.command),
+        "samples every": str(facts.every),
+        "lower precision": policy.dtype if policy else NONE,
+        "policy": policy.text if policy else NONE,
+        "scaler": "yes" if summary.has_scaler else "no",
+        "models": ", ".join(model.name for model in summary.models),
+        "ended": facts.error or facts.state,
+    }

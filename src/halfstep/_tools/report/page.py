@@ -1,0 +1,261 @@
+"""The report as one self-contained HTML page that needs neither a network nor JavaScript."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import cache, partial
+from importlib.resources import files
+from pathlib import PurePath
+from typing import Any, NamedTuple, TypeAlias
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+import halfstep
+from halfstep._common import numbers
+from halfstep._common.json import to_plain
+from halfstep._common.numbers import count, number, percent, power, seconds
+from halfstep._common.text import SEVERITIES, Severity
+from halfstep._numerics.formats import FORMATS
+from halfstep._tools.record.run import Run, Step
+from halfstep._tools.report.about_diagnoses import when
+from halfstep._tools.report.compare_runs import RunComparison
+from halfstep._tools.report.drawing import FIRST_LEVEL, NOT_FINITE, css, dots
+from halfstep._tools.report.page_curves import curves
+from halfstep._tools.report.page_heat import HEADROOM, LOST, Heat, heat
+from halfstep._tools.report.page_tables import (
+    KIND_TITLES,
+    format_limits,
+    layer_table,
+    precision_map,
+)
+from halfstep._tools.report.summarize import Beginning, beginnings
+from halfstep._tools.report.summary import GradientTotals, Summary
+from halfstep._tools.report.text import FOLLOWED, sentences
+from halfstep._tools.trace.rows import short
+
+MOST_SKIPS = 200
+
+_Line: TypeAlias = tuple[str, Callable[[Any], str], *tuple[str, ...]]
+"""A text with gaps, the format of the numbers in it, and their keys in a summary."""
+
+SEVERITY_WORDS: dict[Severity, tuple[str, str]] = {
+    "good": ("Good", "nothing to worry about"),
+    "notice": ("Note", "fine, with notes"),
+    "warning": ("Warning", "something to check"),
+    "bad": ("Problem", "something is wrong"),
+}
+"""By severity, the label of a sentence, and the verdict on a run in which it is the worst."""
+EVIDENCE = {
+    "diagnoses": "the diagnosis",
+    "machine": "the run",
+    "policy": "the policy",
+    "skips": "the skipped steps",
+    "steps": "the curves",
+}
+"""The texts of links from a sentence to a part of the page; other links lead to a layer."""
+
+
+def render(summary: Summary, run: Run) -> str:
+    """Return the page of a run, with numbers from the summary and drawings from the run."""
+    said = sentences(summary)
+    worst = min((sentence.severity for sentence in said), key=SEVERITIES.index)
+    maps = heat(summary, run)
+    table = layer_table(summary) if summary.layers else None
+    return _render(
+        "page.html.jinja",
+        summary=summary,
+        sentences=said,
+        severity=worst,
+        verdict=SEVERITY_WORDS[worst][1],
+        script_name=_script_name(summary),
+        command=shlex.join(summary.facts.command),
+        places=[(when(place, summary), str(place.diagnosis)) for place in summary.bad_places],
+        tiles=tiles(summary),
+        figure=partial(figure, summary),
+        curves=curves({"": run.steps}),
+        heat=maps,
+        heat_data=_heat_data(maps) if maps else None,
+        not_finite_colour=css(HEADROOM.colours[NOT_FINITE]),
+        dots=dots,
+        table=table,
+        limits=format_limits(table.axis) if table else (),
+        formats=list(FORMATS),
+        kinds=[kind for kind in KIND_TITLES if summary.of_kind(kind)],
+        precision=precision_map(run.trace) if run.trace else None,
+        dtype_class=lambda dtype: _DTYPE_CLASSES.get(dtype, "p5"),
+        skipped=_skipped(run),
+        num_skipped=len(run.skipped),
+    )
+
+
+def render_comparison(comparison: RunComparison, runs: Sequence[Run]) -> str:
+    """Return the page that compares runs."""
+    return _render(
+        "comparison.html.jinja",
+        comparison=comparison,
+        names=comparison.names,
+        runs=list(zip(comparison.names, comparison.runs, strict=True)),
+        curves=curves({n: r.steps for n, r in zip(comparison.names, runs, strict=True)}),
+        value=value_tag,
+    )
+
+
+def _render(template: str, **values: Any) -> str:
+    return _environment().get_template(template).render(**values)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("halfstep._tools.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(
+        css=_compact("page.css"),
+        script=_compact("page.js"),
+        version=halfstep.__version__,
+        n=numbers,
+        severity_words=SEVERITY_WORDS,
+        evidence=EVIDENCE,
+        kind_titles=KIND_TITLES,
+        followed=FOLLOWED,
+        island=_island,
+    )
+    environment.filters.update(short=short, date=_date)
+    return environment
+
+
+def _compact(name: str) -> Markup:
+    """Return the CSS or JavaScript of a template, without comments and indentation."""
+    text = (files("halfstep._tools.report") / "templates" / name).read_text(encoding="utf-8")
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    return Markup("\n".join(line.strip() for line in text.splitlines() if line.strip()))
+
+
+def _island(data: Any) -> Markup:
+    """Return data as JSON for a script tag, escaped so that it cannot close the tag."""
+    text = json.dumps(to_plain(data), allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def _script_name(summary: Summary) -> str:
+    command = summary.facts.command
+    return PurePath(command[0]).name if command and command[0] else "Recorded run"
+
+
+def _date(started: str) -> str:
+    try:
+        return datetime.fromisoformat(started).strftime("%Y-%m-%d %H:%M %Z").strip()
+    except ValueError:
+        return started
+
+
+_DTYPE_CLASSES = {"fp32": "p0", "fp16": "p1", "bf16": "p2", "casts": "p3", "fp64": "p4"}
+
+
+def _heat_data(maps: Heat) -> dict[str, Any]:
+    return {
+        "columns": maps.columns,
+        "maps": [
+            {
+                "title": levels.title,
+                "labels": levels.labels,
+                "colours": [css(colour)[1:] for colour in levels.colours[FIRST_LEVEL:]],
+            }
+            for levels in (HEADROOM, LOST)
+        ],
+    }
+
+
+def _skipped(run: Run) -> list[tuple[Step, Beginning | None]]:
+    """Return the first skipped steps, each with the gradients that were inf or NaN if known."""
+    began = beginnings(run)
+    skipped = run.skipped[:MOST_SKIPS]
+    return [(step, began.get((step.step, step.optimizer))) for step in skipped]
+
+
+# --- figures at the top, tagged with their keys in the JSON ---------------------------------------
+
+
+def value_tag(key: str, value: Any, text: str) -> Markup:
+    """Return a text tagged with its exact value as JSON and with the key of that value."""
+    exact = json.dumps(to_plain(value), allow_nan=False)
+    return Markup('<data data-key="{}" value="{}">{}</data>').format(key, exact, text)
+
+
+def figure(summary: Summary, key: str, form: Callable[[Any], str] = count) -> Markup:
+    """Return the tagged number for a key such as ``"steps.num_skipped"``."""
+    value = summary.at(key)
+    return value_tag(key, value, form(value))
+
+
+class Tile(NamedTuple):
+    """One figure, with lines of details."""
+
+    title: str
+    figure: Markup
+    lines: list[Markup]
+
+
+def tiles(summary: Summary) -> list[Tile]:
+    """Return the most important figures of a run."""
+    found: list[Tile] = []
+
+    def add(title: str, key: str, form: Callable[[Any], str], *lines: _Line | None) -> None:
+        """Add a tile, unless its number is None; leave out lines with unknown numbers."""
+        if summary.at(key) is None:
+            return
+        shown = [
+            Markup(text).format(*(figure(summary, place, its_form) for place in places))
+            for text, its_form, *places in filter(None, lines)
+            if all(summary.at(place) is not None for place in places)
+        ]
+        found.append(Tile(title, figure(summary, key, form), shown))
+
+    steps, recent = summary.steps, "{} in the last 20"
+    add("Steps", "steps.num", count, ("{} taken", count, "steps.num_taken"))
+    add(
+        "Skipped",
+        "steps.num_skipped",
+        count,
+        ("{} of all", percent, "steps.share_skipped"),
+        ("{} at the start", count, "steps.num_start_up") if steps.num_start_up else None,
+        ("{} after growth", count, "steps.num_after_growth") if steps.num_after_growth else None,
+        ("{} other", count, "steps.num_skipped_later") if steps.num_by_scaling else None,
+    )
+    add("Last scale", "scale.last", power, ("from {} to {}", power, "scale.min", "scale.max"))
+    for name, key in summary.loss_keys.items():
+        add(f"Last {name}", f"{key}.last", number, (recent, number, f"{key}.recent"))
+    add("Last gradient norm", "norm.last", number, (recent, number, "norm.recent"))
+    add(
+        "Gradients underflow" if summary.can_underflow else summary.underflow_verb.capitalize(),
+        "gradients.share_lost",
+        percent,
+        ("at scale {}", power, "gradients.scale"),
+        _window(summary.gradients) if summary.lower == "fp16" else None,
+    )
+    add("Lost updates", "lost_updates.recent", percent, ("at most {}", percent, "lost_updates.max"))
+    add("Time per step", "facts.seconds_per_step", seconds)
+    return found
+
+
+def _window(gradients: GradientTotals | None) -> _Line | None:
+    if gradients is None or gradients.window.is_empty:
+        return None
+    if gradients.window.largest is None:
+        return "none lost at {} or more", power, "gradients.window.smallest"
+    places = ("gradients.window.smallest", "gradients.window.largest")
+    return "none lost at {} to {}", power, *places

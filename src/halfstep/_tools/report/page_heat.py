@@ -1,0 +1,320 @@
+"""Heat maps of layers by sampled steps: headroom and losses to underflow."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from halfstep._common.numbers import bits, count, percent
+from halfstep._tools.record.run import Kind, Run
+from halfstep._tools.report.drawing import (
+    FIRST_LEVEL,
+    NO_VALUE,
+    NOT_FINITE,
+    Colour,
+    Tick,
+    css,
+    data_uri,
+    palette,
+    png,
+    round_numbers,
+)
+from halfstep._tools.report.layers import sampled
+from halfstep._tools.report.page_tables import KIND_TITLES, badness
+from halfstep._tools.report.summary import NOTABLE, Layer, Summary
+from halfstep._tools.trace.rows import grouped
+
+MOST_COLUMNS, MOST_CELLS = 240, 160_000
+LABEL_HEIGHT, LABEL_LETTERS = 12, 24
+
+
+class HeatRow(NamedTuple):
+    """One layer of a heat map: name and worst values, and index in the summary."""
+
+    title: str
+    number: int
+
+
+class HeatMap(NamedTuple):
+    """One picture.
+
+    Attributes:
+        levels: The meaning of its colours.
+        image: The picture as a data URI, with one pixel per cell.
+        not_finite: The centre of the first cell with NaN or inf in each such row, in cells.
+    """
+
+    levels: Levels
+    image: str
+    not_finite: list[tuple[float, float]]
+
+
+class Tab(NamedTuple):
+    """The maps of one kind of tensor: headroom and underflow.
+
+    Attributes:
+        rows: The layers, from top to bottom.
+        row_height: The height of a row in pixels.
+        labels: The centre in pixels, text and full name of each row with room for a label.
+        num_troubled: The number of layers with inf or NaN, no headroom, or notable underflow.
+    """
+
+    kind: Kind
+    rows: list[HeatRow]
+    row_height: int
+    labels: list[tuple[float, str, str]]
+    maps: list[HeatMap]
+    num_troubled: int
+
+
+class Heat(NamedTuple):
+    """All maps, with a tab for each kind of tensor.
+
+    Attributes:
+        opened: The tab that is open at first: the one with the worst layer.
+        columns: The first and last step of each column.
+    """
+
+    tabs: list[Tab]
+    opened: Kind
+    columns: list[tuple[int, int]]
+    ticks: list[Tick]
+    num_samples: int
+
+
+def heat(summary: Summary, run: Run) -> Heat | None:
+    """Return the maps of a run; None if nothing was sampled."""
+    if not summary.layers:
+        return None
+    num_samples = len(run.samples)
+    num = min(num_samples, MOST_COLUMNS, max(60, MOST_CELLS // len(summary.layers)))
+    column_of = [index * num // num_samples for index in range(num_samples)]
+    by_column = grouped(range(num_samples), column_of.__getitem__).values()
+    columns = [(run.samples[each[0]].step, run.samples[each[-1]].step) for each in by_column]
+    cells = _cells(run, column_of, summary)
+    tabs = [_tab(kind, summary, cells, num) for kind in KIND_TITLES if summary.of_kind(kind)]
+    troubled = [layer for layer in summary.layers if _is_troubled(layer, summary)]
+    opened = min(troubled, key=badness).kind if troubled else tabs[0].kind
+    return Heat(tabs, opened, columns, ticks_of(columns), num_samples)
+
+
+def _is_troubled(layer: Layer, summary: Summary) -> bool:
+    """Return whether a layer had inf or NaN, no headroom, or notable underflow.
+
+    The inf and NaN of steps that dynamic scaling skipped are normal.
+    """
+    steps = summary.steps
+    is_odd = layer.non_finite_step not in (None, *steps.start_up, *steps.after_growth)
+    is_outside = layer.headroom is not None and layer.headroom < 0
+    return is_odd or is_outside or layer.share_lost >= NOTABLE
+
+
+def ticks_of(columns: Sequence[tuple[int, int]]) -> list[Tick]:
+    """Return the ticks of the axis: the first column and round step numbers."""
+    found = {0: columns[0][0]}
+    for step in round_numbers(columns[0][0], columns[-1][1], 5, smallest=1):
+        column = next(c for c, (_, last) in enumerate(columns) if last >= step)
+        found.setdefault(column, max(round(step), columns[column][0]))
+    places = sorted(found)
+    if len(places) > 1 and places[1] < 0.08 * len(columns):
+        del found[0]  # no room for both labels
+    return [(100 * (c + 0.5) / len(columns), f"{step:,}") for c, step in sorted(found.items())]
+
+
+# --- cells ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Cell:
+    """The worst values of one layer in the samples of one column."""
+
+    headroom: float | None = None
+    share_lost: float = 0.0
+    is_finite: bool = True
+
+
+_Cells: TypeAlias = Mapping[tuple[Kind, str], Mapping[int, _Cell]]
+
+
+def _cells(run: Run, column_of: Sequence[int], summary: Summary) -> _Cells:
+    found: _Cells = defaultdict(lambda: defaultdict(_Cell))
+    for column, sample in zip(column_of, run.samples, strict=True):
+        for each in sampled(sample, summary.policies):
+            cell = found[each.measured.kind, each.measured.name][column]
+            cell.is_finite &= not (each.measured.nan or each.measured.inf)
+            cell.share_lost = max(cell.share_lost, each.share_lost)
+            headroom = each.headroom
+            if headroom is not None:
+                cell.headroom = min(headroom, math.inf if cell.headroom is None else cell.headroom)
+    return found
+
+
+def _tab(kind: Kind, summary: Summary, cells: _Cells, num_columns: int) -> Tab:
+    layers = summary.of_kind(kind)
+    numbers = [n for n, layer in enumerate(summary.layers) if layer.kind == kind]
+    row_height = max(3, min(16, 720 // len(layers)))
+    of_layers = [cells[kind, layer.name] for layer in layers]
+    maps = [
+        _map(HEADROOM, of_layers, num_columns, lambda cell: cell.headroom),
+        _map(LOST, of_layers, num_columns, lambda cell: cell.share_lost),
+    ]
+    names = [layer.name for layer in layers]
+    return Tab(
+        kind,
+        [HeatRow(_title(layer), number) for number, layer in zip(numbers, layers, strict=True)],
+        row_height,
+        [
+            ((index + 0.5) * row_height, _short(names[index]), names[index])
+            for index in labelled(names, row_height)
+        ],
+        maps,
+        sum(_is_troubled(layer, summary) for layer in layers),
+    )
+
+
+def _map(
+    levels: Levels,
+    rows: Iterable[Mapping[int, _Cell]],
+    num_columns: int,
+    value_of: Callable[[_Cell], float | None],
+) -> HeatMap:
+    lines: list[bytes] = []
+    not_finite: list[tuple[float, float]] = []
+    for number, row in enumerate(rows):
+        line = bytearray([NO_VALUE]) * num_columns
+        for column, cell in row.items():
+            value = value_of(cell)
+            if not cell.is_finite:
+                line[column] = NOT_FINITE
+            elif value is not None:
+                line[column] = FIRST_LEVEL + levels.level(value)
+        lines.append(bytes(line))
+        if NOT_FINITE in line:
+            not_finite.append((line.index(NOT_FINITE) + 0.5, number + 0.5))
+    return HeatMap(levels, data_uri(png(lines, levels.colours)), not_finite)
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def _title(layer: Layer) -> str:
+    pieces = [layer.name or "(the model)"]
+    if layer.headroom is not None:
+        pieces.append(f"least headroom {bits(layer.headroom)} at step {layer.headroom_step:,}")
+    if layer.share_lost:
+        worst = percent(layer.share_lost_worst)
+        most = f"at most {worst}, at step {layer.share_lost_step:,}"
+        pieces.append(f"underflow {percent(layer.share_lost)}, {most}")
+    if layer.nan or layer.inf:
+        pieces.append(f"{count(layer.nan)} NaN, {count(layer.inf)} inf")
+    return "\n".join(pieces)
+
+
+def labelled(names: Sequence[str], row_height: int) -> list[int]:
+    """Return the rows with a label: labels do not overlap, and starts of groups come first."""
+    apart = math.ceil(LABEL_HEIGHT / row_height)
+    by_weight = sorted(range(len(names)), key=lambda i: (_depth_of_change(names, i), i))
+    taken: set[int] = set()
+    for index in by_weight:
+        if all(near not in taken for near in range(index - apart + 1, index + apart)):
+            taken.add(index)
+    return sorted(taken)
+
+
+def _depth_of_change(names: Sequence[str], index: int) -> int:
+    """Return the number of leading path parts that a name shares with the one before it."""
+    if index == 0:
+        return 0
+    before, here = names[index - 1].split("."), names[index].split(".")
+    pairs = enumerate(zip(before, here, strict=False))
+    return next((depth for depth, (a, b) in pairs if a != b), min(len(before), len(here)))
+
+
+def _short(name: str) -> str:
+    """Return the end of a path that fits into a label."""
+    name = name or "(the model)"
+    if len(name) <= LABEL_LETTERS:
+        return name
+    end = name[1 - LABEL_LETTERS :]
+    return "…" + (end.partition(".")[2] or end)
+
+
+# --- colours and their meaning --------------------------------------------------------------------
+
+
+class Levels(NamedTuple):
+    """The meaning of the colours of a map.
+
+    Attributes:
+        colours: The palette.
+        labels: The tooltip of each level of the ramp.
+        ticks: The ticks of the colour bar.
+        level: A function from a value to its level.
+    """
+
+    title: str
+    colours: list[Colour]
+    labels: list[str]
+    ticks: list[Tick]
+    level: Callable[[float], int]
+
+    @property
+    def bar(self) -> str:
+        """The colour bar as a stepped CSS gradient."""
+        levels = self.colours[FIRST_LEVEL:]
+        stops = (
+            f"{css(c)} {100 * i / len(levels):.4g}% {100 * (i + 1) / len(levels):.4g}%"
+            for i, c in enumerate(levels)
+        )
+        return f"linear-gradient(90deg,{','.join(stops)})"
+
+
+_MOST_BITS = 20
+
+
+def _headroom_levels() -> Levels:
+    """Return levels of half a bit from 0 to 20 bits; bright means little headroom."""
+    num = 2 * _MOST_BITS + 1
+    colours = palette(num)
+    ends = {0: "0 bits or less", num - 1: f"{_MOST_BITS} bits or more"}
+    return Levels(
+        "Headroom",
+        colours[:FIRST_LEVEL] + colours[:1:-1],
+        [ends.get(level, f"about {level / 2:g} bits") for level in range(num)],
+        [(100 * (2 * at + 0.5) / num, f"{at}") for at in (0, 5, 10, 15, 20)],
+        lambda headroom: min(num - 1, max(0, round(2 * headroom))),
+    )
+
+
+_LOWEST_DECADE, _LEVELS_PER_DECADE = -5, 6
+
+
+def _lost_levels() -> Levels:
+    """Return levels for none and for 0.001 % to 100 %, six per decade; bright is bad."""
+    num = 2 - _LOWEST_DECADE * _LEVELS_PER_DECADE
+
+    def level(share: float) -> int:
+        if share == 0:
+            return 0
+        return max(1, num - 1 + round(math.log10(share) * _LEVELS_PER_DECADE))
+
+    def share_of(level: int) -> float:
+        return math.pow(10.0, (level - num + 1) / _LEVELS_PER_DECADE)
+
+    shares = [10.0**decade for decade in range(_LOWEST_DECADE + 1, 1)]
+    return Levels(
+        "Underflow",
+        palette(num),
+        ["none", *(f"about {percent(share_of(each))}" for each in range(1, num))],
+        [
+            (50 / num, "0"),
+            *((100 * (level(share) + 0.5) / num, f"{100 * share:g}") for share in shares),
+        ],
+        level,
+    )
+
+
+HEADROOM, LOST = _headroom_levels(), _lost_levels()

@@ -1,0 +1,259 @@
+"""Tables of the page: layers with histograms, and the precision map of the modules."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from halfstep._numerics.formats import FORMATS
+from halfstep._tools.record.run import Kind
+from halfstep._tools.report.drawing import Axis, Tick, bars
+from halfstep._tools.report.summary import NOTABLE, Layer, Summary
+from halfstep._tools.trace.recording import Recording
+from halfstep._tools.trace.rows import Row, grouped, short
+
+KIND_TITLES: dict[Kind, str] = {
+    "output": "Outputs",
+    "output_gradient": "Output gradients",
+    "parameter_gradient": "Parameter gradients",
+    "parameter": "Parameters",
+}
+
+MOST_HISTOGRAMS = 240
+HEIGHT = 26
+"""The height of a histogram, in pixels and in units."""
+
+_LOWEST, _HIGHEST = -72, 48
+"""The range of exponents; the bins at the ends include all beyond it."""
+_DECADES = 6
+
+
+class FormatWindow(NamedTuple):
+    """The range of a format on the axis of exponents, in units from the lower end.
+
+    Attributes:
+        flushed: The limit below which values become zero.
+        normal: The limit from which on values have full precision.
+        largest: The largest value of the format.
+        title: The limits in numbers.
+    """
+
+    name: str
+    flushed: float
+    normal: float
+    largest: float
+    title: str
+
+
+class Exponents(NamedTuple):
+    """The common axis of all histograms, from the lower end of the first bin to the last end."""
+
+    low: int
+    high: int
+    ticks: list[Tick]
+    windows: list[FormatWindow]
+
+    @property
+    def width(self) -> int:
+        """Number of bins."""
+        return self.high - self.low
+
+
+class LayerRow(NamedTuple):
+    """One line of the table: a layer, its index in the summary, and its histogram."""
+
+    number: int
+    layer: Layer
+    histogram: str | None
+
+
+class LayerTable(NamedTuple):
+    """The table of layers, the worst first; the first ones have a histogram."""
+
+    rows: list[LayerRow]
+    axis: Exponents
+    num_histograms: int
+
+
+def layer_table(summary: Summary) -> LayerTable:
+    """Return the table of layers."""
+    axis = exponents_of(summary.layers)
+    rows = []
+    num_histograms = 0
+    for index, layer in sorted(enumerate(summary.layers), key=lambda each: badness(each[1])):
+        path = None
+        if layer.histogram and num_histograms < MOST_HISTOGRAMS:
+            path = histogram(layer, axis)
+            num_histograms += 1
+        rows.append(LayerRow(index, layer, path))
+    return LayerTable(rows, axis, num_histograms)
+
+
+def badness(layer: Layer) -> tuple[float, ...]:
+    """Return a sort key that puts the worst layer first.
+
+    Layers with NaN come first, then those with inf, then those with values outside the format. The
+    rest are sorted by losses (underflow and updates), then by headroom; that of a float32 tensor,
+    in a format that it is not in, comes after. Parameters without notable losses of updates come
+    last, because their dtype does not change.
+    """
+    headroom = math.inf if layer.headroom is None else layer.headroom
+    lost = (layer.share_lost_updates or 0.0) if layer.is_low_weight else 0.0
+    is_moving = layer.kind == "parameter" and lost < NOTABLE
+    return (
+        -float(layer.nan > 0),
+        -float(layer.inf > 0),
+        -float(headroom < 0 and not layer.is_hypothetical),
+        float(is_moving),
+        -round(max(layer.share_lost, 0.0 if is_moving else lost), 6),
+        float(layer.is_hypothetical),
+        headroom,
+    )
+
+
+# --- histograms -----------------------------------------------------------------------------------
+
+
+def exponents_of(layers: Iterable[Layer]) -> Exponents:
+    """Return an axis that spans all histograms and the range of fp16, within limits."""
+    seen = [exponent for layer in layers for exponent in layer.histogram]
+    low = max(_LOWEST, min([*seen, -25]) - 2)
+    high = min(_HIGHEST, max([*seen, 16]) + 2)
+    tens = [exponent for exponent in range(low, high + 1) if exponent % 10 == 0]
+    ticks = Axis(low, high).ticks(tens, str)
+    return Exponents(low, high, ticks, [_window(name, low, high) for name in FORMATS])
+
+
+def _window(name: str, low: int, high: int) -> FormatWindow:
+    def place(value: float) -> float:
+        return round(min(high, max(low, math.log2(value))) - low, 2)
+
+    format = FORMATS[name]
+    smallest = math.log2(format.smallest_subnormal)
+    return FormatWindow(
+        name,
+        place(format.flushed_below),
+        place(format.smallest_normal),
+        place(format.largest),
+        f"{name}: smallest subnormal 2^{smallest:g}, smallest normal "
+        f"2^{math.log2(format.smallest_normal):g}, largest {format.largest:.6g}",
+    )
+
+
+def histogram(layer: Layer, axis: Exponents) -> str:
+    """Return the outline of a histogram; heights are logarithmic in the share of entries."""
+    counts = [0] * axis.width
+    for exponent, count in layer.histogram.items():
+        # Bin e ends at 2^e, so it lies left of e.
+        counts[min(axis.width - 1, max(0, exponent - 1 - axis.low))] += count
+    total = sum(counts)
+    heights = [_height(count / total) for count in counts]
+    start = next(i for i, height in enumerate(heights) if height)
+    end = len(heights) - next(i for i, height in enumerate(reversed(heights)) if height)
+    return bars(heights[start:end], HEIGHT, start)
+
+
+def _height(share: float) -> int:
+    if share == 0:
+        return 0
+    return max(1, round((HEIGHT - 2) * (1 + math.log10(share) / _DECADES)))
+
+
+def format_limits(axis: Exponents) -> Sequence[float]:
+    """Return the limits of all formats for the thin lines in the histograms."""
+    places = {place for w in axis.windows for place in (w.flushed, w.normal, w.largest)}
+    return sorted(place for place in places if 0 < place < axis.width)
+
+
+# --- precision map --------------------------------------------------------------------------------
+
+
+MOST_MODULES = 40
+CASTS = "casts"
+
+
+class ModulePrecision(NamedTuple):
+    """The number and time of the ops of a module and its submodules, by dtype.
+
+    The name is a path, empty for all modules together. Casts are counted separately, as
+    ``"casts"``.
+    """
+
+    name: str
+    ops_by_dtype: Counter[str]
+    seconds_by_dtype: dict[str, float]
+
+    @property
+    def ops(self) -> int:
+        """The number of ops."""
+        return self.ops_by_dtype.total()
+
+    @property
+    def seconds(self) -> float:
+        """The time of all ops, in seconds."""
+        return sum(self.seconds_by_dtype.values())
+
+    def share_of_ops(self, dtype: str) -> float:
+        """Return the share of the ops that ran in a dtype."""
+        return self.ops_by_dtype[dtype] / max(1, self.ops)
+
+    def share_of_time(self, dtype: str) -> float:
+        """Return the share of the time that went into a dtype."""
+        return self.seconds_by_dtype.get(dtype, 0.0) / self.seconds if self.seconds else 0.0
+
+
+class PrecisionMap(NamedTuple):
+    """The whole map.
+
+    Attributes:
+        dtypes: All dtypes, the one with the most time first.
+        total: All modules together.
+        modules: The modules in the order in which they ran.
+        environment: Versions, device and policy of the trace.
+    """
+
+    dtypes: list[str]
+    total: ModulePrecision
+    modules: list[ModulePrecision]
+    environment: dict[str, str]
+
+
+def precision_map(trace: Recording) -> PrecisionMap:
+    """Return the ops and their time by module and dtype, from a trace."""
+    total = _precision("", trace.ops)
+    depth = _depth([row.module for row in trace.ops])
+    modules = grouped(trace.ops, lambda row: ".".join(row.module.split(".")[:depth]))
+    ops, seconds = total.ops_by_dtype, total.seconds_by_dtype
+    dtypes = sorted(dict.fromkeys((*ops, *seconds)), key=lambda d: (-seconds.get(d, 0.0), -ops[d]))
+    return PrecisionMap(
+        dtypes,
+        total,
+        [_precision(name, rows) for name, rows in modules.items()],
+        trace.environment,
+    )
+
+
+def _depth(paths: Sequence[str]) -> int:
+    """Return the largest path depth at which few enough modules remain."""
+    deepest = max((path.count(".") + 1 for path in paths), default=1)
+    for depth in range(deepest, 1, -1):
+        if len({".".join(path.split(".")[:depth]) for path in paths}) <= MOST_MODULES:
+            return depth
+    return 1
+
+
+def _precision(name: str, rows: Iterable[Row]) -> ModulePrecision:
+    ops: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for row in rows:
+        if row.cast_seconds or row.is_cast_only:
+            seconds[CASTS] += row.cast_seconds
+        if not row.is_cast_only:
+            dtype = short(row.compute)
+            ops[dtype] += 1
+            seconds[dtype] += row.seconds
+        if row.casts:
+            ops[CASTS] += len(row.casts)
+    return ModulePrecision(name, ops, seconds)

@@ -1,0 +1,479 @@
+"""Pure functions that summarize recorded runs."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise, takewhile
+from statistics import fmean, median, quantiles
+from typing import NamedTuple, TypeAlias
+
+from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.diagnose.skips import ENDLESS, ScaleSearch, Search, are_a_start, are_rare
+from halfstep._tools.record.run import Culprits, Measured, Note, PolicySeen, Run, Step
+from halfstep._tools.report.layers import layers_and_gradients, lower_of
+from halfstep._tools.report.summary import (
+    OTHER_CAUSES,
+    BadBuffers,
+    BadPlace,
+    Curve,
+    Facts,
+    ModelFacts,
+    OptimizerLoss,
+    Origin,
+    RuleActed,
+    ScaleCourse,
+    State,
+    StepCounts,
+    Summary,
+)
+from halfstep._tools.trace.rows import grouped
+
+RECENT = 20
+"""The number of steps that recent values average over."""
+_OVERFLOW, _STUCK = "overflow", "non-finite at any scale"  # values of halfstep.Reason
+_NUM_PARAMETERS = 20
+
+
+def summarize(run: Run) -> Summary:
+    """Return all numbers of a run."""
+    policies = _policies(run)
+    overflows = {
+        step.step: step.scale
+        for step in run.skipped
+        if step.reason == _OVERFLOW and step.scale is not None
+    }
+    layers, gradients = layers_and_gradients(run.samples, overflows, policies)
+    return Summary(
+        path=str(run.path),
+        facts=_facts(run),
+        models=tuple(
+            ModelFacts(model.name, model.parameters, len(model.modules), model.rank)
+            for model in run.models
+        ),
+        policies=policies,
+        rules=tuple(_rules(run)),
+        lower=lower_of(policies),
+        has_scaler=any(step.scale is not None for step in run.steps),
+        steps=_steps(run),
+        scale=_scale(run.steps, min(overflows.values(), default=None)),
+        loss=_loss(run.steps),
+        losses=_losses(run.steps),
+        norm=_curve({s.step: s.norm for s in run.steps if s.taken and s.norm is not None}),
+        lost_updates=_curve(
+            {s.step: s.share_lost_updates for s in run.steps if s.share_lost_updates is not None}
+        ),
+        origins=_origins(run),
+        buffers=_buffers(run),
+        bad_places=_bad_places(run),
+        sampled=tuple(sample.step for sample in run.samples),
+        have_weights_moved=_have_weights_moved(run),
+        layers=layers,
+        gradients=gradients,
+        notes=_notes(run),
+    )
+
+
+def _facts(run: Run) -> Facts:
+    header, distances = run.header, _distances(run.steps)
+    state: State = "ended" if run.has_ended else "no end"
+    return Facts(
+        halfstep=header.halfstep,
+        torch=header.torch,
+        python=header.python,
+        device=header.device or "unknown",
+        machine=header.machine or "unknown",
+        cores=header.cores,
+        command=header.command,
+        started=header.started,
+        duration=max((step.time for step in run.steps), default=0.0),
+        seconds_per_step=median(distances) if distances else None,
+        seconds_quartiles=_quartiles(distances),
+        every=header.every,
+        world_size=header.world_size or len(run.ranks),
+        ranks=run.ranks,
+        num_segments=run.num_segments,
+        state="failed" if run.error is not None else state,
+        error=run.error,
+        error_rank=run.error_rank,
+        without_end=run.without_end,
+        is_diagnosing=header.is_diagnosing,
+    )
+
+
+def _distances(steps: Iterable[Step]) -> list[float]:
+    """Return the seconds between steps."""
+    times = {step.step: step.time for step in steps}
+    return [after - before for before, after in pairwise(times.values())]
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
+    if len(values) < 4:
+        return None
+    low, _, high = quantiles(values, n=4)
+    return low, high
+
+
+def _policies(run: Run) -> tuple[PolicySeen, ...]:
+    """Return the policies in order, without repetitions due to restarts."""
+    by_policy = groupby(run.policies, lambda seen: (seen.device, seen.dtype, seen.text))
+    return tuple(next(alike) for _, alike in by_policy)
+
+
+def _rules(run: Run) -> Iterator[RuleActed]:
+    for rule in dict.fromkeys(rule for each in run.rules for rule in each.calls):
+        having = [each for each in run.rules if rule in each.calls]
+        calls = sum(each.calls[rule] for each in having)
+        yield RuleActed(rule, calls, len({each.step for each in having}))
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def _steps(run: Run) -> StepCounts:
+    iterations = [list(alike) for _, alike in groupby(run.steps, lambda step: step.step)]
+    skipped = [
+        (iteration[0].step, not all(step.taken for step in iteration)) for iteration in iterations
+    ]
+    scalers = _by_scaler(iterations, run.starts)
+    others = {each.step for each in run.diagnoses if each.diagnosis.verdict in OTHER_CAUSES}
+    kinds = [
+        (step, kind) for scaler in scalers for step, kind in _search(scaler) if step not in others
+    ]
+    start_up = tuple(step for step, kind in kinds if kind == "start")
+    after_growth = tuple(step for step, kind in kinds if kind == "growth")
+    if not are_a_start(len(start_up), len(iterations)):
+        start_up = ()
+    if not are_rare(len(after_growth), len(iterations)):
+        after_growth = ()
+    normal = {*start_up, *after_growth}
+    later = [is_skipped and step not in normal for step, is_skipped in skipped]
+    num, num_skipped = len(run.steps), len(run.skipped)
+    num_start_up = sum(step.step in start_up for step in run.skipped)
+    num_after_growth = sum(step.step in after_growth for step in run.skipped)
+    num_later = num_skipped - num_start_up - num_after_growth
+    at_end = takewhile(lambda each: each[1], reversed(skipped))
+    return StepCounts(
+        num=num,
+        num_taken=num - num_skipped,
+        num_skipped=num_skipped,
+        share_skipped=num_skipped / num if num else 0.0,
+        reasons=dict(Counter(str(step.reason) for step in run.skipped).most_common()),
+        skipped=tuple(step for step, is_skipped in skipped if is_skipped),
+        start_up=start_up,
+        after_growth=after_growth,
+        unclear=tuple(step for step in _with_nan_only(run, iterations) if step in normal),
+        ranks=tuple(sorted({s.rank for s in run.skipped if s.rank is not None})),
+        num_start_up=num_start_up,
+        num_after_growth=num_after_growth,
+        num_skipped_later=num_later,
+        share_skipped_later=num_later / num if num else 0.0,
+        longest_in_a_row=max((sum(alike) for _, alike in groupby(later)), default=0),
+        skipped_at_end=len(list(at_end)),
+    )
+
+
+def _with_nan_only(run: Run, iterations: Sequence[Sequence[Step]]) -> Iterator[int]:
+    """Yield skipped iterations with NaN but no inf in the gradients, right before a taken one.
+
+    At a scale far too large, inf - inf turns everything into NaN. At a scale slightly too large,
+    the first bad entries are inf. Diagnosed iterations are left out.
+    """
+    diagnosed = {each.step for each in run.diagnoses}
+    bad = grouped(run.culprits, lambda each: each.step)
+    for skipped, taken in pairwise(iterations):
+        found = [] if skipped[0].step in diagnosed else bad.get(skipped[0].step, [])
+        has_nan_only = any(x.num_nan for x in found) and not any(x.num_inf for x in found)
+        is_right_above = all(step.taken for step in taken) and not _is_probe(taken)
+        if has_nan_only and is_right_above:
+            yield skipped[0].step
+
+
+def _is_probe(taken: Sequence[Step]) -> bool:
+    """Return whether steps were a probe at a far lower scale, which then more than doubled."""
+    scale, after = taken[-1].scale or 1.0, taken[-1].scale_after or 1.0
+    return after > 2 * scale
+
+
+def _by_scaler(
+    iterations: Iterable[list[Step]], starts: Sequence[int]
+) -> Iterable[list[list[Step]]]:
+    """Return the iterations by scaler; a restart that does not load the old state has a new one."""
+    found: list[list[list[Step]]] = []
+    for _, alike in groupby(iterations, lambda each: bisect_right(starts, each[0].step)):
+        segment = list(alike)
+        if found and segment[0][0].scale == found[-1][-1][-1].scale_after:
+            found[-1] += segment
+        else:
+            found.append(segment)
+    return found
+
+
+def _search(iterations: Iterable[list[Step]]) -> list[tuple[int, Search]]:
+    """Return the iterations by which dynamic scaling searched for the largest usable scale.
+
+    Unending skips are not a start, unless they are few: the run may have been too short.
+    """
+    search = ScaleSearch()
+    found: list[tuple[int, Search]] = []
+    for iteration in iterations:
+        scales = [step.scale for step in iteration if step.scale is not None]
+        skipped = [step for step in iteration if not step.taken]
+        kind = search.kind_of(
+            scales[-1] if scales else None,
+            (skipped[-1].scale_after or 0.0) if skipped else 0.0,
+            is_taken=not skipped,
+            is_overflow=all(step.reason == _OVERFLOW for step in skipped),
+        )
+        if kind is not None:
+            found.append((iteration[0].step, kind))
+    is_endless = search.is_starting and not search.taken_in_a_row and len(found) >= ENDLESS
+    return [] if is_endless else found
+
+
+def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | None:
+    scaled = [(step, step.scale) for step in steps if step.scale is not None]
+    if not scaled:
+        return None
+    last_step, before_last = scaled[-1]
+    last = before_last if last_step.scale_after is None else last_step.scale_after
+    # Each optimizer may have its own scaler.
+    by_optimizer: dict[str, dict[int, tuple[float, bool]]] = {}
+    for step, scale in scaled:
+        by_optimizer.setdefault(step.optimizer, {})[step.step] = scale, step.taken
+    kept = [x for used in by_optimizer.values() for x in _without_probes([*used.values()])]
+    seen = [scale for _, scale in scaled]
+    return ScaleCourse(
+        first=seen[0],
+        last=last,
+        before_last=before_last,
+        min=min(*kept, last),
+        max=max(*seen, last),
+        overflowed_at=overflowed_at,
+        stuck=tuple(dict.fromkeys(step.step for step, _ in scaled if _is_stuck(step))),
+    )
+
+
+def _is_stuck(step: Step) -> bool:
+    """Return whether gradients were bad at the smallest scale, not the loss, as with a guard."""
+    return step.reason == _STUCK and (step.loss is None or math.isfinite(step.loss))
+
+
+def _without_probes(used: Sequence[tuple[float, bool]]) -> Iterator[float]:
+    """Yield all scales except probes, which are lower for a single iteration after a skip.
+
+    ``used`` contains the scale of each iteration, and whether its step was taken.
+    """
+    for index, (scale, _) in enumerate(used):
+        before, was_taken = used[max(index - 1, 0)]
+        after, _ = used[min(index + 1, len(used) - 1)]
+        if was_taken or not before > scale < after:
+            yield scale
+
+
+def _loss(steps: Iterable[Step]) -> Curve | None:
+    seen = [(step, step.loss) for step in steps if step.loss is not None]
+    curve = _curve({step.step: loss for step, loss in seen})
+    if curve is None or curve.first_non_finite is None:
+        return curve
+    ranks = {n for s, _ in seen if s.step == curve.first_non_finite for n in s.bad_losses}
+    return replace(curve, ranks=tuple(sorted(ranks)))
+
+
+def _losses(steps: Sequence[Step]) -> tuple[OptimizerLoss, ...]:
+    """Return the loss of each optimizer, empty if all have the same loss."""
+    tracks = [track for track in tracks_of("", steps) if any(s.loss is not None for s in track[1])]
+    series = [[str(step.loss) for step in track.steps] for track in tracks]
+    if all(a == b for other in series[1:] for a, b in zip(series[0], other, strict=False)):
+        return ()
+    curves = ((track.name, _loss(track.steps)) for track in tracks)
+    return tuple(OptimizerLoss(name, curve) for name, curve in curves if curve is not None)
+
+
+def _curve(values: Mapping[int, float]) -> Curve | None:
+    if not values:
+        return None
+    seen = list(values.values())
+    finite = [x for x in seen if math.isfinite(x)]
+    recent = [x for x in seen[-RECENT:] if math.isfinite(x)]
+    bad = [step for step, x in values.items() if not math.isfinite(x)]
+    return Curve(
+        first=seen[0],
+        last=seen[-1],
+        recent=fmean(recent) if recent else None,
+        early_max=max(filter(math.isfinite, seen[:RECENT]), default=None)
+        if len(seen) >= 2 * RECENT
+        else None,
+        min=min(finite, default=None),
+        max=max(finite, default=None),
+        first_non_finite=bad[0] if bad else None,
+        first_bad=values[bad[0]] if bad else None,
+        num_non_finite=len(bad),
+    )
+
+
+def _have_weights_moved(run: Run) -> bool | None:
+    """Return whether a weight has other statistics in a later sample, None without two samples."""
+    taken = [step.step for step in run.steps if step.taken]
+    first: dict[str, tuple[int, Measured]] = {}
+    is_known = False
+    for sample in run.samples:
+        for tensor in sample.tensors:
+            if tensor.kind != "parameter":
+                continue
+            at, before = first.setdefault(tensor.name, (sample.step, tensor))
+            # What a sample shows of a weight is its value before the step.
+            is_known |= any(at <= step < sample.step for step in taken)
+            if _values(tensor) != _values(before):
+                return True
+    return False if is_known else None
+
+
+def _values(weight: Measured) -> tuple[object, ...]:
+    return weight.amax, weight.amin, weight.zeros, weight.nan, weight.inf, weight.histogram
+
+
+# --- where skips began, notes ---------------------------------------------------------------------
+
+
+def _origins(run: Run) -> tuple[Origin, ...]:
+    found = grouped(beginnings(run).values(), lambda each: each.culprits.began_in)
+    origins = []
+    for module, alike in found.items():
+        steps = tuple(dict.fromkeys(each.culprits.step for each in alike))
+        parameters = dict.fromkeys(name for each in alike for name in each.culprits.parameters)
+        ranks = sorted({rank for each in alike for rank in each.ranks})
+        names = tuple(parameters)[:_NUM_PARAMETERS]
+        origins.append(Origin(module, len(steps), steps, names, tuple(ranks)))
+    return tuple(sorted(origins, key=lambda origin: -origin.num))
+
+
+def _buffers(run: Run) -> BadBuffers | None:
+    by_rank = grouped(run.buffers, lambda each: each.rank)
+    ends = (list(takewhile(lambda each: each.names, reversed(seen))) for seen in by_rank.values())
+    left = [end for end in ends if end]
+    if not left:
+        return None
+    return BadBuffers(
+        names=tuple(dict.fromkeys(name for last, *_ in left for name in last.names)),
+        num=left[0][0].num_buffers,
+        step=min(end[-1].step for end in left),
+        ranks=tuple(sorted(end[0].rank for end in left)),
+    )
+
+
+def _bad_places(run: Run) -> tuple[BadPlace, ...]:
+    seen = [
+        (each.step, one)
+        for each in run.diagnoses
+        for one in (each.diagnosis, *each.diagnosis.others)
+        if one is each.diagnosis or one.verdict != "none"
+    ]
+    return tuple(
+        BadPlace(
+            steps=tuple(sorted({step for step, _ in alike})),
+            ranks=tuple(sorted({one.rank for _, one in alike})),
+            diagnosis=alike[0][1],
+        )
+        for alike in grouped(seen, lambda each: _place(each[1])).values()
+    )
+
+
+def _place(diagnosis: Diagnosis) -> tuple[object, ...]:
+    bad = diagnosis.bad
+    where = None if bad is None else (bad.name, bad.op, bad.module, bad.phase)
+    return (diagnosis.verdict, where, diagnosis.tensor)
+
+
+def _notes(run: Run) -> tuple[Note, ...]:
+    of_models = (Note(model.step, model.note) for model in run.models if model.note)
+    notes = (*of_models, *run.notes)
+    return tuple({note.text: note for note in reversed(notes)}.values())[::-1]
+
+
+# --- where each skipped step began ----------------------------------------------------------------
+
+
+_Models: TypeAlias = Sequence[tuple[str, int, tuple[str, ...]]]
+"""For each model: class, number of parameters, and modules in the order in which they ran."""
+
+
+class Beginning(NamedTuple):
+    """The origin of one skipped step.
+
+    Attributes:
+        culprits: The bad gradients of the first of these ranks.
+        ranks: The ranks on which the step began in that module.
+    """
+
+    culprits: Culprits
+    ranks: tuple[int, ...]
+
+
+def beginnings(run: Run) -> dict[tuple[int, str], Beginning]:
+    """Return the origins of skipped steps, if known, by iteration and optimizer."""
+    models = _models(run)
+    by_step = grouped(run.culprits, lambda each: (each.step, each.optimizer))
+    return {key: _first(alike, models) for key, alike in by_step.items()}
+
+
+def _models(run: Run) -> Mapping[int, _Models]:
+    """Return the models of each rank: its own, or those of the first rank."""
+    own = grouped(run.models, lambda model: model.rank)
+    of_first = own.get(None, [])
+    return {
+        rank: [(each.name, each.parameters, each.modules) for each in own.get(rank, of_first)]
+        for rank in run.ranks
+    }
+
+
+def _first(found: Sequence[Culprits], models: Mapping[int, _Models]) -> Beginning:
+    """Return the culprits that the backward pass reached first.
+
+    In one model, they are in the module that ran last. In a pipeline each stage has its own model;
+    there they are on the highest rank, which has the last stage.
+    """
+    known = [each for each in found if each.began_in is not None] or found
+    if all(models[each.rank] == models[known[0].rank] for each in known):
+        modules = [name for *_, names in models[known[0].rank] for name in names]
+        places = {name: place for place, name in enumerate(modules)}
+        first = max(known, key=lambda each: places.get(each.began_in or "", -1))
+    else:
+        first = max(known, key=lambda each: each.rank)
+    ranks = {
+        each.rank
+        for each in known
+        if each.began_in == first.began_in and models[each.rank] == models[first.rank]
+    }
+    return Beginning(first, tuple(sorted(ranks)))
+
+
+# --- steps by optimizer ---------------------------------------------------------------------------
+
+
+class Track(NamedTuple):
+    """The steps of one optimizer of one run, named after both."""
+
+    name: str
+    steps: tuple[Step, ...]
+
+
+def tracks_of(run: str, steps: Sequence[Step]) -> list[Track]:
+    """Split the steps of a run by optimizer; those of the same class are told apart by order."""
+    found: dict[tuple[str, int], list[Step]] = {}
+    iteration, names = 0, list[str]()
+    for step in steps:
+        if step.step != iteration:
+            iteration, names = step.step, []
+        names.append(step.optimizer)
+        number = step.number or names.count(step.optimizer)
+        found.setdefault((step.optimizer, number), []).append(step)
+    if len(found) == 1:
+        return [Track(run, tuple(steps))]
+    return [
+        Track(f"{run} {name}{f' {number}' if number > 1 else ''}".strip(), tuple(alike))
+        for (name, number), alike in found.items()
+    ]

@@ -1,0 +1,365 @@
+"""Text of a report: ordered sentences, Markdown, lines for a terminal, and JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from halfstep._common.json import to_plain
+from halfstep._common.numbers import (
+    NONE,
+    bits,
+    count,
+    listed,
+    number,
+    percent,
+    power,
+    seconds,
+    step_list,
+    things,
+)
+from halfstep._common.text import (
+    SEVERITIES,
+    Code,
+    Sentence,
+    Severity,
+    code,
+    one_line,
+    plain,
+    say,
+)
+from halfstep._tools.report import about_diagnoses, about_steps, about_tensors
+from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
+from halfstep._tools.report.summary import BadPlace, Layer, Summary
+
+FOLLOWED = "What followed"
+"""The heading of the consequences of a problem, in all forms."""
+SCHEMA = 1
+"""The version of the ``--json`` output; it changes unless fields are only added."""
+BEST = " *"
+"""The mark after the number of the better run."""
+NUM_WORST = 5
+ENOUGH = 10
+"""Number of steps from which a run without problems is called well."""
+_KINDS = {
+    "parameter": "weight",
+    "parameter_gradient": "gradient",
+    "output": "output",
+    "output_gradient": "gradient of the output",
+}
+
+
+# --- sentences, the causes first ------------------------------------------------------------------
+
+
+def about_loss_and_skips(summary: Summary) -> list[Sentence]:
+    """Return sentences on bad and skipped steps and, if the op is unknown, how to find it."""
+    loss, skips = list(about_steps.about_loss(summary)), list(about_steps.about_skips(summary))
+    if summary.bad_places or summary.facts.is_diagnosing:
+        return [*loss, *skips]
+    if summary.steps.reasons.keys() == {"norm"}:  # no op is to blame
+        return [*_with_advice(loss), *skips]
+    return _with_advice([*loss, *skips])
+
+
+def _with_advice(said: Sequence[Sentence]) -> list[Sentence]:
+    """Add how to get a diagnosis to the first cause that is a warning or worse."""
+    advised = list(said)
+    for index, sentence in enumerate(said):
+        if _is_problem(sentence) and not sentence.follows:
+            call = Code("halfstep run --diagnose train.py")
+            advice = (" To find the op and its cure, run ", call, ".")
+            advised[index] = replace(sentence, cure=sentence.cure + advice)
+            break
+    return advised
+
+
+_TOPICS = (
+    about_steps.about_end,
+    about_diagnoses.about_diagnoses,
+    about_loss_and_skips,
+    about_tensors.about_buffers,
+    about_tensors.about_non_finite,
+    about_tensors.about_motion,
+    about_steps.about_rise,
+    about_steps.about_scale,
+    about_steps.about_policy,
+    about_tensors.about_updates,
+    about_tensors.about_underflow,
+    about_tensors.about_range,
+    about_tensors.about_zeros,
+    about_tensors.about_samples,
+)
+
+
+def sentences(summary: Summary) -> tuple[Sentence, ...]:
+    """Return the sentences about a run, the worst first.
+
+    Without problems and warnings, the first sentence says that all is well, with the numbers.
+    Consequences of a problem come after it and have no cure, since their cause has one. Notices
+    have no cure either.
+    """
+    found = [sentence for topic in _TOPICS for sentence in topic(summary)]
+    found += _notes(summary)
+    if not any(_is_problem(each) for each in found):
+        found.insert(0, _all_is_well(summary))
+    if not any(_is_problem(each) and not each.follows for each in found):
+        found = [replace(each, follows=False) for each in found]
+    found = [
+        replace(each, cure=()) if each.follows or each.severity == "notice" else each
+        for each in found
+    ]
+    return _in_order(found)
+
+
+def _is_problem(sentence: Sentence) -> bool:
+    return sentence.severity in ("bad", "warning")
+
+
+def _in_order(found: list[Sentence]) -> tuple[Sentence, ...]:
+    """Return the sentences, the worst first; consequences come after the worst causes.
+
+    The first cause gets the severity of its worst consequence.
+    """
+    if found[0].severity == "good":
+        return tuple(found)
+    followed = [each for each in found if each.follows]
+    causes = sorted((each for each in found if not each.follows), key=_badness)
+    worst = min(map(_badness, found))
+    causes[0] = replace(causes[0], severity=SEVERITIES[worst])
+    num = sum(_badness(cause) == worst for cause in causes)
+    return (*causes[:num], *sorted(followed, key=_badness), *causes[num:])
+
+
+def _badness(sentence: Sentence) -> int:
+    return SEVERITIES.index(sentence.severity)
+
+
+def _notes(summary: Summary) -> Iterator[Sentence]:
+    for note in summary.notes:
+        is_bad = "ranks disagree" in note.text or note.text.startswith("steps were taken past")
+        is_idle = about_steps.NEVER_ACTED in note.text
+        severity: Severity = "bad" if is_bad else "warning" if is_idle else "notice"
+        is_at_end = note.step > summary.steps.num  # it has the number of a step that never came
+        is_dated = is_idle or is_at_end or not note.step or re.search(r"\bstep \d", note.text)
+        yield say(severity, "" if is_dated else f"Step {note.step}: ", f"{note.text.rstrip('.')}.")
+
+
+def _all_is_well(summary: Summary) -> Sentence:
+    steps = summary.steps
+    found = "All is well" if steps.num >= ENOUGH else "Nothing bad was seen"
+    parts = [f"{found}: {things(steps.num, 'step')}"]
+    num = count(steps.num_skipped) if steps.num_skipped else "none"
+    parts.append(f"{num} skipped{about_steps.kinds_of_skips(steps)}")
+    course = about_steps.about_course(summary)
+    parts += [course] if course else []
+    layers = summary.of_kind("parameter_gradient")
+    if layers:
+        worst = max(layers, key=lambda layer: layer.share_lost)
+        if worst.share_lost:
+            of_all = f"at most {percent(worst.share_lost)} of the gradient entries of a parameter"
+            parts.append(f"{of_all} {about_tensors.underflow(summary, worst)}")
+        else:
+            parts.append(f"no gradient {about_tensors.underflow(summary, worst, 's')}")
+    if summary.lost_updates is not None and any(x.is_low_weight for x in summary.layers):
+        share = summary.lost_updates.recent or 0.0
+        parts.append(f"{percent(share)} of the updates were lost to rounding")
+    return say("good", "; ".join(parts) + ".")
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def summary_json(summary: Summary) -> dict[str, Any]:
+    """Return the whole summary with its sentences; inf and NaN are strings, as in the record."""
+    plain_values: dict[str, Any] = to_plain(asdict(summary))
+    said = [
+        {"severity": sentence.severity, "text": sentence.text, "follows": sentence.follows}
+        for sentence in sentences(summary)
+    ]
+    return {"schema": SCHEMA, "kind": "report", "sentences": said, **plain_values}
+
+
+def comparison_json(comparison: RunComparison) -> dict[str, Any]:
+    """Return the whole comparison, with the summaries of all runs."""
+    verdict = {"severity": comparison.verdict.severity, "text": comparison.verdict.text}
+    values: dict[str, Any] = to_plain(asdict(replace(comparison, runs=())))
+    runs = [summary_json(run) for run in comparison.runs]
+    return {"schema": SCHEMA, "kind": "comparison"} | values | {"verdict": verdict, "runs": runs}
+
+
+# --- terminal text and Markdown -------------------------------------------------------------------
+
+
+def summary_text(summary: Summary) -> str:
+    """Return the sentences for a terminal."""
+    return "\n".join(f"{_label(each)}: {each.text}" for each in sentences(summary))
+
+
+def _label(sentence: Sentence) -> str:
+    return FOLLOWED.lower() if sentence.follows else sentence.severity
+
+
+def summary_markdown(summary: Summary) -> str:
+    """Return a short summary for the log of a CI job: sentences, key numbers, worst layers."""
+    parts = [
+        f"## halfstep report: {code(summary.path)}",
+        "\n".join(f"- **{_label(s)}**: {s.markdown}" for s in sentences(summary)),
+        *(_diagnosis(place, summary) for place in summary.bad_places),
+        _table(("what", "value"), _key_numbers(summary)),
+    ]
+    worst = _worst(summary)
+    if worst:
+        head = (
+            *("worst layers", "what", "dtype", "underflow", "lost updates", "headroom"),
+            "at steps",
+        )
+        parts.append(_table(head, (_layer_row(layer) for layer in worst)))
+    return "\n\n".join(parts)
+
+
+def _diagnosis(place: BadPlace, summary: Summary) -> str:
+    """Return a diagnosis as an indented code block, which its text cannot end."""
+    lines = (f"    {one_line(line)}" for line in str(place.diagnosis).splitlines())
+    return "\n".join((f"### Diagnosis, {about_diagnoses.when(place, summary)}", "", *lines))
+
+
+def comparison_markdown(comparison: RunComparison) -> str:
+    """Return the differences between runs as Markdown tables."""
+    verdict = f"**{comparison.verdict.severity}**: {comparison.verdict.markdown}"
+    return "\n\n".join((verdict, *_comparison(comparison, _table, code)))
+
+
+def comparison_text(comparison: RunComparison) -> str:
+    """Return the differences between runs for a terminal."""
+    verdict = f"{comparison.verdict.severity}: {comparison.verdict.text}"
+    return "\n\n".join((verdict, *_comparison(comparison, _columns, one_line)))
+
+
+def _comparison(
+    comparison: RunComparison,
+    table: Callable[[Sequence[str], Iterable[Sequence[str]]], str],
+    name: Callable[[str], str],
+) -> Iterator[str]:
+    names = [name(each) for each in comparison.names]
+    first, *others = (name(run.path) for run in comparison.runs)
+    yield f"{first} against {listed(others)}"
+    is_pair = len(names) == 2
+    head = ("", *names, *(["difference"] if is_pair else []))
+    yield table(head, (_entry_row(entry, is_pair) for entry in comparison.entries))
+    if any(entry.best is not None for entry in comparison.entries):
+        yield f"{BEST.strip()} the better one"
+    if comparison.versions:
+        rows = ((what, *map(name, texts)) for what, texts in comparison.versions)
+        yield table(("what differs", *names), rows)
+    for other, policy in zip(names[1:], comparison.policies, strict=True):
+        if policy:
+            lines = ((name(line),) for line in policy.splitlines())
+            yield table((f"policy: {other} becomes {names[0]} by",), lines)
+    if comparison.layers:
+        for title, text in _MEASURES:
+            rows = (_differing(row, name, text) for row in comparison.layers)
+            worst = [row for row in rows if len(set(row[2:])) > 1][:NUM_WORST]
+            if worst:
+                yield table((f"layers that differ most: {title}", "what", *names), worst)
+    for whose, only in zip(names, comparison.only, strict=True):
+        if only:
+            shown = ", ".join(f"{name(layer)} ({_KINDS[kind]})" for kind, layer in only[:NUM_WORST])
+            more = f" and {len(only) - NUM_WORST} more" if len(only) > NUM_WORST else ""
+            yield f"only in {whose}: {shown}{more}"
+
+
+def _entry_row(entry: ComparedNumber, is_pair: bool) -> tuple[str, ...]:
+    texts = (f"{text}{BEST}" if n == entry.best else text for n, text in enumerate(entry.texts))
+    return entry.name, *texts, *([entry.difference] if is_pair else [])
+
+
+_MEASURES: tuple[tuple[str, Callable[[Layer], str]], ...] = (
+    ("underflow", lambda layer: percent(layer.share_lost)),
+    ("headroom", lambda layer: bits(layer.headroom)),
+    ("lost updates", lambda layer: percent(layer.share_lost_updates)),
+)
+
+
+def _differing(
+    row: Sequence[Layer | None], name: Callable[[str], str], text: Callable[[Layer], str]
+) -> tuple[str, ...]:
+    layer = next(each for each in row if each is not None)
+    values = (NONE if each is None else text(each) for each in row)
+    return name(layer.name), _KINDS[layer.kind], *values
+
+
+def _curves_of(summary: Summary) -> Iterator[tuple[str, str, tuple[str, ...], Callable[..., str]]]:
+    """Yield the numbers that a run may lack: name, part of the summary, keys in it, and format."""
+    for name, key in summary.loss_keys.items():
+        yield f"{name}: first, last, smallest", key, ("first", "last", "min"), number
+    yield "norm: first, last, largest", "norm", ("first", "last", "max"), number
+    scales = ("first", "last", "min", "max")
+    yield "scale: first, last, smallest, largest", "scale", scales, power
+    underflow = f"gradient entries that {summary.underflow_verb}"
+    yield underflow, "gradients", ("share_lost",), percent
+    yield "lost updates: first, last, largest", "lost_updates", ("first", "last", "max"), percent
+
+
+def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
+    facts, steps, policy = summary.facts, summary.steps, summary.policy
+    yield "steps", count(steps.num)
+    share, kinds = percent(steps.share_skipped), about_steps.kinds_of_skips(steps)
+    yield "skipped", f"{count(steps.num_skipped)} ({share}){kinds}"
+    for name, part, keys, text in _curves_of(summary):
+        if summary.at(part) is not None:
+            yield name, ", ".join(text(summary.at(f"{part}.{key}")) for key in keys)
+    yield "time per step", seconds(facts.seconds_per_step)
+    yield "policy", f"{plain(policy.dtype)}, {code(policy.text)}" if policy else NONE
+    for rule in summary.rules:
+        steps_seen = things(rule.num_steps, "sampled step")
+        yield "rule", f"{code(rule.rule)}: {things(rule.calls, 'call')} in {steps_seen}"
+    versions = f"halfstep {facts.halfstep}, torch {facts.torch}, Python {facts.python}"
+    yield "versions", plain(versions)
+    processes = things(len(facts.ranks), "process", "processes")
+    yield "machine", plain(f"{facts.machine}, {facts.device}, {processes}")
+
+
+def _worst(summary: Summary) -> list[Layer]:
+    """Return the layers that lose most gradient entries or updates, or are closest to overflow."""
+    lossy = sorted(
+        (x for x in summary.of_kind("parameter_gradient") if x.lost), key=lambda x: -x.share_lost
+    )
+    near = sorted(
+        (x for x in summary.layers if x.headroom is not None),
+        key=lambda x: (x.is_hypothetical, x.headroom or 0.0),
+    )
+    unmoved = sorted(
+        (x for x in summary.layers if x.lost_updates), key=lambda x: -(x.share_lost_updates or 0.0)
+    )
+    found = [*lossy[:NUM_WORST], *unmoved[:NUM_WORST], *near[:NUM_WORST]]
+    return list({(layer.kind, layer.name): layer for layer in found}.values())
+
+
+def _layer_row(layer: Layer) -> tuple[str, ...]:
+    steps = {x for x in (layer.share_lost_step, layer.headroom_step) if x is not None}
+    return (
+        code(layer.name),
+        _KINDS[layer.kind],
+        ", ".join(layer.dtypes),
+        percent(layer.share_lost),
+        percent(layer.share_lost_updates),
+        bits(layer.headroom),
+        step_list(sorted(steps)),
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+    return "\n".join(lines)
+
+
+def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    table = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    )

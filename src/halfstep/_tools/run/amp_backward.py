@@ -1,0 +1,320 @@
+"""Backward passes with a scaled loss, whose gradients are unscaled before the pass returns.
+
+The script therefore only ever sees unscaled gradients. If a pass adds to an existing gradient, that
+gradient is first multiplied by the scale. The scale is a power of two, so this is exact.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep._common.patches import Patches
+from halfstep._gradients.gradients import NONE, Gradients, collect, parameters
+from halfstep._gradients.optimizers import members
+from halfstep._gradients.scalars import CPU, as_tensor, combine
+from halfstep._pytorch import autograd, compiler
+from halfstep._scaler import GradScaler, LossScale, access
+from halfstep._tools.run.amp_script import ScriptState
+
+
+class ScaledPass:
+    """A running backward pass, with its scale and the leaves it adds to."""
+
+    def __init__(self, scale: LossScale, fresh: FreshGradients) -> None:
+        self.scale = scale
+        self.by = scale.tensor.clone()  # a step inside the pass may move the scale
+        self.is_used = False
+        """Whether an optimizer has stepped, or skipped a step, with gradients of this pass."""
+        self._fresh = fresh
+        self._leaves: dict[int, Tensor] = {}
+
+    def include(self, leaves: Iterable[Tensor]) -> None:
+        """Multiply the existing gradients of leaves by the scale. Memory traffic: 2 G of these."""
+        new = [leaf for leaf in leaves if id(leaf) not in self._leaves]
+        self._leaves.update((id(leaf), leaf) for leaf in new)
+        held = collect(new)
+        if held.grads:
+            held.multiply_(self.by)
+
+    def unscale_(self, params: Iterable[Tensor] | None = None) -> None:
+        """Unscale the gradients so far of some leaves, by default of all that remain. 2 G."""
+        given = self._leaves.values() if params is None else params
+        ids = [id(leaf) for leaf in given if leaf.grad is not None]
+        done = [self._leaves.pop(key) for key in ids if key in self._leaves]
+        if done:
+            self._fresh.unscale_(done, self)
+
+
+@dataclass
+class Backward:
+    """Wrapper of ``torch.autograd.backward``, which ``Tensor.backward`` calls."""
+
+    _scaler: GradScaler
+    _fresh: FreshGradients
+    _script: ScriptState
+    _retained: list[weakref.ref[Tensor]] = field(default_factory=list, init=False)
+    running: ScaledPass | None = field(default=None, init=False)
+
+    def install(self, patches: Patches) -> None:
+        """Wrap ``backward``, ``grad``, and ``retain_grad``, which non-leaf gradients depend on."""
+        patches.wrap(torch.autograd, "backward", self._backward)
+        patches.wrap(torch.autograd, "grad", self._grad)
+        patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+            patches.wrap(module, "clip_grad_norm_", self.clip_grad_norm_)
+
+    def _retain_grad(self, original: Callable[[Tensor], None], tensor: Tensor) -> None:
+        original(tensor)
+        if not tensor.is_leaf:
+            self._retained.append(weakref.ref(tensor))
+
+    def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_traced = torch.compiler.is_compiling()
+        if not is_traced and self._script.is_training and not self._fresh.has_optimizers:
+            self._script.note_by_hand()
+        return original(*args, **kwargs)
+
+    @compiler.keep_out_of_graphs
+    def _backward(
+        self,
+        original: Callable[..., None],
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        def run(roots: Any) -> None:
+            original(roots, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+        if not self._script.is_training:
+            run(tensors)
+            return
+        self._script.has_backward = True
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if autograd.backward_number() >= 0:
+            # A checkpoint runs this inside the outer pass, so its gradients are scaled already.
+            if self.running is not None:
+                self.running.include(_reached(roots, inputs))
+            run(tensors)
+        elif create_graph or not all(map(_can_be_scaled, roots)):
+            # Passes with create_graph, or with roots that cannot be scaled, stay unscaled. Their
+            # gradients may underflow, but need no unscaling.
+            run(roots)
+        else:
+            leaves = list(_reached(roots, inputs))
+            if self._fresh.owns_any(leaves):
+                self._scaled(run, roots, leaves)
+            else:
+                self._by_hand(run, roots, leaves)
+
+    def _by_hand(
+        self, run: Callable[[Any], None], roots: list[Tensor], leaves: list[Tensor]
+    ) -> None:
+        """Run a pass whose gradients the script applies by hand. Sync: one.
+
+        halfstep cannot skip such a step. The loss is therefore not scaled, and if a gradient is inf
+        or NaN, all gradients of the pass are set to zero.
+        """
+        run(roots)
+        if self._fresh.has_optimizers:
+            self._script.say_once(
+                "no optimizer has the parameters of a backward pass, so a step with inf or NaN "
+                "could not be skipped: their gradients are not scaled and may underflow (--amp "
+                "bf16 needs no scale)"
+            )
+        else:
+            self._script.note_by_hand()
+        gradients = collect(leaves)
+        if combine(gradients.check().values(), CPU):
+            for grad in gradients.grads:
+                grad.zero_()
+            self._script.say_once(
+                "gradients that no optimizer has were inf or NaN in float16, and were set to zero"
+            )
+
+    def _scaled(
+        self, run: Callable[[Any], None], roots: list[Tensor], leaves: list[Tensor]
+    ) -> None:
+        self._script.has_scaled = True
+        self._back_off_after_left_out_steps()
+        access.end_iteration(self._scaler)  # open if only some of the optimizers have stepped
+        scaled = self._scaler.scale(roots)
+        running = ScaledPass(access.loss_scale(self._scaler), self._fresh)
+        running.include(leaves)
+        # This includes gradients of other graphs. Multiplying and dividing them is harmless.
+        self._retained = [ref for ref in self._retained if ref() is not None]
+        running.include(tensor for ref in self._retained if (tensor := ref()) is not None)
+        self.running = running
+        try:
+            run(scaled)
+        finally:
+            self.running = None
+            running.unscale_()
+
+    def _back_off_after_left_out_steps(self) -> None:
+        """Count the overflows whose step the script has left out by itself.
+
+        A script that only steps if ``clip_grad_norm_`` is finite would otherwise never step: the
+        scale comes down with steps. Sync: one for each step that was left out.
+        """
+        for optimizer, found_inf in self._fresh.take_left_out():
+            if combine(found_inf.values(), CPU):
+                access.add_check(self._scaler, optimizer, NONE, found_inf)
+
+    def clip_grad_norm_(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Clip without ending the script at an overflow that a smaller scale avoids."""
+        given = inspect.signature(original).bind(*args, **kwargs)
+        if self._script.is_training and self._scaler.get_scale() > 1.0:
+            given.arguments["error_if_nonfinite"] = False
+        return original(*given.args, **given.kwargs)
+
+
+def _reached(roots: Sequence[Tensor], inputs: Any) -> Iterable[Tensor]:
+    if inputs is None:
+        return autograd.leaves_of(roots)
+    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    return [tensor for tensor in given if isinstance(tensor, Tensor) and tensor.is_leaf]
+
+
+def _can_be_scaled(root: object) -> bool:
+    return isinstance(root, Tensor) and root.is_floating_point() and root.requires_grad
+
+
+# --- unscaled gradients, until their optimizer steps ----------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class UnscaledGradients:
+    """A group of gradients that were unscaled together, with the result of their finite check."""
+
+    of: ScaledPass
+    found_inf: dict[torch.device, Tensor]
+    refs: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]
+    """Weak references to the parameters and their gradients, since the script may drop either."""
+
+    def present(self) -> set[int]:
+        """Return the ids of the gradients that are still in place."""
+        pairs = ((param(), grad()) for param, grad in self.refs)
+        return {id(g) for p, g in pairs if p is not None and g is not None and p.grad is g}
+
+
+class FreshGradients:
+    """The gradients unscaled since the last step of each known optimizer."""
+
+    def __init__(self) -> None:
+        # An optimizer made before the block is unknown until it steps.
+        self._unscaled: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, list[UnscaledGradients]
+        ] = weakref.WeakKeyDictionary()
+        # Those that were dropped before a step used them.
+        self._left_out: list[tuple[torch.optim.Optimizer, UnscaledGradients]] = []
+
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        self._unscaled.setdefault(optimizer, [])
+
+    @property
+    def has_optimizers(self) -> bool:
+        return len(self._unscaled) > 0
+
+    def owns_any(self, leaves: Iterable[Tensor]) -> bool:
+        ids = set(map(id, leaves))
+        return any(id(p) in ids for optimizer in self._unscaled for p in parameters(optimizer))
+
+    def unscale_(self, params: Iterable[Tensor], of: ScaledPass) -> None:
+        """Divide the gradients of a pass, in groups of parameters with the same optimizers.
+
+        A group per set of optimizers keeps an overflow in one optimizer from skipping another's
+        step. 2 G. Sync: none.
+        """
+        owners: dict[int, list[torch.optim.Optimizer]] = defaultdict(list)
+        for optimizer in self._unscaled:
+            for param in parameters(optimizer):
+                owners[id(param)].append(optimizer)
+        shared: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        for param in params:
+            shared[tuple(map(id, owners.get(id(param), ())))].append(param)
+        for group in shared.values():
+            gradients = collect(group)
+            if gradients.grads:
+                found = gradients.unscale_(of.by, can_amplify=of.scale.can_amplify)
+                pairs = zip(gradients.params, gradients.grads, strict=True)
+                refs = [(weakref.ref(param), weakref.ref(grad)) for param, grad in pairs]
+                unscaled = UnscaledGradients(of, found, refs)
+                for optimizer in owners.get(id(group[0]), ()):
+                    self._unscaled[optimizer] = [*_alive(self._unscaled[optimizer]), unscaled]
+
+    def take(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[Gradients, dict[torch.device, Tensor]] | None:
+        """Return the gradients of an optimizer and their finite check, and forget them.
+
+        Returns:
+            All current gradients of the optimizer, and per device whether any is inf or NaN.
+            Gradients that the script has replaced are checked here. None if there are no gradients,
+            or if none come from a scaled pass.
+        """
+        stepped = members(optimizer)  # a container steps all of its members
+        earlier = [unscaled for each in stepped for unscaled in self._popped(each)]
+        gradients = collect(parameters(optimizer))
+        if not earlier or not gradients.grads:
+            return None
+        for unscaled in earlier:
+            unscaled.of.is_used = True
+        found = [unscaled.found_inf for unscaled in _alive(earlier)]
+        seen = set[int]().union(*(unscaled.present() for unscaled in earlier))
+        others = gradients.without(seen)
+        if others.grads:
+            found.append(others.check())
+        device = earlier[0].of.by.device
+        flags = [flag for by_device in found for flag in by_device.values()]
+        found_inf = as_tensor(combine(flags, device), device)
+        return gradients, {device: found_inf}
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget the gradients of an optimizer after they were dropped or zeroed."""
+        self._leave_out(optimizer, self._popped(optimizer))
+
+    def take_left_out(self) -> list[tuple[torch.optim.Optimizer, dict[torch.device, Tensor]]]:
+        """Return the checks of gradients that were dropped without a step, and forget them.
+
+        Those that the loss of a generator leaves in its discriminator do not count: the generator
+        has stepped with that pass.
+        """
+        for optimizer, unscaled in [*self._unscaled.items()]:
+            alive = _alive(unscaled)
+            self._leave_out(optimizer, [each for each in unscaled if each not in alive])
+            self._unscaled[optimizer] = alive
+        found, self._left_out = self._left_out, []
+        return [(owner, each.found_inf) for owner, each in found if not each.of.is_used]
+
+    def _leave_out(self, owner: torch.optim.Optimizer, unscaled: list[UnscaledGradients]) -> None:
+        self._left_out += [(owner, each) for each in unscaled]
+
+    def has(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer has unscaled gradients that it has not stepped with."""
+        return bool(_alive(self._unscaled.get(optimizer, [])))
+
+    def is_waiting(self) -> bool:
+        """Return whether any known optimizer has such gradients, see :meth:`has`."""
+        return any(map(_alive, self._unscaled.values()))
+
+    def _popped(self, optimizer: torch.optim.Optimizer) -> list[UnscaledGradients]:
+        found = self._unscaled.get(optimizer, [])
+        if found:
+            self._unscaled[optimizer] = []
+        return found
+
+
+def _alive(unscaled: list[UnscaledGradients]) -> list[UnscaledGradients]:
+    """Return the groups that still have a gradient in place."""
+    return [each for each in unscaled if each.present()]

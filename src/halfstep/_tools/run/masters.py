@@ -1,0 +1,306 @@
+"""Master weights and guards for an unmodified script (``halfstep run --masters --guard``)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from halfstep._common.numbers import percent, things
+from halfstep._common.patches import Patches, watch_steps
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import is_bypassed, members, name
+from halfstep._master_weights.lost_updates import StepUpdates
+from halfstep._master_weights.master_weights import (
+    LOWER,
+    StoreName,
+    has_master_weights,
+    master_weights,
+)
+from halfstep._numerics.formats import dtype_name
+from halfstep._numerics.measure import counted_part
+from halfstep._pytorch import compiler, optim
+from halfstep._pytorch.distributed import has_process_group, local_part, reduced_by, world
+from halfstep._pytorch.listeners import listening_to_backward
+from halfstep._pytorch.modes import unseen_by_modes
+from halfstep._scaler import Guard, GuardScaler, guard
+from halfstep._tools.diagnose.replay import is_replaying
+from halfstep._tools.run.amp import watch_scalers
+from halfstep.errors import CallOrderError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What every optimizer of a script gets: master weights, unless ``store`` is None; a guard.
+
+    ``"float32"`` takes the place of ``"split"`` where parameters are float16.
+
+    Attributes:
+        ranks: How several ranks decide about a step: each ``"alone"``, by its own gradients;
+            ``"together"``, as parts of a whole; None: as the parameters show.
+    """
+
+    store: StoreName | None = None
+    is_guarding: bool = False
+    max_norm: float | None = None
+    ranks: Literal["alone", "together"] | None = None
+
+
+@contextmanager
+def added(additions: Additions, say: Callable[[str], None]) -> Iterator[None]:
+    """Give each optimizer in the block master weights and a guard, as docs/run.md describes.
+
+    An optimizer gets them at the first of these moments: a backward pass, which comes after casts
+    of the model and the wrappers of frameworks; its step, whose closure may have that pass;
+    ``load_state_dict``, which needs the master weights; and the forward pass of a
+    DistributedDataParallel, which needs to know the dtype of the gradients. They stay when the
+    block ends. ``say`` receives each message as one line.
+    """
+    adding, small = _Adding(additions, say), _SmallUpdates()
+    with Patches() as patches:
+        adding.install(patches)
+        with (
+            listening_to_backward(adding.before_backward),
+            register_optimizer_step_pre_hook(small.before_step),
+            register_optimizer_step_post_hook(small.after_step),
+        ):
+            yield
+    if text := small.text():
+        say(f"--masters: {text}")
+
+
+class _Adding:
+    def __init__(self, additions: Additions, say: Callable[[str], None]) -> None:
+        self._additions, self._say = additions, functools.cache(say)  # each message once
+        # Ordered: an outer optimizer, such as SAM, comes before the one that it makes.
+        self._without_masters = weakref.WeakKeyDictionary[Optimizer, None]()
+        self._without_guard = weakref.WeakKeyDictionary[Optimizer, None]()
+        # Weak values: the step of an optimizer refers to it.
+        self._steps = weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Any], bool]]()
+        self._guards = weakref.WeakKeyDictionary[Optimizer, Guard]()
+        self._has_scaler = False
+
+    def install(self, patches: Patches) -> None:
+        watch_steps(patches, self._step, self._meet, is_transparent=True)
+        patches.wrap(Optimizer, "__setstate__", self._copy)
+        patches.wrap(Optimizer, "load_state_dict", self._load)
+        patches.wrap(DistributedDataParallel, "forward", self._forward)
+        watch_scalers(patches, self._note_scaler)
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        if self._additions.store is not None:
+            self._without_masters[optimizer] = None
+        if self._additions.is_guarding and not self._has_scaler:
+            self._without_guard[optimizer] = None
+
+    # --- the moments ------------------------------------------------------------------------------
+
+    def before_backward(self, _: object, *, is_early: bool = False) -> None:
+        if not is_replaying():
+            for optimizer in [*self._without_masters, *self._without_guard]:
+                self._add(optimizer, is_early=is_early)
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self.before_backward(None, is_early=True)
+        return original(*args, **kwargs)
+
+    @compiler.keep_out_of_graphs
+    def _step(
+        self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not is_replaying():
+            self._add(optimizer)
+            replacement = self._replacement(optimizer)
+            # The script calls the step that it has kept from before, or calls one for the first
+            # time. Not optimizer.step, by which accelerate may have replaced ours.
+            if replacement is not None and is_bypassed(optimizer):
+                return replacement(*args, **kwargs)
+            if optimizer in self._without_masters:
+                self._say(f"--masters: {name(optimizer)} has no bfloat16 or float16 parameters")
+        return original(optimizer, *args, **kwargs)
+
+    def _load(
+        self, original: Callable[..., Any], optimizer: Optimizer, state: Any, *args: Any
+    ) -> None:
+        # accelerate loads the empty state of each optimizer that it wraps.
+        is_added = state.get("state") and self._add_masters(optimizer, is_early=True)
+        load = optimizer.load_state_dict if is_added else original.__get__(optimizer)
+        load(state, *args)
+
+    def _copy(self, original: Callable[..., Any], optimizer: Optimizer, state: Any) -> None:
+        original(optimizer, state)
+        if "step" not in vars(optimizer):  # a copy; PyTorch also loads a state with this method
+            self._meet(optimizer)
+
+    # --- what is added ----------------------------------------------------------------------------
+
+    def _add(self, optimizer: Optimizer, *, is_early: bool = False) -> None:
+        """Add what is missing and possible. It ``is_early`` before a forward pass."""
+        self._add_masters(optimizer, is_early=is_early)
+        self._add_guard(optimizer)
+
+    def _add_masters(self, optimizer: Optimizer, *, is_early: bool) -> bool:
+        if optimizer not in self._without_masters:
+            return False
+        params = [param for param in parameters(optimizer) if param.dtype in LOWER]
+        if not params:  # until now
+            return False
+        del self._without_masters[optimizer]
+        # Those behind a wrapper or in a container get their own.
+        is_outer = len(members(optimizer)) > 1 or not optim.is_whole(optimizer)
+        if is_outer or has_master_weights(optimizer):
+            return False
+        num, store = Counter(param.dtype for param in params), self._additions.store or "split"
+        try:
+            if torch.float16 in num:
+                store = "float32" if store == "split" else store
+                if not is_early and has_process_group() and any(reduced_by(params)):
+                    raise ValueError("the forward pass of its DistributedDataParallel is over")
+            master_weights(optimizer, store)
+        except (TypeError, ValueError) as error:
+            self._say(f"--masters: {name(optimizer)} steps without masters: {error}")
+            return False
+        what = " and ".join(things(num[each], f"{dtype_name(each)} parameter") for each in num)
+        self._say(f"--masters: {name(optimizer)} steps {what} in float32 (store: {store})")
+        if optimizer not in self._guards:  # whose step is the outer one
+            self._note_step(optimizer)
+        return True
+
+    def _add_guard(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._without_guard:
+            return
+        del self._without_guard[optimizer]
+        if _holds_others(optimizer):
+            return
+        norm = self._additions.max_norm
+        try:
+            if _has_float16_gradients(optimizer):  # an error in the first step
+                raise ValueError("it has gradients in float16; --masters makes them float32")
+            group = _GROUPS[self._additions.ranks]()
+            self._guards[optimizer] = guard(optimizer, norm, process_group=group)
+        except (CallOrderError, TypeError, ValueError) as error:
+            self._say(f"--guard: {name(optimizer)} steps without a guard: {error}")
+            return
+        clips = "" if norm is None else f", and clips the norm of the others to {norm:g}"
+        self._say(f"--guard: {name(optimizer)} leaves out steps with inf or NaN gradients{clips}")
+        self._note_step(optimizer)
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        step: Any = optimizer.step  # a function if a schedule has wrapped the step of a guard
+        is_method = hasattr(step, "__func__")
+        self._steps[optimizer] = weakref.ref(step.__func__ if is_method else step), is_method
+
+    def _replacement(self, optimizer: Optimizer) -> Callable[..., Any] | None:
+        """Return the step with what was added; None if nothing was, or nothing refers to it."""
+        found, is_method = self._steps.get(optimizer, (None, False))
+        step: Callable[..., Any] | None = None if found is None else found()
+        return functools.partial(step, optimizer) if is_method and step is not None else step
+
+    def _note_scaler(self, scaler: Any) -> None:
+        """Leave the steps to a scaler of the script, which is an error in a step with a guard."""
+        if not self._additions.is_guarding or isinstance(scaler, GuardScaler) or is_replaying():
+            return
+        self._has_scaler = True
+        self._without_guard.clear()
+        for each in self._guards.values():
+            each.remove()
+        self._guards.clear()
+        self._say(
+            "--guard: the script has its own GradScaler, which skips such steps; nothing is guarded"
+        )
+
+
+_GROUPS: dict[str | None, Callable[[], ProcessGroup | Literal["local"] | None]] = {
+    None: lambda: None,
+    "alone": lambda: "local",
+    "together": lambda: world() if has_process_group() else None,
+}
+"""The argument of ``guard`` for :attr:`Additions.ranks`."""
+
+
+def _has_float16_gradients(optimizer: Optimizer) -> bool:
+    trained = (param for param in parameters(optimizer) if param.requires_grad)
+    return any(param.dtype is param.grad_dtype is torch.float16 for param in trained)
+
+
+def _holds_others(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer steps others; as SAM, it may then evaluate a closure late."""
+    held = (each for each in vars(optimizer).values() if each is not optimizer)
+    return len(members(optimizer)) > 1 or any(isinstance(each, Optimizer) for each in held)
+
+
+# --- updates that only the masters keep -----------------------------------------------------------
+
+
+class _OfParameters(StepUpdates):
+    """The parameters themselves before a step, in place of their master weights."""
+
+    def _looked_at(self, param: Tensor) -> Tensor:
+        return self._part(local_part(param.detach()))
+
+
+class _SmallUpdates:
+    """The share of updates that change no 16-bit parameter, in steps 1, 2, 4, 8, ...
+
+    Of large tensors, equally spaced rows count. Sync: none before :meth:`text`.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = weakref.WeakKeyDictionary[Optimizer, int]()
+        self._open: StepUpdates | None = None
+        self._process, self._num_counted = os.getpid(), 0
+        self._total: dict[torch.device, Tensor] = {}
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or is_replaying() or not has_master_weights(optimizer):
+            return
+        number = self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
+        if number.bit_count() == 1:
+            has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+            with suppress(Exception), unseen_by_modes():  # counting must not end a run
+                self._open = _OfParameters(optimizer, has_closure, _part)
+
+    def after_step(self, *_: object) -> None:
+        if self._open is not None:
+            with suppress(Exception), unseen_by_modes():
+                for param, dtype, counts in self._open.counted():
+                    if dtype in LOWER:
+                        values, device = local_part(param), counts.device
+                        in_full = counts * (values.numel() / max(_part(values).numel(), 1))
+                        self._total[device] = self._total.get(device, 0) + in_full
+                self._num_counted += 1
+            self._open = None
+
+    def text(self) -> str:
+        """Return a sentence; empty if nothing was counted, and in a fork."""
+        updates, lost = sum((each.cpu() for each in self._total.values()), torch.zeros(2)).tolist()
+        if not updates or self._process != os.getpid():
+            return ""
+        return (
+            f"{percent(lost / updates)} of the updates in "
+            f"{things(self._num_counted, 'sampled step')} changed no 16-bit weight; the masters "
+            "have kept them"
+        )
+
+
+def _part(values: Tensor) -> Tensor:
+    """Return the inspected entries of a weight or gradient."""
+    return counted_part(values, 1 << 16)

@@ -1,0 +1,548 @@
+"""A run of a script under halfstep, from before its first line to process exit."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import errno
+import importlib.util
+import json
+import os
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from multiprocessing.util import Finalize, register_after_fork
+from pathlib import Path
+from textwrap import shorten
+from types import CodeType, ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from halfstep import Policy, record
+from halfstep._common import machine
+from halfstep._common.numbers import things
+from halfstep._common.text import tell
+from halfstep._pytorch import listeners
+from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.diagnose.dtype_error import DtypeError, explain
+from halfstep._tools.record.files import (
+    LateWriter,
+    LineWriter,
+    file_of,
+    is_same_program,
+    programs_in,
+)
+from halfstep._tools.run.launch import folder_of_process, make_folder, show_once
+from halfstep._tools.run.masters import Additions, added
+from halfstep._tools.run.stand_ins import PolicyUse, replaced
+from halfstep.errors import HalfstepWarning, RanksError, RecordError
+from halfstep.sinks import MLflow, Sink, TensorBoard, WandB
+
+if TYPE_CHECKING:
+    from halfstep._tools.diagnose.watch import Watch
+
+
+@dataclass(frozen=True)
+class Command:
+    """The command to run: ``python [-m] target arguments...``."""
+
+    target: str
+    arguments: list[str]
+    is_module: bool
+
+    @property
+    def stem(self) -> str:
+        """The short name: ``train`` for ``scripts/train.py`` and ``mypackage.train``."""
+        name = self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
+        return Path(name).name  # `-m ../package` is an error that is reported later
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a run, as ``halfstep run --help`` describes them."""
+
+    policy: Policy
+    folder: Path | None  # None: create a new one
+    every: int
+    is_quiet: bool
+    amp: torch.dtype | None
+    is_diagnosing: bool
+    has_children: bool = True
+    """Whether the processes that the program starts are recorded too."""
+    sinks: tuple[str, ...] = ()
+    is_appending: bool = False
+    additions: Additions | None = None
+
+
+class RunSink:
+    """A sink that is made at the first step, when the program has started its W&B or MLflow run.
+
+    Scalars are those of the run: of its first rank, and not of each process that it starts.
+    """
+
+    def __init__(self, name: str, folder: Path, *, is_child: bool) -> None:
+        made: dict[str, Callable[[], Sink]] = {
+            "tensorboard": partial(TensorBoard, folder),
+            "wandb": WandB,
+            "mlflow": MLflow,
+        }
+        self._make = made[name]
+        self._is_child = is_child
+        self._sink: Sink | None = None
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Pass the scalars on."""
+        if machine.rank() or (self._is_child and machine.num_ranks() == 1):
+            return
+        self._sink = self._sink or self._make()
+        self._sink.log(step, scalars)
+
+
+class RecordOfProcess(record):
+    """The record of one process of a run. Its file begins with its first step.
+
+    Only then is the rank known of a process that the program has started. A file of that rank which
+    another process writes is of another group of ranks; so this one gets a folder of its own, as
+    does a process that has no rank.
+    """
+
+    def __init__(self, options: Options, folder: Path, *, is_child: bool) -> None:
+        sinks = [RunSink(name, folder, is_child=is_child) for name in options.sinks]
+        super().__init__(folder, every=options.every, sinks=sinks)
+        self._is_child = is_child
+        self.file: Path | None = None  # before the first step
+
+    def leave(self) -> None:
+        """Stop to observe without writing anything more: the file is another process's."""
+        self._stack.close()
+
+    def _writer(self) -> LateWriter:
+        self.late = LateWriter(self._begin)
+        return self.late
+
+    def _opened(self) -> LineWriter | LateWriter:
+        writer = super()._writer()
+        self.file = file_of(self.path, machine.rank())
+        return writer
+
+    def _begin(self) -> LineWriter | LateWriter:
+        if not self._is_child or machine.num_ranks() > 1:
+            with suppress(RecordError):
+                return self._opened()
+        self.path = folder_of_process(self.path)
+        return self._opened()
+
+
+class Session:
+    """A run of a program, or of a process that it has started, with record and replaced names.
+
+    Both stay active until the process exits, because threads and ``atexit`` functions of the
+    program may still train.
+
+    Args:
+        command: The program; None for a process that it has started.
+        options: The options of the run.
+    """
+
+    def __init__(self, command: Command | None, options: Options) -> None:
+        self._command = command
+        self._failure: BaseException | None = None
+        self._began, self._is_closed = time.time(), False
+        self._is_launched = machine.num_ranks() > 1
+        self._watch: Watch | None = None
+        self._policy_use: PolicyUse | None = None
+        self._explanation: DtypeError | None = None
+        self._stderr = sys.stderr  # the program may replace it
+        self._stack = ExitStack()
+        stem = "" if command is None else command.stem  # other processes are given the folder
+        self._shown_folder = options.folder or make_folder(stem, os.environ, os.getppid())
+        self._has_made_folder = options.folder is None
+        self._folder = self._shown_folder.absolute()
+        if command is not None:
+            options = replace(options, folder=self._folder)
+            file = file_of(self._shown_folder, machine.rank())
+            require_writable(file)
+            if file.exists() and not options.is_appending:
+                _require_same_program(file, command.target)
+            sys.argv = [command.target, *command.arguments]  # stored in the record
+        self._options = options
+        self._record = self._begin_record()
+        # atexit functions run in reverse order. Registering before the program does means that
+        # this one runs last.
+        atexit.register(self._close)
+        os.register_at_fork(after_in_child=self._begin_in_fork)
+        if command is None:
+            self._close_with_multiprocessing()
+
+    def _begin_record(self) -> RecordOfProcess:
+        is_child = self._command is None
+        return RecordOfProcess(self._options, self._folder, is_child=is_child).__enter__()
+
+    def _begin_in_fork(self) -> None:
+        """Let go of the parent's record in a fork of this process, and begin another one."""
+        self._command, self._is_closed = None, not self._options.has_children
+        self._record.leave()
+        if self._options.has_children:
+            self._record = self._begin_record()
+            self._close_with_multiprocessing()
+
+    def _close_with_multiprocessing(self) -> None:
+        """Also close where multiprocessing ends a process without ``atexit`` functions.
+
+        A process forgets all such functions when it begins, but for those that are made then.
+        """
+        Finalize(None, self._close, exitpriority=0)
+        register_after_fork(self, lambda _: Finalize(None, self._close, exitpriority=0))
+
+    def run(self) -> None:
+        command = self._command
+        assert command is not None
+        try:
+            self.put_in_place()
+            execute(command.target, command.arguments, is_module=command.is_module)
+        except BaseException as error:
+            self._failure = error
+            self._explanation = explain(error)
+            hide_our_frames()
+            if isinstance(error, RanksError):
+                show_once(error)
+            raise
+
+    def put_in_place(self) -> None:
+        """Put halfstep's classes in the place of PyTorch's."""
+        amp, policy = self._options.amp, self._options.policy
+        # Import these before the names are replaced: they also need PyTorch's own scaler.
+        from halfstep._tools.run.amp import mixed_precision
+
+        if self._options.is_diagnosing:
+            from halfstep._tools.diagnose.watch import Watch
+
+            self._watch = Watch(tell=self._tell)
+        self._policy_use = self._stack.enter_context(replaced(policy))
+        if self._command is not None and self._options.has_children:
+            self._stack.enter_context(reaching_children(self._options))
+        if amp is not None:
+            self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
+        if self._options.additions is not None:
+            self._stack.enter_context(added(self._options.additions, self._say_and_note))
+        if self._watch is not None:
+            self._stack.enter_context(self._watch)
+        self._stack.enter_context(noting_warnings(lambda text: self._record.add_note(text)))
+
+    def _tell(self, diagnosis: Diagnosis, step: int) -> None:
+        """Record and print the diagnosis of a step on the rank that made it."""
+        assert self._watch is not None
+        if self._record.num_steps:  # zero in the first step, and if the loop steps by hand
+            is_ending = self._watch.is_ending
+            step = self._record.num_steps if is_ending else self._record.current_step
+        self._record.add_diagnosis(diagnosis, step=step)
+        self._say_of_rank(f"step {step} went bad:\n{diagnosis}")
+
+    def _close(self) -> None:
+        """Complete the record and print its location."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        failure = self._failure
+        try:
+            if self._watch is not None:
+                self._watch.stop(type(failure) if failure else None)
+            self._stack.close()
+            for note in self._notes():
+                self._record.add_note(note)
+                self._say_of_rank(note)
+        finally:
+            # Nothing ran if the target was not found or has a syntax error. Python reports that.
+            has_run = self._record.num_steps or not isinstance(failure, NotRunnable | SyntaxError)
+            of_others = self._records_of_others()
+            if self._command is not None and has_run and not of_others:
+                self._record.late.begin()  # says that no step was made, and why the program ended
+            self._record.__exit__(type(failure) if failure else None, failure, None)
+            if self._command is not None and not has_run:
+                self._remove_folder()
+            elif self._command is not None and not self._options.is_quiet:
+                if self._explanation is not None:
+                    self._say_of_rank(str(self._explanation))
+                self._say(self._last_line(of_others))
+
+    def _notes(self) -> Iterator[str]:
+        if self._watch is not None:
+            yield from self._watch.notes
+        use, is_needed = self._policy_use, self._options.amp is None  # --amp enters its own
+        if use is not None and self._record.num_steps and (is_needed or use.has_autocast):
+            yield from use.problems()
+
+    def _records_of_others(self) -> list[Path]:
+        """Return the files that other processes of the program have written."""
+        own = self._record.file
+        pattern = "process-*/rank*.jsonl" if self._is_launched else "**/rank*.jsonl"
+        changed = [
+            file for file in self._folder.glob(pattern) if file.stat().st_mtime >= self._began
+        ]
+        return [file for file in changed if file != own]
+
+    def _remove_folder(self) -> None:
+        with suppress(OSError):  # a folder with files of other ranks or runs is not empty
+            self._shown_folder.rmdir()
+            if self._has_made_folder:
+                self._shown_folder.parent.rmdir()
+
+    def _last_line(self, of_others: Sequence[Path]) -> str:
+        steps, skipped = self._record.num_steps, self._record.num_skipped
+        view = f"halfstep report {shlex.quote(str(self._shown_folder))}"
+        others = things(len(of_others), "process", "processes")
+        if not steps and of_others:
+            return f"{others} of the program recorded: {view}"
+        if not steps and isinstance(self._failure, Exception):
+            return "no step of an optimizer was seen before the error"
+        if not steps:
+            return (
+                "no optimizer step was seen: the program made none, steps by hand, or trains in "
+                "processes that halfstep cannot reach (docs/run.md)"
+            )
+        diagnosed = ""
+        if self._watch is not None:
+            num = len(self._watch.found)
+            diagnosed = f", {things(num, 'diagnosis', 'diagnoses')}"
+        more = f", and {others} that the program started" if of_others else ""
+        return f"{things(steps, 'step')} recorded, {skipped} skipped{diagnosed}{more}: {view}"
+
+    def _say(self, text: str) -> None:
+        """Print a message that is the same on all ranks, once."""
+        if machine.rank() == 0:
+            self._print(text)
+
+    def _say_and_note(self, text: str) -> None:
+        self._record.add_note(text)
+        if not (self._is_closed and self._options.is_quiet):  # no line at the end
+            self._say(text)
+
+    def _say_of_rank(self, text: str) -> None:
+        """Print a message that may differ between ranks on this rank."""
+        if not self._options.is_quiet:
+            self._print(f"rank {machine.rank()}, {text}" if machine.num_ranks() > 1 else text)
+
+    def _print(self, text: str) -> None:
+        if self._stderr is not None:
+            with suppress(OSError, ValueError):  # stderr was closed by the script or its reader
+                tell(f"halfstep: {text}", self._stderr, flush=True)
+
+
+def _require_same_program(file: Path, target: str) -> None:
+    """Raise ``RecordError`` if a record is another program's; one that is resumed goes on."""
+    programs = programs_in(file)
+    if programs and not any(is_same_program(program, target) for program in programs):
+        raise RecordError(
+            f"{file.parent} has the record of another program, {programs[-1]}: give each its own "
+            "folder with -o, or add this run to that record with --append"
+        )
+
+
+def require_writable(file: Path) -> None:
+    """Raise as a record would if its file cannot be written.
+
+    Raises:
+        RecordError: Another process writes it, or it belongs to another program.
+        OSError: The folder is not writable.
+    """
+    is_new = not file.exists()
+    LineWriter(file).close()
+    if is_new:
+        file.unlink()
+
+
+MOST_WARNINGS = 10
+
+
+@contextmanager
+def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
+    """Note the first warnings that the program prints; they are printed as ever."""
+    show, seen = warnings.showwarning, set[str]()
+
+    def showwarning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        text = shorten(str(message), 200, placeholder=" ...")
+        is_new = text not in seen and len(seen) < MOST_WARNINGS
+        if is_new and not issubclass(category, HalfstepWarning):
+            seen.add(text)
+            where = f"{Path(filename).name}, line {lineno}"
+            note(f"the program printed a {category.__name__} ({where}): {text}")
+        show(message, category, filename, lineno, *args, **kwargs)
+
+    warnings.showwarning = showwarning
+    try:
+        yield
+    finally:
+        if warnings.showwarning is showwarning:  # else the program has set its own
+            warnings.showwarning = show
+
+
+# --- processes that the program starts ------------------------------------------------------------
+
+
+# As coverage.py and opentelemetry-instrument do it. A .pth file in site-packages would reach these
+# processes too, and every other Python process of the environment.
+
+VARIABLE = "HALFSTEP_RUN"
+"""The environment variable with the options of a run, for the processes that its program starts."""
+
+HOOK = str(Path(__file__).parent / "children")
+"""The folder of the hook, ``sitecustomize.py``."""
+
+
+@contextmanager
+def reaching_children(options: Options) -> Iterator[None]:
+    """Let every Python process that is started inside the block record itself, as a fork does."""
+    # msgspec's JSON would turn the inf of --guard=inf into null.
+    values = json.dumps(msgspec.to_builtins(options, enc_hook=str))
+    paths = [HOOK, *filter(None, [os.environ.get("PYTHONPATH")])]
+    before = dict(os.environ)
+    os.environ |= {VARIABLE: values, "PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        yield
+    finally:
+        for name in (VARIABLE, "PYTHONPATH"):
+            del os.environ[name]
+            os.environ |= {name: before[name]} if name in before else {}
+
+
+def begin_in_child() -> None:
+    """Record this process, which the program of a run has started; see ``children/``."""
+    try:
+        options = msgspec.convert(json.loads(os.environ[VARIABLE]), Options, dec_hook=_read)
+        Session(None, options).put_in_place()
+    except Exception as error:  # the process is the script's, and goes on
+        print(f"halfstep: process {os.getpid()} is not recorded: {error}", file=sys.stderr)
+
+
+def _read(kind: type, text: str) -> object:
+    """Return the value of an option from its text."""
+    if kind is torch.dtype:
+        return getattr(torch, text.removeprefix("torch."))
+    return Policy.parse(text) if kind is Policy else kind(text)
+
+
+# --- execution of the script ----------------------------------------------------------------------
+
+
+# The script runs in a new module that stays `__main__` until the process exits: code that runs at
+# exit (`atexit`, threads, `__del__`) may pickle its objects.
+
+
+class NotRunnable(SystemExit):
+    """The target is not a runnable module; none of its code has run."""
+
+
+def require_file(path: str) -> None:
+    """Raise ``OSError`` if a script cannot be read."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    with open(path, "rb"):
+        pass
+
+
+def execute(target: str, arguments: list[str], *, is_module: bool) -> None:
+    """Run ``python target arguments...``, or ``python -m target arguments...`` if ``is_module``.
+
+    Exceptions of the script propagate; :func:`hide_our_frames` shortens their traceback.
+    """
+    sys.argv = [target, *arguments]
+    if is_module:
+        _set_first_path(os.getcwd())
+        spec, code = _find(target)
+        assert spec.origin is not None
+        sys.argv[0] = spec.origin
+        main = importlib.util.module_from_spec(spec)
+        main.__name__ = "__main__"
+    else:
+        _set_first_path(os.path.dirname(os.path.realpath(target)))
+        path = os.path.abspath(target)
+        main = ModuleType("__main__")
+        main.__file__ = path
+        main.__loader__ = SourceFileLoader("__main__", path)
+        vars(main)["__cached__"] = None
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    vars(main)["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    exec(code, vars(main))
+
+
+def hide_our_frames() -> None:
+    """Remove our frames from the traceback that Python is about to show."""
+    shown = sys.excepthook  # the script may have set its own
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        own = _within_script(traceback)
+        shown(kind, error.with_traceback(own), own)
+
+    sys.excepthook = excepthook
+
+
+def _within_script(traceback: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback inside the script, without frames of halfstep's listeners."""
+    frame = traceback
+    while frame is not None and frame.tb_frame.f_code is not execute.__code__:
+        frame = frame.tb_next
+    if frame is None:
+        return traceback
+    while frame.tb_next is not None and frame.tb_next.tb_frame.f_code is _find.__code__:
+        frame = frame.tb_next  # an error in the __init__ of a package
+    own = frame.tb_next
+    while frame.tb_next is not None:
+        # Listeners stand between the script and torch.autograd.backward.
+        if frame.tb_next.tb_frame.f_code.co_filename == listeners.__file__:
+            frame.tb_next = frame.tb_next.tb_next
+        else:
+            frame = frame.tb_next
+    return own
+
+
+def _set_first_path(folder: str) -> None:
+    if not sys.flags.safe_path:  # `python -P` adds no folder
+        sys.path[0] = folder
+
+
+def _find(name: str) -> tuple[ModuleSpec, CodeType]:
+    """Return the spec and code that ``python -m name`` runs.
+
+    Raises:
+        NotRunnable: There is no such module, or it cannot be run.
+    """
+    if name.startswith("."):
+        raise NotRunnable("halfstep run: Relative module names not supported")
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # raised by an import inside the package
+        spec = None
+    except ValueError as error:  # a module without a spec, such as __main__
+        raise NotRunnable(f"halfstep run: {error}") from None
+    if spec is None:
+        raise NotRunnable(f"halfstep run: No module named {name}")
+    if spec.submodule_search_locations is not None:
+        if name.endswith(".__main__"):
+            raise NotRunnable(f"halfstep run: Cannot use package as __main__ module: {name}")
+        return _find(f"{name}.__main__")
+    get_code = getattr(spec.loader, "get_code", None)
+    code = get_code(spec.name) if get_code is not None else None
+    if code is None:
+        raise NotRunnable(f"halfstep run: No code object available for {name}")
+    return spec, code

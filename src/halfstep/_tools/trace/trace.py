@@ -1,0 +1,405 @@
+"""The trace context, and the dispatch mode that writes a row for each op in its block.
+
+The mode sees ops where they compute, below autocast and autograd, where autocast's casts are
+separate ops. halfstep's kernels report the rule behind each cast.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from halfstep._autocast import scopes
+from halfstep._autocast.kernels import observed_by
+from halfstep._autocast.plans import PolicyOnDevice
+from halfstep._autocast.rule import Rule
+from halfstep._common.module_names import without_wrappers
+from halfstep._common.nested import tensors_in
+from halfstep._numerics.formats import dtype_name
+from halfstep._pytorch import autograd, compiler
+from halfstep._pytorch.storages import ByMemory
+from halfstep._tools.trace.ops import (
+    NOT_RUN,
+    OpMode,
+    RunningModules,
+    autocast_of_caller,
+    casts_to,
+    computes_nothing,
+    device_of,
+    op_name,
+    written_to,
+)
+from halfstep._tools.trace.recording import Recording
+from halfstep._tools.trace.rows import Cast, Row, Value, cast_bytes, computed_in
+from halfstep._version import __version__
+from halfstep.errors import CallOrderError
+
+_EAGER = "compiled code ran in eager mode for the trace: ops of compiled code cannot be seen"
+
+
+class trace(Recording):
+    """Record every op of a block: its module, dtypes, rule, casts and time.
+
+    Autocast may be entered inside the block or around it, or not at all. A trace changes no result
+    and no random number, bit for bit; every op takes longer. A process runs one trace at a time.
+    docs/trace.md explains the rows, the findings, and what is not seen.
+
+    Args:
+        model: The model; rows have the names of its modules.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        CallOrderError: A trace is running already, this one has run before, or another thread
+            leaves it than entered it.
+
+    Sync: none in the block; the methods wait for the ops on CUDA.
+
+    Example:
+        >>> import halfstep
+        >>> model, x = nn.Sequential(nn.Linear(8, 4), nn.Softmax(-1)), torch.ones(2, 8)
+        >>> with trace(model) as t, halfstep.autocast("cpu", torch.bfloat16):
+        ...     y = model(x)
+        >>> for row in t.rows():
+        ...     print(row["module"], row["op"], row["compute_dtype"], row["rule"])
+        0 addmm bfloat16 linear:lower
+        1 _softmax float32 softmax:fp32-dtype
+        >>> [cast["bytes"] for cast in t.rows()[1]["casts"]]  # 2 x 4 elements, 2 and 4 bytes each
+        [48]
+        >>> t
+        <trace: 2 ops, policy standard>
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"trace({type(model).__name__}): pass the model, a torch.nn.Module: its names show "
+                "where an op belongs"
+            )
+        super().__init__((), {})
+        self._is_compiled = any(map(compiler.is_compiled, model.modules()))
+        self._model: nn.Module | None = model
+        self._tracer: Tracer | None = None
+        self._stack, self._thread = ExitStack(), threading.get_ident()
+
+    def __enter__(self) -> Self:
+        if self._model is None:
+            raise CallOrderError(
+                "this trace has run; make another: with halfstep.trace(model) as t"
+            )
+        tracer = Tracer(self._model)
+        with ExitStack() as stack:
+            stack.enter_context(observed_by(tracer.observe))
+            stack.enter_context(tracer.active())
+            self._stack = stack.pop_all()
+        self._model, self._tracer, self._thread = None, tracer, threading.get_ident()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if threading.get_ident() != self._thread:
+            raise CallOrderError(
+                "a trace was left in a thread that did not enter it, and is still running; leave "
+                "it in the thread that entered it"
+            )
+        self._stack.close()
+        self._read()
+        self._tracer = None  # releases the model
+
+    @property
+    def ops(self) -> tuple[Row, ...]:
+        """The ops, each with the tensors that it read and wrote, as plain data."""
+        self._read()
+        return self._ops
+
+    def _read(self) -> None:
+        if self._tracer is not None:
+            self._ops = self._tracer.rows()
+            policies = list(self._tracer.policies)
+            self.environment = _environment(self._ops, policies)
+            self.notes = tuple(self._notes(policies, self._tracer.modules.have_run))
+
+    def _notes(self, policies: list[str], model_has_run: bool) -> Iterator[str]:
+        if self._is_compiled:
+            yield _EAGER
+        if self._ops and not model_has_run:
+            yield NOT_RUN
+        if len(policies) > 1:
+            others = " and ".join(policies[1:])
+            yield f"other policies were used too ({others}): casts() starts from the first"
+
+
+def _environment(ops: tuple[Row, ...], policies: list[str]) -> dict[str, str]:
+    devices = dict.fromkeys(row.device for row in ops)
+    names = {"cpu": platform.machine()}
+    if "cuda" in devices:
+        names["cuda"] = torch.cuda.get_device_name()
+    found = {
+        "halfstep": __version__,
+        "torch": torch.__version__,
+        "device": ", ".join(f"{d} ({names[d]})" if d in names else d for d in devices),
+    }
+    return found | ({"policy": policies[0]} if policies else {})
+
+
+# --- the mode -------------------------------------------------------------------------------------
+
+
+class StorageIds:
+    """Numbers and names of storages. Keeps no tensor alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._numbers: ByMemory[int] = ByMemory()
+        self._count = count()
+        self._names: dict[int, str] = {}
+        self._models: dict[int, int] = {}
+        self._weights = {self.number(parameter) for parameter in model.parameters()}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self.name(self.number(tensor), without_wrappers(name))
+
+    def number(self, tensor: Tensor) -> int:
+        """Return the number of the storage of a tensor; a new number if it has no storage."""
+        found = self._numbers.get(tensor)
+        if found is None:
+            found = next(self._count)
+            self._numbers.put(tensor, found)
+        return found
+
+    def name(self, number: int, name: str) -> None:
+        self._names.setdefault(number, name)
+
+    def note_cast(self, source: Value, result: int) -> None:
+        """Name the result of a cast after its source; it is a weight if the source is one."""
+        self.name(result, source.name)
+        if source.is_weight:
+            self._weights.add(result)
+
+    def note_model(self, model: Value, result: Value) -> None:
+        """Record that a tensor was created like another one."""
+        if model.dtype == result.dtype:
+            self._models[result.storage] = model.storage
+
+    def value(self, tensor: Tensor) -> Value:
+        number = self.number(tensor)
+        # Nested tensors have no sizes, or symbolic ones; their values have real ones.
+        whole = tensor.detach().values() if tensor.is_nested else tensor
+        return Value(
+            storage=number,
+            version=autograd.version_of(tensor),
+            offset=int(whole.storage_offset()) if whole.layout is torch.strided else 0,
+            shape=tuple(whole.shape),
+            dtype=dtype_name(tensor.dtype),
+            name=self._names.get(number, ""),
+            requires_grad=tensor.requires_grad and torch.is_grad_enabled(),
+            is_weight=number in self._weights,
+            like=self._models.get(number),
+        )
+
+
+class Clock:
+    """The durations of ops by number: from the host clock on the CPU, from events on CUDA."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def timed(self, number: int, device: str) -> Iterator[None]:
+        """Time a block that runs on a device type. Sync: none."""
+        mark = _recorded_event if device == "cuda" else time.perf_counter
+        begin = mark()
+        try:
+            yield
+        finally:
+            self._marks[number] = (begin, mark())
+
+    def read(self) -> dict[int, float]:
+        """Return all times in seconds. Sync: waits for every event."""
+        return {number: _seconds_between(*marks) for number, marks in self._marks.items()}
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds_between(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+class Tracer(OpMode):  # type: ignore[no-untyped-call]
+    """A mode that writes a row for every op of a thread, without affecting results."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.policies: dict[str, None] = {}  # in order of first use
+        self._ids = StorageIds(model)
+        self._rows: list[Row] = []
+        self._clock = Clock()
+        self._numbers = count()
+        self._by_hand: set[int] = set()
+        self._weights: dict[int, int] = {}  # the last cast of each weight, by storage
+        self._sources: dict[int, Value] = {}  # what casts of weights read, by number
+        super().__init__(RunningModules(model))
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return all rows so far. Sync: waits for the ops on CUDA."""
+        self._write_by_hand(self.of_thread.casts)
+        self.of_thread.casts = []
+        seconds = self._clock.read()
+        return tuple(
+            replace(
+                row,
+                seconds=seconds.get(row.number, 0.0),
+                casts=tuple(replace(cast, seconds=seconds[cast.number]) for cast in row.casts),
+            )
+            for row in self._rows
+        )
+
+    @contextmanager
+    def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
+        """Attribute the ops in the block to ``op``, which runs by ``rule``."""
+        self.policies[str(policy.policy)] = None
+        with self.places.under(op, rule, policy) as ruled:
+            try:
+                yield
+            finally:
+                if ruled.casts:  # no component op followed
+                    self._write_casts(self._row(ruled.op, (), policy.device), ruled.casts)
+
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        device = device_of(given, kwargs)
+        to = casts_to(func, args, kwargs)
+        row = self._row(op_name(func), tuple(map(self._ids.value, given)), device, to)
+        with self._clock.timed(row.number, device):
+            result = func(*args, **kwargs)
+        found = list(tensors_in((result,))) or tensors_in(written_to(func, args, kwargs))
+        outputs = tuple(map(self._ids.value, found))
+        if to is not None:
+            self._note_cast(row, to, outputs[0].storage)
+        elif not computes_nothing(func, row.inputs, outputs):
+            self._note(row, outputs)
+        elif row.op == "empty_like":
+            self._ids.note_model(row.inputs[0], outputs[0])
+        return result
+
+    # --- where ------------------------------------------------------------------------------------
+
+    def _row(
+        self, op: str, inputs: tuple[Value, ...], device: str, cast_to: str | None = None
+    ) -> Row:
+        """Return the row of an op that is about to run."""
+        number, ruled = next(self._numbers), self.places.ruled
+        if self.places.backward_begins():
+            self._note_seed()
+        cast = number if cast_to is not None else None
+        if op == "_unsafe_view" and inputs[0].is_weight:  # the cache connects a cast to its weight
+            cast = self._weights.get(inputs[0].storage)
+        place, phase = self.places.place(op, number, cast=cast)
+        self.of_thread.of_cast = place.cast
+        autocast, cache = ruled[-1].switches if ruled else autocast_of_caller(device)
+        return Row(
+            number=number,
+            module=place.module,
+            call=place.call,
+            phase=phase,
+            op=op,
+            inputs=inputs,
+            rule=place.rule,
+            ruled_op=place.op if place.rule else None,
+            autocast=autocast,
+            cache=cache,
+            device=device,
+            compute="",
+            outputs=(),
+            casts=(),
+            seconds=0.0,
+        )
+
+    def _note_seed(self) -> None:
+        """Attribute the initial gradient of a backward pass to that pass."""
+        if self._rows and (self._rows[-1].op, self._rows[-1].phase) == ("ones_like", "forward"):
+            self._rows[-1] = replace(self._rows[-1], phase="backward")
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def _note_cast(self, row: Row, to: str, result: int) -> None:
+        source, ruled = row.inputs[-1], self.places.ruled
+        self._ids.note_cast(source, result)
+        if source.is_weight:
+            self._weights[source.storage], self._sources[row.number] = row.number, source
+        size = cast_bytes(source.shape, source.dtype, to)
+        cast = Cast(row.number, source, to, result, size, False, None)
+        if ruled:
+            ruled[-1].casts.append(cast)
+        elif row.phase == "backward":
+            of = self.of_thread.of_cast
+            if of is None:  # the engine casts the gradient of a cast from the cache
+                of = self._cached_like(source)
+            self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
+        elif row.rule is not None:  # at the edge of an island
+            self._write_casts(row, [cast])
+        elif row.autocast is not None and row.device not in scopes.policies():  # made by PyTorch
+            self.of_thread.casts.append(replace(row, casts=(cast,)))
+        else:
+            self._write_by_hand([replace(row, casts=(cast,))])
+
+    def _cached_like(self, gradient: Value) -> int | None:
+        """Return the number of the weight's cast from the cache that has a gradient."""
+        for number in self.places.casts_with_gradients():
+            if number in self._sources and self._sources[number].shape == gradient.shape:
+                return number
+        return None
+
+    def _note(self, row: Row, outputs: tuple[Value, ...]) -> None:
+        compute, casts = computed_in(row.inputs, outputs), self._pending(row)
+        cast_from = {cast.result: cast.source for cast in casts}
+        inputs = tuple(
+            replace(cast_from.get(value.storage, value), shape=value.shape) for value in row.inputs
+        )
+        name = f"output of {row.module} {row.op}" if row.module else f"output of {row.op}"
+        for value in outputs:
+            self._ids.name(value.storage, name)
+        ran = replace(row, inputs=inputs, compute=compute, outputs=outputs, casts=tuple(casts))
+        self._rows.append(ran)
+        casts.clear()
+
+    def _pending(self, row: Row) -> list[Cast]:
+        """Return the casts that belong to an op."""
+        here, ruled = self.of_thread, self.places.ruled
+        if ruled:
+            return ruled[-1].casts
+        # PyTorch's kernels cast what the next op reads. A cast by hand may look the same.
+        reads = {value.storage for value in row.inputs}
+        pending, here.casts = here.casts, []
+        self._write_by_hand([each for each in pending if each.casts[0].result not in reads])
+        return [each.casts[0] for each in pending if each.casts[0].result in reads]
+
+    def _write_by_hand(self, rows: list[Row]) -> None:
+        for row in rows:
+            (cast,) = row.casts
+            self._by_hand.add(cast.number)
+            self._write_casts(row, [replace(cast, by_hand=True)])
+
+    def _write_casts(self, row: Row, casts: list[Cast]) -> None:
+        """Write casts without a subsequent op."""
+        self._rows.append(
+            replace(
+                row,
+                number=next(self._numbers),
+                op="_to_copy",
+                inputs=tuple(cast.source for cast in casts),
+                casts=tuple(casts),
+            )
+        )

@@ -1,0 +1,207 @@
+"""Tolerances: the permitted errors, derived from the precision and the number of roundings.
+
+Rounding to nearest has a relative error of at most ``u = eps / 2``. The errors of ``n`` consecutive
+ops have random signs, so they add up like a random walk: ``e = u * sqrt(n)``. (N. Higham, T. Mary,
+"A New Approach to Probabilistic Rounding Error Analysis", 2019, doi 10.1137/18M1226312, section 2.)
+The tolerance of an output is 8 e: an op also rounds its weights and its inputs, and a layer
+amplifies the errors of its inputs. Gradients have larger errors. Near the corner of a ReLU or a tie
+in a max pool, rounding decides the whole entry of the gradient; this happens to a fraction of about
+e of the entries, which is sqrt(e) in the norm. A gradient may also be off by 4 times the
+unavoidable error.
+
+The unavoidable error is measured by rounding the output of each module once, in float32. Near the
+end of training, a gradient is the small difference of large terms: any rounding of the activations
+changes it a lot, and no single module is to blame.
+
+A module that is compiled alone gets exactly the inputs of its eager code. Its error against float32
+may therefore be at most 4 times that of eager code, which is far below the tolerances above: a
+dtype with a few bits less, or an omitted cast, exceeds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from halfstep._common.nested import map_plain
+from halfstep._tools.tune.module_check import is_leaf
+
+SPREAD = 8.0
+TIMES = 4.0
+MOST = 0.5
+"""The largest tolerance derived from depth: a larger error leaves little of the value."""
+
+
+class Tolerance(NamedTuple):
+    """The largest permitted relative errors of a module."""
+
+    output: float
+    gradient: float  # for the gradients of its outputs and parameters
+
+
+def tolerance_for(
+    dtype: torch.dtype,
+    depth: int,
+    total_depth: int,
+    given: float | None = None,
+    unavoidable: float = 0.0,
+) -> Tolerance:
+    """Return the tolerance of a module.
+
+    Args:
+        dtype: The lower precision.
+        depth: The number of consecutive ops up to its output.
+        total_depth: The number up to the loss. A gradient passes through all of them, and back.
+        given: A tolerance for all modules, used instead.
+        unavoidable: The error of its gradients if only outputs are rounded.
+
+    Example:
+        >>> tolerance_for(torch.float16, 25, 100).output
+        0.01953125
+    """
+    if given is not None:
+        return Tolerance(given, given)
+    output = _rounding(dtype, depth)
+    gradient = _rounding(dtype, 2 * total_depth - depth)
+    of_gradient = min(SPREAD * gradient + 2 * math.sqrt(gradient), MOST)
+    return Tolerance(min(SPREAD * output, MOST), max(of_gradient, TIMES * unavoidable))
+
+
+def tolerance_beside(
+    dtype: torch.dtype, depth: int, longest: int, size: int, eager: float, unavoidable: float
+) -> float:
+    """Return the largest permitted error of a compiled module against float32.
+
+    Args:
+        dtype: The lower precision.
+        depth: The number of consecutive ops.
+        longest: The largest dimension of any tensor: a sum over it has that many roundings.
+        size: The number of compared entries.
+        eager: The error of the eager code.
+        unavoidable: The error of float32 itself for inputs that are a few roundings off.
+
+    Example:
+        >>> tolerance_beside(torch.float16, 1, 64, 1024, 3e-4, 1e-7)
+        0.0012
+    """
+    exact = SPREAD * _rounding(torch.float32, max(depth, 1) * longest)
+    bound = max(exact, TIMES * eager, TIMES * unavoidable)
+    if eager > exact:  # it computes in lower precision; a few entries may be exact by chance
+        unit = SPREAD * _rounding(dtype, 1)
+        bound = max(bound, unit * math.sqrt(max(depth, 1) / max(size, 1)))
+    return min(bound, MOST)
+
+
+def tolerance_between(dtype: torch.dtype, depth: int, longest: int) -> float:
+    """Return the largest permitted difference of a module's outputs in two versions of a model.
+
+    Args:
+        dtype: The coarser dtype of the two versions up to these outputs.
+        depth: The number of consecutive ops.
+        longest: The largest dimension of any tensor. In float32, a sum over it has that many
+            roundings; in lower precision, sums are accumulated in float32.
+
+    Example:
+        >>> tolerance_between(torch.bfloat16, 16, 1024)
+        0.125
+    """
+    is_lower = torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
+    num = max(depth, 1) * (1 if is_lower else longest)
+    return min(SPREAD * _rounding(dtype, num), MOST)
+
+
+def _rounding(dtype: torch.dtype, num: int) -> float:
+    """Return the typical relative error of consecutive roundings."""
+    return torch.finfo(dtype).eps / 2 * math.sqrt(max(num, 1))
+
+
+def require_tolerance(asker: str, name: str, given: object) -> None:
+    """Check the tolerance of a user; None is valid.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is not above 0, or not finite.
+    """
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(f"{asker}: {name} must be a number such as 0.01, or None, got {given!r}")
+    if not 0 < given < math.inf:
+        raise ValueError(f"{asker}: {name} must be above 0 and finite, such as 0.01, got {given}")
+
+
+class Depths:
+    """The depths of tensors: the number of ops on the longest path to each in autograd's graph.
+
+    Ops without a gradient are not counted.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> Depths().of((x * 2).exp() + x)
+        3
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {None: 0}
+
+    def of(self, tensor: Tensor) -> int:
+        """Return the depth of a tensor; results of earlier calls are reused."""
+        pending = [tensor.grad_fn]
+        while pending:
+            node = pending[-1]
+            if node in self._known:
+                pending.pop()
+                continue
+            before = [each for each, _ in node.next_functions] if node is not None else []
+            unknown = [each for each in before if each not in self._known]
+            if unknown:
+                pending += unknown
+                continue
+            # The node of a leaf has no predecessors and is not an op.
+            self._known[node] = 1 + max(self._known[each] for each in before) if before else 0
+            pending.pop()
+        return self._known[tensor.grad_fn]
+
+
+@contextmanager
+def outputs_rounded(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """Round the outputs of leaf modules to the digits of ``dtype``, not to its range.
+
+    Gradients pass through unchanged.
+    """
+
+    def rounded(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype is not torch.float32:
+            return value
+        return value + (rounded_to_digits(value.detach(), dtype) - value.detach())
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return map_plain(rounded, output)
+
+    with ExitStack() as stack:
+        for module in modules:
+            if is_leaf(module):
+                stack.callback(module.register_forward_hook(after).remove)
+        yield
+
+
+def rounded_to_digits(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 values rounded to nearest to the digits of a dtype, in float32.
+
+    (T. J. Dekker, "A floating-point technique for extending the available precision", 1971, doi
+    10.1007/BF01397083: the upper half of a split.)
+
+    Example:
+        >>> rounded_to_digits(torch.tensor([1.0006, 1e6 + 0.5]), torch.float16)
+        tensor([1.0010e+00, 9.9994e+05])
+    """
+    digits_less = math.log2(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
+    split = values * (2.0**digits_less + 1)
+    upper = split - (split - values)
+    return torch.where(upper.isfinite(), upper, values)

@@ -1,0 +1,386 @@
+"""Tuning: the fewest float32 islands that a model needs in lower precision, and their cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from halfstep._autocast import Policy
+from halfstep._common.machine import device_name
+from halfstep._common.numbers import listed, percent, things
+from halfstep._common.text import aligned
+from halfstep._tools.trace.rows import bytes_text, seconds_text
+from halfstep._tools.tune.check import lowering_of
+from halfstep._tools.tune.measurer import (
+    STEP,
+    Islands,
+    IslandTrial,
+    Measurements,
+    Measurer,
+    fingerprint,
+    module_of,
+    show_progress,
+    with_islands,
+)
+from halfstep._tools.tune.module_check import (
+    OUTSIDE,
+    BoundedError,
+    ModuleCheck,
+    error_text,
+    origins,
+    short_dtype,
+)
+from halfstep._tools.tune.passes import LossFn, Lowering, Task
+
+GAIN = 0.95
+"""The smallest fraction of the float32 step time that counts as no speedup."""
+SLOWER = 1.2
+"""The factor of the float32 time above which the forward pass of a module counts as slower."""
+MOST_SLOWER = 5
+MANY_ZEROS = 0.05
+MOST_OPS = 3
+"""The largest number of ops that may replace an island."""
+
+
+def tune(
+    model: nn.Module,
+    batches: Sequence[Any],
+    loss_fn: LossFn | None,
+    dtype: torch.dtype = torch.float16,
+    error: float | None = None,
+    path: str | Path | None = None,
+    policy: Policy | str = "standard",
+) -> Tuned:
+    """Find the smallest set of float32 islands that a model needs in lower precision.
+
+    Each step is compared with float32, as in :func:`self_check`. A module that is out of bounds
+    although its inputs are not becomes an island, until no module is out of bounds. Islands that
+    are not needed are then dropped. For a module that contains modules, rules for a few of its ops
+    are tried instead. Then the cost of the islands is measured. The model, its gradients and all
+    random numbers are restored bit for bit. docs/tune.md explains the method.
+
+    Args:
+        model: The model, with float32 parameters, preferably trained for a while.
+        batches: Some batches, in the form that ``loss_fn`` takes.
+        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar. For inference it
+            returns outputs, detached if gradients do not matter. None to call the model with the
+            batch, as in :func:`self_check`.
+        dtype: The lower precision, float16 or bfloat16.
+        error: The largest permitted relative error of norms, for the outputs of any module, their
+            gradients and the gradients of its parameters. None for the tolerances of
+            :func:`self_check`.
+        path: A file for the measurements (JSON Lines). Measurements in an existing file are
+            reused: after an interruption, the same call continues from there.
+        policy: The policy to which islands are added, or its text.
+
+    Raises:
+        TypeError: An argument, or the loss, has the wrong type.
+        ValueError: There is no batch, ``dtype`` is not a lower precision, or a parameter is not
+            float32.
+        RecordError: The file has measurements of another tuning; the message says what differs.
+
+    Sync: many.
+
+    Example:
+        >>> class Doubles(nn.Module):
+        ...     def forward(self, x):
+        ...         return x.exp2() / 2**20
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Hardtanh(17, 18), Doubles())
+        >>> tuned = tune(model, [torch.randn(8, 4)], None, policy="standard; exp2:leave")
+        >>> print(tuned.policy)
+        standard; exp2:leave; @2:fp32
+    """
+    task, lowering = Task(model, loss_fn), lowering_of("tune", dtype, policy, "error", error)
+    require_batches(batches)
+    marks = fingerprint(task, batches, lowering) if path else {}
+    known = Measurements(Path(path) if path else None, marks)
+    with show_progress() as progress:
+        measurer = Measurer(task, batches, lowering, known, progress)
+        islands = smallest(measurer.measure)
+        islands = narrowed(measurer.measure, islands, measurer.ops() if islands else {})
+        return _tuned(measurer, lowering, islands)
+
+
+def require_batches(batches: object) -> None:
+    """Check that ``batches`` is a list with at least one batch.
+
+    Raises:
+        TypeError: It is not a list.
+        ValueError: It is empty.
+    """
+    if not isinstance(batches, Sequence) or isinstance(batches, str):
+        kind = type(batches).__name__
+        raise TypeError(
+            f"batches must be a list of batches, got {kind}: write [batch], list(loader)"
+        )
+    if not batches:
+        raise ValueError("batches is empty: there is nothing to run the model on")
+
+
+def _tuned(measurer: Measurer, lowering: Lowering, islands: Islands) -> Tuned:
+    """Measure the cost of islands and return the result."""
+    before, after = measurer.rows(()), measurer.rows(islands)
+    order = {row.module: number for number, row in enumerate(before)}
+    islands = tuple(sorted(islands, key=lambda each: order[module_of(each)]))
+    seconds = measurer.times(islands)
+    return Tuned(
+        policy=with_islands(lowering.policy, islands),
+        islands=islands,
+        costs=tuple(_cost(measurer, name, islands, seconds) for name in islands),
+        is_met=measurer.measure(islands).num_failing == 0,
+        dtype=lowering.dtype,
+        rows=tuple(before),
+        rows_after=tuple(after),
+        seconds=seconds,
+        machine=device_name(measurer.task.device(measurer.batches[0])),
+    )
+
+
+def _cost(
+    measurer: Measurer, name: str, islands: Islands, seconds: dict[str, dict[str, float]]
+) -> Island:
+    others = tuple(other for other in islands if other != name)
+    rows, rows_with = measurer.rows(others), measurer.rows(islands)
+    module = module_of(name)
+    row = next(row for row in rows if row.module == module)
+    (num, size), (num_without, size_without) = measurer.casts(islands), measurer.casts(others)
+    return Island(
+        name=name,
+        kind=row.kind if module else "",
+        loses_to=_loses_to(row),
+        error_without=_worst_error(rows),
+        error_with=_worst_error(rows_with),
+        seconds_lowered=seconds["lower"][module],
+        seconds=seconds["islands"][module],
+        num_casts=num - num_without,
+        cast_bytes=size - size_without,
+    )
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+
+Measure: TypeAlias = Callable[[Islands], IslandTrial]
+"""A function that measures the model with some islands and caches the results."""
+
+
+def smallest(measure: Measure) -> Islands:
+    """Return islands with which the fewest modules are out of bounds; each of them is needed.
+
+    Modules where a failure begins become islands until no failure is left. These may be too many,
+    since an island at an earlier module can cure a failure. Islands that are not needed are
+    therefore dropped, several at once while that works. The search takes about two measurements
+    for each needed island, and one if none is needed. The islands are in the order of discovery.
+    """
+    return pruned(measure, grown(measure))
+
+
+def narrowed(measure: Measure, islands: Islands, ops: Mapping[str, Sequence[str]]) -> Islands:
+    """Replace islands by a few of their ops, if that is enough.
+
+    ``ops`` are the ops to try, by the name of the island.
+    """
+    most = measure(islands).num_failing
+    for name in islands:
+        others = tuple(other for other in islands if other != name)
+        instead = others + tuple(f"{op}@{name}" for op in ops.get(name, ()))
+        if instead != others and measure(instead).num_failing <= most:
+            fewer = pruned(measure, instead)
+            if len(fewer) <= len(others) + MOST_OPS:
+                islands = fewer
+    return islands
+
+
+def grown(measure: Measure) -> Islands:
+    """Return islands with which no module is out of bounds, or all possible islands."""
+    islands: Islands = ()
+    num_new = 1
+    while (found := measure(islands)).num_failing:
+        left = [name for name in found.suspects if name not in islands]
+        if not left:
+            break
+        new = [name for name in left if name in found.origins]
+        if not new:  # all origins are islands: try more and more suspects
+            new, num_new = left[:num_new], 2 * num_new
+        islands += tuple(new)
+    return islands
+
+
+def pruned(measure: Measure, islands: Islands) -> Islands:
+    """Return islands without those that can be dropped while no more modules fail."""
+    most = measure(islands).num_failing
+    size = max(len(islands) // 2, 1)
+    while islands:
+        before = islands
+        tried = islands[::-1]  # the last ones are the least likely to be needed
+        for chunk in (tried[start : start + size] for start in range(0, len(tried), size)):
+            rest = tuple(name for name in islands if name not in chunk)
+            if measure(rest).num_failing <= most:
+                islands = rest
+        if size == 1 and islands == before:
+            break
+        size = max(size // 2, 1)
+    return islands
+
+
+# --- the result -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Island:
+    """The cost and effect of one island.
+
+    Attributes:
+        name: The name of the module; for an op in a module, ``"softmax@blocks.0.attn"``; for an op
+            everywhere, ``"cross_entropy_loss@"``.
+        kind: The class of the module; empty for an op everywhere.
+        loses_to: Its problem in lower precision.
+        error_without: The worst error of any module with all islands except this one.
+        error_with: The worst error with all islands.
+        seconds_lowered: The seconds of the module's forward pass in lower precision.
+        seconds: The seconds of its forward pass as an island.
+        num_casts: The number of casts that it adds to a step, negative if there are fewer.
+        cast_bytes: The bytes that these casts read and write.
+    """
+
+    name: str
+    kind: str
+    loses_to: str
+    error_without: BoundedError
+    error_with: BoundedError
+    seconds_lowered: float
+    seconds: float
+    num_casts: int
+    cast_bytes: int
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of :func:`tune`; its ``str()`` is a report.
+
+    Attributes:
+        policy: The policy to use: the given one, with a rule for each island.
+        islands: The names of the modules, and ops in modules, that stay in float32.
+        costs: The cost of each island.
+        is_met: Whether all modules are within bounds with the islands.
+        dtype: The lower precision.
+        rows: The modules without islands, compared with float32 on their worst batches.
+        rows_after: The same comparison with the islands.
+        seconds: Median seconds of the whole step, ``"(step)"``, and of the forward passes of
+            modules, in ``"fp32"``, in ``"lower"`` precision and, if any, with ``"islands"``.
+        machine: The machine on which times were measured.
+    """
+
+    policy: Policy
+    islands: tuple[str, ...]
+    costs: tuple[Island, ...]
+    is_met: bool
+    dtype: torch.dtype
+    rows: tuple[ModuleCheck, ...]
+    rows_after: tuple[ModuleCheck, ...]
+    seconds: Mapping[str, Mapping[str, float]]
+    machine: str
+
+    def save(self, path: str | Path) -> None:
+        """Write the policy as a TOML file, for ``Policy.load``.
+
+        Rules for modules need the model: ``autocast(policy=..., module=model)``.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        self.policy.save(path)
+
+    def table(self) -> str:
+        """Return a table of the cost and effect of each island, empty without islands."""
+        if not self.costs:
+            return ""
+        low = short_dtype(self.dtype)
+        errors = ("error without", "with")
+        times = (f"forward in {low}", "in fp32")
+        head = ("kept in fp32", "class", f"in {low}", *errors, *times, "casts", "cast bytes")
+        return "\n".join(aligned([head, *map(_cells, self.costs)], right=()))
+
+    def __str__(self) -> str:
+        parts = [self._verdict(), f"policy: {self.policy}", self.table(), *self._time()]
+        return "\n".join(part for part in parts if part)
+
+    def __repr__(self) -> str:
+        low, kept = short_dtype(self.dtype), self._kept() or "nothing"
+        return f"<Tuned {low}, {kept} in fp32, {self.policy}>"
+
+    def _kept(self) -> str:
+        """Return ``"2 modules and 1 op"``; empty if nothing has to stay in float32."""
+        num_ops = sum("@" in name for name in self.islands)
+        nums = {"module": len(self.islands) - num_ops, "op": num_ops}
+        return listed([things(num, noun) for noun, num in nums.items() if num])
+
+    def _verdict(self) -> str:
+        low, num = short_dtype(self.dtype), things(len(self.rows), "module")
+        if not self.is_met:
+            failing = [row for row in self.rows_after if not row.passed]
+            begin = listed([name or OUTSIDE for name in origins(self.rows_after)]) or OUTSIDE
+            return (
+                f"{low}: NOT within bounds, whatever stays in fp32: {len(failing)} of {num} "
+                f"still fail, and it begins in {begin}; the policy helps all the same"
+            )
+        if not self.islands:
+            return f"{low}: {num} within bounds, nothing has to stay in fp32"
+        are = "is" if len(self.islands) == 1 else "are"
+        return f"{low}: {self._kept()} in fp32 {are} needed and enough (the model has {num})"
+
+    def _time(self) -> list[str]:
+        low, before = short_dtype(self.dtype), self.seconds["fp32"][STEP]
+        after = self.seconds["lower"][STEP]
+        text = f"a step takes {seconds_text(before)} in fp32, {seconds_text(after)} in {low}"
+        if self.islands:
+            after = self.seconds["islands"][STEP]
+            text += f", {seconds_text(after)} with the policy"
+        if after >= GAIN * before:
+            return [f"{text}: {low} gives no speed here ({self.machine})"]
+        slower = self.slower()
+        more = [f"slower in {low} than in fp32: {listed(slower)}"] if slower else []
+        return [f"{text}: {before / after:.2f} times as fast", *more]
+
+    def slower(self) -> list[str]:
+        """Return the leaf modules that lose most time in lower precision, worst first."""
+        fp32, lower = self.seconds["fp32"], self.seconds["lower"]
+        lost = {
+            row.module: lower[row.module] - fp32[row.module]
+            for row in self.rows
+            if row.is_leaf and lower.get(row.module, 0) > SLOWER * fp32.get(row.module, 0)
+        }
+        return sorted(lost, key=lambda name: -lost[name])[:MOST_SLOWER]
+
+
+def _loses_to(row: ModuleCheck) -> str:
+    """Return the problem of a module: overflow, zeros that float32 does not have, or rounding."""
+    parts = (row.output, row.input_gradient, row.parameters)
+    if overflow := max(part.overflow_share for part in parts):
+        return f"overflow, {percent(overflow)}"
+    zeros = max(part.underflow_share for part in parts)
+    return f"zeros, {percent(zeros)}" if zeros > MANY_ZEROS else "rounding"
+
+
+def _worst_error(rows: Sequence[ModuleCheck]) -> BoundedError:
+    return max(rows, key=lambda row: row.severity).worst
+
+
+def _cells(island: Island) -> tuple[str, ...]:
+    return (
+        island.name.removesuffix("@"),
+        island.kind or "-",
+        island.loses_to,
+        error_text(*island.error_without),
+        error_text(*island.error_with),
+        seconds_text(island.seconds_lowered),
+        seconds_text(island.seconds),
+        f"{island.num_casts:+d}",
+        f"{'-' if island.cast_bytes < 0 else '+'}{bytes_text(abs(island.cast_bytes))}",
+    )
