@@ -35,7 +35,6 @@ BELOW = {
     "run": ["record <record>"],
     "diagnose": ["Details <diagnose_details>"],
     "tune": ["compare <compare>"],
-    "trace": ["simulate <simulate>"],
     "api/index": ["At a glance <../at_a_glance>"],
     "architecture": ["benchmarks", "changelog"],
 }

@@ -37,7 +37,6 @@ PUBLIC = {
     "preset",
     "record",
     "self_check",
-    "simulate",
     "trace",
     "tune",
     "use_policy",

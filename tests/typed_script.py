@@ -36,7 +36,6 @@ from halfstep import (
     preset,
     record,
     self_check,
-    simulate,
     trace,
     tune,
     use_policy,
@@ -71,7 +70,6 @@ NAMES = (
     preset,
     record,
     self_check,
-    simulate,
     trace,
     tune,
     use_policy,
@@ -115,7 +113,7 @@ def look(model: nn.Module, batch: Tensor) -> str:
         halfstep.autocast("cpu", torch.bfloat16),
     ):
         model(batch)
-    with halfstep.keep(model, "*.norm"), halfstep.simulate(model, torch.float16):
+    with halfstep.keep(model, "*.norm"):
         found: halfstep.Diagnosis = halfstep.diagnose(lambda: loss_of(model, batch), model=model)
     checkup = halfstep.doctor(model)
     check = halfstep.self_check(model, batch, loss_of)

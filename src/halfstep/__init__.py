@@ -39,7 +39,6 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
     from halfstep._tools.diagnose.diagnosis import Diagnosis as Diagnosis
     from halfstep._tools.doctor.doctor import doctor as doctor
     from halfstep._tools.record.record import record as record
-    from halfstep._tools.simulate.simulate import simulate as simulate
     from halfstep._tools.trace.trace import trace as trace
     from halfstep._tools.tune.check import self_check as self_check
     from halfstep._tools.tune.compare import compare as compare
@@ -74,7 +73,6 @@ _MODULES = {
     "preset": "halfstep._autocast",
     "record": "halfstep._tools.record.record",
     "self_check": "halfstep._tools.tune.check",
-    "simulate": "halfstep._tools.simulate.simulate",
     "trace": "halfstep._tools.trace.trace",
     "tune": "halfstep._tools.tune.tuner",
     "use_policy": "halfstep._autocast",
