@@ -34,7 +34,6 @@ BELOW = {
     "integrations": ["The frameworks' own tests <integrations_peers>"],
     "run": ["record <record>"],
     "diagnose": ["Details <diagnose_details>"],
-    "tune": ["compare <compare>"],
     "api/index": ["At a glance <../at_a_glance>"],
     "architecture": ["benchmarks", "changelog"],
 }

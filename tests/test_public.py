@@ -22,7 +22,6 @@ PUBLIC = {
     "__version__",
     "autocast",
     "bytes_per_parameter",
-    "compare",
     "custom_bwd",
     "custom_fwd",
     "diagnose",

@@ -836,32 +836,6 @@ def test_where_modules_keep_what_they_hold() -> None:
     assert buffers["running_mean"] is inner.running_mean
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
-def test_what_torch_compile_captures_is_told() -> None:
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        print(end="")
-        return y + 1
-
-    with compiler.compiled_anew() as captured:
-        assert captured() == compiler.Captured(0, ())
-        torch.compile(broken, backend="eager")(torch.ones(2))
-    assert captured().num_graphs == 2
-    (reason,) = captured().breaks
-    assert reason.startswith("Failed to trace builtin")
-    lacks = torch._inductor.config.patch({"cpp.cxx": ("there-is-none",), "fx_graph_cache": False})
-    with lacks, pytest.raises(RuntimeError) as failed, compiler.compiled_anew():
-        torch.compile(torch.sin)(torch.ones(3))
-    assert compiler.lacks_cpp_compiler(failed.value)
-    assert not compiler.lacks_cpp_compiler(RuntimeError("other"))
-
-
-def test_backends_of_torch_compile_have_names() -> None:
-    assert compiler.has_backend("inductor")
-    assert compiler.has_backend("aot_eager")
-    assert not compiler.has_backend("inductr")
-
-
 def test_modes_stand_aside() -> None:
     ours, function_mode = modes.DispatchMode(), modes.FunctionMode()
     with function_mode, ours:

@@ -21,7 +21,6 @@ from halfstep import (
     __version__,
     autocast,
     bytes_per_parameter,
-    compare,
     custom_bwd,
     custom_fwd,
     diagnose,
@@ -55,7 +54,6 @@ NAMES = (
     __version__,
     autocast,
     bytes_per_parameter,
-    compare,
     custom_bwd,
     custom_fwd,
     diagnose,
@@ -117,10 +115,6 @@ def look(model: nn.Module, batch: Tensor) -> str:
         found: halfstep.Diagnosis = halfstep.diagnose(lambda: loss_of(model, batch), model=model)
     checkup = halfstep.doctor(model)
     check = halfstep.self_check(model, batch, loss_of)
-    compiled = halfstep.self_check(model, batch, loss_of, compiled=True)
-    print(check.loss32, compiled.breaks, compiled.not_compared, compiled.passed)
-    drift = halfstep.compare(model, lambda x: model(x), batch)
-    print(drift.first, drift.origins, drift.log_probs.ratio if drift.log_probs else None)
     tuned = halfstep.tune(model, [batch], loss_of)
     return "\n".join([seen.table(), found.to_json(), str(checkup), str(check), str(tuned.policy)])
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
     from halfstep._tools.record.record import record as record
     from halfstep._tools.trace.trace import trace as trace
     from halfstep._tools.tune.check import self_check as self_check
-    from halfstep._tools.tune.compare import compare as compare
     from halfstep._tools.tune.tuner import tune as tune
     from halfstep.errors import CallOrderError as CallOrderError
 
@@ -58,7 +57,6 @@ _MODULES = {
     "Static": "halfstep._scaler",
     "autocast": "halfstep._autocast",
     "bytes_per_parameter": "halfstep._master_weights.memory",
-    "compare": "halfstep._tools.tune.compare",
     "custom_bwd": "halfstep._autocast",
     "custom_fwd": "halfstep._autocast",
     "diagnose": "halfstep._tools.diagnose.diagnose",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -107,11 +107,6 @@ def difference(seen: Tensor, wanted: Tensor, scale: float = 1.0) -> Difference:
         flushed=int((is_nonzero & (seen == 0)).sum()),
         nonzero=int(is_nonzero.sum()),
     )
-
-
-def differences_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> Difference:
-    """Return the difference of tensors from their float32 values, taken together."""
-    return sum((difference(seen, wanted) for seen, wanted in pairs), Difference())
 
 
 def amax(tensor: Tensor) -> float:
@@ -300,7 +295,7 @@ class Comparison:
 OUTSIDE = "ops outside of its modules, or the loss"
 MOST_PASSING = 12
 """The largest number of passed modules that are printed."""
-HEAD = ("module", "class", "output error", "gradient error", "overflow", "underflow")
+HEAD = ("module", "class", "output error", "gradient error", "overflow", "underflow", "")
 
 
 def short_dtype(dtype: torch.dtype) -> str:
@@ -314,50 +309,28 @@ def error_text(error: float, tolerance: float | None = None) -> str:
     return text if tolerance is None else f"{text} of {tolerance:.2g}"
 
 
-def module_name(module: str) -> str:
-    """Return the name of a module for display."""
-    return module or "(the model)"
-
-
-def check_lines(
-    rows: Sequence[ModuleCheck],
-    origins: Collection[str],
-    notes: Mapping[str, str] | None = None,
-    more: Mapping[str, Mapping[str, str]] | None = None,
-) -> list[str]:
+def check_lines(rows: Sequence[ModuleCheck], origins: Collection[str]) -> list[str]:
     """Return the lines of a table: all failed modules, and the first of the passed ones.
 
     Args:
         rows: The checks, worst first.
         origins: The names of the modules where failures begin.
-        notes: Notes about results, by module name.
-        more: Additional columns by heading, each with cells by module name.
     """
     failed = [row for row in rows if not row.passed or row.module in origins]
     passed = [row for row in rows if row not in failed]
-    shown = failed + passed[:MOST_PASSING]
-    more, notes = more or {}, notes or {}
-    cells = [
-        (
-            *_cells(row),
-            *(column.get(row.module, "-") for column in more.values()),
-            _result(row, origins, notes.get(row.module, "")),
-        )
-        for row in shown
-    ]
+    cells = [(*_cells(row), _result(row, origins)) for row in failed + passed[:MOST_PASSING]]
     left = things(len(passed) - MOST_PASSING, "module")
     rest = [f"and {left} that passed, with smaller errors"] if passed[MOST_PASSING:] else []
-    return [*aligned([(*HEAD, *more, ""), *cells], right=()), *rest]
+    return [*aligned([HEAD, *cells], right=()), *rest]
 
 
-def _result(row: ModuleCheck, origins: Collection[str], note: str) -> str:
-    result = "begins here" if row.module in origins else "ok" if row.passed else "FAIL"
-    return f"{result}: {note}" if note else result
+def _result(row: ModuleCheck, origins: Collection[str]) -> str:
+    return "begins here" if row.module in origins else "ok" if row.passed else "FAIL"
 
 
 def _cells(row: ModuleCheck) -> tuple[str, ...]:
     return (
-        module_name(row.module),
+        row.module or "(the model)",
         row.kind,
         error_text(row.output.error, row.output_tolerance),
         error_text(*row.gradient) if row.has_gradients else "-",
