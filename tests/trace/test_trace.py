@@ -763,8 +763,6 @@ def test_json_gives_everything_back(model: nn.Sequential) -> None:
     read = halfstep.trace.from_json(t.to_json())
     assert read.ops == t.ops
     assert read.table() == t.table()
-    assert str(read.casts()) == str(t.casts())
-    assert not t.diff(read)
     for lost in ("environment", "notes", "ops"):
         rest = {key: value for key, value in data.items() if key != lost}
         with pytest.raises(ValueError, match=f"missing required field `{lost}`"):
@@ -843,9 +841,6 @@ def test_an_empty_trace(model: nn.Sequential) -> None:
     with halfstep.trace(model) as t:
         pass
     assert "total: 0 ops" in t.table()
-    assert len(t.casts()) == 0
-    assert "no casts that a rule" in str(t.casts())
-    assert not t.diff(t)
 
 
 def test_a_trace_can_be_read_while_it_runs(model: nn.Sequential) -> None:

@@ -225,7 +225,7 @@ def _rule_of_island(module: str) -> str | None:
     is_inside = is_off and isinstance(scope.context, ModuleRegion)
     for policy in scopes.policies().values():
         # The inputs of an island are cast before autocast is off.
-        if is_inside or autocast_of_caller(policy.device)[0]:
+        if is_inside or autocast_of_caller(policy.device):
             names = around(module) if is_inside else [module]
             rules = (policy.policy.island(name, policy.device, *policy.now()) for name in names)
             rule = next((rule for rule in rules if rule is not None), None)
@@ -239,13 +239,13 @@ class RuledOp:
     """An op that runs by a rule.
 
     Attributes:
-        switches: The lower precision, and whether casts of weights are kept.
+        lower: The lower precision of autocast.
         casts: The casts for the next op in it that computes something.
     """
 
     op: str
     rule: Rule
-    switches: tuple[str | None, bool]
+    lower: str
     casts: list[Cast] = field(default_factory=list)
 
 
@@ -284,10 +284,8 @@ class OpPlaces:
     @contextmanager
     def under(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[RuledOp]:
         """Attribute the ops in the block to ``op``, which runs by ``rule``."""
-        # Read now: the kernel may switch off PyTorch's cache for its casts.
-        switches = amp.autocast_switches(policy.device)
-        lower = dtype_name(switches.dtype)
-        ruled = RuledOp(op.rpartition(".")[0], rule, (lower, switches.cache))
+        lower = dtype_name(amp.autocast_switches(policy.device).dtype)
+        ruled = RuledOp(op.rpartition(".")[0], rule, lower)
         self.ruled.append(ruled)
         try:
             yield ruled
@@ -421,7 +419,7 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
         """
         here, before = self.of_thread, self.of_thread.is_cast
         here.is_cast = before or self._is_cast_by_autocast(func, device)
-        is_on = not here.is_cast and autocast_of_caller(device)[0] is not None
+        is_on = not here.is_cast and autocast_of_caller(device) is not None
         try:
             with modes.autocast_again(device) if is_on else nullcontext(), self:
                 return dispatch.decompose(func, args, kwargs)
@@ -438,9 +436,9 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
         return name in dispatch.overloads_with_autocast_kernel(device)
 
 
-def autocast_of_caller(device: str) -> tuple[str | None, bool]:
-    """Return autocast's lower precision outside of the mode, None if off, and whether it caches."""
+def autocast_of_caller(device: str) -> str | None:
+    """Return autocast's lower precision outside of the mode, None if it is off."""
     if device not in amp.autocast_devices():
-        return None, False
+        return None
     switches = modes.autocast_switches_of_caller(device)
-    return (dtype_name(switches.dtype) if switches.enabled else None), switches.cache
+    return dtype_name(switches.dtype) if switches.enabled else None
