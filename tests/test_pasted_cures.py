@@ -23,7 +23,6 @@ from tests.diagnose.kinds.judged import run_file
 import halfstep
 from halfstep import Diagnosis
 from halfstep._common.text import Code, Sentence
-from halfstep._tools.cli import main
 from halfstep._tools.record.read import read_run
 from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.text import sentences
@@ -498,23 +497,3 @@ def test_run_diagnose_finds_what_the_report_sends_for(tmp_path: Path) -> None:
     old = 'torch.autocast("cpu", dtype=torch.float16)'
     script.write_text(script.read_text().replace(old, call))
     assert "nan" not in halfstep_run("-o", "d", script).out
-
-
-# --- check ----------------------------------------------------------------------------------------
-
-
-def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it says in parentheses are the options that let a run pass."""
-    folder = tmp_path / "a" / "out"
-    program(loss="(model(x) / (n != 3)).float().square().mean()").ran(tmp_path / "a")
-    with pytest.raises(SystemExit):
-        main(["check", str(folder), "--max-skipped", "50"])
-    error = capsys.readouterr().err
-    (share,) = re.findall(r"write (\d+%)", error)
-    limits = ["--max-skipped", share]
-    lines = (folder / "rank0.jsonl").read_text().splitlines()
-    (folder / "rank0.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # as if it was killed
-    assert main(["check", str(folder), *limits]) == 1
-    allowed = re.findall(r"\((--allow-\w+)\)", capsys.readouterr().out)
-    assert sorted(set(allowed)) == ["--allow-nan", "--allow-unfinished"]
-    assert main(["check", str(folder), *limits, *allowed]) == 0

@@ -70,11 +70,6 @@ def when(place: BadPlace, summary: Summary) -> str:
     return steps if summary.facts.world_size == 1 else f"{steps} on {at_steps(place.ranks, 'rank')}"
 
 
-def headline(diagnosis: Diagnosis) -> str:
-    """Return the first line of a diagnosis as text."""
-    return str(diagnosis).partition("\n")[0]
-
-
 def _what(found: Diagnosis) -> Iterator[str | Code]:
     """Yield what made the steps bad, as a text that follows the step numbers."""
     bad = found.bad
