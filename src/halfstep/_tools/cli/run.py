@@ -195,22 +195,22 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
             _note_options(target, rest, arguments.parser)
     amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
     additions = Additions(
-        arguments.masters,
-        arguments.guard is not None,
-        arguments.guard or None,
-        arguments.guard_ranks,
+        store=arguments.masters,
+        is_guarding=arguments.guard is not None,
+        max_norm=arguments.guard or None,
+        ranks=arguments.guard_ranks,
     )
     options = Options(
-        policy,
-        arguments.output,
-        arguments.every,
-        arguments.quiet,
-        amp,
-        arguments.diagnose,
-        arguments.children,
-        tuple(arguments.sink),
-        arguments.append,
-        additions if is_adding else None,
+        policy=policy,
+        folder=arguments.output,
+        every=arguments.every,
+        is_quiet=arguments.quiet,
+        amp=amp,
+        is_diagnosing=arguments.diagnose,
+        has_children=arguments.children,
+        sinks=tuple(arguments.sink),
+        is_appending=arguments.append,
+        additions=additions if is_adding else None,
     )
     try:
         return Session(Command(target, rest, arguments.module), options)

@@ -53,15 +53,10 @@ def severity_of(place: BadPlace, summary: Summary) -> Severity:
     """Return the severity of a place; a too large scale is as bad as the skips that it caused."""
     if place.diagnosis.verdict == "none":
         return "notice"
-    if not is_matter_of_skips(place, summary):
-        return "bad"
     steps = summary.steps
+    if place.diagnosis.verdict != "scale" or not set(steps.skipped) >= set(place.steps):
+        return "bad"
     return "notice" if set(steps.later).isdisjoint(place.steps) else severity_of_skips(steps)
-
-
-def is_matter_of_skips(place: BadPlace, summary: Summary) -> bool:
-    """Return whether the only problem is a too large scale, in steps that were skipped."""
-    return place.diagnosis.verdict == "scale" and set(summary.steps.skipped) >= set(place.steps)
 
 
 def when(place: BadPlace, summary: Summary) -> str:

@@ -112,9 +112,6 @@ def computes_nothing(func: Any, inputs: tuple[Value, ...], outputs: tuple[Value,
 
 # --- places ---------------------------------------------------------------------------------------
 
-NOT_RUN = "no module of the model ran: is this the model that was called?"
-"""A note about a block in which :attr:`RunningModules.have_run` is false."""
-
 
 class ModuleCall(NamedTuple):
     """A running call of a module; in a backward pass it is a recomputation."""

@@ -28,7 +28,6 @@ from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import compiler
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.trace.ops import (
-    NOT_RUN,
     OpMode,
     RunningModules,
     autocast_of_caller,
@@ -43,6 +42,7 @@ from halfstep._tools.trace.rows import Cast, Row, Value, cast_bytes, computed_in
 from halfstep._version import __version__
 from halfstep.errors import CallOrderError
 
+_NOT_RUN = "no module of the model ran: is this the model that was called?"
 _EAGER = "compiled code ran in eager mode for the trace: ops of compiled code cannot be seen"
 
 
@@ -130,7 +130,7 @@ class trace(Recording):
         if self._is_compiled:
             yield _EAGER
         if self._ops and not model_has_run:
-            yield NOT_RUN
+            yield _NOT_RUN
         if len(policies) > 1:
             others = " and ".join(policies[1:])
             yield f"other policies were used too ({others})"

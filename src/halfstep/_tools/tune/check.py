@@ -27,7 +27,6 @@ from halfstep._tools.tune.passes import (
     reference_of,
     step_runner,
 )
-from halfstep._tools.tune.tolerances import require_tolerance
 
 
 def self_check(
@@ -35,7 +34,7 @@ def self_check(
     batch: Any,
     loss_fn: LossFn | None = None,
     dtype: torch.dtype = torch.float16,
-    policy: Policy | str | None = None,
+    policy: Policy | str = "standard",
     tolerance: float | None = None,
 ) -> SelfCheck:
     """Run a model forward and backward in float32 and in lower precision, and compare.
@@ -55,8 +54,7 @@ def self_check(
             The loss of outputs is their ``loss``, else the output if it is one number, else the
             sum of the mean squares of its floating-point tensors.
         dtype: The lower precision, float16 or bfloat16.
-        policy: The dtypes of ops: a :class:`halfstep.Policy`, or its text; None for
-            ``"standard"``.
+        policy: The dtypes of ops: a :class:`halfstep.Policy`, or its text.
         tolerance: The largest permitted relative error of any module. None to derive tolerances
             from the dtype and the number of consecutive ops.
 
@@ -76,7 +74,7 @@ def self_check(
         >>> check.passed, check.origins
         (False, ('2',))
     """
-    lowering = lowering_of("self_check", dtype, policy or "standard", "tolerance", tolerance)
+    lowering = lowering_of("self_check", dtype, policy, "tolerance", tolerance)
     with step_runner(Task(model, loss_fn), batch, lowering) as runner:
         return SelfCheck.of(compare_step(runner, reference_of(runner)), lowering)
 
@@ -153,7 +151,15 @@ def lowering_of(
     """
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{asker}: dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")
-    require_tolerance(asker, name, error)
+    if error is not None:
+        if isinstance(error, bool) or not isinstance(error, (int, float)):
+            raise TypeError(
+                f"{asker}: {name} must be a number such as 0.01, or None, got {error!r}"
+            )
+        if not 0 < error < math.inf:
+            raise ValueError(
+                f"{asker}: {name} must be above 0 and finite, such as 0.01, got {error}"
+            )
     if not isinstance(policy, (str, Policy)):
         raise TypeError(f"{asker}: policy must be a Policy or its text, got {policy!r}")
     return Lowering(dtype, Policy.parse(policy) if isinstance(policy, str) else policy, error)

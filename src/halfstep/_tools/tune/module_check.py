@@ -132,6 +132,9 @@ class BoundedError(NamedTuple):
     error: float
     tolerance: float
 
+    def __str__(self) -> str:
+        return f"{self.error:.2g} of {self.tolerance:.2g}"
+
     def severity(self) -> float:
         """Return the error relative to the tolerance; above 1 it is too large."""
         return self.error / self.tolerance
@@ -172,6 +175,11 @@ class ModuleCheck:
         return self.output.error <= self.output_tolerance
 
     @property
+    def bounded_output(self) -> BoundedError:
+        """The output error."""
+        return BoundedError(self.output.error, self.output_tolerance)
+
+    @property
     def gradient(self) -> BoundedError:
         """The larger one of the gradient errors of outputs and parameters."""
         error = max(self.output_gradient.error, self.parameters.error)
@@ -183,14 +191,9 @@ class ModuleCheck:
         return bool(self.output_gradient.size or self.input_gradient.size or self.parameters.size)
 
     @property
-    def are_gradients_good(self) -> bool:
-        """Whether the gradients of its outputs and parameters are within tolerance."""
-        return self.gradient.error <= self.gradient.tolerance
-
-    @property
     def passed(self) -> bool:
         """Whether its outputs and gradients are within tolerance."""
-        return self.is_output_good and self.are_gradients_good
+        return self.is_output_good and self.gradient.error <= self.gradient.tolerance
 
     @property
     def severity(self) -> float:
@@ -200,8 +203,7 @@ class ModuleCheck:
     @property
     def worst(self) -> BoundedError:
         """The error that is largest relative to its tolerance."""
-        output = BoundedError(self.output.error, self.output_tolerance)
-        return max(output, self.gradient, key=BoundedError.severity)
+        return max(self.bounded_output, self.gradient, key=BoundedError.severity)
 
     @property
     def overflow_share(self) -> float:
@@ -303,12 +305,6 @@ def short_dtype(dtype: torch.dtype) -> str:
     return short(dtype_name(dtype))
 
 
-def error_text(error: float, tolerance: float | None = None) -> str:
-    """Return an error and its tolerance: ``"0.0012 of 0.01"``, ``"inf"``."""
-    text = "inf" if math.isinf(error) else f"{error:.2g}"
-    return text if tolerance is None else f"{text} of {tolerance:.2g}"
-
-
 def check_lines(rows: Sequence[ModuleCheck], origins: Collection[str]) -> list[str]:
     """Return the lines of a table: all failed modules, and the first of the passed ones.
 
@@ -332,8 +328,8 @@ def _cells(row: ModuleCheck) -> tuple[str, ...]:
     return (
         row.module or "(the model)",
         row.kind,
-        error_text(row.output.error, row.output_tolerance),
-        error_text(*row.gradient) if row.has_gradients else "-",
+        str(row.bounded_output),
+        str(row.gradient) if row.has_gradients else "-",
         percent(row.overflow_share) if row.overflow_share else "-",
         percent(row.underflow_share) if row.underflow_share else "-",
     )

@@ -73,21 +73,6 @@ def _rounding(dtype: torch.dtype, num: int) -> float:
     return torch.finfo(dtype).eps / 2 * math.sqrt(max(num, 1))
 
 
-def require_tolerance(asker: str, name: str, given: object) -> None:
-    """Check the tolerance of a user; None is valid.
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: It is not above 0, or not finite.
-    """
-    if given is None:
-        return
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
-        raise TypeError(f"{asker}: {name} must be a number such as 0.01, or None, got {given!r}")
-    if not 0 < given < math.inf:
-        raise ValueError(f"{asker}: {name} must be above 0 and finite, such as 0.01, got {given}")
-
-
 class Depths:
     """The depths of tensors: the number of ops on the longest path to each in autograd's graph.
 
