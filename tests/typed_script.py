@@ -117,6 +117,8 @@ def look(model: nn.Module, batch: Tensor) -> str:
         model(batch)
     with halfstep.keep(model, "*.norm"), halfstep.simulate(model, torch.float16):
         found: halfstep.Diagnosis = halfstep.diagnose(lambda: loss_of(model, batch), model=model)
+        with halfstep.diagnose(GradScaler(), model=model, tell=lambda found, step: None) as watch:
+            found = watch.found[0]
     checkup = halfstep.doctor(model)
     check = halfstep.self_check(model, batch, loss_of)
     compiled = halfstep.self_check(model, batch, loss_of, compiled=True)
