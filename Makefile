@@ -9,7 +9,7 @@ JOBS   ?= 2
 TORCH  ?= 2.15.0
 
 # The tests of `make test-simulated`, and those of them that depend on what a device lacks.
-SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights record trace tune diagnose)
+SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights record trace tune diagnose replay watch dtype_errors)
 BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.py gradients.py loss_scale.py overrides.py) \
 	$(addprefix tests/scaler/test_,training.py clipping.py floor.py scale_one.py saving.py skips.py)
 

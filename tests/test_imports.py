@@ -70,7 +70,10 @@ def test_help_loads_the_command_line_only(words: list[str], tmp_path: Path) -> N
     assert loaded_by(words, tmp_path) == {"cli", "_common", "record", "errors", "msgspec"}
 
 
-READING = {"_common", "_numerics", "cli", "diagnose", "errors", "record", "report", "trace"}
+READING = {
+    *("_common", "_numerics", "cli", "errors", "record", "report", "trace"),
+    *("diagnose", "replay", "user_code", "watch"),  # of each, the files of values
+}
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,9 @@ class Trained:
             if case.has("record"):
                 stack.enter_context(halfstep.record(self.folder, model, every=2))
             if case.has("diagnose"):
-                stack.enter_context(self.scaler.diagnose(model, tell=lambda *_: None))
+                stack.enter_context(
+                    halfstep.diagnose(self.scaler, model=model, tell=lambda *_: None)
+                )
             if case.has("policy"):
                 stack.enter_context(halfstep.use_policy("standard"))
             if case.has("hold"):
@@ -437,7 +439,9 @@ def test_a_diagnosis_does_not_depend_on_the_order(order: tuple[str, ...], tmp_pa
     """Master weights stand inside of a guard that was made before: it sees no float32 weights."""
     trained = Trained(Case("AdamW fused", "bf16 split", ("guard",)), tmp_path, order)
     model, found = trained.model, []
-    with trained.scaler.diagnose(model, tell=lambda each, step: found.append((step, each.verdict))):
+    with halfstep.diagnose(
+        trained.scaler, model=model, tell=lambda each, step: found.append((step, each.verdict))
+    ):
         for number in range(NUM_STEPS):
             trained.step(number)
     assert [step for step, _ in found] == [BAD + 1]

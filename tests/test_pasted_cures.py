@@ -3,7 +3,7 @@
 A program trains in this process and is recorded. A tool says what is wrong with it and what to
 write; a case writes just that, and what was wrong must be gone. Edits of statements, which
 ``diagnose`` offers most often, are pasted in tests/diagnose/test_kinds.py; those for errors about
-dtypes in tests/diagnose/test_dtype_errors.py.
+dtypes in tests/dtype_errors/test_dtype_errors.py.
 """
 
 from __future__ import annotations
@@ -303,11 +303,11 @@ def test_report_running_statistics_are_reset(tmp_path: Path) -> None:
         ("(model(x) * 0).float().square().sum().sqrt()", "sqrt"),
     ],
 )
-def test_warning_that_scaler_diagnose_names_the_op(loss: str, op: str, tmp_path: Path) -> None:
+def test_warning_that_names_a_diagnosis(loss: str, op: str, tmp_path: Path) -> None:
     loss = loss.replace("zero", "(model(x) * 0).float()")
     before = program(loss=loss, steps=24, optimizer="torch.optim.SGD(model.parameters(), 0)")
     warned, *_ = before.ran(tmp_path / "a").warned
-    (around,) = re.findall(r"`with (scaler\.diagnose\(model\)):` around the loop", warned)
+    (around,) = re.findall(r"`with (halfstep\.diagnose\(scaler\)):` around the loop", warned)
     said = before.paste(around=around).ran(tmp_path / "b").warned
     (found,) = [text for text in said if "went bad" in text]
     assert re.search(rf"maths: {op}\b.*, \w+ is not finite", found), found

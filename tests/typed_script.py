@@ -113,6 +113,8 @@ def look(model: nn.Module, batch: Tensor) -> str:
         model(batch)
     with halfstep.keep(model, "*.norm"):
         found: halfstep.Diagnosis = halfstep.diagnose(lambda: loss_of(model, batch), model=model)
+        with halfstep.diagnose(GradScaler(), model=model, tell=lambda found, step: None) as watch:
+            found = watch.found[0]
     checkup = halfstep.doctor(model)
     check = halfstep.self_check(model, batch, loss_of)
     tuned = halfstep.tune(model, [batch], loss_of)

@@ -26,7 +26,7 @@ NUM_SEARCHED = 16
 DROPPED = "skipped or taken without some blocks of accumulate()"
 
 WHICH_OP = (
-    "To find the op, put `with scaler.diagnose(model):` around the loop, or use halfstep run "
+    "To find the op, put `with halfstep.diagnose(scaler):` around the loop, or use halfstep run "
     "--diagnose"
 )
 

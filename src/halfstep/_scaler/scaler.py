@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from halfstep._tools.diagnose.diagnosis import Diagnosis
-    from halfstep._tools.diagnose.watch import Watch
-
 
 NUM_LOSSES_WITHOUT_UPDATE = 1000
 """Number of calls of ``scale`` without an ``update`` after which a warning is raised."""
@@ -475,45 +472,6 @@ class GradScaler(TorchAttributes):
         Sync: none.
         """
         self._engine.ranks.replicated(params, process_group)
-
-    @keep_out_of_graphs
-    def diagnose(
-        self,
-        model: torch.nn.Module | None = None,
-        tell: Callable[[Diagnosis, int], object] | None = None,
-    ) -> Watch:
-        """Diagnose bad steps in a block: the op, the module, the source line and the cure.
-
-        A step is replayed at once if its loss is not finite, or if it is skipped beyond what
-        dynamic scaling normally skips at its start and after growth; :func:`halfstep.diagnose` does
-        the same for one step on request. An error about dtypes that ends the block gets a note with
-        its tensors and where they come from.
-
-        Args:
-            model: The model. Default: the first called module that has parameters.
-            tell: Called with each new diagnosis and the number of the step. Default: issue a
-                warning.
-
-        Returns:
-            A context manager; its ``found`` lists the diagnoses.
-
-        Sync: one for each step in the block.
-
-        Example:
-            >>> model = torch.nn.Linear(4, 1)
-            >>> optimizer, scaler = torch.optim.SGD(model.parameters()), GradScaler()
-            >>> with scaler.diagnose(model, tell=lambda found, step: print(step, found.verdict)):
-            ...     for batch in (torch.ones(2, 4), torch.full((2, 4), float("nan"))):
-            ...         optimizer.zero_grad()
-            ...         scaler.scale(model(batch).mean()).backward()
-            ...         _ = scaler.step(optimizer)
-            ...         scaler.update()
-            2 data
-        """
-        # Imported here: the diagnosis layer depends on the scaler.
-        from halfstep._tools.diagnose.watch import Watch
-
-        return Watch(self if self.is_enabled() else None, model, tell)
 
     def after_step(
         self,

@@ -13,11 +13,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfstep import Diagnosis, GradScaler, Policy, autocast, record
+from halfstep import Diagnosis, GradScaler, Policy, autocast, diagnose, record
 from halfstep._autocast import settled_policy
 from halfstep._scaler import DueSchedules
 from halfstep._scaler.access import is_unscaled
-from halfstep._tools.diagnose.watch import warn
 from halfstep.errors import CallOrderError
 from halfstep.integrations import needs
 from halfstep.sinks import prefixed
@@ -332,7 +331,7 @@ class _Logger:
 
 
 class Diagnose(Callback):
-    """A callback that diagnoses bad steps, as :meth:`halfstep.GradScaler.diagnose` does.
+    """A callback that diagnoses bad steps, as :func:`halfstep.diagnose` does around a loop.
 
     A diagnosis is issued as a warning. It is also recorded if :class:`RecordRun` is a callback too.
 
@@ -354,12 +353,12 @@ class Diagnose(Callback):
             self.found.append(found)
             for callback in trainer.callbacks:
                 if isinstance(callback, RecordRun) and callback.run is not None:
-                    is_running = self.watch is None or not self.watch.is_ending
+                    is_running = not self.watch.is_ending
                     callback.run.add_diagnosis(found, step=callback.run.num_steps + is_running)
-            warn(found, step)
+            self.watch.warn(found, step)
 
         scaler = _scaler_of(trainer) or GradScaler(enabled=False)
-        self.watch = self._stack.enter_context(scaler.diagnose(pl_module, tell))
+        self.watch = self._stack.enter_context(diagnose(scaler, model=pl_module, tell=tell))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop diagnosing."""

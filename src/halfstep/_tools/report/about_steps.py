@@ -16,9 +16,9 @@ from halfstep._common.numbers import (
     things,
 )
 from halfstep._common.text import Code, Sentence, Severity, names, say
-from halfstep._tools.diagnose.skips import ENDLESS, MANY
 from halfstep._tools.report.layers import power_below
 from halfstep._tools.report.summary import FEW, Facts, Origin, StepCounts, Summary
+from halfstep._tools.watch.skips import ENDLESS, MANY
 
 _DEFAULT_SCALE = 2.0**16
 NEVER_ACTED = "never acted"

@@ -12,7 +12,6 @@ from statistics import fmean, median, quantiles
 from typing import NamedTuple, TypeAlias
 
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.diagnose.skips import ENDLESS, ScaleSearch, Search, are_a_start, are_rare
 from halfstep._tools.record.run import Culprits, Measured, Note, PolicySeen, Run, Step
 from halfstep._tools.report.layers import layers_and_gradients, lower_of
 from halfstep._tools.report.summary import (
@@ -31,6 +30,7 @@ from halfstep._tools.report.summary import (
     Summary,
 )
 from halfstep._tools.trace.rows import grouped
+from halfstep._tools.watch.skips import ENDLESS, ScaleSearch, Search, are_a_start, are_rare
 
 RECENT = 20
 """The number of steps that recent values average over."""

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias
 
 from halfstep._numerics.formats import FORMATS_BY_DTYPE
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.diagnose.skips import ENDLESS
 from halfstep._tools.record.run import Kind, Note, PolicySeen
+from halfstep._tools.watch.skips import ENDLESS
 
 NOTABLE = 0.01
 """The share of lost gradient entries or updates from which on it is mentioned."""

@@ -18,7 +18,7 @@ from halfstep._common.nested import map_leaves
 from halfstep._common.patches import TopLevelCalls, not_compiled
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._pytorch.amp import Switches
-from halfstep._tools.diagnose.replay import is_replaying
+from halfstep._tools.replay.replay import is_replaying
 from halfstep._tools.run.amp_script import ScriptState
 
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")

@@ -7,13 +7,13 @@ import pytest
 import torch
 from tests import forked
 from tests.device import DEVICE
-from tests.diagnose import dtype_programs as hostile
-from tests.diagnose import dtype_programs_more as more
-from tests.diagnose.dtype_programs import pasted, runs
+from tests.dtype_errors import dtype_programs as hostile
+from tests.dtype_errors import dtype_programs_more as more
+from tests.dtype_errors.dtype_programs import pasted, runs
 from torch import nn
 
 import halfstep
-from halfstep._tools.diagnose.dtype_error import DtypeError, explain
+from halfstep._tools.dtype_errors.dtype_error import DtypeError, explain
 
 BEGIN = """
 import torch
@@ -371,7 +371,7 @@ def test_the_error_of_a_diagnosed_step_has_it_as_a_note(loop: bool) -> None:
         model(x).sum().backward()
 
     def steps() -> None:
-        with halfstep.GradScaler("cpu").diagnose(model):
+        with halfstep.diagnose(halfstep.GradScaler("cpu"), model=model):
             step()
 
     run = steps if loop else lambda: halfstep.diagnose(step, model=model)
@@ -401,7 +401,7 @@ nn.Linear(4, 2)(half)
 
 
 def test_other_errors_of_a_diagnosed_step_have_no_note() -> None:
-    with pytest.raises(ZeroDivisionError) as caught, halfstep.GradScaler("cpu").diagnose():
+    with pytest.raises(ZeroDivisionError) as caught, halfstep.diagnose(halfstep.GradScaler("cpu")):
         print(1 / 0)
     assert not hasattr(caught.value, "__notes__")
 

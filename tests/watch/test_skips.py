@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from halfstep._tools.diagnose.skips import MOST_FALLS, SETTLED, ScaleSearch
+from halfstep._tools.watch.skips import MOST_FALLS, SETTLED, ScaleSearch
 
 
 def kinds(*iterations: tuple[float | None, bool], reason: str = "overflow") -> list[str | None]:

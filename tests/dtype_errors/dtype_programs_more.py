@@ -1,6 +1,6 @@
 """More programs that fail with errors about dtypes; a comment names the thread behind one."""
 
-from tests.diagnose.dtype_programs import Hostile
+from tests.dtype_errors.dtype_programs import Hostile
 
 PROGRAMS = {
     # After public threads.

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep._tools.diagnose.undo import UndoLog
+from halfstep._tools.replay.undo import UndoLog
 
 pytestmark = pytest.mark.slow
 

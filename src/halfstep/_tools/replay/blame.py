@@ -26,13 +26,13 @@ from halfstep._pytorch import modes
 from halfstep._pytorch.dispatch import overload_of
 from halfstep._pytorch.parts import is_made_of_others, parts_of
 from halfstep._pytorch.storages import ByMemory
-from halfstep._tools.diagnose.diagnosis import NO_END
-from halfstep._tools.diagnose.observer import OpCall, OpKey, OpObserver
-from halfstep._tools.diagnose.replay import Replayer, StepRun
-from halfstep._tools.diagnose.user_code import called_by_user
-from halfstep._tools.diagnose.variant import Variant
+from halfstep._tools.replay.notes import ABSORBED, NO_END
+from halfstep._tools.replay.observer import OpCall, OpKey, OpObserver
+from halfstep._tools.replay.replay import Replayer, StepRun
+from halfstep._tools.replay.variant import Variant
 from halfstep._tools.trace.ops import OpPlace, by_name, makes_no_values, only_allocates
 from halfstep._tools.trace.rows import Phase
+from halfstep._tools.user_code.user_code import called_by_user
 
 OUTSIDE = -1
 """The number in the blame for a tensor that was bad before the replay."""
@@ -375,11 +375,6 @@ def _is_all_of_its_memory(tensor: Tensor) -> bool:
 
 
 # --- the search -----------------------------------------------------------------------------------
-
-ABSORBED = (
-    "what the step returns is finite: inf and NaN are replaced on the way, as by nan_to_num, "
-    "clamp, or a cast to integers, which makes 0 of NaN"
-)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from halfstep._tools.diagnose import call_log
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.diagnose.watch import Watch
+from halfstep._tools.watch import call_log
+from halfstep._tools.watch.watch import Watch
 
 
 class Odd(dict[str, Tensor]):

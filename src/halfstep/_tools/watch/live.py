@@ -15,13 +15,13 @@ from halfstep._common.numbers import things
 from halfstep._common.patches import Patches
 from halfstep._pytorch import distributed, modes
 from halfstep._pytorch.distributed import has_ranks
-from halfstep._tools.diagnose.blame import ELSEWHERE, OUTSIDE
 from halfstep._tools.diagnose.diagnose import judge_alone
 from halfstep._tools.diagnose.diagnosis import Diagnosis, source_of
 from halfstep._tools.diagnose.inspect_op import InspectingTracker
-from halfstep._tools.diagnose.observer import FoundModules, ObserverMode, is_compiled_together
-from halfstep._tools.diagnose.replay import watch_backward
-from halfstep._tools.diagnose.undo import UndoLog
+from halfstep._tools.replay.blame import ELSEWHERE, OUTSIDE
+from halfstep._tools.replay.observer import FoundModules, ObserverMode, is_compiled_together
+from halfstep._tools.replay.replay import watch_backward
+from halfstep._tools.replay.undo import UndoLog
 
 NOTE = "traced live, not replayed: judged by the op alone, and the cure was not tried"
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from halfstep._common.nested import tensors_in
 from halfstep._pytorch import autograd, modules, storages
-from halfstep._tools.diagnose.diagnosis import Line
+from halfstep._tools.user_code.line import Line
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 _SCALER = tuple(f"{Path(__file__).parents[2]}/{room}/" for room in ("_scaler", "_gradients"))

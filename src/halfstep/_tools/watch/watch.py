@@ -28,16 +28,14 @@ from halfstep._gradients.optimizers import Rounds, split_closure, with_closure
 from halfstep._pytorch import optim
 from halfstep._scaler import GradScaler, Outcome
 from halfstep._scaler.events import OBSERVERS, is_in_step, observing
-from halfstep._tools.diagnose.bad_steps import Skips, are_finite, has_nan, have_finite_gradients
-from halfstep._tools.diagnose.capture import Capture
 from halfstep._tools.diagnose.diagnose import (
     diagnosis_of_calls,
     is_bad_at_scale_1,
     why_not_replayed,
 )
-from halfstep._tools.diagnose.diagnosis import Diagnosis, Line, line_text
-from halfstep._tools.diagnose.dtype_error import add_explanation
-from halfstep._tools.diagnose.kept_calls import (
+from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.dtype_errors.dtype_error import add_explanation
+from halfstep._tools.replay.kept_calls import (
     KeptCall,
     Made,
     copied_from,
@@ -45,10 +43,13 @@ from halfstep._tools.diagnose.kept_calls import (
     needed_for,
     weights_of,
 )
-from halfstep._tools.diagnose.live import SEE_MORE, LiveSearch
-from halfstep._tools.diagnose.optimizer_side import Growth, with_bad_setting
-from halfstep._tools.diagnose.skips import Search
-from halfstep._tools.diagnose.user_code import user_line
+from halfstep._tools.user_code.line import Line, line_text
+from halfstep._tools.user_code.user_code import user_line
+from halfstep._tools.watch.bad_steps import Skips, are_finite, has_nan, have_finite_gradients
+from halfstep._tools.watch.capture import Capture
+from halfstep._tools.watch.live import SEE_MORE, LiveSearch
+from halfstep._tools.watch.optimizer_side import Growth, with_bad_setting
+from halfstep._tools.watch.skips import Search
 from halfstep.errors import CallOrderError, DiagnosisWarning
 
 MOST_DIAGNOSES = 5
@@ -143,7 +144,7 @@ class Watch:
             a :class:`halfstep.errors.DiagnosisWarning` is issued.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``tell`` is not callable.
+        TypeError: ``tell`` is not callable.
 
     Attributes:
         found: The diagnoses, one for each place.
@@ -161,8 +162,6 @@ class Watch:
         model: nn.Module | None = None,
         tell: Callable[[Diagnosis, int], object] | None = None,
     ) -> None:
-        if not (model is None or isinstance(model, nn.Module)):
-            raise TypeError(f"diagnose(model={type(model).__name__}): pass a torch.nn.Module")
         if not (tell is None or callable(tell)):
             raise TypeError(
                 f"diagnose(tell={type(tell).__name__}): pass a function that takes a diagnosis and "
@@ -170,7 +169,7 @@ class Watch:
             )
         self.found: list[Diagnosis] = []
         self.notes: list[str] = []
-        self._scaler, self._model, self._tell = scaler, model, tell or warn
+        self._scaler, self._model, self._tell = scaler, model, tell or self.warn
         self._capture = Capture(
             self._is_here,
             self._conclude,
@@ -222,6 +221,16 @@ class Watch:
                 self._conclude(is_last=True)
         finally:
             self._stack.close()
+
+    @staticmethod
+    def warn(found: Diagnosis, step: int) -> None:
+        """Issue a :class:`halfstep.errors.DiagnosisWarning` at the user's current line.
+
+        This is what happens without ``tell``, for a ``tell`` that does more than that.
+        """
+        line = user_line() or Line("<unknown>", 1, "", "")
+        text = f"step {step} went bad\n{found}"
+        warnings.warn_explicit(text, DiagnosisWarning, line.file, line.number)
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -515,10 +524,3 @@ def _is_of_the_model(found: Diagnosis) -> bool:
 def _place(found: Diagnosis) -> tuple[object, ...]:
     bad = found.bad
     return (found.verdict, found.tensor, bad and (bad.op, bad.module, bad.phase, bad.line))
-
-
-def warn(found: Diagnosis, step: int) -> None:
-    """Issue a :class:`halfstep.errors.DiagnosisWarning` at the current line of the user's code."""
-    line = user_line() or Line("<unknown>", 1, "", "")
-    text = f"step {step} went bad\n{found}"
-    warnings.warn_explicit(text, DiagnosisWarning, line.file, line.number)

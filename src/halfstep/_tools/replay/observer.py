@@ -15,7 +15,7 @@ from halfstep._common.module_names import replicated
 from halfstep._common.nested import tensors_in
 from halfstep._pytorch import compiler, distributed, modes
 from halfstep._pytorch.parts import any_made_of_others
-from halfstep._tools.diagnose.undo import UndoLog
+from halfstep._tools.replay.undo import UndoLog
 from halfstep._tools.trace.ops import OpMode, OpPlace, RunningModules, op_name, written_to
 from halfstep._tools.trace.rows import Phase
 from halfstep.errors import RanksError
@@ -255,5 +255,5 @@ def waits_for_others(why: str) -> RanksError:
     """Return the error for a step that one rank cannot replay."""
     return RanksError(
         f"this step cannot be replayed: {why}, and a replay by one rank would wait for the others. "
-        "Put `with scaler.diagnose(model):` around the loop: it traces such steps as they run"
+        "Put `with halfstep.diagnose(scaler):` around the loop: it traces such steps as they run"
     )

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from halfstep._tools.diagnose.dtype_error import explain
+from halfstep._tools.dtype_errors.dtype_error import explain
 
 BEGIN = """
 from concurrent.futures import ThreadPoolExecutor

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
-from halfstep._tools.diagnose.watch import Watch
+from halfstep._tools.watch.watch import Watch
 
 
 def watched(

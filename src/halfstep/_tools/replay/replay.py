@@ -29,10 +29,11 @@ from halfstep._pytorch import amp, autograd, modes
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import begin_anew
 from halfstep._scaler.events import unobserved
-from halfstep._tools.diagnose.observer import FoundModules, ObserverMode, OpObserver
-from halfstep._tools.diagnose.undo import UndoLog
-from halfstep._tools.diagnose.user_code import owners_in
-from halfstep._tools.diagnose.variant import EnteredAutocast, Variant, autocast_as
+from halfstep._tools.replay.notes import LEFT_GRADIENTS
+from halfstep._tools.replay.observer import FoundModules, ObserverMode, OpObserver
+from halfstep._tools.replay.undo import UndoLog
+from halfstep._tools.replay.variant import EnteredAutocast, Variant, autocast_as
+from halfstep._tools.user_code.user_code import owners_in
 
 
 @dataclass
@@ -50,12 +51,6 @@ class StepRun:
     entered: list[EnteredAutocast] = field(default_factory=list)
     error: Exception | None = None
     scaling: list[range] = field(default_factory=list)
-
-
-LEFT_GRADIENTS = (
-    "gradients were inf or NaN before the replay, and cures were tried without them; if an earlier "
-    "step has left them, call zero_grad()"
-)
 
 
 class Replayer:

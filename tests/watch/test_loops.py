@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.diagnose.watch import Watch
+from halfstep._tools.watch.watch import Watch
 
 NUM_STEPS, BAD_STEP = 5, 4
 

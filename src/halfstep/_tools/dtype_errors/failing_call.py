@@ -29,7 +29,7 @@ from halfstep._autocast.region import Region
 from halfstep._autocast.scopes import Settings
 from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
-from halfstep._tools.diagnose.user_code import (
+from halfstep._tools.user_code.user_code import (
     Place,
     is_of_package,
     is_part_of,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep._numerics.measure import NAN, badness, is_finite
 from halfstep._pytorch import amp, modes
 from halfstep._scaler import Outcome, Reason
-from halfstep._tools.diagnose.skips import ScaleSearch, Search, are_a_start, are_rare
+from halfstep._tools.watch.skips import ScaleSearch, Search, are_a_start, are_rare
 
 
 class Skips:

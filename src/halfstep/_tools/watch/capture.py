@@ -19,9 +19,7 @@ from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, compiler, modes, modules, optim
 from halfstep._scaler import GradScaler
-from halfstep._tools.diagnose.bad_steps import are_finite
-from halfstep._tools.diagnose.call_log import CallLog, LoggedCall, unseen
-from halfstep._tools.diagnose.kept_calls import (
+from halfstep._tools.replay.kept_calls import (
     VIEWS,
     KeptCall,
     Made,
@@ -30,7 +28,9 @@ from halfstep._tools.diagnose.kept_calls import (
     name_of,
     scale,
 )
-from halfstep._tools.diagnose.user_code import is_called_by_a_scaler
+from halfstep._tools.user_code.user_code import is_called_by_a_scaler
+from halfstep._tools.watch.bad_steps import are_finite
+from halfstep._tools.watch.call_log import CallLog, LoggedCall, unseen
 
 MOST_READ = 1024
 """The largest number of entries of a tensor that is checked when the loop reads it."""

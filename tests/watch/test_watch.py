@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep._tools.diagnose import skips
-from halfstep._tools.diagnose.replay import is_replaying
-from halfstep._tools.diagnose.skips import LONGEST_START
-from halfstep._tools.diagnose.watch import Watch
+from halfstep._tools.replay.replay import is_replaying
+from halfstep._tools.watch import skips
+from halfstep._tools.watch.skips import LONGEST_START
+from halfstep._tools.watch.watch import Watch
 from halfstep.errors import DiagnosisWarning
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ class Loop:
         def tell(found: object, step: int) -> None:
             self.told.append((step, found.verdict))  # type: ignore[attr-defined]
 
-        return self.scaler.diagnose(self.model, tell)
+        return halfstep.diagnose(self.scaler, model=self.model, tell=tell)
 
 
 def large_steps(loop: Loop, large: Iterable[bool]) -> Watch:
@@ -143,7 +143,10 @@ def test_a_loss_that_outgrows_the_scale_is_cured_by_a_smaller_one(
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     scaler = halfstep.GradScaler(init_scale=4096.0)
-    with scaler.diagnose(model, tell=lambda *_: None) as watch, warnings.catch_warnings():
+    with (
+        halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         for target in (1.0, 1000.0):
             optimizer.zero_grad()
@@ -189,7 +192,10 @@ def test_batches_in_containers_of_the_user(batch: Callable[[Tensor], Any]) -> No
 
     model = Model()
     optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler(init_scale=16.0)
-    with scaler.diagnose(model, tell=lambda *_: None) as watch, warnings.catch_warnings():
+    with (
+        halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         for value in (1.0, math.inf):
             optimizer.zero_grad()
@@ -222,7 +228,7 @@ def test_an_overflow_that_no_smaller_scale_cures_is_a_fault_at_the_start_too() -
 
     model = SquareRoot()
     optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler(init_scale=16.0)
-    with scaler.diagnose(tell=lambda *_: None) as watch, warnings.catch_warnings():
+    with halfstep.diagnose(scaler, tell=lambda *_: None) as watch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(LONGEST_START + 2):
             optimizer.zero_grad()
@@ -242,7 +248,10 @@ def scaled_steps(
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = halfstep.GradScaler(on_skips=lambda report: None, **options)
-    with scaler.diagnose(model, tell=lambda *_: None) as watch, warnings.catch_warnings():
+    with (
+        halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         for i in range(num):
             optimizer.zero_grad()
@@ -497,7 +506,7 @@ def test_without_a_tell_function_it_is_a_warning() -> None:
 
 
 def watched_step(loop: Loop) -> None:
-    with loop.scaler.diagnose(loop.model):
+    with halfstep.diagnose(loop.scaler, model=loop.model):
         loop.step(large=True)
 
 
@@ -527,7 +536,7 @@ def test_a_disabled_scaler_can_be_watched() -> None:
     scaler = halfstep.GradScaler(enabled=False)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with scaler.diagnose(model, tell=lambda *_: None) as watch:
+    with halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch:
         scaler.scale(F.mse_loss(model(torch.full((2, 4), math.inf)), torch.zeros(2, 1))).backward()
         scaler.step(optimizer)
         scaler.update()
