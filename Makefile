@@ -55,7 +55,7 @@ pairs: $(READY)  ## our own features in all 3,600 pairs (make test runs a share 
 score: $(READY)  ## diagnose 286 injected faults, 200 clean steps, 500 small programs, 100 errors about dtypes, 42 formulas, 20 long clean runs (fifteen minutes)
 	$(BIN)/python -m tests.diagnose.score $(ARGS)
 
-quality: $(READY)  ## final losses of nine precisions (an hour); ARGS="--only digits --seeds 2" for less
+quality: $(READY)  ## final losses of seven precisions (an hour); ARGS="--only digits --seeds 2" for less
 	@$(BIN)/python benchmarks/quality.py $(ARGS)
 
 package:  ## build dist/ and check it as PyPI would, in a .venv of its own

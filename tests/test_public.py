@@ -21,7 +21,6 @@ PUBLIC = {
     "Static",
     "__version__",
     "autocast",
-    "bytes_per_parameter",
     "custom_bwd",
     "custom_fwd",
     "diagnose",

@@ -20,7 +20,6 @@ from halfstep import (
     Static,
     __version__,
     autocast,
-    bytes_per_parameter,
     custom_bwd,
     custom_fwd,
     diagnose,
@@ -53,7 +52,6 @@ NAMES = (
     Static,
     __version__,
     autocast,
-    bytes_per_parameter,
     custom_bwd,
     custom_fwd,
     diagnose,
@@ -97,7 +95,7 @@ def train(model: nn.Module, batches: list[Tensor], folder: Path) -> float | None
         optimizer.step()
     print(guarded.outcome().taken, guarded.counts().skipped)
     weights: dict[str, Tensor] = halfstep.float32_weights(model, optimizer)
-    print(lost.share, lost.shares, weights, halfstep.bytes_per_parameter(model, optimizer).total)
+    print(lost.share, lost.shares, weights)
     outcome: halfstep.Outcome = scaler.outcome(optimizer)
     is_overflow = outcome.reason is halfstep.Reason.OVERFLOW
     print(halfstep.__version__, rule, is_overflow, halfstep.is_autocast_available("cpu"))

@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
     from halfstep._master_weights.lost_updates import lost_updates as lost_updates
     from halfstep._master_weights.master_weights import float32_weights as float32_weights
     from halfstep._master_weights.master_weights import master_weights as master_weights
-    from halfstep._master_weights.memory import bytes_per_parameter as bytes_per_parameter
     from halfstep._scaler import Dynamic as Dynamic
     from halfstep._scaler import GradScaler as GradScaler
     from halfstep._scaler import Guard as Guard
@@ -56,7 +55,6 @@ _MODULES = {
     "Rule": "halfstep._autocast",
     "Static": "halfstep._scaler",
     "autocast": "halfstep._autocast",
-    "bytes_per_parameter": "halfstep._master_weights.memory",
     "custom_bwd": "halfstep._autocast",
     "custom_fwd": "halfstep._autocast",
     "diagnose": "halfstep._tools.watch.diagnose",

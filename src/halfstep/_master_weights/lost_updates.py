@@ -14,11 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from halfstep._gradients.optimizers import Names, makes_step_of, members, require_optimizer
-from halfstep._master_weights.master_weights import (
-    is_rounded_by_chance,
-    weight_of,
-    with_masters,
-)
+from halfstep._master_weights.master_weights import weight_of, with_masters
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import local_part
@@ -46,8 +42,8 @@ class _Before(NamedTuple):
 class StepUpdates:
     """The weights of an optimizer before a step, to count lost updates after it.
 
-    The following do not count: sparse gradients, stochastically rounded weights, weights with a
-    learning rate of 0 (as in the first step of a warm-up), and tensors without values. Sync: none.
+    The following do not count: sparse gradients, weights with a learning rate of 0 (as in the first
+    step of a warm-up), and tensors without values. Sync: none.
 
     Args:
         optimizer: The optimizer. If it has ``found_inf``, it skips bad steps by itself; a skipped
@@ -78,7 +74,6 @@ class StepUpdates:
                     is_counted
                     and param.layout is torch.strided
                     and not (param.is_meta or is_fake(param))
-                    and not is_rounded_by_chance(self._optimizer, param)
                 ):
                     rate = group.get("lr", 1.0)
                     is_moved = rate.ne(0.0) if isinstance(rate, Tensor) else rate != 0.0
@@ -202,7 +197,7 @@ class LostUpdates:
         if not shares:
             return (
                 "no updates were seen: optimizer.step() belongs in the block. Steps that are "
-                "skipped do not count, nor does store='stochastic', which loses none on average"
+                "skipped do not count"
             )
         dtypes = ", ".join(sorted(map(dtype_name, self._dtypes)))
         lines = [f"{self.share:.1%} of the updates were lost to rounding in {dtypes}"]
@@ -234,9 +229,9 @@ def lost_updates(
     Returns:
         A context manager with ``share`` and, by parameter, ``shares``: of the entries with a
         nonzero gradient, the share, 0 to 1, whose weight did not change. The following do not
-        count: steps that a GradScaler skips, steps with a learning rate of 0, sparse gradients, and
-        weights of ``store="stochastic"``, which are right on average. With a closure, the last
-        gradients count. For DTensors, the entries on this rank count.
+        count: steps that a GradScaler skips, steps with a learning rate of 0, and sparse
+        gradients. With a closure, the last gradients count. For DTensors, the entries on this rank
+        count.
 
     Memory: a copy of the weights during a step. Sync: none until the shares are read.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from operator import methodcaller
@@ -28,7 +28,7 @@ from halfstep._gradients.optimizers import (
 from halfstep._gradients.scalars import describe
 from halfstep._master_weights.chunks import step_in_chunks, steps_one_at_a_time
 from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight
-from halfstep._master_weights.stores import STORES, Float32, Split, Stochastic, Store
+from halfstep._master_weights.stores import STORES, Split, Store
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import (
     has_process_group,
@@ -62,10 +62,13 @@ BESIDE_STEP = ("train", "eval", "first_step", "second_step")
 Schedule-free optimizers swap weights with their average; sharpness-aware ones move to a nearby
 point and back."""
 
-SEED, STEPS = "master_seed", "master_steps"
-"""Keys in parameter groups of what the random bits depend on; groups are saved everywhere."""
+StoreName = Literal["split", "float32"]
 
-StoreName = Literal["split", "float32", "kahan", "stochastic"]
+REMOVED = {
+    "kahan": ("master_compensation", "the optimizers of optimi have Kahan summation"),
+    "stochastic": ("master_seed", "the optimizers of torchao have stochastic rounding"),
+}
+"""Of each removed store, a key in its checkpoints, and where to find what it did."""
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
@@ -74,26 +77,21 @@ def master_weights(
     optimizer: _Optimizer,
     store: StoreName = "split",
     gradients: Literal["float32"] | None = None,
-    generator: torch.Generator | None = None,
-    *,
-    chunked: bool = False,
 ) -> _Optimizer:
     """Make an optimizer step its bfloat16 and float16 parameters in float32.
 
     In bfloat16 an update below 1/512 of a weight is lost to rounding; at usual learning rates most
     updates are. Therefore the state of the optimizer keeps what rounding leaves out of each weight.
     During ``optimizer.step`` parameters and gradients *are* float32: any optimizer of PyTorch
-    computes as on a float32 model, and creates float32 state. Afterwards the parameters have their
-    own dtype again: they are the same objects in the same memory, with newly rounded values.
+    computes bit for bit as on a float32 model, and creates float32 state. Afterwards the parameters
+    have their own dtype again: they are the same objects in the same memory, newly rounded.
 
-    =================  ==============  ===================  ====================================
-    ``store``          bytes a weight  parameters           a step is
-    =================  ==============  ===================  ====================================
-    ``"split"``        2 + 2           bfloat16             that of float32 weights, bit for bit
-    ``"float32"``      2 + 4           bfloat16, float16    that of float32 weights, bit for bit
-    ``"kahan"``        2 + 2           bfloat16, float16    close to it
-    ``"stochastic"``   2               bfloat16, float16    right on average
-    =================  ==============  ===================  ====================================
+    ===============  ==============  ===================
+    ``store``        bytes a weight  parameters
+    ===============  ==============  ===================
+    ``"split"``      2 + 2           bfloat16
+    ``"float32"``    2 + 4           bfloat16, float16
+    ===============  ==============  ===================
 
     The parameter is authoritative: after any write to it (``load_state_dict``, a merge, an average,
     a mask), the next step continues from the new value. ``state_dict`` holds all that is needed to
@@ -109,12 +107,6 @@ def master_weights(
             their gradients are float32, which a GradScaler needs. DTensors cannot have float32
             gradients. DistributedDataParallel reduces them in float32 if it has wrapped the model
             before.
-        generator: The source of the seed of ``"stochastic"``. By default all ranks have the same
-            seed.
-        chunked: Step an optimizer that is not PyTorch's with a few parameters at a time, as is done
-            with PyTorch's own. You promise that the step of a parameter does not depend on others,
-            as through a norm or an estimate over all. A step count is handled; a step that leaves
-            different values in its groups or attributes for each chunk raises a ValueError.
 
     Returns:
         The optimizer.
@@ -129,7 +121,7 @@ def master_weights(
 
     Memory: float32 weights and gradients during a step: of a million entries at a time on a CPU, of
     a tenth of the parameters on other devices; of all parameters with LBFGS, and with an optimizer
-    that is not PyTorch's if it has a closure or is not ``chunked``. Sync: none.
+    that is not PyTorch's. Sync: none.
 
     Example:
         >>> import halfstep
@@ -160,15 +152,11 @@ def master_weights(
         )
     if gradients not in (None, "float32"):
         raise ValueError(f"gradients={gradients!r}: pass 'float32', or leave it out")
-    if store != "stochastic" and generator is not None:
-        raise ValueError(f"store={store!r} draws no random numbers: leave generator out")
     if store not in STORES:
-        raise ValueError(f"store={store!r}: pass one of {', '.join(map(repr, STORES))}")
-    seed = 0 if generator is None else generator.initial_seed()
-    made: Store = Stochastic(seed) if store == Stochastic.name else STORES[store]()
-    masters = MasterWeights(made, float32_gradients=gradients == "float32", chunked=chunked)
+        elsewhere = f" ({REMOVED[store][1]})" if store in REMOVED else ""
+        raise ValueError(f"store={store!r}: pass one of {', '.join(map(repr, STORES))}{elsewhere}")
     with inside_of_guard(optimizer):
-        masters.take(optimizer)
+        MasterWeights(STORES[store], gradients == "float32").take(optimizer)
     return optimizer
 
 
@@ -179,19 +167,15 @@ _MASTERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, MasterWeights] = (
 KEYS = {each.key for each in STORES.values()}
 """The keys, in the state of an optimizer, of the tensors that stores keep."""
 
-_ROUNDED_BY_LOADING = {Split.key, Float32.key}
-
 
 class MasterWeights:
     """The master weights of one optimizer.
 
-    ``float32_gradients`` applies to bfloat16 parameters too. ``chunked`` applies to optimizers that
-    are not PyTorch's.
+    ``float32_gradients`` applies to bfloat16 parameters too.
     """
 
-    def __init__(self, store: Store, *, float32_gradients: bool, chunked: bool) -> None:
-        self.store = store
-        self._float32_gradients, self._chunked = float32_gradients, chunked
+    def __init__(self, store: Store, float32_gradients: bool) -> None:
+        self.store, self._float32_gradients = store, float32_gradients
         self._loaded: dict[int, dict[str, Any]] = {}
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
@@ -202,9 +186,10 @@ class MasterWeights:
                 "wider, which need no master weights. Lower the model first: "
                 "model.to(torch.bfloat16)"
             )
+        _refuse_removed_stores(optimizer, optimizer.state, optimizer.param_groups)
         for param in parameters(optimizer):
             state = optimizer.state.get(param, {})
-            if any(key in state and state[key].dtype is param.dtype for key in _ROUNDED_BY_LOADING):
+            if any(key in state and state[key].dtype is param.dtype for key in KEYS):
                 raise ValueError(
                     f"master_weights({type(optimizer).__name__}): its state was loaded before it "
                     "had master weights, and PyTorch has rounded what was kept of them. Call "
@@ -220,7 +205,6 @@ class MasterWeights:
         optimizer.register_state_dict_post_hook(_after_save)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
-        self._number_step(optimizer, 0)
         _MASTERS[optimizer] = self
 
     def _take_step(self, optimizer: torch.optim.Optimizer, replaced: Replacements) -> None:
@@ -228,7 +212,6 @@ class MasterWeights:
 
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._see_to_dtypes(optimizer)
-            self._number_step(optimizer, 1)
             if alone is None:  # replaced by others: its hooks see float32 parameters
                 return self._step_at_once(original, optimizer, *args, **kwargs)
             tell_scheduler(optimizer)
@@ -261,7 +244,7 @@ class MasterWeights:
         def reduce(optimizer: torch.optim.Optimizer, protocol: SupportsIndex) -> tuple[Any, ...]:
             # As without master weights: attributes of the instance are not saved.
             parts = type(optimizer).__reduce_ex__(optimizer, protocol)
-            return _copied, (self.store.name, self._float32_gradients, self._chunked, parts)
+            return _copied, (self.store.name, self._float32_gradients, parts)
 
         replace_method(optimizer, "__reduce_ex__", reduce)
 
@@ -353,22 +336,19 @@ class MasterWeights:
         **kwargs: Any,
     ) -> Any:
         """Step in chunks if the result is the same, else all at once."""
-        closure = next(iter(args), kwargs.get("closure"))
-        is_known = steps_one_at_a_time(optimizer, step)
-        if callable(closure) and is_known:  # it calls the closure once, at the start
+        if not steps_one_at_a_time(optimizer, step):
+            return self._step_at_once(step, optimizer, *args, **kwargs)
+        closure, loss = next(iter(args), kwargs.get("closure")), None
+        if callable(closure):  # PyTorch would call it once, at the start
             with torch.enable_grad():
                 loss = closure()
-            self._step(step, optimizer)
-            return loss
-        if callable(closure) or not (is_known or self._chunked):
-            return self._step_at_once(step, optimizer, *args, **kwargs)
-        scratch = Scratch() if is_known else None
+        scratch = Scratch()
 
-        def step_chunk() -> Any:
-            exchange = Exchange(optimizer, self.store, parameters(optimizer), scratch)
-            return exchange.around(step, *args, **kwargs)
+        def step_chunk() -> None:
+            Exchange(optimizer, self.store, parameters(optimizer), scratch).around(step)
 
-        return step_in_chunks(optimizer, step_chunk, is_known=is_known)
+        step_in_chunks(optimizer, step_chunk)
+        return loss
 
     def _step_at_once(
         self,
@@ -384,16 +364,6 @@ class MasterWeights:
             args, kwargs = with_closure(exchange.outside(closure), others, kwargs)
         return exchange.around(step, *args, **kwargs)
 
-    def _number_step(self, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-        """Select the random bits of the next step, and add ``num_steps`` to the step count."""
-        if isinstance(self.store, Stochastic):
-            groups = optimizer.param_groups
-            seed = next((group[SEED] for group in groups if SEED in group), self.store.seed)
-            step = max(group.get(STEPS, 0) for group in groups)
-            self.store.begin(seed, step)
-            for group in groups:
-                group |= {SEED: seed, STEPS: step + num_steps}
-
     # --- checkpoints ------------------------------------------------------------------------------
 
     def _before_load(
@@ -403,6 +373,7 @@ class MasterWeights:
 
         PyTorch loads the optimizer's own state, which ``__setstate__`` may need, and nothing else.
         """
+        _refuse_removed_stores(optimizer, state_dict["state"], state_dict["param_groups"])
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         saved = dict(state_dict["state"])
         self._loaded = {}
@@ -432,25 +403,32 @@ class MasterWeights:
 
         State made with them has a lower precision only if the optimizer chose it.
         """
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                state = optimizer.state.get(param, {})
-                has_masters = STEPS in group or not KEYS.isdisjoint(state)
-                if param.dtype in self.store.dtypes and not has_masters:
-                    for key, value in state.items():
-                        state[key] = _map_state(_widened, value)
+        for param in parameters(optimizer):
+            state = optimizer.state.get(param, {})
+            if param.dtype in self.store.dtypes and KEYS.isdisjoint(state):
+                for key, value in state.items():
+                    state[key] = _map_state(_widened, value)
 
 
-def _copied(
-    store: str, float32_gradients: bool, chunked: bool, parts: tuple[Any, ...]
-) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer with master weights; the random seed is in its groups."""
+def _refuse_removed_stores(
+    optimizer: torch.optim.Optimizer, state: Mapping[Any, Any], groups: list[dict[str, Any]]
+) -> None:
+    """Raise an error for the state of a removed store, which would be dropped silently."""
+    for store, (key, where) in REMOVED.items():
+        if any(key in each for each in (*state.values(), *groups) if isinstance(each, dict)):
+            raise ValueError(
+                f"master_weights({type(optimizer).__name__}): the state is that of the store "
+                f"{store!r}, which was removed ({where}). To continue from the rounded parameters, "
+                f"delete each {key!r} in its state and param_groups first"
+            )
+
+
+def _copied(store: str, float32_gradients: bool, parts: tuple[Any, ...]) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer with master weights."""
     make, args, state, *_ = parts
     optimizer: torch.optim.Optimizer = make(*args)
     optimizer.__setstate__(state)
-    MasterWeights(STORES[store](), float32_gradients=float32_gradients, chunked=chunked).take(
-        optimizer
-    )
+    MasterWeights(STORES[store], float32_gradients).take(optimizer)
     return optimizer
 
 
@@ -539,16 +517,6 @@ def weight_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     if masters is None or param.dtype not in masters.store.dtypes:
         return param.detach()
     return float32_weight(optimizer, masters.store, param)
-
-
-def is_rounded_by_chance(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
-    """Return whether a parameter is rounded stochastically, with no weight behind it."""
-    masters = _MASTERS.get(optimizer)
-    return (
-        masters is not None
-        and masters.store.name == Stochastic.name
-        and param.dtype in masters.store.dtypes
-    )
 
 
 def _set_grad_dtype(param: Tensor, dtype: torch.dtype | None) -> None:

@@ -169,22 +169,6 @@ class Swap:
             self.param._local_tensor, self.param._spec = self._own
 
 
-def shard_name(tensor: Any) -> str:
-    """Return a name for the part of a DTensor on this rank, "" if all ranks have the same.
-
-    Ranks with the same name have the same parts of all tensors with that name.
-    """
-    if not is_dtensor(tensor):
-        return ""
-    mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or range(mesh.ndim)
-    return " ".join(
-        f"{names[dim]}={mesh.get_local_rank(dim)}"
-        for dim, place in enumerate(tensor.placements)
-        if not place.is_replicate()  # is_shard() leaves out strided ones
-    )
-
-
 def has_process_group() -> bool:
     """Return whether this process may be one of several that work together.
 

@@ -100,7 +100,6 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     what = f"{percent(share)} of the updates were lost to rounding in {worst.dtypes[-1]}: "
     where = ("gradients were not zero, and weights did not move; the most in ", Code(worst.name))
     most = f" (which lost {percent(worst.share_lost_updates)} of its own)."
-    # The store is given, because the weights may already have "kahan", which loses some updates.
     store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
     call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
     yield say(
