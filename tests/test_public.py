@@ -29,7 +29,6 @@ PUBLIC = {
     "doctor",
     "float32_weights",
     "guard",
-    "hold_casts",
     "is_autocast_available",
     "keep",
     "lost_updates",

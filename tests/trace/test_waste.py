@@ -170,12 +170,8 @@ def test_a_weight_cast_again() -> None:
     t = traced(model, x, cache_enabled=False)
     (repeated,) = (f for f in t.casts() if f.kind == "repeated")
     assert repeated.what == "inner.weight: cast fp32->bf16 2 times"
-    assert "autocast(cache_enabled=True) inside halfstep.hold_casts" in repeated.cure
-    with halfstep.hold_casts(model):
-        traced(model, x, cache_enabled=True)
-        cured = traced(model, x, cache_enabled=True)
-    assert cast_bytes(t) - cast_bytes(cured) == repeated.bytes == 2 * 256 * 256 * 6
-    assert not cured.casts()
+    assert "autocast(cache_enabled=True), which keeps the cast" in repeated.cure
+    assert repeated.bytes == 2 * 256 * 256 * 6
 
 
 def test_small_weights_are_cast_again_by_intention() -> None:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from halfstep._autocast import hold, products, sums, weight_cache
-from halfstep._autocast.hold import Held
+from halfstep._autocast import products, sums, weight_cache
 from halfstep._autocast.rule import HALVES, Rule
 from halfstep._autocast.written import rules_of
 from halfstep._common.nested import map_tensors, tensors_in
@@ -513,9 +512,9 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
         # device.
         if is_gathered(value):
             raise GatheredMet
-        if kind is not nn.Parameter and kind is not Held:
+        if kind is not nn.Parameter:
             return value  # a DTensor: PyTorch does not count all writes to one
-        kept = hold.kept_cast(value, dtype)
+        kept = weight_cache.cast_in_context(value, dtype)
         return value if kept is None else kept
     # A product of one factor, such as einsum("ij->ji", weight), is a view of it.
     if isinstance(value, (list, tuple)) and len(value) > 1:
@@ -683,7 +682,7 @@ class _OtherSaved:
 
 def is_weight(value: Any) -> bool:
     """Return whether an argument of an op is a parameter, including a DTensor."""
-    if type(value) in (nn.Parameter, Held):
+    if type(value) is nn.Parameter:
         return True
     return distributed.is_dtensor(value) and isinstance(value, nn.Parameter)
 

@@ -172,15 +172,14 @@ class _Search:
         cast = groups[0][0][1]
         if cast.by_hand:
             return Saving(self._bytes_again(groups), f"cast it once, to torch.{cast.to}", None)
-        hold = "halfstep.hold_casts(model), which keeps casts from one context to the next"
+        text = "one context around all uses"
         if row.ruled_op is None:
-            text = f"halfstep.autocast inside {hold}"
-        elif row.cache:
-            text = f"{hold}, unless other tensors share the storage of the weight"
-            return Saving(self._bytes_again(groups), text, None)
-        else:
-            text = f"autocast(cache_enabled=True) inside {hold}"
-        return Saving(sum(cast.bytes for group in groups for _, cast in group), text, None)
+            text = "halfstep.autocast"
+        elif not row.cache:
+            text = "autocast(cache_enabled=True)"
+        text += ", which keeps the cast of a weight from its second use on"
+        text += ", unless other tensors share the storage of the weight"
+        return Saving(self._bytes_again(groups), text, None)
 
     def _of_value(self, groups: list[list[tuple[Row, Cast]]]) -> Saving:
         cast = groups[0][0][1]
