@@ -175,7 +175,7 @@ class _Casts(TorchDispatchMode):
 
 
 def forward() -> Iterator[str]:
-    """Yield rows about a forward pass and a layer whose casts are held."""
+    """Yield rows about a forward pass."""
     torch.manual_seed(0)
     # Of ops that torch.autocast lowers on the CPU, where its casts are counted, as on a GPU.
     layers = [torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 32)]
@@ -196,17 +196,6 @@ def forward() -> Iterator[str]:
     yield f"autocast, forward: casts | {ours} | {casts.num} | {ours - casts.num:+d}"
     other = lowered.ops - ours
     yield f"autocast, forward: other ops | {other} | {plain.ops} | {other - plain.ops:+d}"
-    linear, x = torch.nn.Linear(8, 8).to("sim"), torch.ones(2, 8).bfloat16().to("sim")
-    with torch.no_grad(), halfstep.autocast("sim", torch.bfloat16):
-        with halfstep.hold_casts(linear):
-            held = counted(lambda count: _read(linear, x, count))
-        theirs = counted(lambda count: _read(linear, x, count))
-    yield _row("hold_casts, a linear layer", held, theirs)
-
-
-def _read(layer: torch.nn.Module, x: Tensor, count: Count) -> None:
-    with count.running():
-        layer(x)
 
 
 def table(most: int | None) -> tuple[list[str], bool]:

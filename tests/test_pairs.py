@@ -46,7 +46,7 @@ PRECISIONS: dict[str, tuple[torch.dtype, Any]] = {
 
 FEATURES = (
     *("guard", "scaler", "max_norm", "clip", "unscale_", "accumulate", "retry", "closure"),
-    *("scheduler", "compile", "record", "diagnose", "policy", "hold"),
+    *("scheduler", "compile", "record", "diagnose", "policy"),
 )
 NUM_STEPS, BAD, MAX_NORM = 6, 2, 0.5
 
@@ -168,8 +168,6 @@ class Trained:
                 )
             if case.has("policy"):
                 stack.enter_context(halfstep.use_policy("standard"))
-            if case.has("hold"):
-                stack.enter_context(halfstep.hold_casts(model))
             for number in numbers:
                 self.step(number)
         return self

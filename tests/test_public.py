@@ -27,7 +27,6 @@ PUBLIC = {
     "doctor",
     "float32_weights",
     "guard",
-    "hold_casts",
     "is_autocast_available",
     "keep",
     "lost_updates",

@@ -646,11 +646,11 @@ def test_the_parts_of_a_dtensor() -> None:
     assert type(local) is torch.Tensor
     assert torch.equal(local, values)
     assert distributed.local_part(values) is values
-    again = distributed.placed_like(tensor)(local * 2)
+    again = distributed.in_place_of(tensor, local * 2)
     assert distributed.is_dtensor(again)
     assert again.placements == tensor.placements
     assert torch.equal(again.full_tensor(), values * 2)
-    assert distributed.placed_like(values)(local) is local
+    assert distributed.in_place_of(values, local) is local
 
 
 def test_two_tensors_are_exchanged() -> None:

@@ -26,7 +26,6 @@ from halfstep import (
     doctor,
     float32_weights,
     guard,
-    hold_casts,
     is_autocast_available,
     keep,
     lost_updates,
@@ -58,7 +57,6 @@ NAMES = (
     doctor,
     float32_weights,
     guard,
-    hold_casts,
     is_autocast_available,
     keep,
     lost_updates,
@@ -83,7 +81,7 @@ def train(model: nn.Module, batches: list[Tensor], folder: Path) -> float | None
     scaler: GradScaler = halfstep.GradScaler("cpu", rule=rules[0])
     policy: halfstep.Policy = halfstep.preset("standard")
     rule = halfstep.Rule("softmax", "lower", dtype=torch.bfloat16)
-    with halfstep.record(folder, model, scaler), halfstep.hold_casts(model):
+    with halfstep.record(folder, model, scaler):
         for batch in batches:
             with halfstep.autocast("cpu", torch.float16, policy=policy):
                 loss = loss_of(model, batch)

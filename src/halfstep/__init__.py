@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
     from halfstep._autocast import autocast as autocast
     from halfstep._autocast import custom_bwd as custom_bwd
     from halfstep._autocast import custom_fwd as custom_fwd
-    from halfstep._autocast import hold_casts as hold_casts
     from halfstep._autocast import keep as keep
     from halfstep._autocast import preset as preset
     from halfstep._autocast import use_policy as use_policy
@@ -61,7 +60,6 @@ _MODULES = {
     "doctor": "halfstep._tools.doctor.doctor",
     "float32_weights": "halfstep._master_weights.master_weights",
     "guard": "halfstep._scaler",
-    "hold_casts": "halfstep._autocast",
     "is_autocast_available": "torch.amp",
     "keep": "halfstep._autocast",
     "lost_updates": "halfstep._master_weights.lost_updates",

@@ -29,7 +29,7 @@ import halfstep
 from halfstep import master_weights
 from halfstep._master_weights.chunks import chunks_of
 from halfstep._master_weights.stores import STORES
-from halfstep._pytorch.distributed import is_dtensor, local_part, placed_like
+from halfstep._pytorch.distributed import in_place_of, is_dtensor, local_part
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -113,7 +113,7 @@ def whole_gradient(param: nn.Parameter) -> Tensor:
     grad: Any = param.grad
     if not is_dtensor(grad):
         return grad  # type: ignore[no-any-return]
-    wide = placed_like(grad)(local_part(grad).float())
+    wide = in_place_of(grad, local_part(grad).float())
     return local_part(wide.redistribute(placements=param.placements))  # type: ignore[attr-defined]
 
 

@@ -144,8 +144,6 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "autocast/test_islands.py::test_an_island_with_parameters_in_lower_precision[lstm-*-keep]",
         "autocast/test_islands.py::test_an_island_with_parameters_in_lower_precision[lstm-*-rule]",
         "autocast/test_sums.py::test_transforms_give_what_autograd_gives",
-        "autocast/test_weight_cache.py::test_a_parameter_of_the_memory_of_a_held_one_is_a_plain_one",
-        "autocast/test_weight_cache.py::test_a_weight_made_in_inference_mode_is_not_held",
         "autocast/test_weight_cache.py::test_forward_mode",
         "autocast/test_weight_cache.py::test_whether_a_cast_is_kept_changes_no_gradient",
         "dtype_errors/test_dtype_errors.py::test_a_cure_runs_when_it_is_pasted",
@@ -182,7 +180,6 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "autocast/test_islands.py::test_a_module_that_fsdp2_has_wrapped",
         "autocast/test_islands.py::test_copies_and_replicas_run_their_own_weights",
         "autocast/test_module_rules.py::test_wrapped_in_ddp_and_fsdp2",
-        "autocast/test_weight_cache.py::test_gathered_weights_of_fsdp2_are_not_held",
     ),
     "Differs by design: a device's norm, flag or written scale is not read before its step.": (
         "scaler/test_overrides.py::test_a_scale_that_is_no_scale",
@@ -254,7 +251,6 @@ ON_CUDA = {
     ),
     "PyTorch fails on tensors of the test: a default device is a mode, and NumPy is the CPU's.": (
         "autocast/test_export.py::test_the_code_cures_a_half_model",
-        "autocast/test_weight_cache.py::test_a_parameter_of_the_memory_of_a_held_one_is_a_plain_one",
         "watch/test_watch_unseen.py::test_an_evaluation_keeps_few_of_its_batches",
         "master_weights/test_master_weights.py::test_a_model_without_values_steps",
         "record/test_diagnoses.py::test_the_step_is_the_one_that_has_ended_or_that_an_optimizer_makes_now",

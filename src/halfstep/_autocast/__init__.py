@@ -8,7 +8,6 @@ from halfstep._autocast.context import (
     settled_policy,
     use_policy,
 )
-from halfstep._autocast.hold import hold_casts
 from halfstep._autocast.modules import keep
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.rule import Rule
@@ -20,7 +19,6 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "default_device",
-    "hold_casts",
     "keep",
     "preset",
     "settled_policy",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
-from halfstep._autocast import hold, scopes
+from halfstep._autocast import scopes, weight_cache
 from halfstep._autocast.casts import is_eligible, pytorch_kernel
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.policy import Policy, check, meant_by
@@ -83,7 +83,7 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
             _register_in_functorch(on_device.table() | _COMPONENT_OF.keys() | _SCATTERS)
             autograd.wrap_recomputed(scopes.under_the_same_policies)
             autograd.wrap_lobpcg(_find_eigenvectors)
-            hold.follow_writes()
+            weight_cache.follow_writes()
             _prepared.append(on_device)
             _numbers[key] = number
             for register in _registering:

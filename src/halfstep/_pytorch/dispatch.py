@@ -127,21 +127,6 @@ def takes_numbers(op: torch._ops.OpOverload) -> bool:
     return bool(torch._C._should_allow_numbers_as_tensors(schema_of(op).name.rpartition("::")[2]))
 
 
-def writes_to_arguments(function: Any) -> bool:
-    """Return whether the schema of an op (``torch.ops...``) writes to an argument."""
-    match function:
-        case torch._ops.OpOverload():
-            overloads = [function]
-        case torch._ops.OpOverloadPacket():
-            overloads = [getattr(function, name) for name in function.overloads()]  # type: ignore[no-untyped-call]
-        case _:
-            return False
-    arguments = (argument for op in overloads for argument in schema_of(op).arguments)
-    return any(
-        argument.alias_info is not None and argument.alias_info.is_write for argument in arguments
-    )
-
-
 def written_by(op: torch._ops.OpOverload) -> frozenset[int]:
     """Return the positions of the arguments that an op writes to."""
     aliases = [argument.alias_info for argument in schema_of(op).arguments]

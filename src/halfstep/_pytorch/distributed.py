@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,20 +105,10 @@ def settle(param: Any, grad: Any) -> Any:
         return grad.redistribute(placements=placements)
 
 
-def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that wraps a local part in a DTensor with the layout of ``tensor``."""
-    if not is_dtensor(tensor):
-        return lambda local: local
-    cls: Any = type(tensor)
-    spec = tensor._spec  # type: ignore[attr-defined]
-    return lambda local: cls(local, spec, requires_grad=False)
-
-
 def in_place_of(tensor: Any, local: torch.Tensor) -> torch.Tensor:
     """Return a local part, of any dtype, as a DTensor with the layout of ``tensor``.
 
-    Unlike the DTensors of :func:`placed_like`, which claim the dtype of ``tensor``, this one has
-    its own dtype, and so do results computed from it.
+    It has the dtype of the local part, and so do results computed from it.
     """
     if not is_dtensor(tensor):
         return local

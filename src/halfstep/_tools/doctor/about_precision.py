@@ -94,8 +94,7 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
             f"`torch.autocast` is entered in every pass of the loop in line "
             f"{loop.line}, without gradients: it drops the casts of the "
             "weights each time it ends, and makes them again",
-            "enter it once, around the loop; or hold the casts: with halfstep.hold_casts(model):",
-            "from halfstep import autocast",
+            "enter it once, around the loop, or cast the model: model.bfloat16()",
             line=around.line,
         )
 
