@@ -150,19 +150,6 @@ def test_a_scale_below_1_makes_no_inf_of_what_a_skipped_step_leaves() -> None:
     assert scaler.outcome(optimizer).skipped
 
 
-def test_blocks_of_two_optimizers_average_a_shared_parameter_once() -> None:
-    p, q, r = param(), param(), param()
-    first, second, scaler = SGD([p, q], 0.0), SGD([p, r], 0.0), GradScaler(init_scale=8.0)
-    for bad in (r, None):
-        with scaler.accumulate(first), scaler.accumulate(second):
-            scaler.scale((p + q * 2 + r * 3).sum() / 2).backward()
-            if bad is not None:
-                bad.grad.fill_(math.inf)
-    scaler.step(first)
-    scaler.step(second)
-    assert [each.grad.item() for each in (p, q, r)] == [1.0, 2.0, 3.0]
-
-
 # --- steps that raise -----------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Twice": lambda p: Twice(p),
 }
 SEVERAL_EVALUATIONS = ("LBFGS", "LBFGS wolfe", "Twice")
-KINDS = ("scales", "returns", "unscales", "clips", "accumulates")
+KINDS = ("scales", "returns", "unscales", "clips")
 
 every_optimizer = pytest.mark.parametrize("maker", MAKERS)
 every_kind = pytest.mark.parametrize(
@@ -137,10 +137,6 @@ class Training:
         if self.kind == "backward":
             loss.backward()
             clip_(self.optimizer.param_groups[0]["params"], max_norm)
-        elif self.kind == "accumulates":
-            for _ in range(2):
-                with scaler.accumulate(optimizer):
-                    scaler.scale(loss / 2).backward(retain_graph=True)
         elif self.kind != "returns":
             scaler.scale(loss).backward()
         if self.kind == "unscales":
@@ -968,15 +964,11 @@ def test_an_optimizer_that_does_not_call_the_closure() -> None:
     assert_usable(param, torch.optim.SGD([param], lr=1.0), scaler)
 
 
-@pytest.mark.parametrize("before", ["unscale_", "clip_grad_norm_", "accumulate", "step"])
+@pytest.mark.parametrize("before", ["unscale_", "clip_grad_norm_", "step"])
 def test_after_another_call(before: str) -> None:
     param, optimizer, scaler = with_scaler()
-    if before == "accumulate":
-        with scaler.accumulate(optimizer):
-            scaler.scale(param.sum()).backward()
-    else:
-        scaler.scale(param.sum()).backward()
-        getattr(scaler, before)(optimizer, *([math.inf] if before == "clip_grad_norm_" else []))
+    scaler.scale(param.sum()).backward()
+    getattr(scaler, before)(optimizer, *([math.inf] if before == "clip_grad_norm_" else []))
     expected = param.detach().clone()
     words = "step() has already" if before == "step" else "closure): its gradients have already"
     with pytest.raises(CallOrderError) as caught:

@@ -354,8 +354,7 @@ def test_other_calls_in_compiled_code(enabled: bool) -> None:
     def iterate(training: Training) -> Any:
         scaler, optimizer = training.scaler, training.optimizer
         for _ in range(2):
-            with scaler.accumulate(optimizer):
-                scaler.scale(training.loss() / 2).backward()
+            scaler.scale(training.loss() / 2).backward()
         scaler.step(optimizer)
         scaler.update()
         called = scaler.after_step(optimizer, lambda: None)

@@ -158,33 +158,6 @@ def test_one_norm_is_clipped(kind: Any, fused: bool, how: str) -> None:
 
 
 @kinds
-def test_accumulation(kind: Any) -> None:
-    model, container, scaler = contained(kind)
-    model.zero_grad()
-    for step in range(3):
-        with scaler.accumulate(container):
-            scaler.scale(loss_at(model, step) / 3).backward()
-            if step == 1:
-                model[2].weight.grad[0, 0] = math.inf
-    scaler.step(container)
-    scaler.update()
-
-    other = mlp(4, 4, 1)
-    for step in (0, 2):
-        (loss_at(other, step) / 2).backward()
-    for optimizer in make_optimizers(other):
-        optimizer.step()
-    torch.testing.assert_close(values_of(model, []), values_of(other, []), rtol=1e-6, atol=1e-6)
-    model.zero_grad()
-    with (
-        pytest.raises(CallOrderError, match="is already open"),
-        scaler.accumulate(container),
-        scaler.accumulate(container),
-    ):
-        pass
-
-
-@kinds
 def test_another_attempt(kind: Any) -> None:
     model, container, _ = contained(kind)
     scaler = GradScaler(init_scale=2.0**127)
@@ -549,7 +522,7 @@ def test_a_guard_refuses_a_container_with_a_line_search() -> None:
 
 # --- what is none ---------------------------------------------------------------------------------
 
-CALLS = ("step", "unscale_", "accumulate", "retry")
+CALLS = ("step", "unscale_", "retry")
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -193,22 +193,6 @@ def f32(value: float) -> float:
 # --- the model: optimizers ------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Blocks:
-    """The blocks of ``accumulate`` of one optimizer.
-
-    Attributes:
-        num_losses: Number of losses in the iteration when the last block ended.
-        is_touched: Whether somebody has written to the gradients since then.
-    """
-
-    num_losses: int = 0
-    is_touched: bool = False
-    count: int = 0
-    bad: int = 0
-    overflowed: int = 0
-
-
 class Opt:
     """An optimizer, and how far it has come in this iteration: scaled, unscaled, stepped."""
 
@@ -223,7 +207,6 @@ class Opt:
         self.looks: list[Look] = []
         self.outlier: bool | None = None
         self.norm: float | None = None  # before they were clipped
-        self.blocks: Blocks | None = None
 
     def shares(self, params: Iterable[Param]) -> bool:
         return not set(self.params).isdisjoint(params)
@@ -234,7 +217,7 @@ class Opt:
     @property
     def is_unscaled(self) -> bool:
         """Whether nothing scaled is to be added to its gradients: nobody could notice."""
-        return self.stage != "stepped" and bool(self.looks or self.blocks)
+        return self.stage != "stepped" and bool(self.looks)
 
 
 class NormLimit:
@@ -384,7 +367,7 @@ class World:
     @property
     def is_between(self) -> bool:
         """Whether nothing has been done to gradients since the last ``update``."""
-        return not (self.looks or any(opt.blocks for opt in self.opts))
+        return not self.looks
 
     def require_scale(self) -> None:
         """Raise CallOrderError if no loss has been scaled."""
@@ -421,7 +404,6 @@ class World:
         """
         if not (opt and opt.looks):
             self.require_scale()
-        self.close_blocks(params)
         if any(param.is_in_doubt for param in params):
             raise CallOrderError
         if opt is not None and opt.stage != "scaled":
@@ -440,27 +422,6 @@ class World:
             self.unscaled(rest)
             looks.append(look_at_rest)
         return [], looks
-
-    def close_blocks(self, params: list[Param]) -> None:
-        """Make averages of the sums over blocks with gradients of these parameters.
-
-        Raises:
-            CallOrderError: It looks as if a scaled gradient has been added to one of the sums.
-        """
-        open_ones = [(o, o.blocks) for o in self.opts if o.blocks and o.shares(params)]
-        if any(b.is_touched and b.num_losses != self.num_losses for _, b in open_ones):
-            raise CallOrderError
-        for opt, blocks in open_ones:
-            opt.blocks = None
-            is_lost = blocks.bad == blocks.count
-            if blocks.bad and not is_lost:
-                clip(opt.params, blocks.count / (blocks.count - blocks.bad))
-            if is_lost and not blocks.overflowed:
-                self.bad_loss = True
-            found_inf = is_lost or not all(param.is_usable() for param in opt.params)
-            look = Look(found_inf, opt.with_gradient())
-            self.keep_look(look)
-            opt.looks = [look]
 
     def reason(self, found_inf: bool, outlier: bool) -> Reason | None:
         """Return why a step is skipped."""
@@ -612,7 +573,6 @@ class World:
 
     def op_inject(self) -> None:
         params = [p for p in self.params if p.true is not None and p.look is None]
-        params = [p for p in params if not any(o.blocks and p in o.params for o in self.opts)]
         bad = [math.inf, -math.inf, math.nan]
         values = [*bad, self.largest, -self.largest, 1e-40, 1e-45, 0.0]
         if params:
@@ -632,18 +592,11 @@ class World:
         opt, set_to_none = self.rng.choice(self.opts), self.rng.random() < 0.7
         self.log.append(f"{opt.name}.zero_grad({set_to_none})")
         opt.optimizer.zero_grad(set_to_none)
-        self.touched(opt.with_gradient())
         for param in opt.with_gradient():
             if set_to_none:
                 param.forget()
             else:
                 param.true, param.bound = [0.0] * param.size, [0.0] * param.size
-
-    def touched(self, params: list[Param]) -> None:
-        """Note that somebody writes to gradients."""
-        for opt in self.opts:
-            if opt.blocks is not None and opt.shares(params):
-                opt.blocks.is_touched = True
 
     def op_unscale(self) -> None:
         opt = self.rng.choice(self.opts)
@@ -713,7 +666,6 @@ class World:
         entries = [abs(entry) for param in params for entry in param.grad()]
         if not all(entry < 1e15 for entry in entries) or not any(entries):
             return
-        self.touched(params)
         self.log.append(f"torch's clip_grad_norm_({opt.name}, {max_norm})")
         torch.nn.utils.clip_grad_norm_([param.tensor for param in params], max_norm)
         clip(params, min(1.0, max_norm / (math.hypot(*entries) + 1e-6)))
@@ -969,62 +921,6 @@ class World:
         self.limits, self.limit_of = [], {}
         self.scaler.set_norm_limit(*(self.limit_settings or (None,)))
 
-    # --- accumulation -----------------------------------------------------------------------------
-
-    def op_accumulate(self) -> None:
-        opt = self.rng.choice(self.opts)
-        for _ in range(self.rng.randint(1, 3)):
-            self.block(opt)
-
-    def block(self, opt: Opt) -> None:
-        """One block, whose loss may be bad."""
-        rng = self.rng
-        bad = rng.choice([0.0] * 5 + [math.inf, math.nan])
-        if any(o.is_unscaled for o in self.opts if o is not opt and o.shares(opt.params)):
-            return
-        self.log.append(f"with accumulate({opt.name}):")
-        blocks = opt.blocks or Blocks()
-        is_late = opt.blocks is None and (opt.stage != "scaled" or opt.with_gradient())
-        if is_late or rng.random() < 0.1:
-            self.refused(lambda: self.empty_block(opt))
-            return
-        earlier = [(param, param.true, param.bound) for param in opt.params]
-        has_good, was_bad = blocks.bad < blocks.count, self.bad_loss
-        self.bad_loss = False
-        params = rng.sample(opt.params, rng.randint(1, len(opt.params)))
-        with self.scaler.accumulate(opt.optimizer):
-            for param in opt.params:
-                assert param.tensor.grad is None
-                param.true = None
-            self.backward(params, bad)
-            if rng.random() < 0.3:
-                self.inject(rng.choice(params), rng.choice([math.inf, self.largest, 0.0]))
-            look = self.look_at(params)
-            assert look is not None
-        is_bad, overflowed = look.found_inf, look.found_inf and not self.bad_loss
-        self.bad_loss = was_bad
-        blocks.count += 1
-        blocks.bad += is_bad
-        blocks.overflowed += overflowed
-        blocks.num_losses, blocks.is_touched = self.num_losses, False
-        opt.blocks = blocks
-        self.looks.append(Look(overflowed))
-        self.unscaled(opt.params)
-        for param, true, bound in earlier:
-            if has_good and is_bad:
-                param.true, param.bound = true, bound
-            elif has_good and true is not None:
-                own, own_bound = param.true or [0.0] * param.size, param.bound
-                param.true, param.bound = true, bound
-                if own_bound and own is not true:
-                    param.add(own, 1.0)
-            param.relative += 8 * max(param.info.eps, F32.eps)
-
-    def empty_block(self, opt: Opt) -> None:
-        with self.scaler.accumulate(opt.optimizer):
-            if self.on_device and self.rng.random() < 0.5:
-                self.scaler.scale(torch.ones(()))
-
     # --- saving, looking, and wrong calls ---------------------------------------------------------
 
     def op_swap(self) -> None:
@@ -1154,7 +1050,6 @@ OPERATIONS = {
     World.op_new_scale: 1.0,
     World.op_setter: 1.0,
     World.op_norm_limit: 0.3,
-    World.op_accumulate: 3.0,
     World.op_swap: 1.5,
     World.op_copy_now: 1.0,
     World.op_load_now: 0.5,

@@ -187,7 +187,7 @@ def test_gradients_are_gone_before_each_attempt() -> None:
     assert torch.equal(param, torch.full((2,), -1.0))
 
 
-@pytest.mark.parametrize("kind", ["closure", "accumulate", "wrapper"])
+@pytest.mark.parametrize("kind", ["closure", "parts", "wrapper"])
 def test_with_other_features(kind: str) -> None:
     param, optimizer, scaler = with_scaler()
     retried = Wrapper(optimizer) if kind == "wrapper" else optimizer
@@ -196,10 +196,9 @@ def test_with_other_features(kind: str) -> None:
         attempts += 1
         if kind == "closure":
             scaler.step(optimizer, lambda: Limited.apply(param.sum(), 2.0**8))
-        elif kind == "accumulate":
+        elif kind == "parts":
             for _ in range(2):
-                with scaler.accumulate(optimizer):
-                    scaler.scale(Limited.apply(param.sum() / 2, 2.0**8)).backward()
+                scaler.scale(Limited.apply(param.sum() / 2, 2.0**8)).backward()
             scaler.step(optimizer)
         else:
             scaler.scale(Limited.apply(param.sum(), 2.0**8)).backward()

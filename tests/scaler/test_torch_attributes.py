@@ -101,15 +101,6 @@ def test_a_flag_that_others_write_to_counts() -> None:
     assert torch.equal(param, torch.zeros(2))
 
 
-def test_after_accumulate_the_stage_is_unscaled() -> None:
-    scaler: Any = GradScaler()
-    param = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([param])
-    with scaler.accumulate(optimizer):
-        scaler.scale(param.sum()).backward()
-    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
-
-
 def test_what_cannot_be_written_to_a_state() -> None:
     scaler: Any = GradScaler()
     _, optimizer = backward(scaler)

@@ -149,17 +149,6 @@ def test_float16_gradients(method: str) -> None:
     setup.finish_iteration()
 
 
-def test_dropped_gradients_beside_blocks_of_another_optimizer(setup: Setup) -> None:
-    other = torch.nn.Parameter(torch.zeros(2))
-    with setup.scaler.accumulate(torch.optim.SGD([other], lr=1.0)):
-        setup.scaler.scale(other.sum()).backward()
-    setup.backward()
-    setup.scaler.unscale_(setup.optimizer)
-    setup.optimizer.zero_grad()
-    setup.scaler.step(setup.optimizer)  # as without the blocks: its gradients were checked
-    assert torch.equal(setup.param, torch.zeros(2, 3))
-
-
 def test_a_fused_optimizer_may_have_float16_gradients() -> None:
     half, optimizer = one_parameter(torch.zeros(3, dtype=torch.float16), fused=True)
     scaler = GradScaler(init_scale=4.0)
@@ -321,8 +310,7 @@ def test_disabled_and_what_goes_beyond_torch() -> None:
     scaler.set_norm_limit(10.0)
     for attempt in scaler.retry(optimizer):
         optimizer.zero_grad()
-        with scaler.accumulate(optimizer):
-            scaler.scale(model(torch.ones(1, 2)).sum() * 3.0).backward()
+        scaler.scale(model(torch.ones(1, 2)).sum() * 3.0).backward()
         norm = scaler.clip_grad_norm_(optimizer, 1.0)
         assert norm.item() == pytest.approx(3.0 * math.sqrt(3))
         scaler.step(optimizer, max_norm=0.5)

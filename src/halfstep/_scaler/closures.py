@@ -124,9 +124,7 @@ class _Evaluations:
     def begin(self, earlier: Remembered | None) -> None:
         """Prepare the new gradients of scaled losses for the optimizer; drop all others."""
         engine, optimizer = self._engine, self._optimizer
-        self._were_unscaled = id(optimizer) in engine.iteration.blocks or (
-            earlier is not None and earlier.stage is Stage.UNSCALED
-        )
+        self._were_unscaled = earlier is not None and earlier.stage is Stage.UNSCALED
         if not self._were_unscaled:
             drop_used(engine.journal, optimizer)
         held = [(param, param.grad) for param in parameters(optimizer) if param.grad is not None]
@@ -220,13 +218,12 @@ class _Evaluations:
         if self._were_unscaled:
             return CallOrderError(
                 f"{call}: {Stage.UNSCALED.value} since the last update(), and the closure makes "
-                "new ones. Call unscale_(), clip_grad_norm_() or accumulate() in the closure, or "
-                "step() without a closure"
+                "new ones. Call unscale_() or clip_grad_norm_() in the closure, or step() without "
+                "a closure"
             )
         return CallOrderError(
             f"{call}: there are gradients from before the step, and the closure keeps them or adds "
-            "to them. Call zero_grad() first in the closure, or every backward() in the closure, "
-            "in blocks of scaler.accumulate(optimizer)"
+            "to them. Call zero_grad() first in the closure, and every backward() after it"
         )
 
     def _forget_last_gradients(self) -> None:

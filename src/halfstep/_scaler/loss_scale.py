@@ -190,12 +190,6 @@ class LossScale:
         """Return 1 if a loss of this iteration was not finite, else 0, on the device."""
         return is_nonfinite(self.bad_loss) if self.has_loss else torch.zeros_like(self.bad_loss)
 
-    def take_loss_flag(self) -> Tensor:
-        """Return :meth:`loss_flag`, and forget the losses."""
-        flag = self.loss_flag()
-        self.forget_losses()
-        return flag
-
     def forget_losses(self) -> None:
         """Forget whether losses since the last update were finite. Sync: none."""
         self._settled_loss = self._loss_is_finite = None

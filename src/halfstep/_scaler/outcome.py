@@ -55,7 +55,7 @@ class Counts(NamedTuple):
     """The numbers of iterations of a scaler; kept in its ``state_dict``.
 
     Attributes:
-        taken: Iterations in which no step was skipped, and no block of ``accumulate`` overflowed.
+        taken: Iterations in which no step was skipped.
         skipped: All other iterations.
         skipped_in_a_row: Number of skipped iterations since the last taken one.
         since: Number of the first of these, counted from 1; None if the last one was taken.

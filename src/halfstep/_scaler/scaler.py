@@ -7,7 +7,6 @@ arXiv:1710.03740). :mod:`halfstep._scaler.engine` and :mod:`halfstep._scaler.ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +28,6 @@ from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
 from halfstep._scaler import clipping, disabled, overrides, step
-from halfstep._scaler.accumulation import accumulate
 from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
@@ -344,44 +342,6 @@ class GradScaler(TorchAttributes):
         )
 
     @keep_out_of_graphs
-    def accumulate(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Check the gradients of each ``backward`` separately before they are accumulated.
-
-        Otherwise one bad micro-batch discards all accumulated gradients. With this, only its own
-        gradients are dropped, and the average is taken over the others.
-
-        Use one block for each ``backward`` of the iteration and divide the loss by their number.
-        After the block ``.grad`` holds the unscaled sum so far. ``step`` skips only if all blocks
-        were dropped. An overflow in a dropped block makes the scale back off.
-
-        Memory: one additional set of gradients while the block is open. Does not support gradients
-        that live in DistributedDataParallel buckets.
-
-        Raises:
-            CallOrderError: There were gradients before the first block, or the block produces none.
-            ValueError: The gradients are float16.
-
-        Sync: one for each block.
-
-        Example:
-            >>> model = torch.nn.Linear(2, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> scaler = GradScaler()
-            >>> for batch in [torch.ones(1, 2), torch.full((1, 2), torch.inf)]:
-            ...     with scaler.accumulate(optimizer):
-            ...         scaler.scale(model(batch).mean() / 2).backward()
-            >>> _ = scaler.step(optimizer)
-            >>> scaler.update()
-            >>> scaler.outcome(optimizer).taken
-            True
-        """
-        if not self._is_enabled:
-            return nullcontext()
-        require_optimizer("accumulate", optimizer)
-        overrides.refuse_overrides(self, "accumulate()")
-        return accumulate(self._engine, optimizer)
-
-    @keep_out_of_graphs
     def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:
         """Run the same batch again at a smaller scale instead of losing it.
 
@@ -693,12 +653,8 @@ class GradScaler(TorchAttributes):
             CallOrderError: In the middle of an iteration.
         """
         iteration = self._engine.iteration
-        begun = [
-            *(step.optimizer for step in iteration.steps.values()),
-            *(blocks.optimizer for blocks in iteration.blocks.values()),
-        ]
-        if begun or iteration.ledger.entries:
-            seen = ", ".join(map(name, begun))
+        if iteration.steps or iteration.ledger.entries:
+            seen = ", ".join(name(step.optimizer) for step in iteration.steps.values())
             raise CallOrderError(
                 "a GradScaler cannot be pickled or copied between unscale_() or step() and "
                 f"update(): do it after update(). Seen since the last one: {seen}"

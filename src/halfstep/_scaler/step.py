@@ -182,11 +182,6 @@ def gather(
     if must_have_one and all(map(_is_none, map(_grad, params))):  # map() makes no Python calls
         raise nothing_checked(optimizer)
     loss_scale = engine.scale_of_iteration(call, owner)
-    if iteration.blocks:
-        # For example a wrapper accumulates and the wrapped optimizer steps, or all parameters are
-        # clipped.
-        for blocks in iteration.blocks_with(params):
-            blocks.put_together(iteration, ranks)
     gradients = collect(params)
     require_known(iteration.ledger, call, gradients.params)
     if earlier is not None and not is_scaled:
