@@ -205,7 +205,6 @@ class Opt:
     def begin(self) -> None:
         self.stage = "scaled"
         self.looks: list[Look] = []
-        self.outlier: bool | None = None
         self.norm: float | None = None  # before they were clipped
 
     def shares(self, params: Iterable[Param]) -> bool:
@@ -218,27 +217,6 @@ class Opt:
     def is_unscaled(self) -> bool:
         """Whether nothing scaled is to be added to its gradients: nobody could notice."""
         return self.stage != "stepped" and bool(self.looks)
-
-
-class NormLimit:
-    """The norms of taken steps of one optimizer."""
-
-    def __init__(self, times_median: float, window: int) -> None:
-        self.times_median, self.window = times_median, window
-        self.norms: list[float] = []
-
-    def is_exceeded(self, norm: float) -> bool:
-        if not math.isfinite(norm):
-            return False
-        norm = min(norm, F32.max)
-        if self.norms and 2 * len(self.norms) >= self.window:
-            limit = sorted(self.norms)[(len(self.norms) - 1) // 2] * self.times_median
-            if abs(norm - limit) <= 0.02 * limit:
-                raise BorderlineError
-            if norm > limit:
-                return True
-        self.norms = [*self.norms, norm][-self.window :]
-        return False
 
 
 # --- the model: the scaler ------------------------------------------------------------------------
@@ -291,8 +269,6 @@ class World:
         self.start = self.random_start()
         self.take(self.new_scaler(self.start), ScaleState.first(*self.start))
         self.state = self.first
-        self.limits: list[NormLimit] = []
-        self.limit_settings: tuple[float, int] | None = None
         self.begin()
 
     def make_optimizers(self) -> list[Opt]:
@@ -325,7 +301,6 @@ class World:
         self.scaler, self.first = scaler, first
         self.on_device = self.bad_loss = False
         self.num_losses = 0
-        self.limit_of: dict[Opt, int] = {}
 
     def begin(self) -> None:
         """Begin an iteration. Gradients may be left, and follow the scale."""
@@ -423,10 +398,10 @@ class World:
             looks.append(look_at_rest)
         return [], looks
 
-    def reason(self, found_inf: bool, outlier: bool) -> Reason | None:
+    def reason(self, found_inf: bool) -> Reason | None:
         """Return why a step is skipped."""
         if not found_inf:
-            return Reason.NORM if outlier else None
+            return None
         if self.bad_loss:
             return Reason.LOSS
         state = self.state
@@ -448,18 +423,9 @@ class World:
         """Compare the whole state with the model; return it."""
         text = self.scaler.state_dict()
         saved = opened(text)
-        limits = saved["halfstep"]["norm_limits"]
         # A count past a lowered interval becomes one that is just below it.
         tracker = min(self.state.growth_tracker, self.state.rule.growth_interval - 1)
-        expected = replace(self.state, growth_tracker=tracker).to_dict()
-        expected["halfstep"] |= {"norm_limits": limits}
-        assert saved == expected
-        assert (limits is None) == (self.limit_settings is None)
-        if limits is not None:
-            assert (limits["times_median"], limits["window"]) == self.limit_settings
-            for mine, norms in zip(self.limits, limits["norms"], strict=True):
-                seen = [norm for norm in norms if norm is not None]
-                assert mine.norms == pytest.approx(seen, rel=0.02)
+        assert saved == replace(self.state, growth_tracker=tracker).to_dict()
         return text
 
     def refused(
@@ -696,10 +662,9 @@ class World:
         norm = norm_of(params, 2.0)
         factor = 1.0 if max_norm is None else clip_factor(params, norm, max_norm)
         norm = norm if opt.norm is None else opt.norm
-        outlier = self.is_outlier(opt, norm)
-        is_taken = not (found_inf or outlier)
+        is_taken = not found_inf
         self.is_exploding = explodes = explodes and bool(is_taken or opt.is_fused)
-        is_measured = max_norm is not None or outlier is not None
+        is_measured = max_norm is not None
         is_measured |= self.is_first(opt.optimizer) and look is not None and not looks
         with self.watching(opt):
             if not explodes:
@@ -730,28 +695,18 @@ class World:
             self.check_as_before(untouched, 1.0)
             if look is not None:
                 look.left_scaled = True
-        opt.outlier = outlier
         self.keep(opt, looks, look, "stepped")
         outcome = self.scaler.outcome(opt.optimizer)
         assert (outcome.taken, outcome.scale) == (is_taken, self.state.scale)
-        assert outcome.reason == self.reason(found_inf, bool(outlier))
+        assert outcome.reason == self.reason(found_inf)
         if outcome.entry.norm < 1e37:  # it was measured
             assert outcome.entry.norm == pytest.approx(norm, rel=0.02, abs=1e-12)
-
-    def is_outlier(self, opt: Opt, norm: float) -> bool | None:
-        """Say whether the norm of a step is above the limit; None if there is no limit."""
-        if self.limit_settings is None:
-            return None
-        position = self.limit_of.setdefault(opt, len(self.limit_of))
-        if position == len(self.limits):
-            self.limits.append(NormLimit(*self.limit_settings))
-        return bool(opt.with_gradient()) and self.limits[position].is_exceeded(norm)
 
     def op_closure(self) -> None:
         rng = self.rng
         opt = rng.choice(self.opts)
         others = [other for other in self.opts if other.shares(opt.params)]
-        if self.limit_settings or any(o.is_unscaled for o in others):
+        if any(o.is_unscaled for o in others):
             return
         if opt.stage == "stepped":
             self.refused(lambda: self.scaler.step(opt.optimizer, lambda: torch.ones(())))
@@ -843,7 +798,7 @@ class World:
 
     def op_run_of_nan(self) -> None:
         """However long it is, afterwards the scale is where it was, or a few steps below."""
-        if not self.is_between or self.num_losses or self.limit_settings:
+        if not self.is_between or self.num_losses:
             return
         opt, rule, begin = self.rng.choice(self.opts), self.rule, self.state
         for _ in range(self.rng.randint(5, 20)):
@@ -861,19 +816,12 @@ class World:
         if not self.looks:
             self.refused(self.scaler.update)
             return
-        outlier = any(opt.outlier for opt in self.opts if opt.looks)
         found_inf = any(look.found_inf for look in self.looks)
-        is_skipped = bool(found_inf or outlier)
-        self.state = next_state(
-            self.state,
-            found_inf=found_inf,
-            loss_is_finite=not self.bad_loss,
-            outlier=bool(outlier),
-        )
+        self.state = next_state(self.state, found_inf=found_inf, loss_is_finite=not self.bad_loss)
         try:
             self.scaler.update()
         except SkippedStepsError:
-            assert is_skipped
+            assert found_inf
             assert self.on_skips == "raise"
         self.check_saved()
         self.begin()
@@ -915,17 +863,11 @@ class World:
         self.state = replace(self.state, rule=self.rule, growth_tracker=tracker)
         self.check_saved()
 
-    def op_norm_limit(self) -> None:
-        self.limit_settings = self.rng.choice([None, (2.0, 2), (10.0, 4), (1.5, 3)])
-        self.log.append(f"set_norm_limit({self.limit_settings})")
-        self.limits, self.limit_of = [], {}
-        self.scaler.set_norm_limit(*(self.limit_settings or (None,)))
-
     # --- saving, looking, and wrong calls ---------------------------------------------------------
 
     def op_swap(self) -> None:
         """Between iterations: go on with a copy, or with a new scaler and what was saved."""
-        if not self.is_between or self.num_losses or self.limit_settings:
+        if not self.is_between or self.num_losses:
             return
         how = self.rng.choice(["load", "load into another", "pickle", "deepcopy", "same"])
         other = self.random_start() if how == "load into another" else self.start
@@ -962,7 +904,6 @@ class World:
         self.log.append("load its own state")
         self.scaler.load_state_dict(self.check_saved())
         self.bad_loss = False
-        self.limit_of = {}
         self.check_saved()
 
     def op_look(self) -> None:
@@ -999,7 +940,6 @@ class World:
             *(lambda bad=bad: scaler.set_growth_factor(bad) for bad in [0.5, math.nan, True]),
             *(lambda bad=bad: scaler.set_backoff_factor(bad) for bad in [0.0, 1.5, math.inf]),
             *(lambda bad=bad: scaler.set_growth_interval(bad) for bad in [0, 1.5, True, 2**31]),
-            *(lambda bad=bad: scaler.set_norm_limit(*bad) for bad in [(1.0,), (9.0, 1), ("x",)]),
             lambda: scaler.load_state_dict({"scale": 1.0}),
             lambda: scaler.load_state_dict(saved | {"scale": 0.0}),
             lambda: scaler.load_state_dict(saved | {"_growth_tracker": -1}),
@@ -1049,7 +989,6 @@ OPERATIONS = {
     World.op_update: 9.0,
     World.op_new_scale: 1.0,
     World.op_setter: 1.0,
-    World.op_norm_limit: 0.3,
     World.op_swap: 1.5,
     World.op_copy_now: 1.0,
     World.op_load_now: 0.5,

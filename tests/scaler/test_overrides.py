@@ -394,25 +394,6 @@ def plain(base: Any, **kwargs: Any) -> Any:
     return Own(DEVICE, **kwargs)
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
-@pytest.mark.parametrize("make", [plain, decides_itself])
-def test_a_norm_limit(make: Any, options: Any, max_norm: float | None) -> None:
-    param, optimizer = one_parameter(torch.ones(2), **options)
-    scaler = make(GradScaler, init_scale=8.0, on_skips=str)
-    scaler.set_norm_limit(3.0, window=4)
-    for index in range(8):
-        optimizer.zero_grad()
-        before = param.detach().clone()
-        scaler.scale(param.sum() * (1000.0 if index == 6 else 1.0)).backward()
-        scaler.step(optimizer, max_norm=max_norm)
-        scaler.update()
-        outcome = scaler.outcome(optimizer)
-        assert (outcome.skipped, outcome.reason) == (index == 6, "norm" if index == 6 else None)
-        assert torch.equal(before, param) == (index == 6)
-    assert scaler.get_scale() == 8.0
-
-
 class Lookahead(torch.optim.Optimizer):
     """A wrapper that does not call ``Optimizer.__init__``."""
 

@@ -219,10 +219,6 @@ def overflow(param: Any) -> torch.Tensor:
     return Limited.apply(param.sum(), 0.0)
 
 
-def huge(param: Any) -> torch.Tensor:
-    return param.sum() * 1e6
-
-
 @pytest.mark.parametrize(
     ("make", "kwargs", "attempts", "reason"),
     [
@@ -233,7 +229,6 @@ def huge(param: Any) -> torch.Tensor:
         (overflow, {"init_scale": 4.0}, 3, "non-finite at any scale"),
         (overflow, {"rule": Static()}, 1, "overflow"),
         (overflow, {"rule": Dynamic(hysteresis=2)}, 1, "overflow"),
-        (huge, {}, 1, "norm"),
         (torch.sum, {}, 1, None),
     ],
 )
@@ -241,7 +236,6 @@ def test_a_batch_that_no_smaller_scale_helps(
     make: Callable[[Any], torch.Tensor], kwargs: dict[str, Any], attempts: int, reason: str | None
 ) -> None:
     param, optimizer, scaler = with_scaler(**kwargs)
-    scaler.set_norm_limit(100.0, window=2)
     iterate(param, optimizer, scaler)
     count = 0
     for _ in scaler.retry(optimizer, times=10):

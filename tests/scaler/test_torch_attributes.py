@@ -297,13 +297,3 @@ def test_an_optimizer_that_does_not_use_the_scaler() -> None:
 
 def test_what_autocast_is_available_for() -> None:
     assert halfstep.is_autocast_available(DEVICE)
-
-
-def test_a_norm_limit_that_an_optimizer_could_not_follow() -> None:
-    scaler = GradScaler(init_scale=8.0)
-    scaler.set_norm_limit(3.0)
-    param, _ = backward(scaler)
-    with pytest.raises(ValueError, match=r"set_norm_limit\(\) cannot skip its steps"):
-        scaler.step(Takes([param], "reports"))
-    scaler.set_norm_limit(None)
-    scaler.step(Takes([param], "reports"))

@@ -134,7 +134,6 @@ def test_float16_gradients(method: str) -> None:
     optimizer = torch.optim.Adam([setup.unused, half])
     half.grad = torch.ones_like(half)
     setup.backward()
-    setup.scaler.set_norm_limit(2.0)
     saved = setup.scaler.state_dict()
     with pytest.raises(ValueError, match="Adam has float16 gradients") as error:
         getattr(setup.scaler, method)(optimizer)
@@ -307,7 +306,6 @@ def test_disabled_and_what_goes_beyond_torch() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     scaler = GradScaler(enabled=False, module=model, min_scale=1.0)
-    scaler.set_norm_limit(10.0)
     for attempt in scaler.retry(optimizer):
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(1, 2)).sum() * 3.0).backward()

@@ -60,7 +60,6 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "scaler/test_passes.py::test_passes",
         "scaler/test_passes.py::test_passes_of_a_skipped_step",
         "scaler/test_passes.py::test_passes_of_what_costs_one_more",
-        "scaler/test_passes.py::test_passes_with_a_norm_limit",
     ),
     "Is about the CPU: its default dtype, its kernels, or its name.": (
         "autocast/test_sums.py::test_a_convolution_that_onednn_leaves_to_pytorch",

@@ -45,10 +45,6 @@ CURES = {
         "masked_fill(), values too large for float16, and NaN in the parameters. "
         f"{WHICH_OP}"
     ),
-    Reason.NORM: (
-        "the norm of the gradients is far above its median. Check these batches, lower the "
-        "learning rate, or raise the limit (set_norm_limit)"
-    ),
 }
 
 

@@ -116,7 +116,7 @@ class Checked:
         """Return the agreements of all checks; empty if this rank decides alone."""
         return [check.agreement for check in self.checks() if check.agreement is not None]
 
-    def decide(self, outlier: Scalar | None = None) -> Decided:
+    def decide(self) -> Decided:
         """Decide whether the step must be skipped. Sync: none.
 
         Raises:
@@ -131,11 +131,8 @@ class Checked:
         if not flags:
             raise nothing_checked(gathered.optimizer)
         if len(flags) == 1 and not gathered.checks:  # a new one, which no user can have modified
-            found_inf = scalars.scalar(flags[0])
-        else:
-            found_inf = scalars.combine(flags, gathered.loss_scale.device)
-        skip = found_inf if outlier is None else scalars.larger(found_inf, outlier)
-        return Decided(self, found_inf, skip, outlier)
+            return Decided(self, scalars.scalar(flags[0]))
+        return Decided(self, scalars.combine(flags, gathered.loss_scale.device))
 
     def read(self, values: list[Scalar]) -> list[float]:
         """Return scalars as Python floats; raise if the ranks disagree. Sync: one."""
@@ -162,15 +159,11 @@ class Decided:
     """Checked gradients with the decision about their step.
 
     Attributes:
-        found_inf: 1 if a check found inf or NaN, else 0.
-        skip: 1 if the step must be skipped, else 0.
-        outlier: 1 if the norm is implausibly large, else 0; None without a norm limit.
+        skip: 1 if a check found inf or NaN, so that the step must be skipped, else 0.
     """
 
     checked: Checked
-    found_inf: Scalar
     skip: Scalar
-    outlier: Scalar | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -185,7 +178,6 @@ class Remembered:
         measured: The gradients before they were clipped, if the call has measured them.
         num_losses: Number of losses that had been scaled when it ended.
         skip: 1 if its step was skipped, else 0; None if the scaler has made no step.
-        outlier: 1 if that was because of a norm limit, else 0; None without one.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -194,7 +186,6 @@ class Remembered:
     num_losses: int = 0
     measured: Measured | None = None
     skip: Scalar | None = None
-    outlier: Scalar | None = None
     ranks: Alone | Together = ALONE
 
     def parameters(self) -> list[Tensor]:

@@ -33,7 +33,7 @@ from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.events import THIS_THREAD
-from halfstep._scaler.loss_scale import Saved
+from halfstep._scaler.loss_scale import state_dict_of, state_from
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.rules import DEFAULT_SCALE, Dynamic, Rule, scale_and_rule
@@ -526,23 +526,6 @@ class GradScaler(TorchAttributes):
         journal = self._engine.journal if self._is_enabled else None
         return step_scheduler(journal, scheduler, count, args)
 
-    def set_norm_limit(self, times_median: float | None, window: int = 100) -> None:
-        """Also skip steps whose gradient norm is far above the running median.
-
-        Args:
-            times_median: Skip if the norm of the unscaled gradients exceeds this multiple of the
-                median over the last ``window`` taken steps, > 1; None for no limit. Nothing is
-                skipped until half of the window has been seen.
-            window: Number of steps, >= 2.
-
-        Raises:
-            TypeError: A number has the wrong type.
-            ValueError: A number is out of range.
-
-        Sync: none. Costs one additional pass unless the optimizer handles the scale itself.
-        """
-        self._engine.norm_limits.set(times_median, window)
-
     # --- accessors --------------------------------------------------------------------------------
 
     @keep_out_of_graphs
@@ -608,7 +591,7 @@ class GradScaler(TorchAttributes):
         Raises:
             RanksError: In that case, if a scale or a counter differs between them.
 
-        Sync: one, and one for each optimizer with a norm limit.
+        Sync: one.
         """
         if not self._is_enabled:
             return {}
@@ -618,7 +601,7 @@ class GradScaler(TorchAttributes):
             scale, tracker = self.get_scale(), self._get_growth_tracker()
             ours = now if scale == now.scale else now.with_scale(scale)
             now = replace(ours, growth_tracker=tracker)
-        state = Saved(now, engine.norm_limits).to_dict()
+        state = state_dict_of(now)
         group = saving_group()
         if group is not None:
             engine.ranks.require_same("state_dict()", state, group)
@@ -644,7 +627,7 @@ class GradScaler(TorchAttributes):
                 "and holds no scale. This one keeps its present values.",
             )
             return
-        self._engine.load(Saved.from_dict(state_dict, self._engine.loss_scale.first))
+        self._engine.load(state_from(state_dict, self._engine.loss_scale.first))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy; the copy creates its tensors at its first loss.

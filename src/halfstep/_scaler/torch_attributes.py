@@ -269,12 +269,6 @@ class TorchAttributes:
                 f"step({name(optimizer)}, max_norm={max_norm}): it takes the scaler "
                 "(grad_scaler=...) and unscales by itself; let it clip too"
             )
-        if engine.norm_limits.settings is not None:
-            raise ValueError(
-                f"step({name(optimizer)}): set_norm_limit() cannot skip its steps, because it "
-                "takes the scaler (grad_scaler=...) and decides by itself. Call "
-                "set_norm_limit(None)"
-            )
         params = parameters(optimizer)
         engine.scale_of_iteration("step", optimizer)
         engine.unused.use(params)
