@@ -115,33 +115,6 @@ def step(scaler: Any, max_norm: float | None, *, fused: bool) -> Count:
     return counted(iterate)
 
 
-def accumulated(num_blocks: int, *, ours: bool) -> Count:
-    """Count an iteration of several backward passes, each in a block of ``accumulate`` if ours."""
-    params = parameters()
-    optimizer = torch.optim.AdamW(params)
-    make: Any = halfstep.GradScaler if ours else torch.amp.GradScaler
-    scaler = make("sim")
-
-    def iterate(count: Count) -> None:
-        optimizer.zero_grad()
-        for _ in range(num_blocks):
-            loss = loss_of(params) / num_blocks
-            block = scaler.accumulate(optimizer) if ours else None
-            with count.running():
-                if block is not None:
-                    block.__enter__()
-                scaled = scaler.scale(loss)
-            scaled.backward()
-            if block is not None:
-                with count.running():
-                    block.__exit__(None, None, None)
-        with count.running():
-            scaler.step(optimizer)
-            scaler.update()
-
-    return counted(iterate)
-
-
 def unscaled(
     prepare: Callable[[torch.optim.Optimizer], object],
     dtype: torch.dtype = torch.float32,
@@ -208,9 +181,6 @@ def table(most: int | None) -> tuple[list[str], bool]:
             rows.append(_row(kind + " + clip" * bool(max_norm), ours, theirs))
             more = ours.ops - theirs.ops, ours.waits - theirs.waits
             is_over |= most is not None and (more[0] > most or more[1] > 0)
-    for num_blocks in (2, 4):
-        pair = (accumulated(num_blocks, ours=ours) for ours in (True, False))
-        rows.append(_row(f"accumulate, {num_blocks} blocks", *pair))
     for dtype in (torch.float32, torch.bfloat16):
         name = f"guard, {str(dtype).removeprefix('torch.')}"
         plain = unscaled(lambda optimizer: None, dtype)

@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -202,11 +202,9 @@ class Trained:
         optimizer.zero_grad()
         parts = case.parts(number)
         for x, y in parts:
-            is_block = case.has("accumulate") and case.has_scaler
-            with scaler.accumulate(optimizer) if is_block else nullcontext():
-                with halfstep.autocast("cpu", case.dtype, enabled=case.store is None):
-                    loss = squared_error(self.called, x, y) / len(parts)
-                scaler.scale(loss).backward()
+            with halfstep.autocast("cpu", case.dtype, enabled=case.store is None):
+                loss = squared_error(self.called, x, y) / len(parts)
+            scaler.scale(loss).backward()
         if case.has("unscale_"):
             scaler.unscale_(optimizer)
         if case.has("clip") and case.has_scaler:
@@ -270,8 +268,8 @@ class ByHand:
 
     @torch.enable_grad()
     def backward(self, number: int) -> Tensor:
-        """Set the gradients of the weights. Bad parts are left out if each is checked."""
-        case, scale, good = self.case, self.scales.get(number, 1.0), []
+        """Set the gradients of the weights."""
+        case, scale, found = self.case, self.scales.get(number, 1.0), []
         parts = case.parts(number)
         for x, y in parts:
             self.model.zero_grad()
@@ -279,12 +277,11 @@ class ByHand:
                 loss = squared_error(self.model, x, y) / len(parts)
             (loss * scale).backward()
             grads = [param.grad.float() / scale for param in self.params if param.grad is not None]
-            if all(grad.isfinite().all() for grad in grads):
-                good.append(grads)
-        if len(good) < (1 if case.has_scaler else len(parts)):
-            raise NotFiniteError
-        for weight, *grads in zip(self.weights, *good, strict=True):
-            weight.grad = sum(grads[1:], start=grads[0]) * (len(parts) / len(good))
+            if not all(grad.isfinite().all() for grad in grads):
+                raise NotFiniteError
+            found.append(grads)
+        for weight, *grads in zip(self.weights, *found, strict=True):
+            weight.grad = sum(grads[1:], start=grads[0])
         if case.clips:
             nn.utils.clip_grad_norm_(self.weights, MAX_NORM)
         return loss.detach()

@@ -159,26 +159,3 @@ def unmeasured(rank: int) -> Any:
     books.step(optimizer)
     books.update()
     return cases.raised(lambda: books.outcome(optimizer).norm)
-
-
-def test_a_limit_of_norms(pool: Pool) -> None:
-    """It sees what all ranks have."""
-    first, second = pool.run(with_a_limit)
-    assert first == second
-    assert any(not taken for _, taken in first)
-
-
-def with_a_limit(rank: int) -> Any:
-    module = cases.fsdp2()
-    optimizer = cases.sgd(module)
-    books = halfstep.GradScaler()
-    books.set_norm_limit(3.0, window=4)
-    seen = []
-    for step in range(8):
-        optimizer.zero_grad()
-        loss = module(cases.batch(rank, step)).square().mean()
-        books.scale(loss * (1e4 if step == 6 and rank == 1 else 1.0)).backward()
-        books.step(optimizer)
-        books.update()
-        seen.append((books.get_scale(), books.outcome(optimizer).taken))
-    return seen

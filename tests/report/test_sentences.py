@@ -337,12 +337,6 @@ def test_no_scale_helps(tmp_path):
     assert codes(sentence) == [ADVICE]
 
 
-def test_norms_far_above_the_median(tmp_path):
-    found = said(tmp_path, skip(50, reason="norm"))
-    sentence = the_one(found, "1 step had a norm far above the median and was left out")
-    assert codes(sentence) == ["scaler.set_norm_limit(...)"]
-
-
 def test_skips_in_bf16_are_not_cured_by_a_scale(tmp_path):
     found = said(tmp_path, skip(50), skip(60), policy=records.policy("bfloat16"))
     assert "bf16 has the range of fp32, so no smaller scale helps" in found[0].text

@@ -19,7 +19,6 @@ from halfstep._gradients.gradients import collect
 from halfstep._gradients.norms import p_norm
 from halfstep._scaler import GradScaler, step
 from halfstep._scaler.agreement import ALONE
-from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.iteration import Checked, Gathered
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.rules import Dynamic, Rule
@@ -128,7 +127,7 @@ def iterations(
     for number in range(6):
         params = params_with_gradients(number, device)
         found = part(scale, params)
-        scale.update([found[0]], [])
+        scale.update([found[0]])
         yield found, [param.grad for param in params], scale.read()
 
 
@@ -166,18 +165,6 @@ def test_one_graph_of_inductor() -> None:
         assert_close(mine[0], theirs[0], rtol=1e-6)
         assert_close(mine[1], theirs[1], rtol=1e-6)
         assert mine[2] == theirs[2]
-    assert num_graphs() == 1
-
-
-def test_a_norm_limit_is_one_graph() -> None:
-    norms = [1.0, 2.0, 1.5, 1e3, math.inf, 2.0, math.nan, 30.0]
-    limits = [NormLimit(10.0, 4), NormLimit(10.0, 4)]
-    for limit in limits:
-        limit.is_exceeded(torch.tensor(1.0))  # makes its tensor, which has to outlive a graph
-    compiled = torch.compile(limits[0].is_exceeded, backend="aot_eager", fullgraph=True)
-    for norm in norms:
-        assert compiled(torch.tensor(norm)) == limits[1].is_exceeded(torch.tensor(norm))
-    assert limits[0].to_list() == limits[1].to_list()
     assert num_graphs() == 1
 
 
@@ -354,8 +341,7 @@ def test_other_calls_in_compiled_code(enabled: bool) -> None:
     def iterate(training: Training) -> Any:
         scaler, optimizer = training.scaler, training.optimizer
         for _ in range(2):
-            with scaler.accumulate(optimizer):
-                scaler.scale(training.loss() / 2).backward()
+            scaler.scale(training.loss() / 2).backward()
         scaler.step(optimizer)
         scaler.update()
         called = scaler.after_step(optimizer, lambda: None)
@@ -412,13 +398,13 @@ def test_a_cuda_graph_of_it_can_be_replayed(part: Part, rule: Rule) -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        scale.update(part(scale, params)[:1], [])  # warms up
+        scale.update(part(scale, params)[:1])  # warms up
     torch.cuda.current_stream().wait_stream(stream)
     scale.load(state)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = part(scale, params)
-        scale.update(found[:1], [])
+        scale.update(found[:1])
     for number, (expected, grads, after) in enumerate(iterations(part, rule, None, cuda)):
         for param, fresh in zip(params, params_with_gradients(number, cuda), strict=True):
             assert param.grad is not None

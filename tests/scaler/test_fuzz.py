@@ -193,22 +193,6 @@ def f32(value: float) -> float:
 # --- the model: optimizers ------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Blocks:
-    """The blocks of ``accumulate`` of one optimizer.
-
-    Attributes:
-        num_losses: Number of losses in the iteration when the last block ended.
-        is_touched: Whether somebody has written to the gradients since then.
-    """
-
-    num_losses: int = 0
-    is_touched: bool = False
-    count: int = 0
-    bad: int = 0
-    overflowed: int = 0
-
-
 class Opt:
     """An optimizer, and how far it has come in this iteration: scaled, unscaled, stepped."""
 
@@ -221,9 +205,7 @@ class Opt:
     def begin(self) -> None:
         self.stage = "scaled"
         self.looks: list[Look] = []
-        self.outlier: bool | None = None
         self.norm: float | None = None  # before they were clipped
-        self.blocks: Blocks | None = None
 
     def shares(self, params: Iterable[Param]) -> bool:
         return not set(self.params).isdisjoint(params)
@@ -234,28 +216,7 @@ class Opt:
     @property
     def is_unscaled(self) -> bool:
         """Whether nothing scaled is to be added to its gradients: nobody could notice."""
-        return self.stage != "stepped" and bool(self.looks or self.blocks)
-
-
-class NormLimit:
-    """The norms of taken steps of one optimizer."""
-
-    def __init__(self, times_median: float, window: int) -> None:
-        self.times_median, self.window = times_median, window
-        self.norms: list[float] = []
-
-    def is_exceeded(self, norm: float) -> bool:
-        if not math.isfinite(norm):
-            return False
-        norm = min(norm, F32.max)
-        if self.norms and 2 * len(self.norms) >= self.window:
-            limit = sorted(self.norms)[(len(self.norms) - 1) // 2] * self.times_median
-            if abs(norm - limit) <= 0.02 * limit:
-                raise BorderlineError
-            if norm > limit:
-                return True
-        self.norms = [*self.norms, norm][-self.window :]
-        return False
+        return self.stage != "stepped" and bool(self.looks)
 
 
 # --- the model: the scaler ------------------------------------------------------------------------
@@ -308,8 +269,6 @@ class World:
         self.start = self.random_start()
         self.take(self.new_scaler(self.start), ScaleState.first(*self.start))
         self.state = self.first
-        self.limits: list[NormLimit] = []
-        self.limit_settings: tuple[float, int] | None = None
         self.begin()
 
     def make_optimizers(self) -> list[Opt]:
@@ -342,7 +301,6 @@ class World:
         self.scaler, self.first = scaler, first
         self.on_device = self.bad_loss = False
         self.num_losses = 0
-        self.limit_of: dict[Opt, int] = {}
 
     def begin(self) -> None:
         """Begin an iteration. Gradients may be left, and follow the scale."""
@@ -384,7 +342,7 @@ class World:
     @property
     def is_between(self) -> bool:
         """Whether nothing has been done to gradients since the last ``update``."""
-        return not (self.looks or any(opt.blocks for opt in self.opts))
+        return not self.looks
 
     def require_scale(self) -> None:
         """Raise CallOrderError if no loss has been scaled."""
@@ -421,7 +379,6 @@ class World:
         """
         if not (opt and opt.looks):
             self.require_scale()
-        self.close_blocks(params)
         if any(param.is_in_doubt for param in params):
             raise CallOrderError
         if opt is not None and opt.stage != "scaled":
@@ -441,31 +398,10 @@ class World:
             looks.append(look_at_rest)
         return [], looks
 
-    def close_blocks(self, params: list[Param]) -> None:
-        """Make averages of the sums over blocks with gradients of these parameters.
-
-        Raises:
-            CallOrderError: It looks as if a scaled gradient has been added to one of the sums.
-        """
-        open_ones = [(o, o.blocks) for o in self.opts if o.blocks and o.shares(params)]
-        if any(b.is_touched and b.num_losses != self.num_losses for _, b in open_ones):
-            raise CallOrderError
-        for opt, blocks in open_ones:
-            opt.blocks = None
-            is_lost = blocks.bad == blocks.count
-            if blocks.bad and not is_lost:
-                clip(opt.params, blocks.count / (blocks.count - blocks.bad))
-            if is_lost and not blocks.overflowed:
-                self.bad_loss = True
-            found_inf = is_lost or not all(param.is_usable() for param in opt.params)
-            look = Look(found_inf, opt.with_gradient())
-            self.keep_look(look)
-            opt.looks = [look]
-
-    def reason(self, found_inf: bool, outlier: bool) -> Reason | None:
+    def reason(self, found_inf: bool) -> Reason | None:
         """Return why a step is skipped."""
         if not found_inf:
-            return Reason.NORM if outlier else None
+            return None
         if self.bad_loss:
             return Reason.LOSS
         state = self.state
@@ -487,18 +423,9 @@ class World:
         """Compare the whole state with the model; return it."""
         text = self.scaler.state_dict()
         saved = opened(text)
-        limits = saved["halfstep"]["norm_limits"]
         # A count past a lowered interval becomes one that is just below it.
         tracker = min(self.state.growth_tracker, self.state.rule.growth_interval - 1)
-        expected = replace(self.state, growth_tracker=tracker).to_dict()
-        expected["halfstep"] |= {"norm_limits": limits}
-        assert saved == expected
-        assert (limits is None) == (self.limit_settings is None)
-        if limits is not None:
-            assert (limits["times_median"], limits["window"]) == self.limit_settings
-            for mine, norms in zip(self.limits, limits["norms"], strict=True):
-                seen = [norm for norm in norms if norm is not None]
-                assert mine.norms == pytest.approx(seen, rel=0.02)
+        assert saved == replace(self.state, growth_tracker=tracker).to_dict()
         return text
 
     def refused(
@@ -612,7 +539,6 @@ class World:
 
     def op_inject(self) -> None:
         params = [p for p in self.params if p.true is not None and p.look is None]
-        params = [p for p in params if not any(o.blocks and p in o.params for o in self.opts)]
         bad = [math.inf, -math.inf, math.nan]
         values = [*bad, self.largest, -self.largest, 1e-40, 1e-45, 0.0]
         if params:
@@ -632,18 +558,11 @@ class World:
         opt, set_to_none = self.rng.choice(self.opts), self.rng.random() < 0.7
         self.log.append(f"{opt.name}.zero_grad({set_to_none})")
         opt.optimizer.zero_grad(set_to_none)
-        self.touched(opt.with_gradient())
         for param in opt.with_gradient():
             if set_to_none:
                 param.forget()
             else:
                 param.true, param.bound = [0.0] * param.size, [0.0] * param.size
-
-    def touched(self, params: list[Param]) -> None:
-        """Note that somebody writes to gradients."""
-        for opt in self.opts:
-            if opt.blocks is not None and opt.shares(params):
-                opt.blocks.is_touched = True
 
     def op_unscale(self) -> None:
         opt = self.rng.choice(self.opts)
@@ -713,7 +632,6 @@ class World:
         entries = [abs(entry) for param in params for entry in param.grad()]
         if not all(entry < 1e15 for entry in entries) or not any(entries):
             return
-        self.touched(params)
         self.log.append(f"torch's clip_grad_norm_({opt.name}, {max_norm})")
         torch.nn.utils.clip_grad_norm_([param.tensor for param in params], max_norm)
         clip(params, min(1.0, max_norm / (math.hypot(*entries) + 1e-6)))
@@ -744,10 +662,9 @@ class World:
         norm = norm_of(params, 2.0)
         factor = 1.0 if max_norm is None else clip_factor(params, norm, max_norm)
         norm = norm if opt.norm is None else opt.norm
-        outlier = self.is_outlier(opt, norm)
-        is_taken = not (found_inf or outlier)
+        is_taken = not found_inf
         self.is_exploding = explodes = explodes and bool(is_taken or opt.is_fused)
-        is_measured = max_norm is not None or outlier is not None
+        is_measured = max_norm is not None
         is_measured |= self.is_first(opt.optimizer) and look is not None and not looks
         with self.watching(opt):
             if not explodes:
@@ -778,28 +695,18 @@ class World:
             self.check_as_before(untouched, 1.0)
             if look is not None:
                 look.left_scaled = True
-        opt.outlier = outlier
         self.keep(opt, looks, look, "stepped")
         outcome = self.scaler.outcome(opt.optimizer)
         assert (outcome.taken, outcome.scale) == (is_taken, self.state.scale)
-        assert outcome.reason == self.reason(found_inf, bool(outlier))
+        assert outcome.reason == self.reason(found_inf)
         if outcome.entry.norm < 1e37:  # it was measured
             assert outcome.entry.norm == pytest.approx(norm, rel=0.02, abs=1e-12)
-
-    def is_outlier(self, opt: Opt, norm: float) -> bool | None:
-        """Say whether the norm of a step is above the limit; None if there is no limit."""
-        if self.limit_settings is None:
-            return None
-        position = self.limit_of.setdefault(opt, len(self.limit_of))
-        if position == len(self.limits):
-            self.limits.append(NormLimit(*self.limit_settings))
-        return bool(opt.with_gradient()) and self.limits[position].is_exceeded(norm)
 
     def op_closure(self) -> None:
         rng = self.rng
         opt = rng.choice(self.opts)
         others = [other for other in self.opts if other.shares(opt.params)]
-        if self.limit_settings or any(o.is_unscaled for o in others):
+        if any(o.is_unscaled for o in others):
             return
         if opt.stage == "stepped":
             self.refused(lambda: self.scaler.step(opt.optimizer, lambda: torch.ones(())))
@@ -891,7 +798,7 @@ class World:
 
     def op_run_of_nan(self) -> None:
         """However long it is, afterwards the scale is where it was, or a few steps below."""
-        if not self.is_between or self.num_losses or self.limit_settings:
+        if not self.is_between or self.num_losses:
             return
         opt, rule, begin = self.rng.choice(self.opts), self.rule, self.state
         for _ in range(self.rng.randint(5, 20)):
@@ -909,19 +816,12 @@ class World:
         if not self.looks:
             self.refused(self.scaler.update)
             return
-        outlier = any(opt.outlier for opt in self.opts if opt.looks)
         found_inf = any(look.found_inf for look in self.looks)
-        is_skipped = bool(found_inf or outlier)
-        self.state = next_state(
-            self.state,
-            found_inf=found_inf,
-            loss_is_finite=not self.bad_loss,
-            outlier=bool(outlier),
-        )
+        self.state = next_state(self.state, found_inf=found_inf, loss_is_finite=not self.bad_loss)
         try:
             self.scaler.update()
         except SkippedStepsError:
-            assert is_skipped
+            assert found_inf
             assert self.on_skips == "raise"
         self.check_saved()
         self.begin()
@@ -963,73 +863,11 @@ class World:
         self.state = replace(self.state, rule=self.rule, growth_tracker=tracker)
         self.check_saved()
 
-    def op_norm_limit(self) -> None:
-        self.limit_settings = self.rng.choice([None, (2.0, 2), (10.0, 4), (1.5, 3)])
-        self.log.append(f"set_norm_limit({self.limit_settings})")
-        self.limits, self.limit_of = [], {}
-        self.scaler.set_norm_limit(*(self.limit_settings or (None,)))
-
-    # --- accumulation -----------------------------------------------------------------------------
-
-    def op_accumulate(self) -> None:
-        opt = self.rng.choice(self.opts)
-        for _ in range(self.rng.randint(1, 3)):
-            self.block(opt)
-
-    def block(self, opt: Opt) -> None:
-        """One block, whose loss may be bad."""
-        rng = self.rng
-        bad = rng.choice([0.0] * 5 + [math.inf, math.nan])
-        if any(o.is_unscaled for o in self.opts if o is not opt and o.shares(opt.params)):
-            return
-        self.log.append(f"with accumulate({opt.name}):")
-        blocks = opt.blocks or Blocks()
-        is_late = opt.blocks is None and (opt.stage != "scaled" or opt.with_gradient())
-        if is_late or rng.random() < 0.1:
-            self.refused(lambda: self.empty_block(opt))
-            return
-        earlier = [(param, param.true, param.bound) for param in opt.params]
-        has_good, was_bad = blocks.bad < blocks.count, self.bad_loss
-        self.bad_loss = False
-        params = rng.sample(opt.params, rng.randint(1, len(opt.params)))
-        with self.scaler.accumulate(opt.optimizer):
-            for param in opt.params:
-                assert param.tensor.grad is None
-                param.true = None
-            self.backward(params, bad)
-            if rng.random() < 0.3:
-                self.inject(rng.choice(params), rng.choice([math.inf, self.largest, 0.0]))
-            look = self.look_at(params)
-            assert look is not None
-        is_bad, overflowed = look.found_inf, look.found_inf and not self.bad_loss
-        self.bad_loss = was_bad
-        blocks.count += 1
-        blocks.bad += is_bad
-        blocks.overflowed += overflowed
-        blocks.num_losses, blocks.is_touched = self.num_losses, False
-        opt.blocks = blocks
-        self.looks.append(Look(overflowed))
-        self.unscaled(opt.params)
-        for param, true, bound in earlier:
-            if has_good and is_bad:
-                param.true, param.bound = true, bound
-            elif has_good and true is not None:
-                own, own_bound = param.true or [0.0] * param.size, param.bound
-                param.true, param.bound = true, bound
-                if own_bound and own is not true:
-                    param.add(own, 1.0)
-            param.relative += 8 * max(param.info.eps, F32.eps)
-
-    def empty_block(self, opt: Opt) -> None:
-        with self.scaler.accumulate(opt.optimizer):
-            if self.on_device and self.rng.random() < 0.5:
-                self.scaler.scale(torch.ones(()))
-
     # --- saving, looking, and wrong calls ---------------------------------------------------------
 
     def op_swap(self) -> None:
         """Between iterations: go on with a copy, or with a new scaler and what was saved."""
-        if not self.is_between or self.num_losses or self.limit_settings:
+        if not self.is_between or self.num_losses:
             return
         how = self.rng.choice(["load", "load into another", "pickle", "deepcopy", "same"])
         other = self.random_start() if how == "load into another" else self.start
@@ -1066,7 +904,6 @@ class World:
         self.log.append("load its own state")
         self.scaler.load_state_dict(self.check_saved())
         self.bad_loss = False
-        self.limit_of = {}
         self.check_saved()
 
     def op_look(self) -> None:
@@ -1103,7 +940,6 @@ class World:
             *(lambda bad=bad: scaler.set_growth_factor(bad) for bad in [0.5, math.nan, True]),
             *(lambda bad=bad: scaler.set_backoff_factor(bad) for bad in [0.0, 1.5, math.inf]),
             *(lambda bad=bad: scaler.set_growth_interval(bad) for bad in [0, 1.5, True, 2**31]),
-            *(lambda bad=bad: scaler.set_norm_limit(*bad) for bad in [(1.0,), (9.0, 1), ("x",)]),
             lambda: scaler.load_state_dict({"scale": 1.0}),
             lambda: scaler.load_state_dict(saved | {"scale": 0.0}),
             lambda: scaler.load_state_dict(saved | {"_growth_tracker": -1}),
@@ -1153,8 +989,6 @@ OPERATIONS = {
     World.op_update: 9.0,
     World.op_new_scale: 1.0,
     World.op_setter: 1.0,
-    World.op_norm_limit: 0.3,
-    World.op_accumulate: 3.0,
     World.op_swap: 1.5,
     World.op_copy_now: 1.0,
     World.op_load_now: 0.5,

@@ -108,7 +108,7 @@ def test_the_device_does_the_same_as_the_pure_state(factors: tuple[float, float]
     scale.create(CUDA)
     for found_inf in [False, False, True, False, True, True] + [True] * 20 + [False] * 100:
         state = next_state(state, found_inf=found_inf)
-        scale.update([torch.tensor(float(found_inf), device=CUDA)], [])
+        scale.update([torch.tensor(float(found_inf), device=CUDA)])
         assert scale.value() == state.scale
     assert scale.read() == state
 
@@ -157,7 +157,6 @@ def test_a_fused_step_with_clipping_waits_for_nothing(cls: Any) -> None:
     model = make_model()
     optimizer = cls(model.parameters(), lr=0.01, fused=True)
     scaler = GradScaler(module=model, max_consecutive_skips=2, on_skips=lambda report: None)
-    scaler.set_norm_limit(100.0, window=4)
 
     def step(bad: bool) -> None:
         optimizer.zero_grad()
@@ -199,6 +198,6 @@ def test_every_rule_with_known_flags(rule: Any) -> None:
     for number in range(60):
         found_inf = number % 7 in (3, 4) or 20 < number < 40
         state = next_state(state, found_inf=found_inf)
-        scale.update(found_inf, [])
+        scale.update(found_inf)
         assert scale.read() == state
         assert scale.value() == state.scale

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from halfstep._scaler.earlier_norms import NUM_STEPS
 from tests.device import DEVICE, seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from halfstep._gradients import norms
 from halfstep._scaler import GradScaler
 from halfstep._scaler import step as step_module
-from halfstep._scaler.earlier_norms import NUM_STEPS
 from halfstep._scaler.iteration import Checked
 from halfstep.errors import CallOrderError
 
@@ -283,16 +283,6 @@ def test_only_the_first_steps_are_searched(
     assert len(measured) <= 2 * NUM_STEPS  # gradients from before, and those of the closure
 
 
-@pytest.mark.parametrize(("fused", "passes"), [(False, 3), (True, 1)])
-def test_passes_with_a_norm_limit(fused: bool, passes: int) -> None:
-    made = setup(GradScaler, fused=fused)
-    made.scaler.set_norm_limit(10.0)
-    with made.counted() as ops:
-        no_clip(made)
-        made.scaler.update()
-    assert ops.passes == passes
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_looking_at_what_was_measured_reads_nothing(fused: bool) -> None:
     made = setup(GradScaler, fused=fused)
@@ -332,7 +322,6 @@ def test_the_norm_reads_every_gradient_once(
 @pytest.mark.parametrize("step", [no_clip, clip_in_step])
 def test_a_fused_step_never_waits(step: Callable[[Setup], None]) -> None:
     made = setup(GradScaler, fused=True)
-    made.scaler.set_norm_limit(10.0)
     for value in (1.0, math.inf, 1.0):
         with made.counted() as ops:
             made.params[0].grad.mul_(value)
@@ -351,7 +340,6 @@ def test_a_plain_step_waits_once(
     step: Callable[[Setup], None], value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = setup(GradScaler, fused=False)
-    made.scaler.set_norm_limit(10.0)
     reads, read = [], Checked.read
     monkeypatch.setattr(Checked, "read", lambda *args: reads.append(args) or read(*args))
     with made.counted() as ops:

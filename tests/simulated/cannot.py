@@ -11,7 +11,6 @@ from functools import cache
 
 EVERYWHERE: dict[str, tuple[str, ...]] = {
     "Differs by design: the state follows a fused step two updates later.": (
-        "scaler/test_accumulation.py::test_all_blocks_are_bad[*-loss-*-fused]",
         "scaler/test_skips.py::test_a_run_that_no_scale_helps_leaves_the_scale_where_it_was[fused]",
         "scaler/test_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-1-fused]",
         "scaler/test_skips.py::test_after_non_finite_losses_the_scale_is_back_at_once[*-2-fused]",
@@ -61,7 +60,6 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "scaler/test_passes.py::test_passes",
         "scaler/test_passes.py::test_passes_of_a_skipped_step",
         "scaler/test_passes.py::test_passes_of_what_costs_one_more",
-        "scaler/test_passes.py::test_passes_with_a_norm_limit",
     ),
     "Is about the CPU: its default dtype, its kernels, or its name.": (
         "autocast/test_sums.py::test_a_convolution_that_onednn_leaves_to_pytorch",

@@ -100,7 +100,7 @@ def outcome(engine: Engine, optimizer: torch.optim.Optimizer) -> Outcome:
     """Return the outcome of a taken step, with the current gradients."""
     scale = _one(torch.device("cpu"))
     checked = Checked(Gathered(optimizer, scale, collect(parameters(optimizer))), None)
-    taken = Decided(checked, found_inf=0.0, skip=0.0)
+    taken = Decided(checked, skip=0.0)
     found = Outcome(optimizer, engine.names, taken, None, can_measure_late=True)
     found.after = scale.snapshot()
     return found

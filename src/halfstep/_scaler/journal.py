@@ -10,7 +10,7 @@ import torch
 
 from halfstep._gradients.gradients import Seen
 from halfstep._gradients.optimizers import makes_step_of, name
-from halfstep._scaler.earlier_norms import EarlyClipping
+from halfstep._scaler.early_clipping import EarlyClipping
 from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
 from halfstep.errors import CallOrderError
 

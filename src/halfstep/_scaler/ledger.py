@@ -106,9 +106,9 @@ class Ledger:
     ``hooks`` detect a backward pass that adds to checked gradients.
     """
 
-    def __init__(self, hooks: list[RemovableHandle] | None = None) -> None:
+    def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self._hooks: list[RemovableHandle] = [] if hooks is None else hooks
+        self._hooks: list[RemovableHandle] = []
         self._num_watched = 0
         # Built only for a second optimizer, since it is slow for thousands of gradients.
         self._by_gradient: dict[int, Entry] = {}
@@ -117,10 +117,6 @@ class Ledger:
         self._fresh: dict[int, int] = {}
         self._in_doubt: set[int] = set()
         self._doubted: list[Gradients] = []  # referenced, so that no id is reused
-
-    def inner(self) -> Ledger:
-        """Return an empty ledger with the same hooks: what ends first removes them."""
-        return Ledger(self._hooks)
 
     def mark(
         self,

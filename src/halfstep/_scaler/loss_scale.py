@@ -13,7 +13,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +26,6 @@ from halfstep._gradients.scalars import (
     SMALLEST_SCALE,
     Scalar,
     any_of,
-    as_tensor,
     checked_scale,
     describe,
     float32_bits,
@@ -39,7 +38,6 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modes import is_inside_functorch
 from halfstep._pytorch.transfers import is_capturing
-from halfstep._scaler.earlier_norms import NormLimits
 from halfstep._scaler.rules import Rule
 from halfstep._scaler.scale_state import ScaleState, changed, next_state
 from halfstep._scaler.updates import LAG, Kernel, Number, PendingUpdate
@@ -190,12 +188,6 @@ class LossScale:
         """Return 1 if a loss of this iteration was not finite, else 0, on the device."""
         return is_nonfinite(self.bad_loss) if self.has_loss else torch.zeros_like(self.bad_loss)
 
-    def take_loss_flag(self) -> Tensor:
-        """Return :meth:`loss_flag`, and forget the losses."""
-        flag = self.loss_flag()
-        self.forget_losses()
-        return flag
-
     def forget_losses(self) -> None:
         """Forget whether losses since the last update were finite. Sync: none."""
         self._settled_loss = self._loss_is_finite = None
@@ -303,44 +295,34 @@ class LossScale:
 
     # --- moving -----------------------------------------------------------------------------------
 
-    def update(self, found_inf: bool | list[Tensor], outliers: list[Scalar]) -> None:
+    def update(self, found_inf: bool | list[Tensor]) -> None:
         """Back off, count or grow the scale after an iteration. Sync: none.
 
         ``found_inf``: whether a gradient was inf or NaN, if the host knows; else the flags.
         """
         self.forget_later_losses()
-        is_known = isinstance(found_inf, bool)
-        if outliers:
-            is_known &= not any(isinstance(outlier, Tensor) for outlier in outliers)
-        if is_known:
-            self._move(bool(found_inf), any(outliers))
+        if isinstance(found_inf, bool):
+            self._move(found_inf)
         else:
-            flags = (
-                found_inf if isinstance(found_inf, list) else [as_tensor(found_inf, self.device)]
-            )
-            self._launch(flags, outliers)
+            self._launch(found_inf)
         self.forget_losses()
 
-    def _move(self, found_inf: bool, outlier: bool) -> None:
+    def _move(self, found_inf: bool) -> None:
         """Move on the host, which knows the flags."""
         if self._under_way:
             self._settle()
         self._follow_writes()
         before = self.state
         loss_is_finite = not found_inf or self.loss_is_finite()
-        self.state = next_state(
-            before, found_inf=found_inf, loss_is_finite=loss_is_finite, outlier=outlier
-        )
+        self.state = next_state(before, found_inf=found_inf, loss_is_finite=loss_is_finite)
         self.is_quiet = before.skipped_in_a_row == self.state.skipped_in_a_row == 0
         self._show()
 
-    def _launch(self, flags: list[Tensor], outliers: list[Scalar]) -> None:
+    def _launch(self, flags: list[Tensor]) -> None:
         """Let the device move the scale, and the state follow."""
         values = {"scale": self._tensor, "found_inf": any_of(flags, self.device)}
         if self.has_loss:
             values["bad_loss"] = self.bad_loss
-        if outliers:
-            values["outlier"] = any_of([as_tensor(x, self.device) for x in outliers], self.device)
         self._is_captured |= is_capturing(self.device)
         kernel = Kernel.of(self.state, self.device, is_captured=self._is_captured)
         if not self._is_captured:
@@ -349,8 +331,6 @@ class LossScale:
             increment_version((self._tensor,))
         else:
             kernel.move_(self._tensor, self.growth_tracker, values["found_inf"])
-            if outliers:
-                self.growth_tracker.mul_(values["outlier"] == 0.0)
         self._versions = self._versions_now()
         for update in self._under_way:
             update.look()
@@ -456,26 +436,19 @@ def _followed(
     """Return the states before and after an update on the device, and the number that it left."""
     found = update.found()
     if update.is_stale:
-        is_skipped = found.found_inf or found.outlier
         after = changed(
             state,
-            num_taken=state.num_taken + (not is_skipped),
-            num_skipped=state.num_skipped + is_skipped,
-            skipped_in_a_row=state.skipped_in_a_row + 1 if is_skipped else 0,
+            num_taken=state.num_taken + (not found.found_inf),
+            num_skipped=state.num_skipped + found.found_inf,
+            skipped_in_a_row=state.skipped_in_a_row + 1 if found.found_inf else 0,
         )
         return state, after, number
     if found.scale != number.scale:  # existing code has written it in place
         state, number = state.with_scale(found.scale), number._replace(scale=found.scale)
-    after = next_state(
-        state,
-        found_inf=found.found_inf,
-        loss_is_finite=found.loss_is_finite,
-        outlier=found.outlier,
-    )
+    after = next_state(state, found_inf=found.found_inf, loss_is_finite=found.loss_is_finite)
     if update.kernel is None:
         return state, after, number._replace(growth_tracker=after.growth_tracker)
-    number = update.kernel.moved(number, found.found_inf)
-    return state, after, number._replace(growth_tracker=0) if found.outlier else number
+    return state, after, update.kernel.moved(number, found.found_inf)
 
 
 def _with_valid_tracker(state: ScaleState) -> ScaleState:
@@ -490,44 +463,28 @@ OURS = "halfstep"
 """Key of the state that torch.amp does not have, stored as JSON text.
 
 It is text because torch.distributed.checkpoint flattens a dict and loads only the keys that the
-loading scaler already has: the limits of norms would be lost silently.
+loading scaler already has: the numbers of another rule would be lost silently.
 """
 
 
-@dataclass(frozen=True)
-class Saved:
-    """The content of a checkpoint: the state of the scale, and the norm limits."""
+def state_dict_of(state: ScaleState) -> dict[str, Any]:
+    """Return a dict that json and ``torch.load(weights_only=True)`` can handle."""
+    result = state.to_dict()
+    return result | {OURS: json.dumps(result[OURS], sort_keys=True)}
 
-    scale: ScaleState
-    norm_limits: NormLimits
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict that json and ``torch.load(weights_only=True)`` can handle."""
-        result = self.scale.to_dict()
-        ours = result[OURS] | {"norm_limits": self.norm_limits.to_dict()}
-        return result | {OURS: json.dumps(ours, sort_keys=True)}
+def state_from(saved: Mapping[str, Any], first: ScaleState) -> ScaleState:
+    """Load the result of :func:`state_dict_of` or of torch.amp; ``first`` supplies missing values.
 
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any], first: ScaleState) -> Saved:
-        """Load the result of :meth:`to_dict` or of torch.amp; ``first`` supplies missing values.
-
-        Raises:
-            ValueError: A key is missing or a value is invalid.
-        """
-        try:
-            ours = dict(json.loads(saved.get(OURS) or "{}"))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"the saved scaler state cannot be used: {OURS!r} is not the JSON text that "
-                f"state_dict() has written ({error}). Delete the key to load the five values that "
-                "torch.amp knows"
-            ) from error
-        norm_limits = ours.pop("norm_limits", None)
-        scale = ScaleState.from_dict(dict(saved) | ({OURS: ours} if ours else {}), first)
-        try:
-            return cls(scale, NormLimits.from_dict(norm_limits))
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"the saved scaler state cannot be used: 'norm_limits' under {OURS!r} is damaged "
-                f"({error!r}). Delete this key to go on without it"
-            ) from error
+    Raises:
+        ValueError: A key is missing or a value is invalid.
+    """
+    try:
+        ours = dict(json.loads(saved.get(OURS) or "{}"))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the saved scaler state cannot be used: {OURS!r} is not the JSON text that "
+            f"state_dict() has written ({error}). Delete the key to load the five values that "
+            "torch.amp knows"
+        ) from error
+    return ScaleState.from_dict(dict(saved) | ({OURS: ours} if ours else {}), first)

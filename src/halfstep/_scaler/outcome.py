@@ -55,7 +55,7 @@ class Counts(NamedTuple):
     """The numbers of iterations of a scaler; kept in its ``state_dict``.
 
     Attributes:
-        taken: Iterations in which no step was skipped, and no block of ``accumulate`` overflowed.
+        taken: Iterations in which no step was skipped.
         skipped: All other iterations.
         skipped_in_a_row: Number of skipped iterations since the last taken one.
         since: Number of the first of these, counted from 1; None if the last one was taken.
@@ -121,10 +121,10 @@ class Outcome:
         self._before = loss_scale.snapshot()
         # None if only the device knows whether the step was skipped.
         self._loss_is_finite: bool | None = None
-        if not isinstance(decided.found_inf, Tensor):
-            self._loss_is_finite = not decided.found_inf or loss_scale.loss_is_finite()
+        if not isinstance(decided.skip, Tensor):
+            self._loss_is_finite = not decided.skip or loss_scale.loss_is_finite()
         self.after: Snapshot | None = None  # the state after update()
-        self._found_inf, self._outlier = decided.found_inf, decided.outlier
+        self._found_inf = decided.skip
         # The sum of squares as measured, and what the gradients were multiplied by.
         self._squares = None if measured is None else measured.squares
         self._measured_scale = None if measured is None else measured.norms.scale
@@ -176,8 +176,7 @@ class Outcome:
         """Whether the optimizer's step was skipped."""
         if "entry" in vars(self):
             return not self.entry.taken
-        flags = (self._found_inf, self._outlier, self.is_left_out)
-        return any(bool(flag) for flag in flags if flag is not None)
+        return bool(self._found_inf) or self.is_left_out
 
     @property
     def reason(self) -> Reason | None:
@@ -279,7 +278,7 @@ class Outcome:
         if not isinstance(found_inf, Tensor):
             return torch.empty(0, device="cpu")
         row = [found_inf]
-        defaults = (self._outlier, 0.0), (self._squares, math.nan), (self._measured_scale, 1.0)
+        defaults = (self._squares, math.nan), (self._measured_scale, 1.0)
         for value, default in defaults:
             if not isinstance(value, Tensor):
                 value = torch.full_like(found_inf, default if value is None else value)
@@ -289,15 +288,15 @@ class Outcome:
     def unpack(self, packed: Tensor) -> tuple[HistoryEntry, float | None]:
         """Return the entry, and the scale after ``update`` (None before it)."""
         if len(packed):
-            found_inf, outlier, squares, scale = packed.tolist()
+            found_inf, squares, scale = packed.tolist()
         else:
             assert not isinstance(self._found_inf, Tensor)
-            found_inf, outlier = self._found_inf, self._outlier
+            found_inf = self._found_inf
             squares = math.nan if self._squares is None else float(self._squares)
             scale = 1.0 if self._measured_scale is None else float(self._measured_scale)
         norm = round_to_float32(math.sqrt(squares) / scale)
         state, loss_is_finite = self._state_of_step(bool(found_inf))
-        why = reason(state, bool(found_inf), loss_is_finite, bool(outlier))
+        why = reason(state, bool(found_inf), loss_is_finite)
         if why is None and self.is_left_out:
             why = Reason.LEFT_OUT
         number = state.num_taken + state.num_skipped + 1
@@ -354,7 +353,7 @@ class Outcome:
             "_loss_is_finite": loss_is_finite,
         }
         state["after"] = None if self.after is None else state_of(self.after)
-        for what in ("_found_inf", "_outlier", "_squares", "_measured_scale"):
+        for what in ("_found_inf", "_squares", "_measured_scale"):
             value = getattr(self, what)
             state[what] = None if value is None else float(value)
         for what in ("norm", "norms", "culprits"):

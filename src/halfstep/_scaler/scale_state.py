@@ -50,7 +50,6 @@ class Reason(StrEnum):
         OVERFLOW: A gradient is inf or NaN; a smaller scale may help.
         LOSS: The loss was inf or NaN before it was scaled.
         NON_FINITE: A gradient is inf or NaN, as it was at ``min_scale``.
-        NORM: The gradients are finite, but their norm is implausibly large.
         LEFT_OUT: The gradients are finite, and the caller unscaled them and did not step. Only
             records have it.
     """
@@ -58,7 +57,6 @@ class Reason(StrEnum):
     OVERFLOW = "overflow"
     LOSS = "loss"
     NON_FINITE = "non-finite at any scale"
-    NORM = "norm"
     LEFT_OUT = "left out by the script"
 
 
@@ -282,12 +280,10 @@ class ScaleState:
         return cls(growth_tracker=tracker, rule=rule_from_dict(rule), **theirs, **ours)
 
 
-def reason(
-    state: ScaleState, found_inf: bool, loss_is_finite: bool = True, outlier: bool = False
-) -> Reason | None:
+def reason(state: ScaleState, found_inf: bool, loss_is_finite: bool = True) -> Reason | None:
     """Return why an iteration in this state is skipped, None if it is taken."""
     if not found_inf:
-        return Reason.NORM if outlier else None
+        return None
     if not loss_is_finite:
         return Reason.LOSS
     no_scale_helps = state.held or state.scale <= state.min_scale
@@ -297,13 +293,7 @@ def reason(
 # --- the next state -------------------------------------------------------------------------------
 
 
-def next_state(
-    state: ScaleState,
-    *,
-    found_inf: bool,
-    loss_is_finite: bool = True,
-    outlier: bool = False,
-) -> ScaleState:
+def next_state(state: ScaleState, *, found_inf: bool, loss_is_finite: bool = True) -> ScaleState:
     """Return the state after one iteration.
 
     Args:
@@ -312,15 +302,13 @@ def next_state(
             skipped.
         loss_is_finite: Whether the loss was finite before it was scaled. If not, the scale may not
             be to blame, and it is restored for a trial after the next step.
-        outlier: Whether the step was skipped because the norm of the gradients was implausibly
-            large. That does not change the scale.
 
     Example:
         >>> state = ScaleState.first(4.0, Dynamic(growth_interval=1))
         >>> next_state(state, found_inf=False).scale, next_state(state, found_inf=True).scale
         (8.0, 2.0)
     """
-    if not (found_inf or outlier):
+    if not found_inf:
         return _after_step(state)
     state = changed(
         state,
@@ -328,7 +316,7 @@ def next_state(
         num_skipped=state.num_skipped + 1,
         skipped_in_a_row=state.skipped_in_a_row + 1,
     )
-    if not found_inf or state.rule.backoff_factor == 1.0:
+    if state.rule.backoff_factor == 1.0:
         return state
     is_blameless = not loss_is_finite and state.rule.probe_after is not None
     return _after_overflow(changed(state, may_restore=state.may_restore and is_blameless))

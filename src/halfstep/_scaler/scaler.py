@@ -7,7 +7,6 @@ arXiv:1710.03740). :mod:`halfstep._scaler.engine` and :mod:`halfstep._scaler.ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,13 +28,12 @@ from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
 from halfstep._scaler import clipping, disabled, overrides, step
-from halfstep._scaler.accumulation import accumulate
 from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.events import THIS_THREAD
-from halfstep._scaler.loss_scale import Saved
+from halfstep._scaler.loss_scale import state_dict_of, state_from
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.rules import DEFAULT_SCALE, Dynamic, Rule, scale_and_rule
@@ -341,44 +339,6 @@ class GradScaler(TorchAttributes):
         )
 
     @keep_out_of_graphs
-    def accumulate(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Check the gradients of each ``backward`` separately before they are accumulated.
-
-        Otherwise one bad micro-batch discards all accumulated gradients. With this, only its own
-        gradients are dropped, and the average is taken over the others.
-
-        Use one block for each ``backward`` of the iteration and divide the loss by their number.
-        After the block ``.grad`` holds the unscaled sum so far. ``step`` skips only if all blocks
-        were dropped. An overflow in a dropped block makes the scale back off.
-
-        Memory: one additional set of gradients while the block is open. Does not support gradients
-        that live in DistributedDataParallel buckets.
-
-        Raises:
-            CallOrderError: There were gradients before the first block, or the block produces none.
-            ValueError: The gradients are float16.
-
-        Sync: one for each block.
-
-        Example:
-            >>> model = torch.nn.Linear(2, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> scaler = GradScaler()
-            >>> for batch in [torch.ones(1, 2), torch.full((1, 2), torch.inf)]:
-            ...     with scaler.accumulate(optimizer):
-            ...         scaler.scale(model(batch).mean() / 2).backward()
-            >>> _ = scaler.step(optimizer)
-            >>> scaler.update()
-            >>> scaler.outcome(optimizer).taken
-            True
-        """
-        if not self._is_enabled:
-            return nullcontext()
-        require_optimizer("accumulate", optimizer)
-        overrides.refuse_overrides(self, "accumulate()")
-        return accumulate(self._engine, optimizer)
-
-    @keep_out_of_graphs
     def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:
         """Run the same batch again at a smaller scale instead of losing it.
 
@@ -524,23 +484,6 @@ class GradScaler(TorchAttributes):
         journal = self._engine.journal if self._is_enabled else None
         return step_scheduler(journal, scheduler, count, args)
 
-    def set_norm_limit(self, times_median: float | None, window: int = 100) -> None:
-        """Also skip steps whose gradient norm is far above the running median.
-
-        Args:
-            times_median: Skip if the norm of the unscaled gradients exceeds this multiple of the
-                median over the last ``window`` taken steps, > 1; None for no limit. Nothing is
-                skipped until half of the window has been seen.
-            window: Number of steps, >= 2.
-
-        Raises:
-            TypeError: A number has the wrong type.
-            ValueError: A number is out of range.
-
-        Sync: none. Costs one additional pass unless the optimizer handles the scale itself.
-        """
-        self._engine.norm_limits.set(times_median, window)
-
     # --- accessors --------------------------------------------------------------------------------
 
     @keep_out_of_graphs
@@ -606,7 +549,7 @@ class GradScaler(TorchAttributes):
         Raises:
             RanksError: In that case, if a scale or a counter differs between them.
 
-        Sync: one, and one for each optimizer with a norm limit.
+        Sync: one.
         """
         if not self._is_enabled:
             return {}
@@ -616,7 +559,7 @@ class GradScaler(TorchAttributes):
             scale, tracker = self.get_scale(), self._get_growth_tracker()
             ours = now if scale == now.scale else now.with_scale(scale)
             now = replace(ours, growth_tracker=tracker)
-        state = Saved(now, engine.norm_limits).to_dict()
+        state = state_dict_of(now)
         group = saving_group()
         if group is not None:
             engine.ranks.require_same("state_dict()", state, group)
@@ -642,7 +585,7 @@ class GradScaler(TorchAttributes):
                 "and holds no scale. This one keeps its present values.",
             )
             return
-        self._engine.load(Saved.from_dict(state_dict, self._engine.loss_scale.first))
+        self._engine.load(state_from(state_dict, self._engine.loss_scale.first))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy; the copy creates its tensors at its first loss.
@@ -651,12 +594,8 @@ class GradScaler(TorchAttributes):
             CallOrderError: In the middle of an iteration.
         """
         iteration = self._engine.iteration
-        begun = [
-            *(step.optimizer for step in iteration.steps.values()),
-            *(blocks.optimizer for blocks in iteration.blocks.values()),
-        ]
-        if begun or iteration.ledger.entries:
-            seen = ", ".join(map(name, begun))
+        if iteration.steps or iteration.ledger.entries:
+            seen = ", ".join(name(step.optimizer) for step in iteration.steps.values())
             raise CallOrderError(
                 "a GradScaler cannot be pickled or copied between unscale_() or step() and "
                 f"update(): do it after update(). Seen since the last one: {seen}"

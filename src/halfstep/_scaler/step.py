@@ -41,7 +41,6 @@ from halfstep._gradients.optimizers import name, step_with_scale, writes_unscale
 from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.distributed import has_process_group
 from halfstep._scaler.agreement import ALONE, Alone, Together
-from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import (
     Checked,
@@ -81,9 +80,8 @@ def take(
     try:
         if not is_fused and torch.float16 in gathered.gradients.dtypes:
             refuse_half(engine, gathered)
-        norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
         is_searched = gathered.is_first and gathered.multiplier is not None
-        if is_searched or max_norm is not None or norm_limit is not None:
+        if is_searched or max_norm is not None:
             checked = measure(gathered)
         elif is_fused or (gathered.multiplier is not None and gathered.loss_scale.can_amplify):
             # Dividing by a scale below 1 may overflow, and a skipped step must leave the gradients
@@ -93,10 +91,10 @@ def take(
             checked = unscale_(gathered)
         if is_fused:
             coefficient = clip_coefficient_of(checked, max_norm)
-            decided = _agreed(decide(checked, norm_limit))
+            decided = _agreed(checked.decide())
             result = _step_fused(optimizer, make_step, decided, coefficient)
         else:
-            decided = _ready(decide(checked, norm_limit), max_norm)
+            decided = _ready(checked.decide(), max_norm)
             checked = decided.checked
             result = make_step() if decided.skip == 0.0 else None
     except BaseException as error:
@@ -182,11 +180,6 @@ def gather(
     if must_have_one and all(map(_is_none, map(_grad, params))):  # map() makes no Python calls
         raise nothing_checked(optimizer)
     loss_scale = engine.scale_of_iteration(call, owner)
-    if iteration.blocks:
-        # For example a wrapper accumulates and the wrapped optimizer steps, or all parameters are
-        # clipped.
-        for blocks in iteration.blocks_with(params):
-            blocks.put_together(iteration, ranks)
     gradients = collect(params)
     require_known(iteration.ledger, call, gradients.params)
     if earlier is not None and not is_scaled:
@@ -363,24 +356,6 @@ def new_check(
 # --- decide ---------------------------------------------------------------------------------------
 
 
-def decide(checked: Checked, norm_limit: NormLimit | None = None) -> Decided:
-    """Decide whether the step must be skipped. Sync: none.
-
-    Raises:
-        NothingCheckedError: There was no gradient to check.
-    """
-    return checked.decide(outlier_of(checked, norm_limit))
-
-
-def outlier_of(checked: Checked, norm_limit: NormLimit | None) -> Scalar | None:
-    """Return 1 if the norm before clipping exceeds a limit, else 0; None if nothing limits it."""
-    unclipped = checked.unclipped
-    if norm_limit is None or checked.measured is None or unclipped is None:
-        return None
-    norm = scalars.as_float32(unclipped.norm, checked.gathered.loss_scale.device)
-    return scalars.scalar(norm_limit.is_exceeded(norm))
-
-
 def clip_coefficient_of(checked: Checked, max_norm: float | None) -> Scalar | None:
     """Return the clip coefficient, None without clipping or gradients. Sync: none."""
     measured = checked.measured
@@ -404,23 +379,22 @@ def read(decided: Decided, norm: Scalar | None = None) -> tuple[Decided, float |
     What else the host needs for the step is read at the same time. Sync: the one of a plain step.
     """
     checked, scale = decided.checked, decided.checked.gathered.loss_scale
-    values = {"found_inf": decided.found_inf, "outlier": decided.outlier, "norm": norm}
+    values = {"skip": decided.skip, "norm": norm}
     if scale.device.type not in scalars.READABLE:
         values |= {"scale": scale.tensor, "bad_loss": scale.bad_loss if scale.has_loss else None}
     values["multiplier"] = None if norm is None else checked.multiplier
     given = {key: value for key, value in values.items() if value is not None}
     numbers = dict(zip(given, checked.read(list(given.values())), strict=True))
-    found_inf, outlier = numbers["found_inf"], numbers.get("outlier")
+    skip = numbers["skip"]
     if "scale" in numbers:
         scale.note_number(numbers["scale"])
     if "bad_loss" in numbers:
         scale.note_loss(numbers["bad_loss"] == 0.0)
     for each in checked.checks():
-        each.note(found_inf != 0.0)
+        each.note(skip != 0.0)
     if norm is not None:
         checked = replace(checked, multiplier=numbers.get("multiplier"))
-    known = Decided(checked, found_inf, max(found_inf, outlier or 0.0), outlier)
-    return known, numbers.get("norm")
+    return Decided(checked, skip), numbers.get("norm")
 
 
 # --- take -----------------------------------------------------------------------------------------
@@ -494,8 +468,7 @@ def _skip_flag(decided: Decided) -> Tensor:
     """Return the skip flag as a tensor; that of the only check if nothing else decides."""
     checked, own = decided.checked, decided.checked.own
     device = checked.gathered.loss_scale.device
-    is_only = decided.outlier is None and not checked.gathered.checks
-    if is_only and own is not None and own.agreement is None:
+    if not checked.gathered.checks and own is not None and own.agreement is None:
         flag = own.found_here.get(device)
         if flag is not None and len(own.found_here) == 1:
             return flag
@@ -524,7 +497,6 @@ def keep(
             iteration.num_losses,
             checked.unclipped,
             skip=None if decided is None else decided.skip,
-            outlier=None if decided is None else decided.outlier,
             ranks=gathered.ranks,
         )
 

@@ -52,8 +52,6 @@ class OptimizerState(Mapping[str, Any]):
         iteration = self._engine.iteration
         step = iteration.steps.get(self._key)
         if key == "stage":
-            if self._key in iteration.blocks:
-                return OptState.UNSCALED
             return STAGES[Stage.SCALED if step is None else step.stage]
         if key == "found_inf_per_device":
             return MappingProxyType({} if step is None else found_inf_by_device(step.checks))
@@ -104,8 +102,7 @@ class OptimizerStates(dict[int, OptimizerState]):
     """
 
     def __init__(self, engine: Engine) -> None:
-        keys = [*engine.iteration.steps, *engine.iteration.blocks]
-        super().__init__({key: OptimizerState(engine, key) for key in keys})
+        super().__init__({key: OptimizerState(engine, key) for key in engine.iteration.steps})
         self._engine = engine
 
     def __missing__(self, key: int) -> OptimizerState:
@@ -267,22 +264,10 @@ class TorchAttributes:
         engine = self._engine
         earlier = engine.iteration.step_of(optimizer)
         require_not_stepped(earlier)
-        if id(optimizer) in engine.iteration.blocks:
-            raise CallOrderError(
-                f"step({name(optimizer)}): it takes the scaler (grad_scaler=...) to unscale its "
-                "gradients by itself, which accumulate() has already done. Call backward() without "
-                "accumulate() for this optimizer"
-            )
         if max_norm is not None:
             raise ValueError(
                 f"step({name(optimizer)}, max_norm={max_norm}): it takes the scaler "
                 "(grad_scaler=...) and unscales by itself; let it clip too"
-            )
-        if engine.norm_limits.settings is not None:
-            raise ValueError(
-                f"step({name(optimizer)}): set_norm_limit() cannot skip its steps, because it "
-                "takes the scaler (grad_scaler=...) and decides by itself. Call "
-                "set_norm_limit(None)"
             )
         params = parameters(optimizer)
         engine.scale_of_iteration("step", optimizer)

@@ -31,13 +31,11 @@ class Found(NamedTuple):
         scale: The number that the losses were multiplied by.
         found_inf: Whether a gradient was inf or NaN.
         loss_is_finite: Whether all losses were finite.
-        outlier: Whether the norm of the gradients was implausibly large.
     """
 
     scale: float
     found_inf: bool
     loss_is_finite: bool = True
-    outlier: bool = False
 
 
 class Number(NamedTuple):
@@ -151,7 +149,6 @@ class PendingUpdate:
                 values["scale"],
                 values["found_inf"] != 0.0,
                 values.get("bad_loss", 0.0) == 0.0,
-                values.get("outlier", 0.0) != 0.0,
             )
         return self._found
 

@@ -465,7 +465,7 @@ class Recorder:
         self._write(event | {"is_diagnosing": is_diagnosing})
 
     def _write_culprits(self, outcome: Outcome) -> None:
-        if outcome.taken or outcome.reason in (Reason.NORM, Reason.LEFT_OUT):
+        if outcome.taken or outcome.reason is Reason.LEFT_OUT:
             return
         try:
             found = outcome.culprit_parameters()

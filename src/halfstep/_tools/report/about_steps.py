@@ -198,17 +198,6 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
             "loss was finite: the scale alone seldom does that.",
             evidence="skips",
         )
-    too_large = steps.reasons.get("norm")
-    if too_large:
-        yield say(
-            "notice",
-            f"{things(too_large, 'step')} had a norm far above the median and {were(too_large)} "
-            f"left out: check the {'batch' if too_large == 1 else 'batches'}, lower the learning "
-            "rate, or raise the limit, ",
-            Code("scaler.set_norm_limit(...)"),
-            ".",
-            evidence="skips",
-        )
     left_out = steps.reasons.get("left out by the script")
     if left_out:
         yield say(

@@ -59,8 +59,6 @@ def about_loss_and_skips(summary: Summary) -> list[Sentence]:
     loss, skips = list(about_steps.about_loss(summary)), list(about_steps.about_skips(summary))
     if summary.bad_places or summary.facts.is_diagnosing:
         return [*loss, *skips]
-    if summary.steps.reasons.keys() == {"norm"}:  # no op is to blame
-        return [*_with_advice(loss), *skips]
     return _with_advice([*loss, *skips])
 
 

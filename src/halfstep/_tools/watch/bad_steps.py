@@ -41,7 +41,7 @@ class Skips:
         are_few = are_a_start if kind == "start" else are_rare
         if kind is not None and are_few(self._kinds[kind], self._num):
             return kind, []
-        return None, [outcome for outcome in skipped if outcome.reason is not Reason.NORM]
+        return None, skipped
 
 
 # --- checks of losses and gradients, hidden from the loop -----------------------------------------
