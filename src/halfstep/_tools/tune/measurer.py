@@ -217,7 +217,7 @@ def timed_step(runner: StepRunner, scale: float, *, lowered: bool) -> dict[str, 
         seconds[name] = seconds.get(name, 0.0) + now() - begun[name, call]
 
     begin = now()
-    hooks = module_hooks(runner.task.named_modules(), before, after)
+    hooks = module_hooks(runner.task, before, after)
     runner.step(hooks, lowered=lowered, scale=scale)
     return {STEP: now() - begin, **seconds}
 
@@ -226,7 +226,7 @@ def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
     def pass_by(name: str, call: int, _: Any) -> None:
         pass  # some modules run other ops if they have hooks, as they do in a comparison
 
-    hooks = module_hooks(runner.task.named_modules(), pass_by, pass_by)
+    hooks = module_hooks(runner.task, pass_by, pass_by)
     with trace(runner.task.model) as traced:
         runner.step(hooks, lowered=True, scale=scale)
     return traced.ops
