@@ -11,7 +11,6 @@ from itertools import count
 import torch
 from torch import nn
 
-from halfstep._autocast.kernels import observed_by
 from halfstep._common.machine import rank
 from halfstep._common.module_names import without_wrappers
 from halfstep._pytorch import compiler, distributed
@@ -52,6 +51,7 @@ from halfstep._tools.replay.replay import Replayer, replaying
 from halfstep._tools.replay.variant import Variant, all_in_float32, half_of
 from halfstep._tools.user_code.user_code import owners_in
 from halfstep.errors import RanksError
+from halfstep.events import observe_ops
 
 OF_NO_OP = (
     "no op that was seen made the inf or NaN: they were there before the step, or were made where "
@@ -83,7 +83,7 @@ def diagnosis_of(
     underflow.
     """
     replayer = Replayer(step, model, is_kept=is_kept)
-    with observed_by(replayer.observe):
+    with observe_ops(replayer.observe):
         found = _found(replayer, with_underflow=not is_kept)
     model = replayer.model
     if model is not None and any(map(compiler.is_compiled, model.modules())):

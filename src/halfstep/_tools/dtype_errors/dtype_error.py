@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast import autocast, keep
-from halfstep._autocast.region import current_policy
+from halfstep._autocast import autocast, current_policy, keep
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import autograd

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 from torch.nn.utils.rnn import PackedSequence
 
-from halfstep._autocast.region import Region
-from halfstep._autocast.scopes import Settings
+from halfstep._autocast import Region, Settings
 from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
 from halfstep._tools.user_code.user_code import (

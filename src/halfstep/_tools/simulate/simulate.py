@@ -14,13 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from halfstep._autocast import Policy, default_device, kernels
-from halfstep._autocast.kernels import observed_by
-from halfstep._autocast.modules import name_modules
-from halfstep._autocast.plans import PolicyOnDevice
-from halfstep._autocast.region import Region
-from halfstep._autocast.rule import Rule
-from halfstep._autocast.scopes import Settings
+from halfstep._autocast import Policy, Region, Rule, Settings, default_device, name_modules
+from halfstep._autocast.access import with_policy
 from halfstep._common.text import did_you_mean
 from halfstep._numerics.formats import FORMATS, Format
 from halfstep._pytorch import amp, compiler
@@ -40,6 +35,7 @@ from halfstep._tools.simulate.arithmetic import (
 )
 from halfstep._tools.trace.ops import NOT_RUN, OpMode, RunningModules, op_name
 from halfstep.errors import CallOrderError
+from halfstep.events import PolicyOnDevice, observe_ops
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -53,8 +49,8 @@ def autocast_forward(devices: list[str], dtype: torch.dtype, policy: Policy) -> 
     with ExitStack() as stack:
         for device in devices:
             switches = amp.Switches(device, dtype, True, False)
-            number = kernels.prepare(policy, device)
-            stack.enter_context(Region(Settings(switches, number, inherit=False)))
+            settings = with_policy(Settings(switches, None, inherit=False), policy)
+            stack.enter_context(Region(settings))
         stack.enter_context(_OffInBackward(devices))
         yield
 
@@ -305,7 +301,7 @@ def _rules_observed() -> Iterator[None]:
     with _lock:
         if not _num_running:
             try:
-                _observation.enter_context(observed_by(_observe))
+                _observation.enter_context(observe_ops(_observe))
             except CallOrderError as error:
                 raise CallOrderError(
                     "simulate cannot run while a trace or another observer of ops is active; leave "

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from halfstep._autocast import Policy
-from halfstep._autocast.rule import Action, Rule
+from halfstep._autocast import Action, Policy, Rule
 from halfstep._autocast.weight_cache import SMALL
 from halfstep._tools.trace.rows import (
     Cast,

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast.region import Region, current_settings
-from halfstep._autocast.scopes import Settings
+from halfstep._autocast import Region, Settings, current_settings
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._common.numbers import listed, things
