@@ -8,6 +8,7 @@ from torch import nn
 from halfstep._autocast import kernels, scopes
 from halfstep._autocast.modules import Wrapped, name_modules, unwrap
 from halfstep._autocast.policy import Policy
+from halfstep._autocast.region import Region
 from halfstep._autocast.scopes import Settings
 from halfstep._common.module_names import matching
 
@@ -21,6 +22,11 @@ def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
         yield
     finally:
         state.change = before
+
+
+def settings_of(context: Region) -> Settings:
+    """Return the settings that a context was made with."""
+    return context._settings
 
 
 def with_policy(settings: Settings, policy: Policy, *, only_observed: bool = False) -> Settings:

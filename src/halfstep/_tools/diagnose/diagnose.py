@@ -264,15 +264,15 @@ def judge(
         smaller = cure_search.smaller_scale(trial, run.scale, bad, largest)
         if smaller is not None:
             return "scale", cure_search.of_scale(smaller, is_finite=True)
-    if is_wide_finite or _is_range_alone(replayer, blame, bad, wide):
+    if not is_wide_finite and bad.is_beyond_its_dtype:
+        _note_range_alone(replayer, blame, wide)
+    if is_wide_finite or bad.is_beyond_its_dtype:
         return "range", cure_search.of_range(trial, blame, bad, call)
     return "maths", cure_search.of_maths(trial, blame, call)
 
 
-def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | None) -> bool:
-    """Return whether the op alone is finite in a wider dtype, although no replay is finite."""
-    if not bad.is_beyond_its_dtype:
-        return False
+def _note_range_alone(replayer: Replayer, blame: Blame, wide: Scan | None) -> None:
+    """Note why the op alone is finite in a wider dtype, although no replay is finite."""
     if wide is None:
         replayer.notes.append(f"no autocast was entered: {BY_THE_OP_ALONE}")
     elif wide.blame is None:
@@ -285,7 +285,6 @@ def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | N
         replayer.notes.append(
             f"in float32 the step goes bad too, later: {wide.blame.op} in {place}"
         )
-    return True
 
 
 def _largest_gradient(found: Scan, wide: Scan) -> float | None:

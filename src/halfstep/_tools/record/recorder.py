@@ -204,7 +204,7 @@ class Recorder:
         has_gradients = any(p.grad is not None for p in parameters(optimizer))
         if self.num_steps and not (self._num_backward or has_gradients):
             return  # a second optimizer of the same backward pass, which gave it nothing
-        if not (self._counts_plain_steps() or self._is_past_scaler(optimizer)):
+        if not (self._counts_plain_steps() or self._warn_past_scaler(optimizer)):
             return
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
@@ -229,8 +229,8 @@ class Recorder:
             self._loss = None
             self._dropped.append(self.num_steps + 1)
 
-    def _is_past_scaler(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer stepped with gradients of scaled losses, and say so.
+    def _warn_past_scaler(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Warn if an optimizer stepped with gradients of scaled losses; return whether it did.
 
         Gradients of another, unscaled loss are not told apart: then it is not claimed.
         """
@@ -387,12 +387,12 @@ class Recorder:
         else:
             self._num_waits += self._sampler.is_open
             self._write_steps(self._waiting.take())
-        if self._is_next_sampled() and not self._sampler.is_open:
+        if self._choose_next() and not self._sampler.is_open:
             self._begin_sample(is_measuring=True)
         self._num_backward = 0
 
-    def _is_next_sampled(self) -> bool:
-        """Return whether to sample the next step; of optimizers in turn, one step each.
+    def _choose_next(self) -> bool:
+        """Choose whether to sample the next step; of optimizers in turn, one step each.
 
         A short run has few multiples of ``every``, and its first step often has a learning rate of
         0. So steps 1, 2, 4, 8 ... are sampled as well.

@@ -23,7 +23,7 @@ from torch.amp import autocast_mode
 import halfstep
 from halfstep import Dynamic, Policy, preset
 from halfstep._autocast import HALVES, LOWER_PRECISIONS, Region, Settings, name_modules
-from halfstep._autocast.access import with_policy
+from halfstep._autocast.access import settings_of, with_policy
 from halfstep._common.machine import has_device
 from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._common.warn import warn
@@ -167,7 +167,7 @@ def _settings(
     # Rules for modules need a model, and get one at its first call.
     policy = None if _use.policy.module_rules else _use.policy
     ours = halfstep.autocast(device_type, dtype, bool(enabled), cache_enabled, policy=policy)
-    settings = ours._settings
+    settings = settings_of(ours)
     if policy is None and settings.policy is not None:
         settings = with_policy(settings, _use.policy)
     # A surrounding halfstep context of the script takes precedence.

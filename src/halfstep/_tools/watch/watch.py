@@ -253,7 +253,7 @@ class Watch:
         step = self._running
         bad = skipped if step.bad_ends else [] if step.is_bad else bad
         scale = bad[0].scale if bad else None
-        if skipped and not (bad or step.is_bad) and self._is_fault_at_any_scale(kind):
+        if skipped and not (bad or step.is_bad) and self._check_at_scale_1(kind):
             bad, scale = skipped, 1.0
         if bad and any(outcome.taken for outcome in outcomes):
             self.notes.append("another optimizer has stepped before the replay")
@@ -472,8 +472,8 @@ class Watch:
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
         return self._model or self._capture.log.model_of(calls)
 
-    def _is_fault_at_any_scale(self, kind: Search | None) -> bool:
-        """Return whether a skipped step is also bad at scale 1.
+    def _check_at_scale_1(self, kind: Search | None) -> bool:
+        """Replay a skipped step at scale 1, up to the limit of a run; return whether it is bad.
 
         At the start and after growth, an overflow without a NaN is not replayed to see that.
         """
