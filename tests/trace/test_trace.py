@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep._autocast import kernels
-from halfstep._autocast.kernels import observed_by
 from halfstep._tools.trace.rows import Row
+from halfstep.events import observe_ops
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -665,7 +665,7 @@ def test_observers_are_told_of_ruled_ops_only() -> None:
         yield
 
     x = torch.ones(2, 2)
-    with observed_by(observe):
+    with observe_ops(observe):
         x @ x
         with bf16():
             torch.relu(x @ x)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from halfstep._autocast.rule import Rule, Rules, around
-from halfstep._common.module_names import matching, without_wrappers
+from halfstep._autocast.rule import Rule, Rules
+from halfstep._common.module_names import around, matching, without_wrappers
 
 CODE = '''\
 import torch

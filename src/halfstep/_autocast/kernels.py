@@ -155,13 +155,13 @@ def _registered(
 # --- observing ------------------------------------------------------------------------------------
 
 # (op, rule, policy) -> a context in which the op runs by the rule.
-Observer = Callable[[str, Rule, PolicyOnDevice], AbstractContextManager[object]]
+OpObserver = Callable[[str, Rule, PolicyOnDevice], AbstractContextManager[object]]
 
-_observer: Observer | None = None
+_observer: OpObserver | None = None
 
 
 @contextmanager
-def observed_by(observer: Observer) -> Iterator[None]:
+def observe_ops(observer: OpObserver) -> Iterator[None]:
     """Run every op with a deciding rule inside of ``observer``, in every thread.
 
     In the block halfstep's kernels apply every rule, also in contexts made earlier. The kernels
@@ -185,7 +185,9 @@ def observed_by(observer: Observer) -> Iterator[None]:
         _observer = None
 
 
-def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch: Kernel) -> Kernel:
+def _run_observed(
+    observer: OpObserver, policy: PolicyOnDevice, name: str, pytorch: Kernel
+) -> Kernel:
     kernel = policy.observed_kernel(name, *policy.now()) or pytorch
     rule = policy.rule(name)
     if rule is None:
@@ -218,7 +220,7 @@ _counters: list[Callable[[Rule], object]] = []
 
 
 @contextmanager
-def counted_by(counter: Callable[[Rule], object]) -> Iterator[None]:
+def count_rules(counter: Callable[[Rule], object]) -> Iterator[None]:
     """Pass each rule to ``counter`` when it decides for an op, or for a module as a whole.
 
     Only rules that a policy has beyond its preset are certain to be passed. Ops run as they do

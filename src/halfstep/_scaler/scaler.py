@@ -32,8 +32,8 @@ from halfstep._scaler.after_step import Count, call_after_step, retry, step_sche
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.events import THIS_THREAD
 from halfstep._scaler.loss_scale import state_dict_of, state_from
+from halfstep._scaler.observers import THIS_THREAD
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.rules import DEFAULT_SCALE, Dynamic, Rule, scale_and_rule

@@ -11,7 +11,6 @@ from itertools import count
 import torch
 from torch import nn
 
-from halfstep._autocast.kernels import observed_by
 from halfstep._common.machine import rank
 from halfstep._common.module_names import without_wrappers
 from halfstep._pytorch import compiler, distributed
@@ -52,6 +51,7 @@ from halfstep._tools.replay.replay import Replayer, replaying
 from halfstep._tools.replay.variant import Variant, all_in_float32, half_of
 from halfstep._tools.user_code.user_code import owners_in
 from halfstep.errors import RanksError
+from halfstep.events import observe_ops
 
 OF_NO_OP = (
     "no op that was seen made the inf or NaN: they were there before the step, or were made where "
@@ -83,7 +83,7 @@ def diagnosis_of(
     underflow.
     """
     replayer = Replayer(step, model, is_kept=is_kept)
-    with observed_by(replayer.observe):
+    with observe_ops(replayer.observe):
         found = _found(replayer, with_underflow=not is_kept)
     model = replayer.model
     if model is not None and any(map(compiler.is_compiled, model.modules())):
@@ -264,15 +264,15 @@ def judge(
         smaller = cure_search.smaller_scale(trial, run.scale, bad, largest)
         if smaller is not None:
             return "scale", cure_search.of_scale(smaller, is_finite=True)
-    if is_wide_finite or _is_range_alone(replayer, blame, bad, wide):
+    if not is_wide_finite and bad.is_beyond_its_dtype:
+        _note_range_alone(replayer, blame, wide)
+    if is_wide_finite or bad.is_beyond_its_dtype:
         return "range", cure_search.of_range(trial, blame, bad, call)
     return "maths", cure_search.of_maths(trial, blame, call)
 
 
-def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | None) -> bool:
-    """Return whether the op alone is finite in a wider dtype, although no replay is finite."""
-    if not bad.is_beyond_its_dtype:
-        return False
+def _note_range_alone(replayer: Replayer, blame: Blame, wide: Scan | None) -> None:
+    """Note why the op alone is finite in a wider dtype, although no replay is finite."""
     if wide is None:
         replayer.notes.append(f"no autocast was entered: {BY_THE_OP_ALONE}")
     elif wide.blame is None:
@@ -285,7 +285,6 @@ def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | N
         replayer.notes.append(
             f"in float32 the step goes bad too, later: {wide.blame.op} in {place}"
         )
-    return True
 
 
 def _largest_gradient(found: Scan, wide: Scan) -> float | None:

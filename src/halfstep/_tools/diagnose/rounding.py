@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep._autocast.rule import HALVES
+from halfstep._autocast import HALVES
 from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._numerics.measure import float_values
 from halfstep._pytorch.storages import ByMemory

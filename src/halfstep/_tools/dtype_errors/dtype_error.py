@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast import autocast, keep
-from halfstep._autocast.region import current_policy
+from halfstep._autocast import autocast, current_policy, keep
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import autograd
@@ -60,7 +59,7 @@ _IN_BACKWARD = re.compile(r"Found dtype (\w+) but expected (\w+)")
 
 
 @dataclass(frozen=True)
-class Operand:
+class GivenTensor:
     """A tensor of the failing call.
 
     Attributes:
@@ -94,7 +93,7 @@ class DtypeError:
 
     where: str
     text: str
-    operands: tuple[Operand, ...]
+    operands: tuple[GivenTensor, ...]
     notes: tuple[str, ...]
     cures: tuple[str, ...]
     inside: tuple[str, ...] = ()
@@ -211,7 +210,7 @@ def _told(call: Call) -> tuple[str, str]:
 
 def _operand(
     named: Named, calls: list[Call], users: list[Call], line: Call, with_integers: bool
-) -> Operand:
+) -> GivenTensor:
     """Name an operand as the user's line does, or that of a package, else as a member of a module.
 
     ``line`` is the last line outside of packages.
@@ -230,10 +229,10 @@ def _operand(
         member, kind = member_of(each.tensor, calls)
         if member:
             origin = f"a {kind}, {member}" if own else f"a {kind}"
-            return Operand(own.name if own else member, known.tensor, origin)
+            return GivenTensor(own.name if own else member, known.tensor, origin)
     of_line = [c for c in users if line.is_of_package or not c.is_of_package]
     origins = (origin_of(each, of_line) for each in within)
-    return Operand(known.name, known.tensor, next(filter(None, origins), ""))
+    return GivenTensor(known.name, known.tensor, next(filter(None, origins), ""))
 
 
 def _is_it(known: Named, tensor: Tensor) -> bool:
@@ -325,7 +324,7 @@ def _why_not_cast(
         yield f"autocast is off here: {here[-1].text} is not for {device}"
 
 
-def _what_fits(line: Call, operand: Operand) -> Iterator[str]:
+def _what_fits(line: Call, operand: GivenTensor) -> Iterator[str]:
     """Yield, for each number of a line that the dtype of an operand cannot hold, one that fits."""
     info = torch.finfo(operand.tensor.dtype)
     for node in ast.iter_child_nodes(line.node or ast.Module([], [])):
@@ -363,7 +362,7 @@ class _Again:
 def _cures(
     again: _Again,
     line: Call,
-    operands: tuple[Operand, ...],
+    operands: tuple[GivenTensor, ...],
     function: _Function | None,
     hidden: torch.dtype | None,
 ) -> Iterator[str]:

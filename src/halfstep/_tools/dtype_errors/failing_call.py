@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 from torch.nn.utils.rnn import PackedSequence
 
-from halfstep._autocast.region import Region
-from halfstep._autocast.scopes import Settings
+from halfstep._autocast import Region, Settings
+from halfstep._autocast.access import settings_of
 from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
 from halfstep._tools.user_code.user_code import (
@@ -400,7 +400,7 @@ def contexts_of(calls: list[Call]) -> list[Context]:
     found = []
     for n, call in enumerate(calls):
         for text, made in _entered_by(call):
-            switches = made._settings.switches if isinstance(made, Region) else switches_of(made)
+            switches = settings_of(made).switches if isinstance(made, Region) else switches_of(made)
             found.append(Context(text, switches, made, n >= max(threads, default=0)))
     return found
 

@@ -18,9 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, is_autocast_enabled, nn
 
-from halfstep._autocast import autocast
-from halfstep._autocast.region import Region
-from halfstep._autocast.scopes import Settings
+from halfstep._autocast import Region, Settings, autocast
 from halfstep._common.machine import RandomStates
 from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached

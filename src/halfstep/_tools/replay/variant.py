@@ -12,12 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from halfstep._autocast import Policy, kernels, preset
-from halfstep._autocast.modules import Wrapped, name_modules, unwrap
-from halfstep._autocast.region import Region, changed
-from halfstep._autocast.rule import HALVES
-from halfstep._autocast.scopes import Settings
-from halfstep._common.module_names import matching
+from halfstep._autocast import HALVES, Policy, Region, Settings, preset
+from halfstep._autocast.access import changed, named, policy_of, with_policy
 from halfstep._common.nested import map_plain
 from halfstep._common.patches import Patches
 from halfstep._pytorch import amp
@@ -48,8 +44,8 @@ class Variant:
             switches = switches._replace(dtype=self.dtype)
         if self.policy is None:
             return asked._replace(switches=switches)
-        number = kernels.prepare(self.policy, switches.device, only_observed=True)
-        return Settings(switches, number, inherit=False)
+        changed = Settings(switches, None, inherit=False)
+        return with_policy(changed, self.policy, only_observed=True)
 
 
 @dataclass(frozen=True)
@@ -75,36 +71,17 @@ def autocast_as(
     def change(asked: Settings) -> Settings:
         switches = asked.switches
         if switches.enabled:
-            policy = None if asked.policy is None else kernels.prepared(asked.policy).policy
-            found = EnteredAutocast(switches.device, switches.dtype, policy)
+            found = EnteredAutocast(switches.device, switches.dtype, policy_of(asked))
             if found not in entered:
                 entered.append(found)
         return variant.settings(asked)
 
     with ExitStack() as stack:
         if variant.policy is not None and variant.policy.module_rules:
-            stack.enter_context(_named(model, variant.policy))
+            stack.enter_context(named(model, variant.policy))
         stack.enter_context(changed(change))
         _follow_torch_autocast(patches, change, variant)
         yield entered
-
-
-@contextmanager
-def _named(model: nn.Module | None, policy: Policy) -> Iterator[None]:
-    """Name the modules that a policy has rules for, inside the block."""
-    paths: dict[nn.Module, str] = {}
-    if model is not None:
-        for rule in policy.module_rules:
-            for module in matching(model, rule.module or "", f"policy rule {rule}").values():
-                paths[module] = module._path if isinstance(module, Wrapped) else ""
-    try:
-        name_modules(model, policy)
-        yield
-    finally:
-        for module, path in paths.items():
-            if isinstance(module, Wrapped):
-                module._path = path
-                unwrap(module)
 
 
 def _follow_torch_autocast(
@@ -120,11 +97,11 @@ def _follow_torch_autocast(
         if not is_changed:
             change(Settings(switches, None, inherit=False))
             return original(context)
-        number: int | None = None
-        if switches.enabled and has_own_rules:
-            number = kernels.prepare(preset("torch"), switches.device, only_observed=True)
         # A checkpoint re-enters torch.autocast for a halfstep.autocast region: keep its policy.
-        region = Region(Settings(switches, number, inherit=True))
+        settings = Settings(switches, None, inherit=True)
+        if switches.enabled and has_own_rules:
+            settings = with_policy(settings, preset("torch"), only_observed=True)
+        region = Region(settings)
         region.__enter__()
         regions.setdefault(id(context), []).append(region)
         return context

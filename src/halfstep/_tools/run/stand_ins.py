@@ -22,11 +22,8 @@ from torch.amp import autocast_mode
 
 import halfstep
 from halfstep import Dynamic, Policy, preset
-from halfstep._autocast import kernels
-from halfstep._autocast.modules import name_modules
-from halfstep._autocast.region import Region
-from halfstep._autocast.rule import HALVES, LOWER_PRECISIONS
-from halfstep._autocast.scopes import Settings
+from halfstep._autocast import HALVES, LOWER_PRECISIONS, Region, Settings, name_modules
+from halfstep._autocast.access import settings_of, with_policy
 from halfstep._common.machine import has_device
 from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._common.warn import warn
@@ -170,9 +167,9 @@ def _settings(
     # Rules for modules need a model, and get one at its first call.
     policy = None if _use.policy.module_rules else _use.policy
     ours = halfstep.autocast(device_type, dtype, bool(enabled), cache_enabled, policy=policy)
-    settings = ours._settings
+    settings = settings_of(ours)
     if policy is None and settings.policy is not None:
-        settings = settings._replace(policy=kernels.prepare(_use.policy, settings.switches.device))
+        settings = with_policy(settings, _use.policy)
     # A surrounding halfstep context of the script takes precedence.
     return settings._replace(inherit=True)
 

@@ -18,11 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast import scopes
-from halfstep._autocast.plans import PolicyOnDevice
-from halfstep._autocast.region import ModuleRegion
-from halfstep._autocast.rule import Rule, around
-from halfstep._common.module_names import without_wrappers
+from halfstep._autocast import Rule
+from halfstep._common.module_names import around, without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import amp, autograd, compiler, dispatch, modes
@@ -30,6 +27,7 @@ from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._pytorch.modules import GlobalHooks
 from halfstep._tools.trace.rows import Cast, Phase, Row, Value
+from halfstep.events import PolicyOnDevice, active_policies, is_on_island
 
 # Ops that allocate results without computing them.
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -217,10 +215,8 @@ class RunningModules:
 
 def _rule_of_island(module: str) -> str | None:
     """Return the rule that makes a module, or one around it, an island that this thread is in."""
-    scope = scopes.current()
-    is_off = scope.settings is not None and not scope.settings.switches.enabled
-    is_inside = is_off and isinstance(scope.context, ModuleRegion)
-    for policy in scopes.policies().values():
+    is_inside = is_on_island()
+    for policy in active_policies().values():
         # The inputs of an island are cast before autocast is off.
         if is_inside or autocast_of_caller(policy.device):
             names = around(module) if is_inside else [module]
@@ -424,7 +420,7 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
             here.is_cast = before
 
     def _is_cast_by_autocast(self, func: Any, device: str) -> bool:
-        if device in scopes.policies():
+        if device in active_policies():
             ruled = self.places.ruled
             return bool(ruled) and ruled[-1].rule.action != "leave"
         if device not in amp.autocast_devices():

@@ -18,10 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast import scopes
-from halfstep._autocast.kernels import observed_by
-from halfstep._autocast.plans import PolicyOnDevice
-from halfstep._autocast.rule import Rule
+from halfstep._autocast import Rule
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import dtype_name
@@ -41,6 +38,7 @@ from halfstep._tools.trace.recording import Recording
 from halfstep._tools.trace.rows import Cast, Row, Value, cast_bytes, computed_in
 from halfstep._version import __version__
 from halfstep.errors import CallOrderError
+from halfstep.events import PolicyOnDevice, active_policies, observe_ops
 
 _NOT_RUN = "no module of the model ran: is this the model that was called?"
 _EAGER = "compiled code ran in eager mode for the trace: ops of compiled code cannot be seen"
@@ -97,7 +95,7 @@ class trace(Recording):
             )
         tracer = Tracer(self._model)
         with ExitStack() as stack:
-            stack.enter_context(observed_by(tracer.observe))
+            stack.enter_context(observe_ops(tracer.observe))
             stack.enter_context(tracer.active())
             self._stack = stack.pop_all()
         self._model, self._tracer, self._thread = None, tracer, threading.get_ident()
@@ -336,7 +334,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
             self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
         elif row.rule is not None:  # at the edge of an island
             self._write_casts(row, [cast])
-        elif row.autocast is not None and row.device not in scopes.policies():  # made by PyTorch
+        elif row.autocast is not None and row.device not in active_policies():  # made by PyTorch
             self.of_thread.casts.append(replace(row, casts=(cast,)))
         else:
             self._write_by_hand([replace(row, casts=(cast,))])

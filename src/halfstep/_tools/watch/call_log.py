@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled, nn
 
-from halfstep._autocast.region import current_settings
+from halfstep._autocast import current_settings
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached

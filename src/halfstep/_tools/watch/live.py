@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast.kernels import observed_by
 from halfstep._common.module_names import replicated
 from halfstep._common.numbers import things
 from halfstep._common.patches import Patches
@@ -22,6 +21,7 @@ from halfstep._tools.replay.blame import ELSEWHERE, OUTSIDE
 from halfstep._tools.replay.observer import FoundModules, ObserverMode, is_compiled_together
 from halfstep._tools.replay.replay import watch_backward
 from halfstep._tools.replay.undo import UndoLog
+from halfstep.events import observe_ops
 
 NOTE = "traced live, not replayed: judged by the op alone, and the cure was not tried"
 
@@ -129,7 +129,7 @@ class LiveTrace:
             stack.callback(self._patches.undo)
             watch_backward(self._patches, self._tracker)
             self._patches.wrap(torch.autograd, "backward", self._backward)
-            stack.enter_context(observed_by(self._mode.places.under))
+            stack.enter_context(observe_ops(self._mode.places.under))
             stack.enter_context(self._mode.active())
             self._stack = stack.pop_all()
         return True

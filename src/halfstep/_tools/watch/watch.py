@@ -27,7 +27,6 @@ from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import Rounds, split_closure, with_closure
 from halfstep._pytorch import optim
 from halfstep._scaler import GradScaler, Outcome
-from halfstep._scaler.events import OBSERVERS, is_in_step, observing
 from halfstep._tools.diagnose.diagnose import (
     diagnosis_of_calls,
     is_bad_at_scale_1,
@@ -51,6 +50,7 @@ from halfstep._tools.watch.live import SEE_MORE, LiveSearch
 from halfstep._tools.watch.optimizer_side import Growth, with_bad_setting
 from halfstep._tools.watch.skips import Search
 from halfstep.errors import CallOrderError, DiagnosisWarning
+from halfstep.events import is_observing, is_stepping, observe
 
 MOST_DIAGNOSES = 5
 """The largest number of places that are diagnosed in a run."""
@@ -191,14 +191,14 @@ class Watch:
         self._pid, self._thread = os.getpid(), threading.get_ident()
 
     def __enter__(self) -> Self:
-        if self in OBSERVERS:
+        if is_observing(self):
             raise CallOrderError("this watch is already on; make another one")
         patches = Patches()
         with ExitStack() as stack:
             stack.callback(patches.undo)
             self._capture.install(patches)
             stack.enter_context(self._capture.keeping())
-            stack.enter_context(observing(self))
+            stack.enter_context(observe(self))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             self._stack = stack.pop_all()
@@ -215,7 +215,7 @@ class Watch:
         """Stop watching; ``error`` is the type of the error that ended the loop, if any."""
         try:
             self._end_live(None, is_last=True)
-            if self in OBSERVERS and (error is None or not issubclass(error, KeyboardInterrupt)):
+            if is_observing(self) and (error is None or not issubclass(error, KeyboardInterrupt)):
                 if error is not None and self._running.left_out is None:
                     self._running.left_out = self._capture.log.first_bad()
                 self._conclude(is_last=True)
@@ -253,7 +253,7 @@ class Watch:
         step = self._running
         bad = skipped if step.bad_ends else [] if step.is_bad else bad
         scale = bad[0].scale if bad else None
-        if skipped and not (bad or step.is_bad) and self._is_fault_at_any_scale(kind):
+        if skipped and not (bad or step.is_bad) and self._check_at_scale_1(kind):
             bad, scale = skipped, 1.0
         if bad and any(outcome.taken for outcome in outcomes):
             self.notes.append("another optimizer has stepped before the replay")
@@ -328,7 +328,7 @@ class Watch:
         if setting is not None:
             self._is_spoiled = self._running.is_bad = True
             self._report(setting)
-        if is_in_step() or not self._counts_plain_steps():
+        if is_stepping() or not self._counts_plain_steps():
             return None
         closure, others, kwargs = split_closure(args[1:], kwargs)
         # With gradients in place, an optimizer may never evaluate its closure.
@@ -380,7 +380,7 @@ class Watch:
             return
         self._pause(is_stepping=False)
         self._running.is_trial = False
-        if self._counts_plain_steps() and not is_in_step() and self._capture.ends:
+        if self._counts_plain_steps() and not is_stepping() and self._capture.ends:
             self._capture.begin()  # drops trials of a line search, or of an unknown closure
 
     def _is_outermost_step(self) -> bool:
@@ -396,7 +396,7 @@ class Watch:
     def _is_here(self) -> bool:
         """Return whether this is the watched process and thread, outside of replays."""
         is_mine = os.getpid() == self._pid and threading.get_ident() == self._thread
-        return is_mine and self in OBSERVERS
+        return is_mine and is_observing(self)
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -472,8 +472,8 @@ class Watch:
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
         return self._model or self._capture.log.model_of(calls)
 
-    def _is_fault_at_any_scale(self, kind: Search | None) -> bool:
-        """Return whether a skipped step is also bad at scale 1.
+    def _check_at_scale_1(self, kind: Search | None) -> bool:
+        """Replay a skipped step at scale 1, up to the limit of a run; return whether it is bad.
 
         At the start and after growth, an overflow without a NaN is not replayed to see that.
         """

@@ -1,4 +1,4 @@
-"""Events of all scalers, for recorders and diagnoses: losses, ends of iterations, steps.
+"""The observers of all scalers, and the scaler that is stepping; see :mod:`halfstep.events`.
 
 Scalers stand above this file, so their type has no name here.
 """
@@ -6,8 +6,7 @@ Scalers stand above this file, so their type has no name here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from halfstep._scaler.outcome import Outcome
@@ -38,39 +37,9 @@ OBSERVERS: list[Observer] = []
 """The active observers, oldest first."""
 
 
-@contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """Notify an observer while the block runs."""
-    OBSERVERS.append(observer)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # a replay removes all observers
-            OBSERVERS.remove(observer)
-
-
-@contextmanager
-def unobserved() -> Iterator[None]:
-    """Suspend all observers while the block runs."""
-    observers = OBSERVERS[:]
-    OBSERVERS.clear()
-    try:
-        yield
-    finally:
-        OBSERVERS[:] = observers
-
-
 class _Thread(threading.local):
     stepping: Any = None
 
 
 THIS_THREAD = _Thread()
 """State of the current thread: the GradScaler (also of a guard) that is stepping an optimizer."""
-
-
-def is_in_step() -> bool:
-    """Return whether a scaler is making a step in this thread.
-
-    A pipeline stage scales no loss, so nothing else distinguishes its steps from plain ones.
-    """
-    return THIS_THREAD.stepping is not None
