@@ -6,18 +6,17 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import MethodType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfstep import Diagnosis, GradScaler, Policy, autocast, record
+from halfstep import GradScaler, Policy, autocast
 from halfstep._autocast import settled_policy
 from halfstep._scaler import DueSchedules
 from halfstep._scaler.access import is_unscaled
-from halfstep._tools.diagnose.watch import warn
 from halfstep.errors import CallOrderError
 from halfstep.integrations import needs
 from halfstep.sinks import prefixed
@@ -27,6 +26,9 @@ with needs("lightning"):
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.utilities.model_helpers import is_overridden
+
+if TYPE_CHECKING:
+    from halfstep import Diagnosis, record
 
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -298,6 +300,8 @@ class RecordRun(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start recording."""
+        from halfstep import record  # which needs the extra of the tools
+
         self.run = self._stack.enter_context(
             record(
                 self.path,
@@ -349,6 +353,7 @@ class Diagnose(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start diagnosing."""
+        from halfstep._tools.diagnose.watch import warn
 
         def tell(found: Diagnosis, step: int) -> None:
             self.found.append(found)

@@ -12,9 +12,9 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Literal, Self
 
-from halfstep._common.json import Count, Finite, Positive, decoded, to_plain
 from halfstep._common.numbers import percent, power, things
 from halfstep._common.text import one_line, preformatted
+from halfstep._tools.json import Count, Finite, Positive, decoded, to_plain
 from halfstep._tools.trace.rows import Phase, short
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
