@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from tests.report import records
 
-from halfstep._common.json import to_plain
+from halfstep._tools.json import to_plain
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import PolicySeen
 from halfstep._tools.report.summarize import summarize

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep._master_weights.exchange import in_any_case
 from halfstep._pytorch.distributed import is_dtensor
@@ -27,7 +27,7 @@ SHARE = 0.1
 """Size of a chunk on other devices, as a share of all entries: call overhead dominates there."""
 
 
-def steps_one_at_a_time(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> bool:
+def steps_one_at_a_time(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
     """Return whether an optimizer is one of PyTorch's that can step in chunks."""
     kind = type(optimizer)
     # A program may have replaced the step of the class.
@@ -36,7 +36,7 @@ def steps_one_at_a_time(optimizer: torch.optim.Optimizer, step: Callable[..., An
     return is_pytorch and kind.__name__ in ONE_AT_A_TIME
 
 
-def step_in_chunks(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+def step_in_chunks(optimizer: Optimizer, step: Callable[[], object]) -> None:
     """Call a step once for each chunk of the parameters."""
     groups = optimizer.param_groups
     before = [group["params"] for group in groups]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep._gradients.optimizers import Closure
 from halfstep._master_weights.stores import STORES, Memory, Store, new_memory
@@ -79,10 +80,6 @@ class _Exchanged:
     version: int = 0
     swap: Swap | None = None
 
-    @property
-    def is_made(self) -> bool:
-        return self.swap is not None and self.swap.is_made()
-
 
 class _Batch:
     """Parameters that are converted together: side by side in one block, with padding.
@@ -119,7 +116,7 @@ class _Batch:
     def narrow(self) -> None:
         """Round the weights into the parameters, and store what rounding leaves out."""
         members, store, weights = self._members, self._store, self._weights
-        made = [member for member in members if member.is_made]
+        made = [each for each in members if each.swap is not None and each.swap.is_made()]
         if len(made) < len(members):  # interrupted
             for each in made:
                 _Batch([each], store).narrow()
@@ -164,14 +161,15 @@ class Exchange:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         store: Store,
         params: list[Tensor],
         scratch: Scratch | None = None,
     ) -> None:
         self._optimizer, self._store, self._params = optimizer, store, params
         self._scratch = scratch
-        self._exchanged: list[tuple[_Exchanged, Swap]] = []
+        self._memory: Memory = new_memory if scratch is None else scratch.take
+        self._exchanged: list[_Exchanged] = []
         self._open: list[_Batch] = []
 
     def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +200,8 @@ class Exchange:
     def _widen_all(self) -> None:
         if self._scratch is not None:
             self._scratch.clear()
-        found = [self._found(param) for param in self._params if self._is_served(param)]
+        served = filter(self._is_served, self._params)
+        found = [_found(self._optimizer, self._store, param) for param in served]
         self._open = list(self._batches(found))
         for batch in self._open:
             batch.widen(self._memory)
@@ -216,7 +215,7 @@ class Exchange:
         for batch in self._open:
             batch.narrow()
         while self._exchanged:
-            self._put_back(*self._exchanged[-1])
+            self._put_back(self._exchanged[-1])
             self._exchanged.pop()
         self._open = []
 
@@ -241,15 +240,6 @@ class Exchange:
         has_part = is_trained or bool(self._optimizer.state.get(param))
         return has_part and param.dtype in self._store.dtypes
 
-    def _found(self, param: Tensor) -> _Exchanged:
-        low = param.data
-        dense = _dense(local_part(low))
-        keeper, kept = _kept(self._optimizer.state.get(param, {}), self._store, low.shape, dense)
-        return _Exchanged(param, low, dense, keeper, kept)
-
-    def _memory(self, size: int, device: torch.device) -> Tensor:
-        return (self._scratch.take if self._scratch else new_memory)(size, device)
-
     def _exchange(self, each: _Exchanged) -> None:
         """Replace a parameter by its float32 weight, and its gradient by a float32 one."""
         param, low = each.param, each.low
@@ -264,7 +254,7 @@ class Exchange:
                 wide.grad_dtype = grad.dtype
             wide.grad = each.wide = grad
         each.swap = swap = Swap(param, wide)
-        self._exchanged.append((each, swap))
+        self._exchanged.append(each)
         state = self._optimizer.state.get(param, {})
         for keeping in STORES.values():
             state.pop(keeping.key, None)
@@ -277,8 +267,10 @@ class Exchange:
         memory = self._memory(local.numel(), local.device)
         return in_place_of(grad, _shaped(memory, local).copy_(local).detach())
 
-    def _put_back(self, each: _Exchanged, swap: Swap) -> None:
+    def _put_back(self, each: _Exchanged) -> None:
         """Restore a parameter. After an interruption it can be called again."""
+        swap = each.swap
+        assert swap is not None
         if swap.is_made():
             self._narrow_gradient(each, swap.other)
             increment_version((swap.other,))
@@ -320,29 +312,27 @@ def in_any_case(call: Callable[[], Any], end: Callable[[], None]) -> Any:
 
 
 @torch.no_grad()
-def float32_weight(optimizer: torch.optim.Optimizer, store: Store, param: Tensor) -> Tensor:
+def float32_weight(optimizer: Optimizer, store: Store, param: Tensor) -> Tensor:
     """Return a copy of the float32 weight behind a parameter."""
-    low = param.data
-    dense = _dense(local_part(low))
-    keeper, kept = _kept(optimizer.state.get(param, {}), store, low.shape, dense)
-    weight = keeper.widen(_flat(dense), _flat(kept), new_memory)
-    return in_place_of(low, _shaped(weight, dense).clone())
+    each = _found(optimizer, store, param)
+    weight = each.keeper.widen(_flat(each.dense), _flat(each.kept), new_memory)
+    return in_place_of(each.low, _shaped(weight, each.dense).clone())
 
 
-def _kept(
-    state: dict[str, Any], store: Store, shape: torch.Size, dense: Tensor
-) -> tuple[Store, Tensor]:
-    """Return the store that wrote the kept tensor of a parameter, and this rank's part of it.
+def _found(optimizer: Optimizer, store: Store, param: Tensor) -> _Exchanged:
+    """Return a parameter with what is kept of its weight.
 
     A loaded state may come from another store. If it has another shape, or nothing is kept,
-    ``store`` starts afresh. ``shape`` is global, ``dense`` is this rank's part.
+    ``store`` starts afresh.
     """
+    low, state = param.data, optimizer.state.get(param, {})
+    dense = _dense(local_part(low))
     # A list, because an interrupt in a discarded generator would be lost.
     keeper = ([each for each in (store, *STORES.values()) if each.key in state] or [store])[0]
     saved = state.get(keeper.key)
-    if saved is None or saved.shape != shape:
-        return store, store.empty(dense)
-    return keeper, _dense(local_part(saved).to(dense.device), dense)
+    if saved is None or saved.shape != low.shape:
+        return _Exchanged(param, low, dense, store, store.empty(dense))
+    return _Exchanged(param, low, dense, keeper, _dense(local_part(saved).to(dense.device), dense))
 
 
 def _has_narrow_gradient(each: _Exchanged) -> bool:

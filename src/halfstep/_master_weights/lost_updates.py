@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -55,10 +56,7 @@ class StepUpdates:
 
     @torch.no_grad()
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        has_closure: bool,
-        part: Callable[[Tensor], Tensor],
+        self, optimizer: Optimizer, has_closure: bool, part: Callable[[Tensor], Tensor]
     ) -> None:
         # A wrapper has no master weights of its own.
         self._optimizer = next(iter(with_masters(optimizer)), optimizer)
@@ -119,11 +117,9 @@ class OpenSteps:
 
     def __init__(self, part: Callable[[Tensor], Tensor] = lambda values: values) -> None:
         self._part = part
-        self._open: dict[int, tuple[int, torch.optim.Optimizer, StepUpdates]] = {}
+        self._open: dict[int, tuple[int, Optimizer, StepUpdates]] = {}
 
-    def begin(
-        self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
+    def begin(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record the weights before a step; call this from a pre-hook, with its arguments."""
         depth = optimizer_step_depth()
         for outer_depth, outer, _ in self._open.values():
@@ -131,13 +127,13 @@ class OpenSteps:
             if outer_depth < depth and makes_step_of(outer, optimizer):
                 return
         held = (member for member in members(optimizer) if member is not optimizer)
-        if any(isinstance(each, torch.optim.Optimizer) for each in held):
+        if any(isinstance(each, Optimizer) for each in held):
             return
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
         step = StepUpdates(optimizer, has_closure, self._part)
         self._open[id(optimizer)] = depth, optimizer, step
 
-    def end(self, optimizer: torch.optim.Optimizer) -> list[Counted]:
+    def end(self, optimizer: Optimizer) -> list[Counted]:
         """Return the counts of a step, none for a nested one; call this from a post-hook."""
         found = self._open.get(id(optimizer))
         if found is None or found[0] != optimizer_step_depth():
@@ -157,7 +153,7 @@ class LostUpdates:
     a share is read.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None) -> None:
+    def __init__(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
         require_optimizer("lost_updates", optimizer)
         self._optimizer = optimizer
         self._names = Names()
@@ -204,11 +200,11 @@ class LostUpdates:
         worst = sorted(shares.items(), key=lambda item: -item[1])[:5]
         return "\n".join(lines + [f"  {name}: {share:.1%}" for name, share in worst])
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if makes_step_of(self._optimizer, optimizer):
             self._steps.begin(optimizer, args, kwargs)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         counted = self._steps.end(optimizer)
         names = self._names.of([each.param for each in counted], self._optimizer)
         for name, each in zip(names, counted, strict=True):
@@ -216,9 +212,7 @@ class LostUpdates:
             self._dtypes.add(each.dtype)
 
 
-def lost_updates(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None = None
-) -> LostUpdates:
+def lost_updates(optimizer: Optimizer, module: torch.nn.Module | None = None) -> LostUpdates:
     """Count the updates that are lost to rounding in a block with at least one step.
 
     Args:

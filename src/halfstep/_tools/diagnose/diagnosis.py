@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from textwrap import dedent
 from typing import Literal, Self
 
-from halfstep._common.json import Count, Finite, Positive, decoded, to_plain
 from halfstep._common.numbers import percent, power, things
 from halfstep._common.text import one_line, preformatted
+from halfstep._tools.json import Count, Finite, Positive, decoded, to_plain
 from halfstep._tools.replay.notes import NO_END
 from halfstep._tools.trace.rows import Phase, short
 from halfstep._tools.user_code.line import Line, line_text, short_path

@@ -256,9 +256,8 @@ def _elsewhere(program: Program, lowered: str) -> str:
 
 def _stays_on_cpu(program: Program) -> bool:
     """Return whether the file makes the optimizer, and nothing in it names a device."""
-    makes = program.meaning.makes_optimizer
-    is_own = any(makes(site.call, site.scope) for site in program.sites)
-    return is_own and not any(map(_MOVING.search, {*program.words, *program.imported}))
+    words = {*program.words, *program.imported}
+    return program.makes_optimizer and not any(map(_MOVING.search, words))
 
 
 def _moved_to(program: Program, site: Site) -> set[str] | None:

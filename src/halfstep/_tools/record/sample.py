@@ -23,15 +23,16 @@ from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
 from halfstep._master_weights.lost_updates import Counted, OpenSteps
 from halfstep._numerics.formats import FORMATS, FORMATS_BY_DTYPE, dtype_name
-from halfstep._numerics.measure import counted_part, measure
-from halfstep._numerics.statistics import Statistics, merged
+from halfstep._numerics.measure import counted_part
 from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.amp import Switches
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modules import GlobalHooks
+from halfstep._tools.measure import measure
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.run import KINDS, Kind, Measured
+from halfstep._tools.statistics import Statistics, merged
 from halfstep.events import PolicyOnDevice, active_policies, count_rules, observe_contexts
 
 LOOKED_AT = 1 << 16

@@ -9,9 +9,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from halfstep._common.json import decoded
 from halfstep._common.numbers import things
 from halfstep._common.text import TableLine, aligned, preformatted
+from halfstep._tools.json import decoded
 from halfstep._tools.trace.rows import (
     PHASES,
     Phase,

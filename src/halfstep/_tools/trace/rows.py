@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from msgspec import Meta
 
-from halfstep._common.json import Count
+from halfstep._tools.json import Count
 
 Phase = Literal["forward", "recompute", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward")

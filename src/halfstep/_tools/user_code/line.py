@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfstep._common.json import Count
+from halfstep._tools.json import Count
 
 
 @dataclass(frozen=True)

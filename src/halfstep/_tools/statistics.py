@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from halfstep._common.json import Count, Magnitude, Positive
 from halfstep._numerics.formats import FORMATS, Format
+from halfstep._tools.json import Count, Magnitude, Positive
 
 _Number = TypeVar("_Number", int, float)
 
