@@ -225,21 +225,6 @@ def test_tensors_inside_functorch_are_known() -> None:
     assert not modes.is_inside_functorch(torch.ones(2))
 
 
-def test_the_keys_of_functorch_are_there_inside_it_only() -> None:
-    front, batched = dispatch.FUNCTORCH_KEYS
-    seen = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        active = torch._C._dispatch_tls_local_include_set().has(front)
-        seen.append((active, torch._C._dispatch_keys(x).has(batched)))
-        return x.sum()
-
-    function(torch.ones(2))
-    torch.func.grad(function)(torch.ones(2))
-    torch.func.vmap(function)(torch.ones(2, 2))
-    assert seen == [(False, False), (True, False), (True, True)]
-
-
 def test_composites_are_known() -> None:
     assert dispatch.is_composite(torch.ops.aten.linear.default)
     assert not dispatch.is_composite(torch.ops.aten.mm.default)

@@ -138,7 +138,6 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "autocast/test_context.py::test_recurrent_layers_do_what_they_do_under_torch_autocast",
         "autocast/test_differences.py::test_halfstep[C6]",
         "autocast/test_functorch.py::test_directional_derivatives",
-        "autocast/test_functorch.py::test_vmap_is_a_loop[linear, as PyTorch has it-*]",
         "autocast/test_islands.py::test_an_island_with_parameters_in_lower_precision[lstm-*-keep]",
         "autocast/test_islands.py::test_an_island_with_parameters_in_lower_precision[lstm-*-rule]",
         "autocast/test_sums.py::test_transforms_give_what_autograd_gives",

@@ -247,12 +247,19 @@ def _promote(name: str, device: str) -> Kernel:
 
 @cache
 def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
-    """Round the inputs and the result to lower precision; compute in float32 between."""
+    """Round the inputs and the result to lower precision; compute in float32 between.
+
+    In a transform of torch.func autocast is on again one transform further down, where the
+    component ops would be lowered after all: PyTorch's kernel runs.
+    """
+    pytorch = pytorch_kernel(name, device)
     op, autocast = callable_of(overload(name)), autocast_keys(device)
     detour, has_onednn = _detours(name, device), dispatch.has_onednn(dtype)
     in_lower = _cast_to(name, device, dtype, use_cache=_is_product(name))
 
     def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+        if modes.has_transforms():
+            return pytorch(keys, *args, **kwargs)
         if has_onednn and not sums.is_left_to_pytorch(name, args, kwargs):
             return in_lower(keys, *args, **kwargs)
         with dispatch.exclude_keys(autocast):

@@ -16,13 +16,6 @@ Keys = torch._C.DispatchKeySet
 # (keys, *args, **kwargs): the function that the dispatcher calls for an op at a key.
 Kernel = Callable[..., Any]
 
-# The first key in a transform of torch.func, visited once for each transform around the op; and the
-# key for vmap, which the component ops of composites reach too.
-FUNCTORCH_KEYS = (
-    torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode,
-    torch._C.DispatchKey.FuncTorchBatched,
-)
-
 # (with exclude_keys(keyset): ...) runs a block as if the keys did not exist.
 exclude_keys = torch._C._ExcludeDispatchKeyGuard
 
