@@ -16,7 +16,6 @@ from tests.device import DEVICE, seeded
 from torch._dynamo.utils import counters
 
 from halfstep._gradients.gradients import collect
-from halfstep._gradients.norms import p_norm
 from halfstep._scaler import GradScaler, step
 from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.iteration import Checked, Gathered
@@ -90,12 +89,7 @@ def fused_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[
     return [finish(checked), divisor, *sums]
 
 
-def max_norm(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    checked = step.unscale_(prepare(scale, params))
-    return [finish(checked), p_norm(checked.gathered.gradients, math.inf, params[0].device)]
-
-
-PARTS: list[Part] = [plain, plain_with_clip, fused_with_clip, max_norm]
+PARTS: list[Part] = [plain, plain_with_clip, fused_with_clip]
 
 
 def params_with_gradients(number: int, device: torch.device = CPU) -> list[torch.nn.Parameter]:

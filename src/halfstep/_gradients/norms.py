@@ -67,17 +67,6 @@ class Norms:
             return torch.zeros((), dtype=widest_float(device), device=device)
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
-    def at(self, positions: list[int]) -> Norms:
-        wanted = {position: index for index, position in enumerate(positions)}
-        on_device = {}
-        for device, (here, squares) in self.on_device.items():
-            found = [index for index, position in enumerate(here) if position in wanted]
-            if found:
-                # One by one: an index tensor would require a copy to the device.
-                part = torch.stack([squares[index] for index in found])
-                on_device[device] = [wanted[here[index]] for index in found], part
-        return Norms([self.params[position] for position in positions], on_device, self.scale)
-
     def unscaled(self) -> list[float]:
         """Return the unscaled norm of every gradient. Sync: one for each device."""
         scale = 1.0 if self.scale is None else float(self.scale)
@@ -130,33 +119,6 @@ def overflows_when_divided(gradients: Gradients, scale: Scalar) -> list[Tensor]:
         unscaled = torch.maximum(amax * reciprocal(by), amax / by).to(dtype)
         found.append(is_nonfinite(unscaled))
     return found
-
-
-@torch.no_grad()
-def p_norm(gradients: Gradients, p: float, device: torch.device) -> Tensor:
-    """Return the p-norm of all gradients together, a tensor on ``device``. One read (1 G)."""
-    found = []
-    wide = widest_float(device)
-    for values in gradients.by_kind.values():
-        if p == math.inf:
-            norms = largest_magnitudes(values)
-        elif has_float64(values[0].device):
-            norms = torch.stack(list(norms_of_each(values, p, dtype=torch.float64)))
-        else:  # entries ** p may overflow in float32
-            amax = largest_magnitudes(values).amax().clamp(min=_TINY)
-            norms = torch.stack(norms_of_each([value.float() / amax for value in values], p)) * amax
-        found.append(_carried(_norm_of_norms(norms, p), device).to(wide))
-    return _norm_of_norms(torch.stack(found), p)
-
-
-def _norm_of_norms(norms: Tensor, p: float) -> Tensor:
-    if norms.dtype is torch.float64 or p == math.inf:
-        return _vector_norm(norms, p)
-    amax = norms.amax().clamp(min=_TINY)
-    return _vector_norm(norms / amax, p) * amax
-
-
-_TINY = torch.finfo(torch.float32).tiny
 
 
 def _carried(value: Tensor, device: torch.device) -> Tensor:

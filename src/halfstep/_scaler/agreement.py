@@ -7,7 +7,6 @@ equal, the two maxima are opposites.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,7 @@ from torch import Tensor, distributed
 
 from halfstep._common.numbers import power, things
 from halfstep._gradients.gradients import Gradients
-from halfstep._gradients.norms import Norms, p_norm
+from halfstep._gradients.norms import Norms
 from halfstep._gradients.scalars import (
     Scalar,
     any_of,
@@ -26,8 +25,8 @@ from halfstep._gradients.scalars import (
     float32_from_bits,
     scalar,
 )
-from halfstep._pytorch.devices import to_device, widest_float
-from halfstep._scaler.groups import Group, Layout, Reduction
+from halfstep._pytorch.devices import to_device
+from halfstep._scaler.groups import Layout, Reduction
 from halfstep._scaler.loss_scale import LossScale
 from halfstep.errors import CallOrderError, RanksError
 
@@ -80,12 +79,6 @@ class Alone:
         if not self.sees_all_losses:
             found.scale.settle_loss(None)
 
-    def p_norm(self, gradients: Gradients, p: float, device: torch.device) -> Tensor:
-        return p_norm(gradients, p, device)
-
-    def norms_of_parts(self, norms: list[Scalar], parts: list[Gradients], p: float) -> list[Scalar]:
-        return norms
-
 
 ALONE = Alone()
 
@@ -132,73 +125,10 @@ class Together:
 
         Sync: none; on the CPU the returned function waits for the other ranks.
         """
-        squares = norms.sum_of_squares(device, self._layout.shares(gradients))
-        wait = self._sum(squares.reshape(1), self.group)
-        return lambda: scalar(wait()[0])
-
-    def p_norm(self, gradients: Gradients, p: float, device: torch.device) -> Tensor:
-        """Return the p-norm of the gradients of all ranks, still scaled. Sync as above."""
-        if p == math.inf:
-            norm = p_norm(gradients, p, device) if gradients.grads else _zero(device)
-            return self._largest([norm], self.group)[0]
-        power = self._power(None, gradients, p, device)
-        return self._sum(power[None], self.group)()[0].pow(1.0 / p)
-
-    def norms_of_parts(self, norms: list[Scalar], parts: list[Gradients], p: float) -> list[Scalar]:
-        """Return the norms of parts of the gradients, each over all ranks that share the part."""
-        sharing = self._layout.sharing
-        if sharing is None or not norms:
-            return norms  # each rank has whole parameters, or all ranks that share them have none
-        if not sharing.parts:
-            raise RanksError(
-                f"{self.call}: the norms of single layers or parameters are spread over the ranks "
-                f"{list(sharing.ranks)}, no device mesh covers exactly these. Clip per='all'"
-            )
-        given = [
-            n if isinstance(n, Tensor) else torch.tensor(n, dtype=torch.float64) for n in norms
-        ]
-        if p == math.inf:
-            return list(map(scalar, self._largest(given, sharing)))
-        powers = [
-            self._power(norm, part, p, norm.device) for norm, part in zip(given, parts, strict=True)
-        ]
-        return list(map(scalar, self._sum(torch.stack(powers), sharing)().pow(1.0 / p)))
-
-    def _power(
-        self, norm: Tensor | None, part: Gradients, p: float, device: torch.device
-    ) -> Tensor:
-        """Return this rank's contribution to the sum of the p-th powers of all entries."""
-        shares = self._layout.shares(part) or [1.0] * len(part.grads)
-        distinct = dict.fromkeys(shares)
-        if norm is not None and len(distinct) == 1:
-            return norm.to(widest_float(norm.device)).pow(p) * shares[0]
-        powers = [_zero(device)]
-        for share in distinct:
-            same = part.at([position for position, one in enumerate(shares) if one == share])
-            powers.append(p_norm(same, p, device).pow(p) * share)
-        return torch.stack(powers).sum()
-
-    def _sum(self, values: Tensor, group: Group) -> Callable[[], Tensor]:
-        device = values.device
-        reduction = Reduction(
-            group,
-            to_device(values, group.device),
-            distributed.ReduceOp.SUM,
-            f"{self.call}: the norm",
-        )
-        return lambda: to_device(reduction.wait(), device)
-
-    def _largest(self, norms: Sequence[Tensor], group: Group) -> list[Tensor]:
-        # The maximum of NaN and a number may be the number.
-        values = torch.stack(list(norms)).nan_to_num(nan=math.inf, posinf=math.inf)
-        values = to_device(values, group.device)
-        purpose = f"{self.call}: the largest gradient"
-        largest = Reduction(group, values, distributed.ReduceOp.MAX, purpose).wait()
-        return list(largest.to(norms[0].device))
-
-
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=widest_float(device), device=device)
+        squares = norms.sum_of_squares(device, self._layout.shares(gradients)).reshape(1)
+        values, purpose = to_device(squares, self.group.device), f"{self.call}: the norm"
+        reduction = Reduction(self.group, values, distributed.ReduceOp.SUM, purpose)
+        return lambda: scalar(to_device(reduction.wait(), device)[0])
 
 
 class Agreement:

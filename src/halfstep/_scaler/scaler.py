@@ -302,9 +302,8 @@ class GradScaler(TorchAttributes):
         optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
         max_norm: float,
         norm_type: float = 2.0,
-        per: clipping.Per = "all",
     ) -> Tensor:
-        """Divide gradients by the scale, if not done yet, and clip their norm, in place.
+        """Divide gradients by the scale, if not done yet, and clip their L2 norm, in place.
 
         Reads and writes the gradients once, whereas unscaling and then clipping does both twice.
         ``step(optimizer, max_norm=...)`` does the same inside the step, and with a fused optimizer
@@ -313,10 +312,8 @@ class GradScaler(TorchAttributes):
         Args:
             optimizer_or_parameters: The optimizer or parameters whose gradients are clipped.
             max_norm: The largest norm, >= 0; ``math.inf`` only measures.
-            norm_type: 2, ``math.inf``, or another p from 1 to 8.
-            per: The gradients that share one norm: ``"all"``, those of each ``"layer"`` (the
-                parameters of one module, determined by their names: see :meth:`watch`), or each
-                ``"parameter"``.
+            norm_type: 2. For other norms, call :meth:`unscale_` and then
+                ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
             The norm of all gradients together, unscaled and before clipping, as a float32 scalar on
@@ -328,18 +325,14 @@ class GradScaler(TorchAttributes):
 
         Sync: none.
         """
+        clipping.require_l2(norm_type)
         clip = clipping.clip_grad_norm_ if self._is_enabled else disabled.clip_grad_norm_
         if self._is_enabled and self._overridden():
             if not is_optimizer(optimizer_or_parameters):
                 overrides.refuse_overrides(self, "clip_grad_norm_(parameters)")
             elif overrides.is_ready(self, optimizer_or_parameters):  # type: ignore[arg-type]
                 self.unscale_(optimizer_or_parameters)  # type: ignore[arg-type]
-        return clip(
-            self._engine,
-            optimizer_or_parameters,
-            clipping.checked_max_norm(max_norm),
-            *clipping.checked_kind(norm_type, per),
-        )
+        return clip(self._engine, optimizer_or_parameters, clipping.checked_max_norm(max_norm))
 
     @keep_out_of_graphs
     def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:
