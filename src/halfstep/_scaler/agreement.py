@@ -21,7 +21,6 @@ from halfstep._gradients.norms import Norms
 from halfstep._gradients.scalars import (
     Scalar,
     any_of,
-    as_float32,
     float32_from_bits,
     scalar,
 )
@@ -31,18 +30,12 @@ from halfstep._scaler.loss_scale import LossScale
 from halfstep.errors import CallOrderError, RanksError
 
 CHECK_EVERY = 100
-"""Interval, in steps or updates, of comparisons that would cost a sync or a request each time."""
+"""Interval, in steps, of comparisons that would cost a sync each time."""
 
 FOUND, BAD_LOSS, HAS_GRADIENTS, HAS_SCALE = range(4)
-OWN_NORM, *STATE = range(5)
-"""After the first four: the numbers that must be equal on all ranks, except ``OWN_NORM``, whose
-equality reveals gradients that are copies of each other."""
-
-NUM_FIRST, NUM_SAME = 4, 5
+NUM_FIRST, NUM_SAME = 4, 4
 NUM_NUMBERS = NUM_FIRST + 2 * NUM_SAME
-
-LARGEST_BITS = 0x7F7FFFFF
-"""The bits of the largest finite float32 number; inf and NaN have larger bits."""
+"""After the first four come the numbers that must be equal on all ranks, twice."""
 
 
 # --- what is found -------------------------------------------------------------------------------
@@ -67,14 +60,7 @@ class Alone:
 
     is_together: ClassVar[Literal[False]] = False
 
-    def agree_on(
-        self,
-        found: Findings,
-        gradients: Gradients,
-        norms: Norms | None = None,
-        *,
-        has_gradients: bool = True,
-    ) -> None:
+    def agree_on(self, found: Findings, *, has_gradients: bool = True) -> None:
         """Return None: what this rank has found holds. The methods are those of `Together`."""
         if not self.sees_all_losses:
             found.scale.settle_loss(None)
@@ -101,22 +87,12 @@ class Together:
         self.group, self._layout, self.call = layout.group, layout, call
         self.has_scale, self.next_number = has_scale, next_number
 
-    def agree_on(
-        self,
-        found: Findings,
-        gradients: Gradients,
-        norms: Norms | None = None,
-        *,
-        has_gradients: bool = True,
-    ) -> Agreement:
+    def agree_on(self, found: Findings, *, has_gradients: bool = True) -> Agreement:
         """Return the combined result of all ranks, which arrives asynchronously. Sync: none.
 
         ``has_gradients``: whether this check or an earlier one has gradients.
         """
-        own_norm = None
-        if norms is not None and self._layout.owns_all(gradients):
-            own_norm = norms.total(found.scale.tensor.device)
-        return Agreement(self, found, own_norm, has_gradients)
+        return Agreement(self, found, has_gradients)
 
     def start_norm(
         self, norms: Norms, gradients: Gradients, device: torch.device
@@ -134,17 +110,14 @@ class Together:
 class Agreement:
     """The combined result of all ranks, while it is reduced.
 
-    ``own_norm``: the norm of gradients that only this rank has, if measured. Sync: none, except
-    :meth:`verify`; on the CPU the first access waits for the other ranks.
+    Sync: none, except :meth:`verify`; on the CPU the first access waits for the other ranks.
     """
 
-    def __init__(
-        self, ranks: Together, found: Findings, own_norm: Scalar | None, has_gradients: bool
-    ) -> None:
+    def __init__(self, ranks: Together, found: Findings, has_gradients: bool) -> None:
         self._ranks, self._loss_scale = ranks, found.scale
         self._has_gradients = has_gradients
         self._number = ranks.next_number()
-        values = _values(ranks, found, own_norm, has_gradients)
+        values = _values(ranks, found, has_gradients)
         self._reduction: Reduction | None = Reduction(
             ranks.group, values, distributed.ReduceOp.MAX, f"{ranks.call}: found_inf"
         )
@@ -207,18 +180,8 @@ class Agreement:
     def _require_same(self, values: list[int]) -> None:
         largest = values[NUM_FIRST : NUM_FIRST + NUM_SAME]
         least = [-value for value in values[NUM_FIRST + NUM_SAME :]]
-        if any(largest[slot] != least[slot] for slot in STATE):
+        if largest != least:
             raise RanksError(self._who_has_what())
-        if 0 < largest[OWN_NORM] == least[OWN_NORM] < LARGEST_BITS:
-            raise RanksError(
-                f"{self._ranks.call}: the norm of the gradients is the same on all "
-                f"{len(self._ranks.group.ranks)} ranks, "
-                f"{float32_from_bits(largest[OWN_NORM]):g}. They "
-                "seem to be copies, averaged by hand, and would be counted once for each rank. Use "
-                "DistributedDataParallel, or tell a GradScaler: "
-                "scaler.replicated(model.parameters(), process_group). For halfstep run --guard: "
-                "--guard-ranks=alone"
-            )
 
     def _who_has_what(self) -> str:
         group, call = self._ranks.group, self._ranks.call
@@ -235,23 +198,20 @@ class Agreement:
         )
 
 
-def _values(
-    ranks: Together, findings: Findings, own_norm: Scalar | None, has_gradients: bool
-) -> Tensor:
+def _values(ranks: Together, findings: Findings, has_gradients: bool) -> Tensor:
     """Return this rank's findings for the others, int32 ``[NUM_NUMBERS]``. Sync: none."""
     scale, group = findings.scale, ranks.group
     device = scale.device
-    zero = torch.zeros((), device=device)
-    found = any_of(findings.found_here.values(), device) if findings.found_here else zero
-    norm = zero if own_norm is None else to_device(as_float32(own_norm, device).detach(), device)
+    found = torch.zeros((), device=device)
+    if findings.found_here:
+        found = any_of(findings.found_here.values(), device)
     # Earlier ranks send larger numbers, so the maximum identifies the first rank with a finding.
     flags = torch.stack([found, scale.loss_flag()])
     first, is_bad = (flags * (len(group.ranks) - group.place)).int()
     known = _known(has_gradients, ranks.has_scale, device)
     counters = to_device(torch.tensor(scale.counters(), dtype=torch.int32), device)
-    same = torch.cat([norm.reshape(1).view(torch.int32), counters])
     head = torch.cat([torch.stack([first, is_bad]), known])
-    return to_device(torch.cat([head, same, -same]), group.device)
+    return to_device(torch.cat([head, counters, -counters]), group.device)
 
 
 @cache

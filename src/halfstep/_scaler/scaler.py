@@ -276,8 +276,6 @@ class GradScaler(TorchAttributes):
         Raises:
             CallOrderError: No gradients were checked since the last ``update`` (no ``step``), or a
                 tensor was passed before the first ``scale``.
-            RanksError: The states of ranks under DistributedDataParallel, which are compared every
-                100 updates, differ. The iteration has ended nevertheless.
             SkippedStepsError: Too many steps were skipped, and ``on_skips`` is "raise". The
                 iteration has ended nevertheless.
             TypeError: ``new_scale`` is neither a number nor a real tensor.

@@ -31,7 +31,6 @@ from halfstep._common.warn import warn
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import collect, parameters, refuse_float16
 from halfstep._gradients.norms import (
-    Norms,
     clip_coefficient,
     largest,
     norms_of,
@@ -319,7 +318,7 @@ def measure(gathered: Gathered) -> Checked:
         if multiplier is not None:
             # The flags of the other ranks are reduced at the same time as their norms.
             here = scalars.flag_nonfinite(norms.total(device), device)
-            own = _check_of_scaled(gathered, multiplier, [here], norms)
+            own = _check_of_scaled(gathered, multiplier, [here])
         squares = finish()
         found = scalars.flag_nonfinite(squares, device)
     measured = Measured(norms, squares, found)
@@ -331,25 +330,20 @@ def measure(gathered: Gathered) -> Checked:
     return Checked(gathered, multiplier, own, measured)
 
 
-def _check_of_scaled(
-    gathered: Gathered, multiplier: Scalar, found: list[Tensor], norms: Norms | None = None
-) -> GradientCheck:
+def _check_of_scaled(gathered: Gathered, multiplier: Scalar, found: list[Tensor]) -> GradientCheck:
     """Return the check of gradients that remain scaled."""
     if gathered.loss_scale.can_amplify:
         found += overflows_when_divided(gathered.gradients, multiplier)
     device = gathered.loss_scale.device
-    return new_check(gathered, {device: scalars.any_of(found, device)} if found else {}, norms)
+    return new_check(gathered, {device: scalars.any_of(found, device)} if found else {})
 
 
-def new_check(
-    gathered: Gathered, found_inf: dict[torch.device, Tensor], norms: Norms | None = None
-) -> GradientCheck:
+def new_check(gathered: Gathered, found_inf: dict[torch.device, Tensor]) -> GradientCheck:
     """Return a check, shared with the other ranks if several decide."""
     own = GradientCheck(gathered.loss_scale, found_inf, asked=gathered.asked)
     if gathered.ranks is not ALONE:
-        gradients = gathered.gradients
-        has_gradients = len(gradients.grads) + len(gathered.checks) > 0
-        own.agreement = gathered.ranks.agree_on(own, gradients, norms, has_gradients=has_gradients)
+        has_gradients = len(gathered.gradients.grads) + len(gathered.checks) > 0
+        own.agreement = gathered.ranks.agree_on(own, has_gradients=has_gradients)
     return own
 
 

@@ -330,7 +330,7 @@ def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, 
             if flag.device in found:
                 found[flag.device].clamp_(min=flag)
     check = GradientCheck(scale, found)
-    check.agreement = ranks.agree_on(check, gradients, has_gradients=bool(gradients.grads))
+    check.agreement = ranks.agree_on(check, has_gradients=bool(gradients.grads))
     _keep_check(engine, id(optimizer), optimizer, check)
     return check.found_inf
 
