@@ -7,7 +7,7 @@ Rules to remember:
 - `learn.mixed_precision` has `scaler` and `outcome`. A callback that is to follow taken steps asks
   there; `after_cancel_step` comes at skipped ones.
 - bfloat16 needs no scale. Bad steps are skipped all the same with a scaler that has a fixed one:
-  `MixedPrecision(torch.bfloat16, scaler=GradScaler(init_scale=1.0, rule=Static()))`.
+  `MixedPrecision(torch.bfloat16, scaler=GradScaler(init_scale=1.0, schedule=Static()))`.
 - `learn.save` knows of no scaler: save `learn.mixed_precision.scaler.state_dict()` with it.
 
 Run: python examples/integrations/fastai_digits.py

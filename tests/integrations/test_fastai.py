@@ -194,7 +194,7 @@ def test_policy_and_dtype_are_those_of_the_callback(dtype: torch.dtype) -> None:
 def test_bfloat16_skips_bad_batches_with_a_scaler_of_a_fixed_scale() -> None:
     from halfstep.integrations.fastai import MixedPrecision
 
-    scaler = halfstep.GradScaler(init_scale=1.0, rule=halfstep.Static())
+    scaler = halfstep.GradScaler(init_scale=1.0, schedule=halfstep.Static())
     learn = learner(MixedPrecision(torch.bfloat16, scaler=scaler), broken=4)
     fit(learn)
     assert scaler.counts()[:2] == (5, 1)

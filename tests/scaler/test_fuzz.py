@@ -32,8 +32,8 @@ from torch import Tensor
 
 from halfstep._common.numbers import power
 from halfstep._scaler import GradScaler
-from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import Reason, ScaleState, next_state
+from halfstep._scaler.schedules import Dynamic, Static
 from halfstep.errors import CallOrderError, SkippedStepsError
 
 pytestmark = pytest.mark.slow
@@ -216,7 +216,7 @@ class Opt:
 
 # --- the model: the scaler ------------------------------------------------------------------------
 
-RULES: list[Callable[[random.Random], Any]] = [
+SCHEDULES: list[Callable[[random.Random], Any]] = [
     lambda rng: Dynamic(
         rng.choice([2.0, 1.5, 1.0]),
         rng.choice([0.5, 0.25, 0.7, 1.0]),
@@ -259,7 +259,7 @@ class World:
         self.opts = self.make_optimizers()
         self.is_exploding = False
         self.seen: dict[Param, list[float]] | None = None
-        self.rule = rng.choice(RULES)(rng)
+        self.schedule = rng.choice(SCHEDULES)(rng)
         self.on_skips = rng.choice(["raise", str, str])
         self.start = self.random_start()
         self.take(self.new_scaler(self.start), ScaleState.first(*self.start))
@@ -284,12 +284,12 @@ class World:
         scale = rng.choice([2.0**16, 2.0**16, 2.0**4, 1.0, 1000.0, 2.0**-3, 0.3, 2.0**-10, 1e30])
         low = rng.choice([None, None, scale, min(scale, 2.0**-4), min(scale, 100.0)])
         high = rng.choice([None, None, max(scale, 2.0**18), scale])
-        return scale, self.rule, low, high
+        return scale, self.schedule, low, high
 
     def new_scaler(self, start: Start) -> GradScaler:
-        scale, rule, low, high = start
+        scale, schedule, low, high = start
         kwargs: Any = {"max_consecutive_skips": 3, "on_skips": self.on_skips}
-        return GradScaler(None, scale, rule=rule, min_scale=low, max_scale=high, **kwargs)
+        return GradScaler(None, scale, schedule=schedule, min_scale=low, max_scale=high, **kwargs)
 
     def take(self, scaler: GradScaler, first: ScaleState) -> None:
         """Go on with a scaler that has not scaled anything yet."""
@@ -419,7 +419,7 @@ class World:
         text = self.scaler.state_dict()
         saved = opened(text)
         # A count past a lowered interval becomes one that is just below it.
-        tracker = min(self.state.growth_tracker, self.state.rule.growth_interval - 1)
+        tracker = min(self.state.growth_tracker, self.state.schedule.growth_interval - 1)
         assert saved == replace(self.state, growth_tracker=tracker).to_dict()
         return text
 
@@ -784,13 +784,19 @@ class World:
         """However long it is, afterwards the scale is where it was, or a few steps below."""
         if not self.is_between or self.num_losses:
             return
-        opt, rule, begin = self.rng.choice(self.opts), self.rule, self.state
+        opt, schedule, begin = self.rng.choice(self.opts), self.schedule, self.state
         for _ in range(self.rng.randint(5, 20)):
             self.iteration(opt, math.nan)
         self.iteration(opt)
         end = self.state
-        if type(rule) is Dynamic and rule.probe_after is not None and not end.skipped_in_a_row:
-            lowest = (begin.run_scale or begin.scale) * rule.backoff_factor**rule.probe_after
+        if (
+            type(schedule) is Dynamic
+            and schedule.probe_after is not None
+            and not end.skipped_in_a_row
+        ):
+            lowest = (
+                begin.run_scale or begin.scale
+            ) * schedule.backoff_factor**schedule.probe_after
             assert end.scale >= min(lowest * 0.999, begin.scale)
 
     # --- the end of an iteration, and settings ----------------------------------------------------
@@ -837,14 +843,14 @@ class World:
         value = rng.choice(values[key])
         self.log.append(f"set_{key}({value})")
         set_it = getattr(self.scaler, f"set_{key}")
-        if isinstance(self.rule, Static):
+        if isinstance(self.schedule, Static):
             self.refused(lambda: set_it(value), (ValueError,))
             return
         set_it(value)
-        self.rule = replace(self.rule, **{key: value})
-        self.first = replace(self.first, rule=self.rule)
-        tracker = min(self.state.growth_tracker, self.rule.growth_interval - 1)
-        self.state = replace(self.state, rule=self.rule, growth_tracker=tracker)
+        self.schedule = replace(self.schedule, **{key: value})
+        self.first = replace(self.first, schedule=self.schedule)
+        tracker = min(self.state.growth_tracker, self.schedule.growth_interval - 1)
+        self.state = replace(self.state, schedule=self.schedule, growth_tracker=tracker)
         self.check_saved()
 
     # --- saving, looking, and wrong calls ---------------------------------------------------------
@@ -867,7 +873,7 @@ class World:
         elif self.swaps:
             scaler, first = self.new_scaler(other), ScaleState.first(*other)
             scaler.load_state_dict(saved)
-            first = replace(first, rule=self.rule, hysteresis_left=self.rule.hysteresis)
+            first = replace(first, schedule=self.schedule, hysteresis_left=self.schedule.hysteresis)
         self.drop_all()
         self.take(scaler, first)
         self.scale([torch.ones(())])
@@ -897,9 +903,9 @@ class World:
         assert (counts.taken, counts.skipped) == (state.num_taken, state.num_skipped)
         assert counts.skipped_in_a_row == state.skipped_in_a_row
         assert f"scale={power(state.scale)}, " in repr(scaler)
-        assert scaler.get_growth_interval() == self.rule.growth_interval
-        assert scaler.get_growth_factor() == self.rule.growth_factor
-        assert scaler.get_backoff_factor() == self.rule.backoff_factor
+        assert scaler.get_growth_interval() == self.schedule.growth_interval
+        assert scaler.get_growth_factor() == self.schedule.growth_factor
+        assert scaler.get_backoff_factor() == self.schedule.backoff_factor
         assert all(entry.taken == (entry.reason is None) for entry in scaler.history()[-3:])
 
     def op_wrong(self) -> None:

@@ -32,8 +32,8 @@ from tests.scaler.saved import opened
 from torch.nn.utils import clip_grad_norm_
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.rules import Dynamic
 from halfstep._scaler.scale_state import TORCH_KEYS, ScaleState, next_state
+from halfstep._scaler.schedules import Dynamic
 
 pytestmark = pytest.mark.slow
 
@@ -255,13 +255,17 @@ class SideBySide(RuleBasedStateMachine):
     def set_growth_factor(self, factor: float) -> None:
         for side in self.sides:
             side.scaler.set_growth_factor(factor)
-        self.model = replace(self.model, rule=replace(self.model.rule, growth_factor=factor))
+        self.model = replace(
+            self.model, schedule=replace(self.model.schedule, growth_factor=factor)
+        )
 
     @rule(factor=st.sampled_from([0.25, 0.5, 0.75]))
     def set_backoff_factor(self, factor: float) -> None:
         for side in self.sides:
             side.scaler.set_backoff_factor(factor)
-        self.model = replace(self.model, rule=replace(self.model.rule, backoff_factor=factor))
+        self.model = replace(
+            self.model, schedule=replace(self.model.schedule, backoff_factor=factor)
+        )
 
     @rule(interval=st.integers(1, 5))
     def set_growth_interval(self, interval: int) -> None:
@@ -270,7 +274,7 @@ class SideBySide(RuleBasedStateMachine):
         self.theirs.scaler._growth_tracker.clamp_(max=interval - 1)
         self.model = replace(
             self.model,
-            rule=replace(self.model.rule, growth_interval=interval),
+            schedule=replace(self.model.schedule, growth_interval=interval),
             growth_tracker=min(self.model.growth_tracker, interval - 1),
         )
 
@@ -281,12 +285,12 @@ class SideBySide(RuleBasedStateMachine):
         saved = [side.scaler.state_dict() for side in self.sides]
         if into_new:
             self.ours.scaler = GradScaler(on_skips=str)
-            self.first = ScaleState.first(65536.0, self.model.rule)
+            self.first = ScaleState.first(65536.0, self.model.schedule)
             self.theirs.scaler = torch.amp.GradScaler(DEVICE)
         for side, state in zip(self.sides, saved[::-1] if crosswise else saved, strict=True):
             side.scaler.load_state_dict(state)
         if crosswise:  # theirs knows of no limits and of no run: the limits are our own
-            fresh = replace(self.first, rule=self.model.rule).with_scale(self.model.scale)
+            fresh = replace(self.first, schedule=self.model.schedule).with_scale(self.model.scale)
             self.model = replace(fresh, growth_tracker=self.model.growth_tracker)
         self.create_again()
 

@@ -226,7 +226,9 @@ def test_two_optimizers_in_one_iteration() -> None:
 
 
 def test_repr_of_the_scaler() -> None:
-    assert repr(GradScaler()).startswith("GradScaler(scale=2^16, rule=Dynamic(growth_factor=2.0")
+    assert repr(GradScaler()).startswith(
+        "GradScaler(scale=2^16, schedule=Dynamic(growth_factor=2.0"
+    )
 
 
 # --- gates ----------------------------------------------------------------------------------------

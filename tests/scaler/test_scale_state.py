@@ -19,8 +19,8 @@ from halfstep._gradients.scalars import (
     float32_bits,
     float32_from_bits,
 )
-from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import Reason, ScaleState, next_state, reason
+from halfstep._scaler.schedules import Dynamic, Static
 
 scales = st.floats(SMALLEST_SCALE, LARGEST_SCALE, width=32)
 counts = st.integers(0, 10) | st.integers(0, LARGEST_COUNT)
@@ -32,7 +32,7 @@ dynamic = {
     "refill": st.sampled_from(["growth", "step"]),
     "probe_after": st.none() | st.integers(1, LARGEST_COUNT),
 }
-rules = st.one_of(
+schedules = st.one_of(
     st.builds(Static),
     st.builds(Dynamic, **dynamic),
 )
@@ -48,7 +48,7 @@ def states(draw: st.DrawFn) -> ScaleState:
         growth_tracker=draw(counts),
         min_scale=low,
         max_scale=high,
-        rule=draw(rules),
+        schedule=draw(schedules),
         hysteresis_left=draw(st.integers(1, LARGEST_COUNT)),
         run_scale=run if test else draw(st.sampled_from([0.0, run])),
         overflows=draw(counts),
@@ -88,7 +88,12 @@ FIRST = ScaleState.first(4.0, Dynamic(2.0, 0.25, growth_interval=2))
         ("min_scale", math.nan, ValueError, "^min_scale is nan"),
         ("growth_tracker", -1, ValueError, "^growth_tracker is -1: it must lie between 0"),
         ("growth_tracker", 1.0, TypeError, "^growth_tracker is 1.0 .float.: pass a whole number"),
-        ("rule", "dynamic", TypeError, r"^rule is 'dynamic' .str.: pass Static\(\) or Dynamic\(\)"),
+        (
+            "schedule",
+            "dynamic",
+            TypeError,
+            r"^schedule is 'dynamic' .str.: pass Static\(\) or Dynamic\(\)",
+        ),
         ("hysteresis_left", 0, ValueError, "^hysteresis_left is 0: it must lie between 1"),
         ("run_scale", 2.0, ValueError, "^scale is 4.0, above run_scale, which is 2.0"),
         ("run_scale", math.nan, ValueError, "^run_scale is nan"),
@@ -123,7 +128,7 @@ def test_ints_are_numbers() -> None:
     state = ScaleState.first(4, Dynamic(2, 0.25, 2))
     assert state == FIRST
     assert isinstance(state.scale, float)
-    assert isinstance(state.rule.growth_factor, float)
+    assert isinstance(state.schedule.growth_factor, float)
 
 
 def test_the_reciprocal_of_every_scale_is_finite_in_float32() -> None:
@@ -180,11 +185,11 @@ def test_a_scale_set_by_hand_ends_a_run_and_widens_the_limits(
     assert after.min_scale == min(state.min_scale, scale)
     assert after.max_scale == max(state.max_scale, scale)
     assert (after.run_scale, after.overflows, after.resume_scale, after.held) == (0, 0, 0, False)
-    kept = ("growth_tracker", "rule", "hysteresis_left", "skipped_in_a_row", "num_taken")
+    kept = ("growth_tracker", "schedule", "hysteresis_left", "skipped_in_a_row", "num_taken")
     assert all(getattr(after, name) == getattr(state, name) for name in kept)
 
 
-def test_torch_amp_gets_factors_and_an_interval_from_every_rule() -> None:
+def test_torch_amp_gets_factors_and_an_interval_from_every_schedule() -> None:
     saved = ScaleState.first(4.0, Static()).to_dict()
     assert [saved[key] for key in ("growth_factor", "backoff_factor", "growth_interval")] == [
         *(1.0, 1.0, 2000)
@@ -206,7 +211,7 @@ def test_every_field_is_saved() -> None:
         "growth_tracker": 1,
         "min_scale": 0.5,
         "max_scale": 8.0,
-        "rule": Static(),
+        "schedule": Static(),
         "hysteresis_left": 2,
         "run_scale": 8.0,
         "overflows": 1,
@@ -237,7 +242,7 @@ def test_the_dict_has_the_keys_of_torch_and_one_more() -> None:
         "_growth_tracker": 0,
     }
     assert ours["version"] == 1
-    assert ours["rule"] == {"name": "dynamic", "hysteresis": 1, "refill": "growth"} | {
+    assert ours["schedule"] == {"name": "dynamic", "hysteresis": 1, "refill": "growth"} | {
         "probe_after": 8
     }
     assert (ours["min_scale"], ours["max_scale"]) == (1.0, LARGEST_SCALE)
@@ -256,11 +261,11 @@ def test_a_state_of_torch_loads(scale: float, min_scale: float) -> None:
 
 
 def test_torch_loads_a_state_of_ours() -> None:
-    for rule in (Static(), Dynamic(3.0, 0.25, 7)):
+    for schedule in (Static(), Dynamic(3.0, 0.25, 7)):
         theirs = torch.amp.GradScaler(DEVICE)
-        theirs.load_state_dict(ScaleState.first(8.0, rule).to_dict())
+        theirs.load_state_dict(ScaleState.first(8.0, schedule).to_dict())
         assert theirs.get_scale() == 8.0
-        assert theirs.get_growth_factor() == rule.growth_factor
+        assert theirs.get_growth_factor() == schedule.growth_factor
 
 
 @pytest.mark.parametrize(
@@ -288,9 +293,12 @@ def test_a_bad_dict_is_refused(change: dict[str, object], words: str) -> None:
         ({"min_scale": 0}, "cannot be used: min_scale is 0"),
         ({"colour": 0}, "cannot be used: 'halfstep' has an unknown key 'colour'"),
         ({"held": 1}, "cannot be used: held is 1"),
-        ({"rule": {"name": "best"}}, "cannot be used: the name of the rule is 'best'"),
-        ({"rule": {"name": "dynamic"}}, "cannot be used: the rule 'dynamic' has no 'hysteresis'"),
-        ({"rule": None}, "cannot be used: .*NoneType"),
+        ({"schedule": {"name": "best"}}, "cannot be used: the name of the schedule is 'best'"),
+        (
+            {"schedule": {"name": "dynamic"}},
+            "cannot be used: the schedule 'dynamic' has no 'hysteresis'",
+        ),
+        ({"schedule": None}, "cannot be used: .*NoneType"),
     ],
 )
 def test_bad_values_of_ours_are_refused(change: dict[str, object], words: str) -> None:
@@ -338,7 +346,7 @@ def test_a_missing_key_is_named() -> None:
         ({"held": True}, True, False, Reason.LOSS),
         ({"held": True}, False, True, None),
         ({"scale": 1.0}, True, True, Reason.NON_FINITE),
-        ({"rule": Static()}, True, True, Reason.OVERFLOW),
+        ({"schedule": Static()}, True, True, Reason.OVERFLOW),
     ],
 )
 def test_the_reason(

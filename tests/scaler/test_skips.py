@@ -10,7 +10,7 @@ from tests.training import fused_or_not
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.alarm import Alarm, SkipReport
-from halfstep._scaler.rules import Dynamic, Static
+from halfstep._scaler.schedules import Dynamic, Static
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 
 
@@ -129,7 +129,7 @@ def test_at_the_floor(fused: bool) -> None:
 
 @fused_or_not
 def test_the_message(fused: bool) -> None:
-    training = Training(fused, max_consecutive_skips=3, on_skips="warn", rule=Static())
+    training = Training(fused, max_consecutive_skips=3, on_skips="warn", schedule=Static())
     training.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -219,7 +219,7 @@ def test_many_culprits_are_counted() -> None:
         ({"max_scale": math.inf}, ValueError, "max_scale is inf"),
         ({"min_scale": 2.0**17}, ValueError, "init_scale"),
         ({"max_scale": 4.0}, ValueError, "init_scale"),
-        ({"rule": Dynamic(), "growth_factor": 3.0}, ValueError, "rule=Dynamic"),
+        ({"schedule": Dynamic(), "growth_factor": 3.0}, ValueError, "schedule=Dynamic"),
         ({"module": 3}, TypeError, r"watch\(int\)"),
     ],
 )
@@ -251,7 +251,7 @@ def test_limits_of_the_scale() -> None:
 
 
 def test_hysteresis() -> None:
-    training = Training(rule=Dynamic(hysteresis=2, growth_interval=2))
+    training = Training(schedule=Dynamic(hysteresis=2, growth_interval=2))
     scales = [
         training.step(kind)
         for kind in ["bad gradient", "good", "bad gradient", "good", "good", "bad gradient"]
@@ -262,7 +262,7 @@ def test_hysteresis() -> None:
 @fused_or_not
 def test_three_overflows_in_a_row_halve_the_scale(fused: bool) -> None:
     """Two in a row are forgiven, however often; the third halves, and so does each later one."""
-    training = Training(fused, rule=Dynamic(hysteresis=3, refill="step"))
+    training = Training(fused, schedule=Dynamic(hysteresis=3, refill="step"))
     kinds = ["bad gradient", "bad gradient", "good"] * 4 + ["bad gradient"] * 4 + ["good"]
     scales = [training.step(kind) for kind in kinds]
     assert scales == [65536.0] * 14 + [32768.0, 16384.0, 16384.0]

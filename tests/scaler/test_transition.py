@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.device import seeded
 
 from halfstep._gradients.scalars import LARGEST_SCALE
-from halfstep._scaler.rules import Dynamic, Rule, Static
 from halfstep._scaler.scale_state import Reason, ScaleState, next_state, reason
+from halfstep._scaler.schedules import Dynamic, Schedule, Static
 
 
 def iterate(state: ScaleState, found: Iterable[int | bool]) -> tuple[list[float], ScaleState]:
@@ -90,7 +90,7 @@ def test_growth_stops_at_the_largest_float32() -> None:
 def test_a_count_past_a_lowered_interval_grows_at_once() -> None:
     state = ScaleState.first(4.0, Dynamic(growth_interval=100))
     _, state = iterate(state, [0] * 10)
-    state = dataclasses.replace(state, rule=Dynamic(growth_interval=3))
+    state = dataclasses.replace(state, schedule=Dynamic(growth_interval=3))
     state = next_state(state, found_inf=False)
     assert (state.scale, state.growth_tracker) == (8.0, 0)
 
@@ -130,9 +130,9 @@ def test_a_scale_that_starts_at_the_floor_stays() -> None:
     assert state.held
 
 
-@pytest.mark.parametrize("rule", [Static(), Dynamic(1.0, 1.0, 1), Dynamic(backoff_factor=1.0)])
-def test_a_rule_that_does_not_back_off(rule: Rule) -> None:
-    state = ScaleState.first(4.0, rule)
+@pytest.mark.parametrize("schedule", [Static(), Dynamic(1.0, 1.0, 1), Dynamic(backoff_factor=1.0)])
+def test_a_schedule_that_does_not_back_off(schedule: Schedule) -> None:
+    state = ScaleState.first(4.0, schedule)
     scales, state = iterate(state, [1] * 20 + [0, 0])
     assert set(scales) == {4.0}
     assert (state.run_scale, state.overflows, state.num_skipped, state.num_taken) == (0, 0, 20, 2)
@@ -186,16 +186,16 @@ def test_an_overflow_that_needs_twenty_halvings() -> None:
 def test_an_overflow_is_cured_whatever_was_before(
     refill: str, probe_after: int | None, hysteresis: int, num_bad: int
 ) -> None:
-    rule = Dynamic(hysteresis=hysteresis, refill=refill, probe_after=probe_after)  # type: ignore[arg-type]
-    _, state = iterate(ScaleState.first(2.0**20, rule), [1] * num_bad)
+    schedule = Dynamic(hysteresis=hysteresis, refill=refill, probe_after=probe_after)  # type: ignore[arg-type]
+    _, state = iterate(ScaleState.first(2.0**20, schedule), [1] * num_bad)
     _, state = run_until_taken(state, lambda scale: scale > 2.0**5, limit=250)
     assert state.scale <= 2.0**5
 
 
-def test_a_rule_without_probes_does_not_wait() -> None:
+def test_a_schedule_without_probes_does_not_wait() -> None:
     _, held = iterate(ScaleState.first(65536.0, Dynamic()), [1] * 9)
     assert held.held
-    held = dataclasses.replace(held, rule=Dynamic(probe_after=None))
+    held = dataclasses.replace(held, schedule=Dynamic(probe_after=None))
     assert iterate(held, [1] * 3)[0] == [65536.0, 32768.0, 16384.0]
 
 
@@ -318,8 +318,8 @@ def test_without_probes_the_scale_is_that_of_pytorch(seed: int) -> None:
     generator = seeded(seed)
     kinds = torch.randint(0, 12, (600,), generator=generator).tolist()
     scale, tracker = torch.tensor(65536.0), torch.tensor(0, dtype=torch.int32)
-    rule = Dynamic(growth_interval=4, probe_after=None)
-    state = ScaleState.first(65536.0, rule, min_scale=2.0**-126)
+    schedule = Dynamic(growth_interval=4, probe_after=None)
+    state = ScaleState.first(65536.0, schedule, min_scale=2.0**-126)
     for kind in kinds:
         found_inf = kind < 2
         torch._amp_update_scale_(scale, tracker, torch.tensor(float(found_inf)), 2.0, 0.5, 4)
@@ -352,25 +352,25 @@ def test_hysteresis_forgives_a_loss_too() -> None:
 
 def test_hysteresis_of_megatron() -> None:
     """The allowance comes back only after a whole growth interval."""
-    rule = Dynamic(growth_interval=3, hysteresis=2, probe_after=None)
+    schedule = Dynamic(growth_interval=3, hysteresis=2, probe_after=None)
     found = [1, 0, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1]
-    scales, _ = iterate(ScaleState.first(64.0, rule), found)
+    scales, _ = iterate(ScaleState.first(64.0, schedule), found)
     assert scales == [64, 64, 64, 32, 16, 16, 16, 8, 8, 8, 16, 16]
-    assert iterate(ScaleState.first(64.0, rule), [*found, 0])[1].scale == 8.0
+    assert iterate(ScaleState.first(64.0, schedule), [*found, 0])[1].scale == 8.0
 
 
 def test_consecutive_hysteresis_of_deepspeed() -> None:
     """The allowance comes back after every step."""
-    rule = Dynamic(growth_interval=3, hysteresis=2, refill="step", probe_after=None)
+    schedule = Dynamic(growth_interval=3, hysteresis=2, refill="step", probe_after=None)
     found = [1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1]
-    scales, state = iterate(ScaleState.first(64.0, rule), found)
+    scales, state = iterate(ScaleState.first(64.0, schedule), found)
     assert scales == [64, 64, 64, 64, 32, 16, 16, 16, 16, 16, 32, 32]
     assert state.scale == 16.0
 
 
 def test_the_allowance_comes_back_at_the_ceiling_too() -> None:
-    rule = Dynamic(growth_interval=2, hysteresis=3)
-    state = ScaleState.first(64.0, rule, max_scale=64.0)
+    schedule = Dynamic(growth_interval=2, hysteresis=3)
+    state = ScaleState.first(64.0, schedule, max_scale=64.0)
     _, state = iterate(state, [1, 1])
     assert state.hysteresis_left == 1
     _, state = iterate(state, [0, 0])
@@ -378,13 +378,13 @@ def test_the_allowance_comes_back_at_the_ceiling_too() -> None:
 
 
 def test_forgiven_overflows_do_not_count_for_a_probe() -> None:
-    rule = Dynamic(hysteresis=3, probe_after=2)
-    assert iterate(ScaleState.first(64.0, rule), [1] * 6)[0] == [64, 64, 64, 32, 1, 64]
+    schedule = Dynamic(hysteresis=3, probe_after=2)
+    assert iterate(ScaleState.first(64.0, schedule), [1] * 6)[0] == [64, 64, 64, 32, 1, 64]
 
 
 # --- whatever happens -----------------------------------------------------------------------------
 
-rules = st.one_of(
+schedules = st.one_of(
     st.builds(Static),
     st.builds(
         Dynamic,
@@ -401,19 +401,21 @@ scales = st.floats(2.0**-126, LARGEST_SCALE, width=32)
 
 @settings(max_examples=60)
 @given(
-    rules,
+    schedules,
     scales,
     st.lists(st.tuples(st.booleans(), st.booleans()), min_size=30, max_size=60),
 )
-def test_the_scale_stays_usable(rule: Rule, scale: float, events: list[tuple[bool, bool]]) -> None:
-    state = ScaleState.first(scale, rule)
+def test_the_scale_stays_usable(
+    schedule: Schedule, scale: float, events: list[tuple[bool, bool]]
+) -> None:
+    state = ScaleState.first(scale, schedule)
     for found_inf, loss_is_finite in events:
         before = state
         state = next_state(before, found_inf=found_inf, loss_is_finite=loss_is_finite)
         assert before.min_scale <= state.scale <= before.max_scale
         assert math.isfinite(1 / state.scale)
-        assert (state.rule, state.min_scale) == (rule, before.min_scale)
-        assert state.growth_tracker < rule.growth_interval
+        assert (state.schedule, state.min_scale) == (schedule, before.min_scale)
+        assert state.growth_tracker < schedule.growth_interval
         assert state.num_taken + state.num_skipped == before.num_taken + before.num_skipped + 1
         if found_inf:
             assert state.growth_tracker == 0

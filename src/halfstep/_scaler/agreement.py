@@ -191,7 +191,7 @@ class Agreement:
                 f"{call}: the ranks disagree on the scale, and no step was taken:",
                 group.lines(rows, describe),
                 "Cause: a checkpoint or update(new_scale=...) on some ranks only, another "
-                "init_scale or rule, or calls of the scaler that some ranks leave out.",
+                "init_scale or schedule, or calls of the scaler that some ranks leave out.",
                 "Cure: load the same state on all ranks; update(new_scale=...) with one number on "
                 "all of them sets the scale, and load_state_dict() the counters too.",
             ]

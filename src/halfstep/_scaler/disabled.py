@@ -24,8 +24,8 @@ from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Checked, Decided, Gathered
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.rules import Static
 from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.schedules import Static
 from halfstep.errors import RanksError
 
 

@@ -38,8 +38,8 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modes import is_inside_functorch
 from halfstep._pytorch.transfers import is_capturing
-from halfstep._scaler.rules import Rule
 from halfstep._scaler.scale_state import ScaleState, changed, next_state
+from halfstep._scaler.schedules import Schedule
 from halfstep._scaler.updates import LAG, Kernel, Number, PendingUpdate
 from halfstep.errors import CallOrderError
 
@@ -56,7 +56,7 @@ class LossScale:
     """The scale of the losses, with its state.
 
     Attributes:
-        first: The initial state, with the current rule.
+        first: The initial state, with the current schedule.
         state: The state after the newest update whose flags are known on the host.
         device: The device of the number, that of the first loss.
         is_created: Whether there is a number on a device.
@@ -369,22 +369,22 @@ class LossScale:
 
     def load(self, state: ScaleState) -> None:
         """Load a state, in place on the device. Sync: one if updates are under way."""
-        rule, count = state.rule, state.growth_tracker
+        schedule, count = state.schedule, state.growth_tracker
         self.first = replace(
-            self.first, rule=rule, hysteresis_left=rule.hysteresis, growth_tracker=count
+            self.first, schedule=schedule, hysteresis_left=schedule.hysteresis, growth_tracker=count
         )
         if self.is_created:
             self._settle()
         self._take(state)
         self.forget_losses()
 
-    def set_rule(self, rule: Rule) -> None:
-        """Use another rule from now on. Sync: one if updates are under way."""
-        self.first = replace(self.first, rule=rule)
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Use another schedule from now on. Sync: one if updates are under way."""
+        self.first = replace(self.first, schedule=schedule)
         if self.is_created:
             self._settle()
             self._follow_writes()
-        self._take(replace(self.state, rule=rule))
+        self._take(replace(self.state, schedule=schedule))
 
     def set(self, new_scale: object) -> None:
         """Set the scale to a number or to a 1-element tensor.
@@ -453,7 +453,7 @@ def _followed(
 
 def _with_valid_tracker(state: ScaleState) -> ScaleState:
     """Clamp a count that exceeds a lowered interval, so that the next step grows the scale."""
-    last = state.rule.growth_interval - 1
+    last = state.schedule.growth_interval - 1
     return changed(state, growth_tracker=last) if state.growth_tracker > last else state
 
 
@@ -463,7 +463,7 @@ OURS = "halfstep"
 """Key of the state that torch.amp does not have, stored as JSON text.
 
 It is text because torch.distributed.checkpoint flattens a dict and loads only the keys that the
-loading scaler already has: the numbers of another rule would be lost silently.
+loading scaler already has: the numbers of another schedule would be lost silently.
 """
 
 

@@ -17,15 +17,15 @@ from halfstep._gradients.scalars import (
     checked_scale,
     round_to_float32,
 )
-from halfstep._scaler.rules import Dynamic, Rule, Static, rule_from_dict
+from halfstep._scaler.schedules import Dynamic, Schedule, Static, schedule_from_dict
 
 FORMAT_VERSION = 1
 """Version of the data under the key ``"halfstep"`` of a state dict."""
 
-# torch.amp's name of the growth tracker, and its keys for the numbers that belong to a rule here.
+# torch.amp's name of the growth tracker, and its keys for the numbers of a schedule.
 TORCH_TRACKER = "_growth_tracker"
-TORCH_RULE_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
-TORCH_KEYS = ("scale", *TORCH_RULE_KEYS, TORCH_TRACKER)
+TORCH_SCHEDULE_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
+TORCH_KEYS = ("scale", *TORCH_SCHEDULE_KEYS, TORCH_TRACKER)
 
 MOST_UNKNOWN = 3
 """Number of updates that may be unknown to the host when the next one is launched."""
@@ -75,7 +75,7 @@ class ScaleState:
         growth_tracker: Number of consecutive taken steps since the scale last changed.
         min_scale: Lower limit for automatic changes of the scale.
         max_scale: Upper limit for automatic changes of the scale.
-        rule: How the scale changes.
+        schedule: How the scale changes.
         hysteresis_left: Number of overflows until the scale backs off, including the one that does.
         run_scale: The scale at which the run began, or that is to be restored; otherwise 0.
         overflows: Overflows in the run that made the scale back off, since the last probe.
@@ -102,7 +102,7 @@ class ScaleState:
     growth_tracker: int
     min_scale: float
     max_scale: float
-    rule: Rule
+    schedule: Schedule
     hysteresis_left: int = 1
     run_scale: float = 0.0
     overflows: int = 0
@@ -131,9 +131,10 @@ class ScaleState:
                 check_ascending(run_scale=self.run_scale, scale=self.scale)
 
     def _checked(self) -> dict[str, float | int]:
-        if not isinstance(self.rule, Static | Dynamic):
+        if not isinstance(self.schedule, Static | Dynamic):
             raise TypeError(
-                f"rule is {self.rule!r} ({type(self.rule).__name__}): pass Static() or Dynamic()"
+                f"schedule is {self.schedule!r} ({type(self.schedule).__name__}): pass Static() "
+                "or Dynamic()"
             )
         for name in ("held", "may_restore"):
             flag = getattr(self, name)
@@ -153,7 +154,7 @@ class ScaleState:
     def first(
         cls,
         init_scale: float,
-        rule: Rule,
+        schedule: Schedule,
         min_scale: float | None = None,
         max_scale: float | None = None,
     ) -> ScaleState:
@@ -165,7 +166,7 @@ class ScaleState:
         high = LARGEST_SCALE if max_scale is None else checked_scale("max_scale", max_scale)
         check_ascending(min_scale=low, max_scale=high)
         check_ascending(min_scale=low, init_scale=scale, max_scale=high)
-        return cls(scale, 0, low, high, rule, hysteresis_left=rule.hysteresis)
+        return cls(scale, 0, low, high, schedule, hysteresis_left=schedule.hysteresis)
 
     @property
     def can_amplify(self) -> bool:
@@ -173,7 +174,7 @@ class ScaleState:
 
         The state may be some updates old, in each of which the scale may have backed off.
         """
-        lowest = self.scale * self.rule.backoff_factor**MOST_UNKNOWN
+        lowest = self.scale * self.schedule.backoff_factor**MOST_UNKNOWN
         return max(lowest, self.min_scale) < 1.0
 
     @property
@@ -213,17 +214,19 @@ class ScaleState:
         """Return torch.amp's five keys (it ignores others), and the rest under "halfstep"."""
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
         theirs = {"scale": ours.pop("scale")}
-        theirs |= {key: getattr(self.rule, key) for key in TORCH_RULE_KEYS}
+        theirs |= {key: getattr(self.schedule, key) for key in TORCH_SCHEDULE_KEYS}
         theirs[TORCH_TRACKER] = ours.pop("growth_tracker")
-        rule = {key: value for key, value in self.rule.to_dict().items() if key not in theirs}
-        return theirs | {"halfstep": {"version": FORMAT_VERSION} | ours | {"rule": rule}}
+        schedule = {
+            key: value for key, value in self.schedule.to_dict().items() if key not in theirs
+        }
+        return theirs | {"halfstep": {"version": FORMAT_VERSION} | ours | {"schedule": schedule}}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], first: ScaleState | None = None) -> ScaleState:
         """Return the state that :meth:`to_dict` or torch.amp's ``state_dict()`` saved.
 
         torch.amp saves only the scale, its factors and its interval. ``first`` supplies the rest:
-        limits, and the kind and other numbers of the rule; ``Static()`` stays. Without it they are
+        limits, kind and other numbers of the schedule; ``Static()`` stays. Without it they are
         those of :meth:`first` with ``Dynamic``.
 
         Raises:
@@ -257,14 +260,14 @@ class ScaleState:
     def _from_parts(
         cls, theirs: dict[str, Any], ours: dict[str, Any], first: ScaleState | None
     ) -> ScaleState:
-        factors = {key: theirs.pop(key) for key in TORCH_RULE_KEYS}
+        factors = {key: theirs.pop(key) for key in TORCH_SCHEDULE_KEYS}
         tracker = theirs.pop(TORCH_TRACKER)
         if not ours:
             alone = cls.first(theirs["scale"], Dynamic(**factors))
             if first is None:
                 return replace(alone, growth_tracker=tracker)
-            if isinstance(first.rule, Dynamic):
-                first = replace(first, rule=replace(first.rule, **factors))
+            if isinstance(first.schedule, Dynamic):
+                first = replace(first, schedule=replace(first.schedule, **factors))
             return replace(first.with_scale(alone.scale), growth_tracker=tracker)
         # Earlier versions did not have it. In a run, it is not known whether any loss was finite.
         in_run = any(ours.get(key) for key in ("run_scale", "overflows", "skipped_in_a_row"))
@@ -274,10 +277,10 @@ class ScaleState:
             raise ValueError(
                 f"'halfstep' {'has no' if key in expected else 'has an unknown key'} {key!r}"
             )
-        rule = dict(ours.pop("rule"))
-        if rule.get("name") != Static.name:
-            rule |= factors
-        return cls(growth_tracker=tracker, rule=rule_from_dict(rule), **theirs, **ours)
+        schedule = dict(ours.pop("schedule"))
+        if schedule.get("name") != Static.name:
+            schedule |= factors
+        return cls(growth_tracker=tracker, schedule=schedule_from_dict(schedule), **theirs, **ours)
 
 
 def reason(state: ScaleState, found_inf: bool, loss_is_finite: bool = True) -> Reason | None:
@@ -316,15 +319,15 @@ def next_state(state: ScaleState, *, found_inf: bool, loss_is_finite: bool = Tru
         num_skipped=state.num_skipped + 1,
         skipped_in_a_row=state.skipped_in_a_row + 1,
     )
-    if state.rule.backoff_factor == 1.0:
+    if state.schedule.backoff_factor == 1.0:
         return state
-    is_blameless = not loss_is_finite and state.rule.probe_after is not None
+    is_blameless = not loss_is_finite and state.schedule.probe_after is not None
     return _after_overflow(changed(state, may_restore=state.may_restore and is_blameless))
 
 
 def _after_overflow(state: ScaleState) -> ScaleState:
-    rule = state.rule
-    probes = rule.probe_after is not None
+    schedule = state.schedule
+    probes = schedule.probe_after is not None
     if state.is_trial:  # It failed: a smaller scale is needed.
         return changed(state, scale=state.resume_scale, resume_scale=0.0)
     if state.scale > state.min_scale and state.hysteresis_left > 1:
@@ -335,24 +338,24 @@ def _after_overflow(state: ScaleState) -> ScaleState:
             return state
         return changed(state, held=True, scale=state.run_scale, resume_scale=0.0, overflows=0)
     overflows = state.overflows + 1
-    lower = max(round_to_float32(state.scale * rule.backoff_factor), state.min_scale)
-    if rule.probe_after is not None and overflows >= rule.probe_after:
+    lower = max(round_to_float32(state.scale * schedule.backoff_factor), state.min_scale)
+    if schedule.probe_after is not None and overflows >= schedule.probe_after:
         return changed(state, scale=state.min_scale, resume_scale=lower, overflows=0)
     is_waiting = state.held and probes
     return changed(state, scale=state.scale if is_waiting else lower, overflows=overflows)
 
 
 def _after_step(state: ScaleState) -> ScaleState:
-    rule = state.rule
+    schedule = state.schedule
     is_test = state.resume_scale != 0.0
     is_restored = state.may_restore and state.has_backed_off
-    ends_interval = state.growth_tracker + 1 >= rule.growth_interval
+    ends_interval = state.growth_tracker + 1 >= schedule.growth_interval
     is_growing = ends_interval and not (is_test or is_restored)
-    refills = is_growing or rule.refill == "step"
+    refills = is_growing or schedule.refill == "step"
     counts = NO_RUN | {
         "num_taken": state.num_taken + 1,
         "skipped_in_a_row": 0,
-        "hysteresis_left": rule.hysteresis if refills else state.hysteresis_left,
+        "hysteresis_left": schedule.hysteresis if refills else state.hysteresis_left,
     }
     # A probe was taken: a smaller scale helps. Continue from the backed-off scale.
     scale = state.resume_scale if state.is_probe else state.scale
@@ -360,7 +363,7 @@ def _after_step(state: ScaleState) -> ScaleState:
         counts |= {"run_scale": state.run_scale, "resume_scale": scale}
         return changed(state, **counts, scale=state.run_scale)
     if is_growing:
-        grown = round_to_float32(scale * rule.growth_factor)
+        grown = round_to_float32(scale * schedule.growth_factor)
         scale = grown if grown <= state.max_scale else scale
     elif state.may_restore and not (state.held or is_test):
         counts["run_scale"] = state.run_scale
@@ -369,7 +372,7 @@ def _after_step(state: ScaleState) -> ScaleState:
         **counts,
         scale=scale,
         growth_tracker=0 if is_test or is_growing else state.growth_tracker + 1,
-        may_restore=not is_growing and rule.probe_after is not None,
+        may_restore=not is_growing and schedule.probe_after is not None,
     )
 
 
