@@ -118,7 +118,7 @@ def a_group_of_too_few(rank: int) -> Tried:
 
 
 def saved_states_that_differ(rank: int) -> Tried:
-    from halfstep._scaler.agreement import Group
+    from halfstep._scaler.groups import Group
     from halfstep._scaler.ranks import require_same
 
     books = scaler("local")

@@ -223,7 +223,7 @@ SCHEDULES: list[Callable[[random.Random], Any]] = [
         rng.randint(1, 4),
         hysteresis=rng.choice([1, 1, 2, 3]),
         refill=rng.choice(["growth", "step"]),
-        probe_after=rng.choice([8, 8, 2, None]),
+        trials=rng.choice([True, True, True, False]),
     ),
     lambda rng: Dynamic(growth_interval=rng.randint(1, 4)),
     lambda rng: Static(),
@@ -400,7 +400,7 @@ class World:
         if self.bad_loss:
             return Reason.LOSS
         state = self.state
-        is_last = state.held or state.scale <= state.min_scale
+        is_last = state.reached_floor or state.scale <= state.min_scale
         return Reason.NON_FINITE if is_last else Reason.OVERFLOW
 
     # --- checks -----------------------------------------------------------------------------------
@@ -781,23 +781,16 @@ class World:
         self.op_update()
 
     def op_run_of_nan(self) -> None:
-        """However long it is, afterwards the scale is where it was, or a few steps below."""
+        """Once the floor was tried in vain, the scale is where the run began."""
         if not self.is_between or self.num_losses:
             return
-        opt, schedule, begin = self.rng.choice(self.opts), self.schedule, self.state
+        opt = self.rng.choice(self.opts)
         for _ in range(self.rng.randint(5, 20)):
             self.iteration(opt, math.nan)
+        run = self.state
         self.iteration(opt)
-        end = self.state
-        if (
-            type(schedule) is Dynamic
-            and schedule.probe_after is not None
-            and not end.skipped_in_a_row
-        ):
-            lowest = (
-                begin.run_scale or begin.scale
-            ) * schedule.backoff_factor**schedule.probe_after
-            assert end.scale >= min(lowest * 0.999, begin.scale)
+        if run.reached_floor and not self.state.skipped_in_a_row:
+            assert self.state.scale >= run.run_scale
 
     # --- the end of an iteration, and settings ----------------------------------------------------
 

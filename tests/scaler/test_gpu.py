@@ -102,7 +102,7 @@ def test_unscale(kind: str) -> None:
 
 @pytest.mark.parametrize("factors", [(2.0, 0.5), (1.1, 0.3), (3.7, 0.999)])
 def test_the_device_does_the_same_as_the_pure_state(factors: tuple[float, float]) -> None:
-    schedule = Dynamic(*factors, growth_interval=2, probe_after=None)
+    schedule = Dynamic(*factors, growth_interval=2, trials=False)
     state = ScaleState.first(1000.1, schedule, min_scale=0.7)
     scale = LossScale(state)
     scale.create(CUDA)

@@ -56,7 +56,7 @@ schedules = st.one_of(
         growth_interval=st.integers(1, 6),
         hysteresis=st.integers(1, 3),
         refill=st.sampled_from(["growth", "step"]),
-        probe_after=st.none() | st.integers(1, 9),
+        trials=st.booleans(),
     ),
 )
 events = st.lists(
@@ -134,7 +134,7 @@ def test_in_a_cuda_graph_the_scale_keeps_its_floor(monkeypatch: pytest.MonkeyPat
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([Dynamic(growth_interval=3, probe_after=None), Dynamic(1.5, 0.3, 2), Static()]),
+    st.sampled_from([Dynamic(growth_interval=3, trials=False), Dynamic(1.5, 0.3, 2), Static()]),
     st.lists(st.sampled_from([False, False, True]), min_size=10, max_size=40),
 )
 def test_the_device_moves_the_scale_as_the_host_would(
@@ -186,11 +186,11 @@ def test_whatever_happens_the_host_follows(
     assert end.num_skipped == skipped
     assert end.num_taken == len(sequence) + 2 * LAG - skipped
     assert min(scales) >= state.min_scale
-    assert (end.skipped_in_a_row, end.held) == (0, False)
+    assert (end.skipped_in_a_row, end.reached_floor) == (0, False)
 
 
 def test_what_the_kernel_does_not_know_comes_two_updates_late() -> None:
-    schedule = Dynamic(hysteresis=2, probe_after=None)
+    schedule = Dynamic(hysteresis=2, trials=False)
     with waiting_device():
         scale = made(ScaleState.first(64.0, schedule))
         seen = []
@@ -301,11 +301,12 @@ def test_addresses_stay() -> None:
 
 @pytest.mark.parametrize("new", [0.0, -0.0, -3.0, math.nan, math.inf, -math.inf, 2.0**-127])
 def test_an_unusable_tensor_changes_nothing(new: float) -> None:
-    scale = made(ScaleState.first(65536.0, Dynamic(probe_after=3)))
-    for found_inf in (False, True, True, True):
-        scale.update(found_inf)
+    scale = made(ScaleState.first(65536.0, Dynamic()))
+    for loss in (1.0, math.nan, 1.0):
+        scale.see_loss(torch.tensor(loss))
+        scale.update(math.isnan(loss))
     before = scale.read()
-    assert before.resume_scale
+    assert before.is_trial
     scale.set(torch.tensor([[new]]))
     assert scale.read() == before
 

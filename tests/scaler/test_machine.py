@@ -4,7 +4,7 @@ Equal at every moment, bit for bit: the scale, the count of steps in a row, ever
 buffer of an optimizer, and every gradient but those of a skipped step, which are compared with what
 they were before it (A33).
 
-How the scale moves differs on purpose in a few iterations: a floor, a probe and what comes of it
+How the scale moves differs on purpose in a few iterations: a floor, a trial and what comes of it
 (A1), a bad loss (A9), a count past a lowered interval (A29). What it should be is what
 ``next_state`` says of a state that is kept beside both; everywhere else torch's own update must
 agree with it, and then torch's scaler is given that scale, so that both go on alike.
@@ -204,7 +204,7 @@ class SideBySide(RuleBasedStateMachine):
         theirs = self.theirs.scaler
         if not (
             (found_inf and not self.loss_is_finite)
-            or before.held
+            or before.reached_floor
             or before.resume_scale
             or after.resume_scale
             or theirs.get_scale() < after.min_scale
@@ -227,7 +227,7 @@ class SideBySide(RuleBasedStateMachine):
 
     @rule(k=which, bad=bad_values, length=st.integers(2, 20))
     def run_of_overflows(self, k: int, bad: float, length: int) -> None:
-        """Down to the probe, and on to the next one."""
+        """Down to the floor, and on."""
         for _ in range(length):
             self.whole_iteration(k, 1.0, bad)
 

@@ -222,7 +222,7 @@ def overflow(param: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("make", "kwargs", "attempts", "reason"),
     [
-        (bad_loss, {}, 9, "loss"),  # the last at the smallest scale
+        (bad_loss, {}, 11, "loss"),
         (bad_loss, {"init_scale": 1.0}, 1, "loss"),
         (bad_loss, {"schedule": Static()}, 1, "loss"),
         (overflow, {"init_scale": 1.0}, 1, "non-finite at any scale"),

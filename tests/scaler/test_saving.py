@@ -91,8 +91,8 @@ def test_we_load_torchs(initialized: bool, source_initialized: bool) -> None:
 SCHEDULES = st.sampled_from(
     [
         Dynamic(),
-        Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step", probe_after=2),
-        Dynamic(probe_after=None),
+        Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step"),
+        Dynamic(trials=False),
         Static(),
     ]
 )
@@ -146,7 +146,7 @@ def test_a_damaged_part_of_ours_changes_nothing() -> None:
 @pytest.mark.parametrize("kinds", [".L.", ".L.L.", "." + "G" * 8])
 @pytest.mark.parametrize("written", [2.0**20, 3.0])
 def test_a_scale_written_in_place_in_a_run_can_be_saved(kinds: str, written: float) -> None:
-    """In a trial, in a remembered run, in a probe: it ends the run."""
+    """In a trial, in a remembered run, after backing off: it ends the run."""
     scale = LossScale(ScaleState.first(65536.0, Dynamic()))
     scale.create(torch.device(DEVICE))
     for kind in kinds:

@@ -194,6 +194,6 @@ def test_nan_batches_do_not_cost_it_the_scale(make: Callable[[Any], Program]) ->
     assert mine.scaler.get_scale() >= clean.scaler.get_scale()
 
 
-def test_a_schedule_without_probes() -> None:
-    mine = GradientPenalty(quiet(schedule=Dynamic(probe_after=None)))
+def test_a_schedule_without_trials() -> None:
+    mine = GradientPenalty(quiet(schedule=Dynamic(trials=False)))
     assert len(mine.losses_of_taken_steps()) > 180

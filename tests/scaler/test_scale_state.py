@@ -30,7 +30,7 @@ dynamic = {
     "growth_interval": st.integers(1, 10) | st.integers(1, LARGEST_COUNT),
     "hysteresis": st.integers(1, LARGEST_COUNT),
     "refill": st.sampled_from(["growth", "step"]),
-    "probe_after": st.none() | st.integers(1, LARGEST_COUNT),
+    "trials": st.booleans(),
 }
 schedules = st.one_of(
     st.builds(Static),
@@ -42,18 +42,18 @@ schedules = st.one_of(
 def states(draw: st.DrawFn) -> ScaleState:
     """Any state that may be: in the order min_scale <= scale <= run_scale <= max_scale."""
     low, scale, resume, run, high = sorted(draw(st.lists(scales, min_size=5, max_size=5)))
-    test = draw(st.sampled_from(["", "probe", "trial"]))
+    is_trial = draw(st.booleans())
     return ScaleState(
-        scale={"": scale, "probe": low, "trial": run}[test],
+        scale=run if is_trial else scale,
         growth_tracker=draw(counts),
         min_scale=low,
         max_scale=high,
         schedule=draw(schedules),
         hysteresis_left=draw(st.integers(1, LARGEST_COUNT)),
-        run_scale=run if test else draw(st.sampled_from([0.0, run])),
-        overflows=draw(counts),
-        resume_scale=resume if test else 0.0,
-        held=draw(st.booleans()),
+        run_scale=run if is_trial else draw(st.sampled_from([0.0, run])),
+        has_backed_off=draw(st.booleans()),
+        resume_scale=resume if is_trial else 0.0,
+        reached_floor=draw(st.booleans()),
         may_restore=draw(st.booleans()),
         skipped_in_a_row=draw(counts),
         num_taken=draw(counts),
@@ -97,9 +97,9 @@ FIRST = ScaleState.first(4.0, Dynamic(2.0, 0.25, growth_interval=2))
         ("hysteresis_left", 0, ValueError, "^hysteresis_left is 0: it must lie between 1"),
         ("run_scale", 2.0, ValueError, "^scale is 4.0, above run_scale, which is 2.0"),
         ("run_scale", math.nan, ValueError, "^run_scale is nan"),
-        ("overflows", 2**31, ValueError, "^overflows is 2147483648: it must lie"),
+        ("has_backed_off", 2, TypeError, r"^has_backed_off is 2 \(int\): pass a bool"),
         ("resume_scale", 2.0, ValueError, "^resume_scale is 2.0, above run_scale, which is 0.0"),
-        ("held", 1, TypeError, r"^held is 1 \(int\): pass a bool"),
+        ("reached_floor", 1, TypeError, r"^reached_floor is 1 \(int\): pass a bool"),
         ("may_restore", 0, TypeError, r"^may_restore is 0 \(int\): pass a bool"),
         ("skipped_in_a_row", -1, ValueError, "^skipped_in_a_row is -1"),
         ("num_taken", True, TypeError, "^num_taken is True .bool.: pass a whole number"),
@@ -111,13 +111,13 @@ def test_bad_numbers(name: str, value: object, error: type[Exception], words: st
         dataclasses.replace(FIRST, **{name: value})
 
 
-def test_a_probe_is_at_the_floor_and_a_trial_where_the_run_began() -> None:
-    probe = dataclasses.replace(FIRST, run_scale=8.0, resume_scale=2.0, scale=1.0)
-    assert dataclasses.replace(probe, scale=8.0).is_trial
+def test_a_trial_is_where_the_run_began() -> None:
+    trial = dataclasses.replace(FIRST, run_scale=8.0, resume_scale=2.0, scale=8.0)
+    assert trial.is_trial
     with pytest.raises(ValueError, match=r"^run_scale is 8.0, above scale, which is 4.0"):
-        dataclasses.replace(probe, scale=4.0)
+        dataclasses.replace(trial, scale=4.0)
     with pytest.raises(ValueError, match=r"^resume_scale is 16.0, above run_scale, which is 8.0"):
-        dataclasses.replace(probe, resume_scale=16.0)
+        dataclasses.replace(trial, resume_scale=16.0)
 
 
 def test_the_scale_is_held_as_float32() -> None:
@@ -184,7 +184,8 @@ def test_a_scale_set_by_hand_ends_a_run_and_widens_the_limits(
     assert after.scale == scale
     assert after.min_scale == min(state.min_scale, scale)
     assert after.max_scale == max(state.max_scale, scale)
-    assert (after.run_scale, after.overflows, after.resume_scale, after.held) == (0, 0, 0, False)
+    assert (after.run_scale, after.resume_scale) == (0, 0)
+    assert (after.has_backed_off, after.reached_floor) == (False, False)
     kept = ("growth_tracker", "schedule", "hysteresis_left", "skipped_in_a_row", "num_taken")
     assert all(getattr(after, name) == getattr(state, name) for name in kept)
 
@@ -242,9 +243,8 @@ def test_the_dict_has_the_keys_of_torch_and_one_more() -> None:
         "_growth_tracker": 0,
     }
     assert ours["version"] == 1
-    assert ours["schedule"] == {"name": "dynamic", "hysteresis": 1, "refill": "growth"} | {
-        "probe_after": 8
-    }
+    numbers = {"hysteresis": 1, "refill": "growth", "trials": True}
+    assert ours["schedule"] == {"name": "dynamic"} | numbers
     assert (ours["min_scale"], ours["max_scale"]) == (1.0, LARGEST_SCALE)
 
 
@@ -342,9 +342,9 @@ def test_a_missing_key_is_named() -> None:
         ({}, False, False, None),
         ({}, True, True, Reason.OVERFLOW),
         ({}, True, False, Reason.LOSS),
-        ({"held": True}, True, True, Reason.NON_FINITE),
-        ({"held": True}, True, False, Reason.LOSS),
-        ({"held": True}, False, True, None),
+        ({"reached_floor": True}, True, True, Reason.NON_FINITE),
+        ({"reached_floor": True}, True, False, Reason.LOSS),
+        ({"reached_floor": True}, False, True, None),
         ({"scale": 1.0}, True, True, Reason.NON_FINITE),
         ({"schedule": Static()}, True, True, Reason.OVERFLOW),
     ],

@@ -39,7 +39,7 @@ class Static:
     growth_interval: ClassVar[int] = 2000
     hysteresis: ClassVar[int] = 1
     refill: ClassVar[Literal["growth", "step"]] = "growth"
-    probe_after: ClassVar[int | None] = None
+    trials: ClassVar[bool] = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``{"name": "static"}``."""
@@ -56,7 +56,7 @@ class Dynamic:
     Source: Micikevicius et al., "Mixed Precision Training" (2018, arXiv:1710.03740), section 3.2,
     with the schedule of the PyTorch documentation ("Automatic Mixed Precision package"). Hysteresis
     is that of Megatron-LM (``refill="growth"``) and of DeepSpeed's ``consecutive_hysteresis``
-    (``refill="step"``). Probing is ours.
+    (``refill="step"``). Trials are ours.
 
     Attributes:
         growth_factor: The factor of the scale after ``growth_interval`` consecutive steps; >= 1.
@@ -66,10 +66,9 @@ class Dynamic:
             are tolerated; each later one backs off too, until the allowance is refilled.
         refill: When the allowance is refilled: ``"growth"``: after every ``growth_interval``
             consecutive steps; ``"step"``: after every taken step.
-        probe_after: Number of consecutive overflows that backed off before one iteration runs at
-            ``min_scale``; >= 1. If that overflows too, the scale returns to where it was. None:
-            the scale only grows and backs off, as torch.amp's; it ends at ``min_scale``, and skips
-            with a bad loss lower it for good.
+        trials: Whether a scale that was not to blame is restored: after skips whose losses were inf
+            or NaN, and after a skip at ``min_scale``. False: the scale only grows and backs off, as
+            torch.amp's; it ends at ``min_scale``, and skips with a bad loss lower it for good.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -86,14 +85,14 @@ class Dynamic:
     growth_interval: int = 2000
     hysteresis: int = 1
     refill: Literal["growth", "step"] = "growth"
-    probe_after: int | None = 8
+    trials: bool = True
 
     def __post_init__(self) -> None:
         # Completes the construction of the frozen value: ints become floats.
         for name, value in self._checked().items():
             object.__setattr__(self, name, value)
 
-    def _checked(self) -> dict[str, float | int | None]:
+    def _checked(self) -> dict[str, float | int]:
         growth_factor = checked_number("growth_factor", self.growth_factor)
         if growth_factor < 1.0:
             raise ValueError(
@@ -108,15 +107,13 @@ class Dynamic:
             )
         if self.refill not in ("growth", "step"):
             raise ValueError(f"refill is {self.refill!r}: it must be 'growth' or 'step'")
-        probe_after = self.probe_after
+        if not isinstance(self.trials, bool):
+            raise TypeError(f"trials is {self.trials!r}: pass a bool")
         return {
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": checked_count("growth_interval", self.growth_interval, at_least=1),
             "hysteresis": checked_count("hysteresis", self.hysteresis, at_least=1),
-            "probe_after": None
-            if probe_after is None
-            else checked_count("probe_after", probe_after, at_least=1),
         }
 
     def to_dict(self) -> dict[str, Any]:

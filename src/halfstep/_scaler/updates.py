@@ -50,7 +50,7 @@ class Kernel:
     """The move of a scale on a device: PyTorch's kernel, and a floor.
 
     It is torch.amp's schedule. What it does not know, the host corrects once the flags have
-    arrived: hysteresis, probes, trials, ``max_scale``.
+    arrived: hysteresis, trials, ``max_scale``.
     """
 
     growth_factor: float

@@ -244,7 +244,7 @@ class GradScaler(halfstep.GradScaler):
         if _is_possible(device, enabled):
             # PyTorch's scaler also ignores its device argument; the first loss decides.
             init_scale, growth_factor, backoff_factor, growth_interval = numbers
-            schedule = Dynamic(growth_factor, backoff_factor, growth_interval, probe_after=None)
+            schedule = Dynamic(growth_factor, backoff_factor, growth_interval, trials=False)
             super().__init__(
                 None,
                 init_scale,
