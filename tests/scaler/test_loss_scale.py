@@ -170,7 +170,7 @@ def scales_and_end(
         scales.append(scale.tensor.item())
     for _ in range(2 * LAG):  # the newest could be stale
         launch(scale, False)
-    scale._settle()
+    scale.follow_device()
     return scales, scale.read()
 
 

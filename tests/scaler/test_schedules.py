@@ -45,7 +45,7 @@ def test_bad_numbers(name: str, value: Any, error: type[Exception], words: str) 
         Static(),
         Dynamic(),
         Dynamic(3.0, 0.25, 7, 2, "step", False),
-        Dynamic(3.0, 0.25, 7, 2, "growth", 3),
+        Dynamic(3.0, 0.25, 7, 2, "growth", True),
     ],
 )
 def test_every_field_survives_a_round_trip(schedule: Schedule) -> None:

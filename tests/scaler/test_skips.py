@@ -231,13 +231,13 @@ class Thing:
 
 def test_alarm_says_when() -> None:
     alarm, scale = Alarm(3, "warn"), Thing()
-    said = [n for n in range(1, 30) if alarm.is_due(scale, n, at_floor=False)]
+    said = [n for n in range(1, 30) if alarm.note(scale, n, at_floor=False)]
     assert said == [3, 6, 12, 24]
-    assert not alarm.is_due(scale, 0, at_floor=False)
-    said = [n for n in range(1, 30) if alarm.is_due(scale, n, at_floor=n >= 2)]
+    assert not alarm.note(scale, 0, at_floor=False)
+    said = [n for n in range(1, 30) if alarm.note(scale, n, at_floor=n >= 2)]
     assert said == [2, 4, 8, 16]
     other = Thing()
-    assert [n for n in range(1, 30) if alarm.is_due(other, n, at_floor=False)] == [3, 6, 12, 24]
+    assert [n for n in range(1, 30) if alarm.note(other, n, at_floor=False)] == [3, 6, 12, 24]
 
 
 def test_limits_of_the_scale() -> None:

@@ -63,7 +63,7 @@ class Alone:
     def agree_on(self, found: Findings, *, has_gradients: bool = True) -> None:
         """Return None: what this rank has found holds. The methods are those of `Together`."""
         if not self.sees_all_losses:
-            found.scale.settle_loss(None)
+            found.scale.agree_on_loss(None)
 
 
 ALONE = Alone()
@@ -129,7 +129,7 @@ class Agreement:
             values = self._reduction.wait()
             self._reduction = None
             self._vector = to_device(values, self._loss_scale.tensor.device)
-            self._loss_scale.settle_loss(self._vector[BAD_LOSS] > 0)
+            self._loss_scale.agree_on_loss(self._vector[BAD_LOSS] > 0)
         return self._vector
 
     def found_inf(self) -> Tensor:

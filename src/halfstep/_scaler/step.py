@@ -218,8 +218,8 @@ def _with_later_checks(
     Raises:
         CallOrderError: A backward pass has added scaled gradients to those that were unscaled.
     """
-    asked = _asked(gathered.ranks, params)
-    new, later = engine.iteration.ledger.split(gathered.gradients, asked)
+    all_param_ids = _param_ids(gathered.ranks, params)
+    new, later = engine.iteration.ledger.split(gathered.gradients, all_param_ids)
     if new.grads:
         problem = (
             f"{call}: backward() of a scaled loss came after its gradients were unscaled, and "
@@ -240,10 +240,10 @@ def _with_later_checks(
 
 def _unscaled_apart(engine: Engine, gathered: Gathered, params: list[Tensor]) -> Gathered:
     """Return the gradients that are still scaled; if others are unscaled, all, unscaled."""
-    ledger, asked = engine.iteration.ledger, _asked(gathered.ranks, params)
-    scaled, entries = ledger.split(gathered.gradients, asked)
+    ledger, all_param_ids = engine.iteration.ledger, _param_ids(gathered.ranks, params)
+    scaled, entries = ledger.split(gathered.gradients, all_param_ids)
     checks = tuple(entry.check for entry in entries)
-    rest = replace(gathered, gradients=scaled, checks=checks, asked=asked)
+    rest = replace(gathered, gradients=scaled, checks=checks, all_param_ids=all_param_ids)
     if not checks:
         return rest
     refuse_half(engine, rest)
@@ -256,7 +256,7 @@ def _unscaled_apart(engine: Engine, gathered: Gathered, params: list[Tensor]) ->
     return replace(gathered, multiplier=None, checks=checks, is_first=False)
 
 
-def _asked(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
+def _param_ids(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
     """Return the ids of all parameters; empty if this rank decides alone."""
     return frozenset(map(id, params)) if ranks.is_together else frozenset()
 
@@ -340,7 +340,7 @@ def _check_of_scaled(gathered: Gathered, multiplier: Scalar, found: list[Tensor]
 
 def new_check(gathered: Gathered, found_inf: dict[torch.device, Tensor]) -> GradientCheck:
     """Return a check, shared with the other ranks if several decide."""
-    own = GradientCheck(gathered.loss_scale, found_inf, asked=gathered.asked)
+    own = GradientCheck(gathered.loss_scale, found_inf, all_param_ids=gathered.all_param_ids)
     if gathered.ranks is not ALONE:
         has_gradients = len(gathered.gradients.grads) + len(gathered.checks) > 0
         own.agreement = gathered.ranks.agree_on(own, has_gradients=has_gradients)
@@ -476,13 +476,13 @@ def keep(
     iteration: Iteration,
     checked: Checked,
     stage: Stage,
-    left: tuple[Scalar, Scalar] | None = None,
+    left_scaled_by: tuple[Scalar, Scalar] | None = None,
     decided: Decided | None = None,
 ) -> None:
     """Record the checks and the stage of a call; without a check there is nothing to record."""
     gathered, checks = checked.gathered, checked.checks()
     if checked.own is not None:
-        iteration.ledger.mark(checked.newly_checked, checked.own, left)
+        iteration.ledger.mark(checked.newly_checked, checked.own, left_scaled_by)
     if checks and gathered.optimizer is not None:
         iteration.steps[id(gathered.optimizer)] = Remembered(
             gathered.optimizer,
@@ -504,10 +504,10 @@ def remember(
     is_fused: bool,
 ) -> None:
     """Record a decided step and its outcome. Sync: none."""
-    checked, left = decided.checked, None
+    checked, left_scaled_by = decided.checked, None
     gathered, multiplier = checked.gathered, checked.multiplier
     if checked.own is not None and multiplier is not None:
-        left = decided.skip, multiplier
+        left_scaled_by = decided.skip, multiplier
         if checked.unclipped is None:
             multiplier = scalars.where(decided.skip, multiplier, 1.0)
     if gathered.ranks is not ALONE:
@@ -520,7 +520,7 @@ def remember(
     outcome = Outcome(optimizer, engine.names, decided, multiplier, can_measure_late)
     outcome.num_losses = engine.iteration.num_losses
     engine.journal.add(memory, outcome)
-    keep(engine.iteration, checked, Stage.STEPPED, left, decided)
+    keep(engine.iteration, checked, Stage.STEPPED, left_scaled_by, decided)
     if engine.buffers.watched:
         engine.buffers.restore(decided.skip)
     if not memory.early_clipping.is_over:
