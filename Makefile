@@ -88,7 +88,7 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/gradient_time.py
 	$(BIN)/python benchmarks/reductions.py
 	$(BIN)/python benchmarks/float32_head.py
-	$(BIN)/python benchmarks/scale_rules.py
+	$(BIN)/python benchmarks/scale_schedules.py
 	$(BIN)/python benchmarks/record_time.py
 	$(BIN)/python benchmarks/diagnose_time.py --size small
 	$(BIN)/python benchmarks/diagnose_time.py --size 43m --dtype bf16

@@ -77,8 +77,8 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 def train(model: nn.Module, batches: list[Tensor], folder: Path) -> float | None:
     optimizer: torch.optim.SGD = halfstep.master_weights(torch.optim.SGD(model.parameters(), 0.1))
-    rules = halfstep.Dynamic(2.0**10), halfstep.Static()
-    scaler: GradScaler = halfstep.GradScaler("cpu", rule=rules[0])
+    schedules = halfstep.Dynamic(2.0**10), halfstep.Static()
+    scaler: GradScaler = halfstep.GradScaler("cpu", schedule=schedules[0])
     policy: halfstep.Policy = halfstep.preset("standard")
     rule = halfstep.Rule("softmax", "lower", dtype=torch.bfloat16)
     with halfstep.record(folder, model, scaler):

@@ -184,7 +184,7 @@ def test_the_loss_of_an_accumulated_step_is_the_sum(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_scaled", [True, False])
 def test_the_loss_of_a_closure_is_that_of_its_last_evaluation(is_scaled, tmp_path: Path) -> None:
-    model, scaler = net_and_scaler(rule=halfstep.Static())
+    model, scaler = net_and_scaler(schedule=halfstep.Static())
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     seen = []
 

@@ -350,11 +350,11 @@ def test_a_scale_that_fell_to_its_floor(tmp_path):
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_probe_is_no_scale_that_fell(tmp_path, is_last):
+def test_a_step_before_a_trial_is_no_scale_that_fell(tmp_path, is_last):
     first = 100 if is_last else 50
-    probe = [skip(first, 1024.0, scale_after=1.0)]
-    probe += [step(n, scale=1.0, scale_after=512.0) for n in (51,) if not is_last]
-    found = said(tmp_path, *probe)
+    steps = [skip(first, 1024.0, scale_after=1.0)]
+    steps += [step(n, scale=1.0, scale_after=512.0) for n in (51,) if not is_last]
+    found = said(tmp_path, *steps)
     assert [sentence.severity for sentence in found] == ["good", "notice"]
     assert not [sentence for sentence in found if "fell" in sentence.text]
 

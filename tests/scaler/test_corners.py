@@ -118,9 +118,9 @@ def test_something_else_than_an_optimizer(call: Any) -> None:
         call(GradScaler())
 
 
-def test_a_rule_is_no_name() -> None:
-    with pytest.raises(TypeError, match=r"rule is 'dynamic': pass Dynamic\(\.\.\.\)"):
-        GradScaler(rule="dynamic")  # type: ignore[arg-type]
+def test_a_schedule_is_no_name() -> None:
+    with pytest.raises(TypeError, match=r"schedule is 'dynamic': pass Dynamic\(\.\.\.\)"):
+        GradScaler(schedule="dynamic")  # type: ignore[arg-type]
 
 
 def test_the_metric_of_reduce_lr_on_plateau() -> None:

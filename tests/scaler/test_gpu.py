@@ -11,8 +11,8 @@ from tests.training import mlp
 from halfstep._gradients.norms import largest_magnitudes, sums_of_squares
 from halfstep._scaler import GradScaler
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import ScaleState, next_state
+from halfstep._scaler.schedules import Dynamic, Static
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -102,8 +102,8 @@ def test_unscale(kind: str) -> None:
 
 @pytest.mark.parametrize("factors", [(2.0, 0.5), (1.1, 0.3), (3.7, 0.999)])
 def test_the_device_does_the_same_as_the_pure_state(factors: tuple[float, float]) -> None:
-    rule = Dynamic(*factors, growth_interval=2, probe_after=None)
-    state = ScaleState.first(1000.1, rule, min_scale=0.7)
+    schedule = Dynamic(*factors, growth_interval=2, trials=False)
+    state = ScaleState.first(1000.1, schedule, min_scale=0.7)
     scale = LossScale(state)
     scale.create(CUDA)
     for found_inf in [False, False, True, False, True, True] + [True] * 20 + [False] * 100:
@@ -190,9 +190,9 @@ def test_the_message_comes_late_but_comes() -> None:
     assert [str(report.reason) for report in reports] == ["loss", "loss"]
 
 
-@pytest.mark.parametrize("rule", [Dynamic(), Dynamic(hysteresis=2, refill="step"), Static()])
-def test_every_rule_with_known_flags(rule: Any) -> None:
-    state = ScaleState.first(2.0**16, rule, max_scale=2.0**20)
+@pytest.mark.parametrize("schedule", [Dynamic(), Dynamic(hysteresis=2, refill="step"), Static()])
+def test_every_schedule_with_known_flags(schedule: Any) -> None:
+    state = ScaleState.first(2.0**16, schedule, max_scale=2.0**20)
     scale = LossScale(state)
     scale.create(CUDA)
     for number in range(60):

@@ -15,8 +15,8 @@ from halfstep._gradients import scalars
 from halfstep._gradients.scalars import LARGEST_SCALE, SMALLEST_SCALE
 from halfstep._scaler import loss_scale
 from halfstep._scaler.loss_scale import LossScale, state_of
-from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import ScaleState, next_state
+from halfstep._scaler.schedules import Dynamic, Static
 from halfstep._scaler.updates import LAG, Kernel, Number
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def launch(scale: LossScale, found_inf: bool, loss: float = 1.0) -> None:
 
 
 exponents = st.integers(-126, 127)
-rules = st.one_of(
+schedules = st.one_of(
     st.just(Dynamic()),
     st.just(Static()),
     st.builds(
@@ -56,7 +56,7 @@ rules = st.one_of(
         growth_interval=st.integers(1, 6),
         hysteresis=st.integers(1, 3),
         refill=st.sampled_from(["growth", "step"]),
-        probe_after=st.none() | st.integers(1, 9),
+        trials=st.booleans(),
     ),
 )
 events = st.lists(
@@ -72,13 +72,13 @@ events = st.lists(
 @st.composite
 def first_states(draw: st.DrawFn) -> ScaleState:
     low, middle, high = sorted(draw(exponents) for _ in range(3))
-    scale, rule = draw(st.sampled_from([2.0**middle, 1.3 * 2.0**middle])), draw(rules)
+    scale, schedule = draw(st.sampled_from([2.0**middle, 1.3 * 2.0**middle])), draw(schedules)
     with_limits = ScaleState.first(
-        scale, rule, min_scale=2.0**low, max_scale=1.5 * 2.0 ** max(high, middle)
+        scale, schedule, min_scale=2.0**low, max_scale=1.5 * 2.0 ** max(high, middle)
     )
     return draw(
         st.sampled_from(
-            [ScaleState.first(65536.0, rule), ScaleState.first(scale, rule), with_limits]
+            [ScaleState.first(65536.0, schedule), ScaleState.first(scale, schedule), with_limits]
         )
     )
 
@@ -134,14 +134,14 @@ def test_in_a_cuda_graph_the_scale_keeps_its_floor(monkeypatch: pytest.MonkeyPat
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([Dynamic(growth_interval=3, probe_after=None), Dynamic(1.5, 0.3, 2), Static()]),
+    st.sampled_from([Dynamic(growth_interval=3, trials=False), Dynamic(1.5, 0.3, 2), Static()]),
     st.lists(st.sampled_from([False, False, True]), min_size=10, max_size=40),
 )
 def test_the_device_moves_the_scale_as_the_host_would(
-    rule: Dynamic | Static, flags: list[bool]
+    schedule: Dynamic | Static, flags: list[bool]
 ) -> None:
     """In the usual course, no lag is seen in the scale, nor in what is read."""
-    state = ScaleState.first(2.0**100, rule)
+    state = ScaleState.first(2.0**100, schedule)
     with waiting_device():
         scale = made(state)
         in_a_row = 0
@@ -170,7 +170,7 @@ def scales_and_end(
         scales.append(scale.tensor.item())
     for _ in range(2 * LAG):  # the newest could be stale
         launch(scale, False)
-    scale._settle()
+    scale.follow_device()
     return scales, scale.read()
 
 
@@ -186,13 +186,13 @@ def test_whatever_happens_the_host_follows(
     assert end.num_skipped == skipped
     assert end.num_taken == len(sequence) + 2 * LAG - skipped
     assert min(scales) >= state.min_scale
-    assert (end.skipped_in_a_row, end.held) == (0, False)
+    assert (end.skipped_in_a_row, end.reached_floor) == (0, False)
 
 
 def test_what_the_kernel_does_not_know_comes_two_updates_late() -> None:
-    rule = Dynamic(hysteresis=2, probe_after=None)
+    schedule = Dynamic(hysteresis=2, trials=False)
     with waiting_device():
-        scale = made(ScaleState.first(64.0, rule))
+        scale = made(ScaleState.first(64.0, schedule))
         seen = []
         for _ in range(6):
             launch(scale, True)
@@ -301,11 +301,12 @@ def test_addresses_stay() -> None:
 
 @pytest.mark.parametrize("new", [0.0, -0.0, -3.0, math.nan, math.inf, -math.inf, 2.0**-127])
 def test_an_unusable_tensor_changes_nothing(new: float) -> None:
-    scale = made(ScaleState.first(65536.0, Dynamic(probe_after=3)))
-    for found_inf in (False, True, True, True):
-        scale.update(found_inf)
+    scale = made(ScaleState.first(65536.0, Dynamic()))
+    for loss in (1.0, math.nan, 1.0):
+        scale.see_loss(torch.tensor(loss))
+        scale.update(math.isnan(loss))
     before = scale.read()
-    assert before.resume_scale
+    assert before.is_trial
     scale.set(torch.tensor([[new]]))
     assert scale.read() == before
 
@@ -325,7 +326,7 @@ def test_a_lowered_interval(is_device: bool) -> None:
         found: bool | list[torch.Tensor] = [torch.tensor(0.0)] if is_device else False
         for _ in range(10):
             scale.update(found)
-        scale.set_rule(Dynamic(growth_interval=3))
+        scale.set_schedule(Dynamic(growth_interval=3))
         scale.update(found)
         assert scale.tensor == 8.0
 

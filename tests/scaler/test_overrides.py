@@ -85,8 +85,8 @@ def decides_itself(base: Any, *args: Any, **kwargs: Any) -> Any:
             if found and self.left > 0:
                 tracker.zero_()
             else:
-                rule = self._growth_factor, self._backoff_factor, self._growth_interval
-                torch._amp_update_scale_(scale, tracker, found, *rule)
+                schedule = self._growth_factor, self._backoff_factor, self._growth_interval
+                torch._amp_update_scale_(scale, tracker, found, *schedule)
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     return Own(*args, **kwargs)
@@ -381,7 +381,7 @@ def test_every_method_that_torch_amp_calls_is_called(base: Any, options: Any) ->
     assert called == {*AS_MADE} - {*left_out}
 
 
-# --- limits, rules and optimizers of other kinds --------------------------------------------------
+# --- schedules and optimizers of other kinds ------------------------------------------------------
 
 
 def plain(base: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from tests.scaler.containers import Wrapper
 from tests.training import assert_same, batches, fused_or_not
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.rules import Dynamic, Static
+from halfstep._scaler.schedules import Dynamic, Static
 from halfstep.errors import CallOrderError
 
 
@@ -222,13 +222,13 @@ def overflow(param: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("make", "kwargs", "attempts", "reason"),
     [
-        (bad_loss, {}, 9, "loss"),  # the last at the smallest scale
+        (bad_loss, {}, 11, "loss"),
         (bad_loss, {"init_scale": 1.0}, 1, "loss"),
-        (bad_loss, {"rule": Static()}, 1, "loss"),
+        (bad_loss, {"schedule": Static()}, 1, "loss"),
         (overflow, {"init_scale": 1.0}, 1, "non-finite at any scale"),
         (overflow, {"init_scale": 4.0}, 3, "non-finite at any scale"),
-        (overflow, {"rule": Static()}, 1, "overflow"),
-        (overflow, {"rule": Dynamic(hysteresis=2)}, 1, "overflow"),
+        (overflow, {"schedule": Static()}, 1, "overflow"),
+        (overflow, {"schedule": Dynamic(hysteresis=2)}, 1, "overflow"),
         (torch.sum, {}, 1, None),
     ],
 )

@@ -14,8 +14,8 @@ from tests.scaler.saved import closed, opened
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import ScaleState, next_state
+from halfstep._scaler.schedules import Dynamic, Static
 from halfstep.errors import CallOrderError
 
 TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -88,11 +88,11 @@ def test_we_load_torchs(initialized: bool, source_initialized: bool) -> None:
     assert target.get_scale() == 64.0
 
 
-RULES = st.sampled_from(
+SCHEDULES = st.sampled_from(
     [
         Dynamic(),
-        Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step", probe_after=2),
-        Dynamic(probe_after=None),
+        Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step"),
+        Dynamic(trials=False),
         Static(),
     ]
 )
@@ -102,7 +102,7 @@ RULES = st.sampled_from(
 def states(draw: st.DrawFn) -> ScaleState:
     """Every state that a sequence of iterations leads to."""
     low, start, high = sorted(draw(st.tuples(*[st.floats(2.0**-20, 2.0**30, width=32)] * 3)))
-    state = ScaleState.first(start, draw(RULES), min_scale=low, max_scale=high)
+    state = ScaleState.first(start, draw(SCHEDULES), min_scale=low, max_scale=high)
     for found_inf, is_finite in draw(
         st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20)
     ):
@@ -131,7 +131,7 @@ def test_every_state_survives(state: ScaleState, initialized: bool, way: str) ->
 def test_a_damaged_part_of_ours_changes_nothing() -> None:
     scaler = tripling_scaler(initialized=True)
     before = scaler.state_dict()
-    for damage in ({"rule": {"name": "static", "scale": 1.0}}, {"norm_limits": None}):
+    for damage in ({"schedule": {"name": "static", "scale": 1.0}}, {"norm_limits": None}):
         damaged = opened(before)
         damaged["halfstep"] |= damage
         with pytest.raises(ValueError, match="saved scaler state"):
@@ -146,7 +146,7 @@ def test_a_damaged_part_of_ours_changes_nothing() -> None:
 @pytest.mark.parametrize("kinds", [".L.", ".L.L.", "." + "G" * 8])
 @pytest.mark.parametrize("written", [2.0**20, 3.0])
 def test_a_scale_written_in_place_in_a_run_can_be_saved(kinds: str, written: float) -> None:
-    """In a trial, in a remembered run, in a probe: it ends the run."""
+    """In a trial, in a remembered run, after backing off: it ends the run."""
     scale = LossScale(ScaleState.first(65536.0, Dynamic()))
     scale.create(torch.device(DEVICE))
     for kind in kinds:

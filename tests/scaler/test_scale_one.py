@@ -21,7 +21,7 @@ def test_scale_one_changes_no_gradient_and_skips_what_is_not_finite(
     fused: bool, dtype: torch.dtype
 ) -> None:
     param, optimizer = one_parameter(torch.zeros(4, dtype=dtype), fused=fused)
-    scaler = GradScaler(init_scale=1.0, rule=Static(), on_skips=lambda report: None)
+    scaler = GradScaler(init_scale=1.0, schedule=Static(), on_skips=lambda report: None)
     loss = (param * torch.tensor([1.0, 1e-30, 3e38, -2.0], dtype=dtype)).sum()
     scaled = scaler.scale(loss)
     scaled.backward()

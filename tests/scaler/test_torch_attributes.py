@@ -182,13 +182,13 @@ def test_a_count_beyond_the_interval_is_as_in_torch() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("_growth_factor", 4.0), ("_backoff_factor", 0.25), ("_growth_interval", 1)]
 )
-def test_the_rule(name: str, value: float) -> None:
+def test_the_schedule(name: str, value: float) -> None:
     scaler: Any = GradScaler()
     setattr(scaler, name, value)
     assert getattr(scaler, f"get{name}")() == value
     with pytest.raises(ValueError, match=name[1:]):
         setattr(scaler, name, -1)
-    static: Any = GradScaler(rule=Static())
+    static: Any = GradScaler(schedule=Static())
     with pytest.raises(ValueError, match=f"has no {name[1:]}"):
         setattr(static, name, value)
 

@@ -15,7 +15,7 @@ from tests.training import assert_same, batches, one_parameter, take_step
 from torch.utils.checkpoint import checkpoint
 
 from halfstep._scaler import GradScaler, unused
-from halfstep._scaler.rules import Dynamic
+from halfstep._scaler.schedules import Dynamic
 from halfstep._scaler.unused import NUM_LOSSES, NUM_UPDATES, Unused
 
 KINDS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
@@ -258,7 +258,7 @@ def test_a_usual_iteration_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_parameter_of_no_optimizer_is_followed_for_a_while() -> None:
     param, optimizer = one_parameter(torch.zeros(3))
     stray = torch.nn.Parameter(torch.zeros(()))
-    scaler = GradScaler(init_scale=2.0, rule=Dynamic(growth_interval=1000))
+    scaler = GradScaler(init_scale=2.0, schedule=Dynamic(growth_interval=1000))
     seen = []
     for number in range(NUM_UPDATES + 1):
         optimizer.zero_grad()

@@ -67,7 +67,7 @@ def test_a_scale_that_stays_does_not_fall() -> None:
 
 @pytest.mark.parametrize("interval", [20, 100, 2000])
 def test_a_healthy_run_of_dynamic_scaling_has_nothing_else(interval: int) -> None:
-    """Gradients that vary hundredfold from step to step, with outliers, at torch.amp's rule."""
+    """Gradients that vary hundredfold from step to step, with outliers, at torch.amp's schedule."""
     rng = random.Random(interval)
     search, scale, tracker = ScaleSearch(), 2.0**16, 0
     for _ in range(20_000):

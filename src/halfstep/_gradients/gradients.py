@@ -26,7 +26,7 @@ from halfstep._pytorch.amp import (
     set_grad_enabled,
 )
 from halfstep._pytorch.devices import facts, to_device
-from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, settle
+from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, reduce_partial
 from halfstep._pytorch.storages import values_of_sparse
 
 NUM_NAMED = 3
@@ -233,7 +233,7 @@ def collect(params: Iterable[Tensor]) -> Gradients:
     values = grads
     if types != _PLAIN_TYPES and has_dtensors(grads):
         pairs = zip(params, grads, strict=True)
-        grads = [_settled(param, grad) if is_dtensor(grad) else grad for param, grad in pairs]
+        grads = [_reduced(param, grad) if is_dtensor(grad) else grad for param, grad in pairs]
         values = list(map(local_part, grads))
     # Thousands of similar gradients: one map() per property takes half the time of one loop that
     # checks all properties of each gradient.
@@ -310,11 +310,11 @@ def _by_kind(tensors: list[Tensor]) -> dict[Kind, list[Tensor]]:
     return kinds
 
 
-def _settled(param: Tensor, grad: Tensor) -> Tensor:
-    settled: Tensor = settle(param, grad)
-    if settled is not grad:
-        param.grad = settled
-    return settled
+def _reduced(param: Tensor, grad: Tensor) -> Tensor:
+    reduced: Tensor = reduce_partial(param, grad)
+    if reduced is not grad:
+        param.grad = reduced
+    return reduced
 
 
 def _writable(grad: Tensor) -> Tensor:

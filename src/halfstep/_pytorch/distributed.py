@@ -88,7 +88,7 @@ def spec_of(tensor: Any) -> Any:
     return getattr(tensor, "_spec", None)
 
 
-def settle(param: Any, grad: Any) -> Any:
+def reduce_partial(param: Any, grad: Any) -> Any:
     """Return a DTensor gradient with final entries, by adding up partial placements.
 
     Tensor parallelism leaves partial gradients for parameters that are replicated on its ranks.

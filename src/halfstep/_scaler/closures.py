@@ -27,6 +27,7 @@ from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Decided, Gathered, Iteration, Remembered, Stage
 from halfstep._scaler.journal import Journal, Memory
 from halfstep._scaler.ledger import GradientCheck
+from halfstep._scaler.outcome import has_its_gradients
 from halfstep._scaler.overrides import is_ready
 from halfstep._scaler.step import (
     clip_coefficient_of,
@@ -333,18 +334,18 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
 def note_used(optimizer: torch.optim.Optimizer, memory: Memory) -> None:
     """Remember the current gradients, which the optimizer has used. Sync: none."""
     used = {id(p): p.grad for p in parameters(optimizer) if p.grad is not None}
-    memory.used = dict(zip(used, seen(used.values()), strict=True))
+    memory.stepped_gradients = dict(zip(used, seen(used.values()), strict=True))
 
 
 def drop_used(journal: Journal, optimizer: torch.optim.Optimizer) -> None:
     """Set the gradients to None that are still those of the last step. Sync: none."""
     outcome, memory = journal.last(optimizer), journal.memories.get(id(optimizer))
-    if memory is None or not memory.used:
-        if outcome is not None and outcome.has_its_gradients():
+    if memory is None or not memory.stepped_gradients:
+        if outcome is not None and has_its_gradients(outcome):
             drop_gradients(optimizer)
         return
     for param in parameters(optimizer):
-        earlier = memory.used.get(id(param))
+        earlier = memory.stepped_gradients.get(id(param))
         if earlier is not None and is_as_seen(earlier, param.grad):
             param.grad = None
 

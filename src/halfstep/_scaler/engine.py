@@ -116,8 +116,6 @@ class Engine:
         if waiting or self.unused.waiting:
             self.unused.wait(waiting)
         self.end_iteration()
-        if self.ranks.is_to_compare:
-            self.ranks.count_update(self.loss_scale)
 
     def set_scale(self, new_scale: object, *, iteration_ends: bool = True) -> None:
         """Set the scale by hand; this ends the iteration by default. Sync: none."""

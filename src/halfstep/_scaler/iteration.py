@@ -60,7 +60,7 @@ class Gathered:
         checks: Every earlier check of any of these gradients, also for another optimizer or a
             wrapper that shares parameters.
         ranks: Who decides about the step.
-        asked: Ids of the parameters, with or without gradients, if several ranks decide.
+        all_param_ids: Ids of the parameters, with or without gradients, if several ranks decide.
         is_first: Whether norm and largest magnitude are measured, as in the first steps.
         measured: The gradients before an earlier call clipped them, if it has measured them.
     """
@@ -71,7 +71,7 @@ class Gathered:
     multiplier: Scalar | None = None
     checks: tuple[GradientCheck, ...] = ()
     ranks: Alone | Together = ALONE
-    asked: frozenset[int] = frozenset()
+    all_param_ids: frozenset[int] = frozenset()
     is_first: bool = False
     measured: Measured | None = None
 

@@ -38,8 +38,8 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modes import is_inside_functorch
 from halfstep._pytorch.transfers import is_capturing
-from halfstep._scaler.rules import Rule
 from halfstep._scaler.scale_state import ScaleState, changed, next_state
+from halfstep._scaler.schedules import Schedule
 from halfstep._scaler.updates import LAG, Kernel, Number, PendingUpdate
 from halfstep.errors import CallOrderError
 
@@ -56,7 +56,7 @@ class LossScale:
     """The scale of the losses, with its state.
 
     Attributes:
-        first: The initial state, with the current rule.
+        first: The initial state, with the current schedule.
         state: The state after the newest update whose flags are known on the host.
         device: The device of the number, that of the first loss.
         is_created: Whether there is a number on a device.
@@ -78,7 +78,7 @@ class LossScale:
         self._is_captured = False  # whether a CUDA graph moves it, which the host does not see
         self._under_way: deque[PendingUpdate] = deque()
         self._loss_is_finite: bool | None = None  # as far as a step has read it
-        self._settled_loss: Tensor | None = None
+        self._agreed_loss: Tensor | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -190,27 +190,27 @@ class LossScale:
 
     def forget_losses(self) -> None:
         """Forget whether losses since the last update were finite. Sync: none."""
-        self._settled_loss = self._loss_is_finite = None
+        self._agreed_loss = self._loss_is_finite = None
         self.has_loss = False
 
-    def settle_loss(self, is_bad: Tensor | None) -> None:
+    def agree_on_loss(self, is_bad: Tensor | None) -> None:
         """Replace this rank's flag for non-finite losses by that of all ranks. Sync: none.
 
         ``is_bad``: a bool scalar, whether any loss was not finite; None if the ranks did not
         exchange it, in which case no loss counts.
         """
-        settled = torch.zeros_like(self.bad_loss)
+        agreed = torch.zeros_like(self.bad_loss)
         if is_bad is not None:
-            settled = torch.where(is_bad, torch.nan, settled)
-        if self._settled_loss is not None:  # An earlier flag of this iteration counts too.
-            settled = settled + self._settled_loss
-        self._settled_loss = settled
+            agreed = torch.where(is_bad, torch.nan, agreed)
+        if self._agreed_loss is not None:  # An earlier flag of this iteration counts too.
+            agreed = agreed + self._agreed_loss
+        self._agreed_loss = agreed
         self.forget_later_losses()
 
     def forget_later_losses(self) -> None:
         """Drop the flag of losses that came after the ranks agreed: only this rank knows them."""
-        if self._settled_loss is not None:
-            self.bad_loss = self._settled_loss
+        if self._agreed_loss is not None:
+            self.bad_loss = self._agreed_loss
             self.has_loss, self._loss_is_finite = True, None
 
     # --- reading ----------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class LossScale:
     def _move(self, found_inf: bool) -> None:
         """Move on the host, which knows the flags."""
         if self._under_way:
-            self._settle()
+            self.follow_device()
         self._follow_writes()
         before = self.state
         loss_is_finite = not found_inf or self.loss_is_finite()
@@ -334,9 +334,9 @@ class LossScale:
         self._versions = self._versions_now()
         for update in self._under_way:
             update.look()
-        self._settle(most_left=LAG)
+        self.follow_device(most_left=LAG)
 
-    def _settle(self, most_left: int = 0) -> None:
+    def follow_device(self, most_left: int = 0) -> None:
         """Let the state follow the updates that are under way, but for the newest ones."""
         skipped_before = self.state.skipped_in_a_row
         if len(self._under_way) <= most_left:
@@ -369,22 +369,22 @@ class LossScale:
 
     def load(self, state: ScaleState) -> None:
         """Load a state, in place on the device. Sync: one if updates are under way."""
-        rule, count = state.rule, state.growth_tracker
+        schedule, count = state.schedule, state.growth_tracker
         self.first = replace(
-            self.first, rule=rule, hysteresis_left=rule.hysteresis, growth_tracker=count
+            self.first, schedule=schedule, hysteresis_left=schedule.hysteresis, growth_tracker=count
         )
         if self.is_created:
-            self._settle()
+            self.follow_device()
         self._take(state)
         self.forget_losses()
 
-    def set_rule(self, rule: Rule) -> None:
-        """Use another rule from now on. Sync: one if updates are under way."""
-        self.first = replace(self.first, rule=rule)
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Use another schedule from now on. Sync: one if updates are under way."""
+        self.first = replace(self.first, schedule=schedule)
         if self.is_created:
-            self._settle()
+            self.follow_device()
             self._follow_writes()
-        self._take(replace(self.state, rule=rule))
+        self._take(replace(self.state, schedule=schedule))
 
     def set(self, new_scale: object) -> None:
         """Set the scale to a number or to a 1-element tensor.
@@ -453,7 +453,7 @@ def _followed(
 
 def _with_valid_tracker(state: ScaleState) -> ScaleState:
     """Clamp a count that exceeds a lowered interval, so that the next step grows the scale."""
-    last = state.rule.growth_interval - 1
+    last = state.schedule.growth_interval - 1
     return changed(state, growth_tracker=last) if state.growth_tracker > last else state
 
 
@@ -463,7 +463,7 @@ OURS = "halfstep"
 """Key of the state that torch.amp does not have, stored as JSON text.
 
 It is text because torch.distributed.checkpoint flattens a dict and loads only the keys that the
-loading scaler already has: the numbers of another rule would be lost silently.
+loading scaler already has: the numbers of another schedule would be lost silently.
 """
 
 

@@ -36,8 +36,8 @@ from halfstep._scaler.loss_scale import state_dict_of, state_from
 from halfstep._scaler.observers import THIS_THREAD
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
-from halfstep._scaler.rules import DEFAULT_SCALE, Dynamic, Rule, scale_and_rule
 from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.schedules import DEFAULT_SCALE, Dynamic, Schedule, scale_and_schedule
 from halfstep._scaler.torch_attributes import TorchAttributes
 from halfstep.errors import CallOrderError
 
@@ -70,7 +70,8 @@ class GradScaler(TorchAttributes):
         growth_interval: Number of consecutive steps after which the scale grows, >= 1.
         enabled: If False, every method works and nothing is scaled or checked: ``step`` only calls
             ``optimizer.step``. To skip inf and NaN without a scale, use :func:`halfstep.guard`.
-        rule: How the scale changes, instead of the three numbers above: ``Dynamic`` or ``Static``.
+        schedule: How the scale changes, in place of the three numbers above: ``Dynamic`` or
+            ``Static``.
         min_scale: Lower limit of the scale. Default: 1, or ``init_scale`` if that is smaller.
         max_scale: Upper limit for growth. Default: the largest float32 number.
         max_consecutive_skips: Number of consecutive skipped steps that triggers ``on_skips``, >= 1.
@@ -116,7 +117,7 @@ class GradScaler(TorchAttributes):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        rule: Rule | None = None,
+        schedule: Schedule | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
         max_consecutive_skips: int = 20,
@@ -130,8 +131,8 @@ class GradScaler(TorchAttributes):
             device = None  # GradScaler("cuda", enabled=torch.cuda.is_available()) is usual
         self._device: str | None = None if device is None else checked_device(device)
         numbers = growth_factor, backoff_factor, growth_interval
-        init_scale, rule = scale_and_rule(init_scale, rule, numbers)
-        first = ScaleState.first(init_scale, rule, min_scale, max_scale)
+        init_scale, schedule = scale_and_schedule(init_scale, schedule, numbers)
+        first = ScaleState.first(init_scale, schedule, min_scale, max_scale)
         self._engine = Engine(first, Ranks(process_group, device_mesh), self)
         self._alarm = Alarm(max_consecutive_skips, on_skips)
         if module is not None:
@@ -273,8 +274,6 @@ class GradScaler(TorchAttributes):
         Raises:
             CallOrderError: No gradients were checked since the last ``update`` (no ``step``), or a
                 tensor was passed before the first ``scale``.
-            RanksError: The states of ranks under DistributedDataParallel, which are compared every
-                100 updates, differ. The iteration has ended nevertheless.
             SkippedStepsError: Too many steps were skipped, and ``on_skips`` is "raise". The
                 iteration has ended nevertheless.
             TypeError: ``new_scale`` is neither a number nor a real tensor.
@@ -299,9 +298,8 @@ class GradScaler(TorchAttributes):
         optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
         max_norm: float,
         norm_type: float = 2.0,
-        per: clipping.Per = "all",
     ) -> Tensor:
-        """Divide gradients by the scale, if not done yet, and clip their norm, in place.
+        """Divide gradients by the scale, if not done yet, and clip their L2 norm, in place.
 
         Reads and writes the gradients once, whereas unscaling and then clipping does both twice.
         ``step(optimizer, max_norm=...)`` does the same inside the step, and with a fused optimizer
@@ -310,10 +308,8 @@ class GradScaler(TorchAttributes):
         Args:
             optimizer_or_parameters: The optimizer or parameters whose gradients are clipped.
             max_norm: The largest norm, >= 0; ``math.inf`` only measures.
-            norm_type: 2, ``math.inf``, or another p from 1 to 8.
-            per: The gradients that share one norm: ``"all"``, those of each ``"layer"`` (the
-                parameters of one module, determined by their names: see :meth:`watch`), or each
-                ``"parameter"``.
+            norm_type: 2. For other norms, call :meth:`unscale_` and then
+                ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
             The norm of all gradients together, unscaled and before clipping, as a float32 scalar on
@@ -325,18 +321,14 @@ class GradScaler(TorchAttributes):
 
         Sync: none.
         """
+        clipping.require_l2(norm_type)
         clip = clipping.clip_grad_norm_ if self._is_enabled else disabled.clip_grad_norm_
         if self._is_enabled and self._overridden():
             if not is_optimizer(optimizer_or_parameters):
                 overrides.refuse_overrides(self, "clip_grad_norm_(parameters)")
             elif overrides.is_ready(self, optimizer_or_parameters):  # type: ignore[arg-type]
                 self.unscale_(optimizer_or_parameters)  # type: ignore[arg-type]
-        return clip(
-            self._engine,
-            optimizer_or_parameters,
-            clipping.checked_max_norm(max_norm),
-            *clipping.checked_kind(norm_type, per),
-        )
+        return clip(self._engine, optimizer_or_parameters, clipping.checked_max_norm(max_norm))
 
     @keep_out_of_graphs
     def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:
@@ -498,40 +490,40 @@ class GradScaler(TorchAttributes):
 
     def get_growth_factor(self) -> float:
         """Return the growth factor. Sync: none."""
-        return self._rule.growth_factor
+        return self._schedule.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, >= 1. Sync: none."""
-        self._change_rule(growth_factor=new_factor)
+        self._change_schedule(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
         """Return the backoff factor. Sync: none."""
-        return self._rule.backoff_factor
+        return self._schedule.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor, in (0, 1]. Sync: none."""
-        self._change_rule(backoff_factor=new_factor)
+        self._change_schedule(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
         """Return the growth interval. Sync: none."""
-        return self._rule.growth_interval
+        return self._schedule.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval, >= 1; the next step may then grow the scale.
 
         Sync: none.
         """
-        self._change_rule(growth_interval=new_interval)
+        self._change_schedule(growth_interval=new_interval)
 
     def is_enabled(self) -> bool:
         """Return whether this object scales anything. Sync: none."""
         return self._is_enabled
 
     def __repr__(self) -> str:
-        """Return a string with scale and rule. Sync: one."""
+        """Return a string with scale and schedule. Sync: one."""
         if not self._is_enabled:
             return "GradScaler(enabled=False)"
-        return f"GradScaler(scale={power(self.get_scale())}, rule={self._rule})"
+        return f"GradScaler(scale={power(self.get_scale())}, schedule={self._schedule})"
 
     # --- saving and loading -----------------------------------------------------------------------
 
@@ -623,16 +615,16 @@ class GradScaler(TorchAttributes):
         return replaced | (AS_MADE.keys() & of_object)
 
     @property
-    def _rule(self) -> Rule:
-        return self._engine.loss_scale.first.rule
+    def _schedule(self) -> Schedule:
+        return self._engine.loss_scale.first.schedule
 
-    def _change_rule(self, **changes: float) -> None:
-        if not isinstance(self._rule, Dynamic):
+    def _change_schedule(self, **changes: float) -> None:
+        if not isinstance(self._schedule, Dynamic):
             raise ValueError(
-                f"the rule {self._rule} has no {next(iter(changes))}: make the GradScaler with "
-                "rule=Dynamic(...), or leave it out"
+                f"the schedule {self._schedule} has no {next(iter(changes))}: make the GradScaler "
+                "with schedule=Dynamic(...), or leave it out"
             )
-        self._engine.loss_scale.set_rule(replace(self._rule, **changes))  # type: ignore[arg-type]
+        self._engine.loss_scale.set_schedule(replace(self._schedule, **changes))  # type: ignore[arg-type]
 
 
 AS_MADE = {

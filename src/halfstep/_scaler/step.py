@@ -31,7 +31,6 @@ from halfstep._common.warn import warn
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import collect, parameters, refuse_float16
 from halfstep._gradients.norms import (
-    Norms,
     clip_coefficient,
     largest,
     norms_of,
@@ -219,8 +218,8 @@ def _with_later_checks(
     Raises:
         CallOrderError: A backward pass has added scaled gradients to those that were unscaled.
     """
-    asked = _asked(gathered.ranks, params)
-    new, later = engine.iteration.ledger.split(gathered.gradients, asked)
+    all_param_ids = _param_ids(gathered.ranks, params)
+    new, later = engine.iteration.ledger.split(gathered.gradients, all_param_ids)
     if new.grads:
         problem = (
             f"{call}: backward() of a scaled loss came after its gradients were unscaled, and "
@@ -241,10 +240,10 @@ def _with_later_checks(
 
 def _unscaled_apart(engine: Engine, gathered: Gathered, params: list[Tensor]) -> Gathered:
     """Return the gradients that are still scaled; if others are unscaled, all, unscaled."""
-    ledger, asked = engine.iteration.ledger, _asked(gathered.ranks, params)
-    scaled, entries = ledger.split(gathered.gradients, asked)
+    ledger, all_param_ids = engine.iteration.ledger, _param_ids(gathered.ranks, params)
+    scaled, entries = ledger.split(gathered.gradients, all_param_ids)
     checks = tuple(entry.check for entry in entries)
-    rest = replace(gathered, gradients=scaled, checks=checks, asked=asked)
+    rest = replace(gathered, gradients=scaled, checks=checks, all_param_ids=all_param_ids)
     if not checks:
         return rest
     refuse_half(engine, rest)
@@ -257,7 +256,7 @@ def _unscaled_apart(engine: Engine, gathered: Gathered, params: list[Tensor]) ->
     return replace(gathered, multiplier=None, checks=checks, is_first=False)
 
 
-def _asked(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
+def _param_ids(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
     """Return the ids of all parameters; empty if this rank decides alone."""
     return frozenset(map(id, params)) if ranks.is_together else frozenset()
 
@@ -319,7 +318,7 @@ def measure(gathered: Gathered) -> Checked:
         if multiplier is not None:
             # The flags of the other ranks are reduced at the same time as their norms.
             here = scalars.flag_nonfinite(norms.total(device), device)
-            own = _check_of_scaled(gathered, multiplier, [here], norms)
+            own = _check_of_scaled(gathered, multiplier, [here])
         squares = finish()
         found = scalars.flag_nonfinite(squares, device)
     measured = Measured(norms, squares, found)
@@ -331,25 +330,20 @@ def measure(gathered: Gathered) -> Checked:
     return Checked(gathered, multiplier, own, measured)
 
 
-def _check_of_scaled(
-    gathered: Gathered, multiplier: Scalar, found: list[Tensor], norms: Norms | None = None
-) -> GradientCheck:
+def _check_of_scaled(gathered: Gathered, multiplier: Scalar, found: list[Tensor]) -> GradientCheck:
     """Return the check of gradients that remain scaled."""
     if gathered.loss_scale.can_amplify:
         found += overflows_when_divided(gathered.gradients, multiplier)
     device = gathered.loss_scale.device
-    return new_check(gathered, {device: scalars.any_of(found, device)} if found else {}, norms)
+    return new_check(gathered, {device: scalars.any_of(found, device)} if found else {})
 
 
-def new_check(
-    gathered: Gathered, found_inf: dict[torch.device, Tensor], norms: Norms | None = None
-) -> GradientCheck:
+def new_check(gathered: Gathered, found_inf: dict[torch.device, Tensor]) -> GradientCheck:
     """Return a check, shared with the other ranks if several decide."""
-    own = GradientCheck(gathered.loss_scale, found_inf, asked=gathered.asked)
+    own = GradientCheck(gathered.loss_scale, found_inf, all_param_ids=gathered.all_param_ids)
     if gathered.ranks is not ALONE:
-        gradients = gathered.gradients
-        has_gradients = len(gradients.grads) + len(gathered.checks) > 0
-        own.agreement = gathered.ranks.agree_on(own, gradients, norms, has_gradients=has_gradients)
+        has_gradients = len(gathered.gradients.grads) + len(gathered.checks) > 0
+        own.agreement = gathered.ranks.agree_on(own, has_gradients=has_gradients)
     return own
 
 
@@ -482,13 +476,13 @@ def keep(
     iteration: Iteration,
     checked: Checked,
     stage: Stage,
-    left: tuple[Scalar, Scalar] | None = None,
+    left_scaled_by: tuple[Scalar, Scalar] | None = None,
     decided: Decided | None = None,
 ) -> None:
     """Record the checks and the stage of a call; without a check there is nothing to record."""
     gathered, checks = checked.gathered, checked.checks()
     if checked.own is not None:
-        iteration.ledger.mark(checked.newly_checked, checked.own, left)
+        iteration.ledger.mark(checked.newly_checked, checked.own, left_scaled_by)
     if checks and gathered.optimizer is not None:
         iteration.steps[id(gathered.optimizer)] = Remembered(
             gathered.optimizer,
@@ -510,10 +504,10 @@ def remember(
     is_fused: bool,
 ) -> None:
     """Record a decided step and its outcome. Sync: none."""
-    checked, left = decided.checked, None
+    checked, left_scaled_by = decided.checked, None
     gathered, multiplier = checked.gathered, checked.multiplier
     if checked.own is not None and multiplier is not None:
-        left = decided.skip, multiplier
+        left_scaled_by = decided.skip, multiplier
         if checked.unclipped is None:
             multiplier = scalars.where(decided.skip, multiplier, 1.0)
     if gathered.ranks is not ALONE:
@@ -526,7 +520,7 @@ def remember(
     outcome = Outcome(optimizer, engine.names, decided, multiplier, can_measure_late)
     outcome.num_losses = engine.iteration.num_losses
     engine.journal.add(memory, outcome)
-    keep(engine.iteration, checked, Stage.STEPPED, left, decided)
+    keep(engine.iteration, checked, Stage.STEPPED, left_scaled_by, decided)
     if engine.buffers.watched:
         engine.buffers.restore(decided.skip)
     if not memory.early_clipping.is_over:

@@ -184,7 +184,7 @@ def _set_states(scaler: Any, value: Any) -> None:
     engine.end_iteration()
 
 
-def _number_of_rule(name: str) -> property:
+def _number_of_schedule(name: str) -> property:
     return property(
         lambda scaler: getattr(scaler, f"get_{name}")(),
         lambda scaler, value: getattr(scaler, f"set_{name}")(value),
@@ -208,9 +208,9 @@ class TorchAttributes:
     _init_growth_tracker = property(
         lambda scaler: scaler._engine.loss_scale.first.growth_tracker, _set_growth_tracker
     )
-    _growth_factor = _number_of_rule("growth_factor")
-    _backoff_factor = _number_of_rule("backoff_factor")
-    _growth_interval = _number_of_rule("growth_interval")
+    _growth_factor = _number_of_schedule("growth_factor")
+    _backoff_factor = _number_of_schedule("backoff_factor")
+    _growth_interval = _number_of_schedule("growth_interval")
     _per_optimizer_states = property(lambda scaler: OptimizerStates(scaler._engine), _set_states)
 
     _maybe_opt_step = amp.maybe_opt_step
@@ -330,7 +330,7 @@ def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, 
             if flag.device in found:
                 found[flag.device].clamp_(min=flag)
     check = GradientCheck(scale, found)
-    check.agreement = ranks.agree_on(check, gradients, has_gradients=bool(gradients.grads))
+    check.agreement = ranks.agree_on(check, has_gradients=bool(gradients.grads))
     _keep_check(engine, id(optimizer), optimizer, check)
     return check.found_inf
 

@@ -27,6 +27,7 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.iteration import Iteration, Remembered, Stage
 from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.outcome import has_its_gradients
 
 NUM_LOSSES = 16
 """Number of losses whose graphs are searched for parameters, which takes a few milliseconds each.
@@ -156,7 +157,7 @@ class Unused:
             if (
                 optimizer is not None
                 and id(optimizer) not in seen
-                and not (outcome and outcome.has_its_gradients())
+                and not (outcome and has_its_gradients(outcome))
             ):
                 yield from parameters(optimizer)
         for ref in self._loose.values():

@@ -255,7 +255,7 @@ class _AfterSteps:
     def __call__(self, scheduler: Any, metric: Any) -> None:
         configs = self._module.trainer.lr_scheduler_configs
         intervals = [config.interval for config in configs if config.scheduler is scheduler]
-        if "step" not in intervals or self._due.may_move(scheduler):
+        if "step" not in intervals or self._due.try_move(scheduler):
             self.__wrapped__(scheduler, metric)
 
     def __reduce__(self) -> tuple[Any, ...]:

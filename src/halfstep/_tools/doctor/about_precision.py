@@ -175,7 +175,7 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
                 "float32: nothing underflows, and each overflow of the scale costs a step",
                 "leave the scaler out; or keep one that scales nothing and skips steps with NaN",
                 "from halfstep import GradScaler, Static\n"
-                f"{name} = GradScaler(init_scale=1.0, rule=Static())",
+                f"{name} = GradScaler(init_scale=1.0, schedule=Static())",
                 (name,),
                 line=scaler.line or line,
             )

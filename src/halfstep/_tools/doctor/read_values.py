@@ -45,7 +45,7 @@ class SourceScaler:
 
     is_torch: bool
     enabled: bool | None  # None if uncertain
-    is_guard: bool = False  # it only skips steps: GradScaler(1.0, rule=Static())
+    is_guard: bool = False  # it only skips steps: GradScaler(1.0, schedule=Static())
     line: int = 0  # where it is created; 0 if elsewhere
     switch: str = ""  # the source of ``enabled``
     device: str = ""  # "cuda", "cpu"; empty if uncertain

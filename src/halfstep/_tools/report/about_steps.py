@@ -365,7 +365,7 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
             ".",
             evidence="policy",
         )
-    elif max(scale.before_last, scale.last) <= 1 < scale.first:  # not just a probe
+    elif max(scale.before_last, scale.last) <= 1 < scale.first:  # not just before a trial
         yield say(
             "bad",
             f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "

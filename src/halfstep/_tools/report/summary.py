@@ -146,7 +146,7 @@ class ScaleCourse:
         first: The scale before the first step.
         last: The scale after the last step.
         before_last: The scale of the last step.
-        min: The smallest scale, without probes: single iterations at a far lower scale, after which
+        min: The smallest scale, without single iterations at a far lower scale, after which
             it rises again.
         overflowed_at: The smallest scale at which a step was skipped for overflow; None without
             overflow.

@@ -241,11 +241,11 @@ class GradScaler(halfstep.GradScaler):
         if _is_possible(device, enabled):
             # PyTorch's scaler also ignores its device argument; the first loss decides.
             init_scale, growth_factor, backoff_factor, growth_interval = numbers
-            rule = Dynamic(growth_factor, backoff_factor, growth_interval, probe_after=None)
+            schedule = Dynamic(growth_factor, backoff_factor, growth_interval, trials=False)
             super().__init__(
                 None,
                 init_scale,
-                rule=rule,
+                schedule=schedule,
                 min_scale=min(SMALLEST_SCALE, init_scale),
                 process_group=process_group,
             )

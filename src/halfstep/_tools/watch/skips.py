@@ -38,7 +38,7 @@ class ScaleSearch:
         self._lowest = math.inf
         self._before: float | None = None
         self._grown_from: list[float] = []
-        self._was_skipped = self._is_probe = False
+        self._was_skipped = self._follows_skip = False
 
     def kind_of(
         self, scale: float | None, scale_after: float, *, is_taken: bool, is_overflow: bool
@@ -52,11 +52,11 @@ class ScaleSearch:
             is_overflow: Whether all its skips are overflows of gradients whose loss was finite.
         """
         before, self._before = self._before, self._before if scale is None else scale
-        # After a probe at a far lower scale, the scale comes back.
-        most = 2 * before if self._is_probe and before is not None else math.inf
+        # In a trial, the scale comes back to a far larger one.
+        most = 2 * before if self._follows_skip and before is not None else math.inf
         if before is not None and scale is not None and before < scale <= most:
             self._grown_from.append(before)
-        self._is_probe, self._was_skipped = self._was_skipped, not is_taken
+        self._follows_skip, self._was_skipped = self._was_skipped, not is_taken
         if is_taken:
             self.taken_in_a_row += 1
             self.is_starting &= self.taken_in_a_row < SETTLED

@@ -1,10 +1,10 @@
-"""What the rules of a GradScaler cost and save: steps lost, gradients flushed to zero, final loss.
+"""What the schedules of a scale cost and save: steps lost, gradients flushed to zero, final loss.
 
 Two trainings under float16 autocast, where it matters how the scale moves:
 
 bursts: a regression whose noise has heavy tails (Student's t, 2 degrees of freedom), an MLP of ten
     layers, clipped to norm 0.5. In a run the largest gradient varies by a factor of some hundred.
-    A rule that tries larger scales often loses a step each time.
+    A schedule that tries larger scales often loses a step each time.
 too low: the GPT of `examples/train_text.py`, tiny, on the same text, its loss summed and divided by
     2^19 tokens as there, from a scale of 1: most gradients underflow until the scale has grown.
 
@@ -18,9 +18,9 @@ scale is too large, as in a gradient penalty, or whatever the scale is (a NaN ba
 steps; *scale*: the mean of its log2 over the iterations, for torch.amp, for a scale that such a
 loss does not change (*held*), and for halfstep. *Possible*: steps with the best scale.
 
-    python benchmarks/scale_rules.py
-    python benchmarks/scale_rules.py --only scripts
-    python benchmarks/scale_rules.py --seeds 5 --only bursts
+    python benchmarks/scale_schedules.py
+    python benchmarks/scale_schedules.py --only scripts
+    python benchmarks/scale_schedules.py --seeds 5 --only bursts
 """
 
 import argparse
@@ -42,8 +42,8 @@ from examples.train_text import GPT, MEAN_OVER, Corpus, GPTConfig, draw_batches
 
 from halfstep import GradScaler, autocast
 from halfstep._common.machine import device_name
-from halfstep._scaler.rules import Dynamic, Rule, Static
 from halfstep._scaler.scale_state import ScaleState, next_state
+from halfstep._scaler.schedules import Dynamic, Schedule, Static
 
 Batch = tuple[Tensor, Tensor]
 COMPARE_EVERY = 10
@@ -124,7 +124,7 @@ def train(training: Training, scaler: GradScaler | None, figures: Figures) -> No
     model, losses, shares, lost = training.model, [], [], 0
     optimizer = torch.optim.Adam(model.parameters(), lr=training.learning_rate)
     uses_float16 = scaler is not None
-    scaler = scaler or GradScaler(init_scale=1.0, rule=Static())
+    scaler = scaler or GradScaler(init_scale=1.0, schedule=Static())
     for step, (inputs, targets) in enumerate(training.batches):
         optimizer.zero_grad()
         with autocast("cpu", torch.float16, enabled=uses_float16):
@@ -155,7 +155,7 @@ def underflow_share(training: Training, inputs: Tensor, targets: Tensor) -> floa
     return flushed / not_zero
 
 
-TRAININGS: dict[str, tuple[Callable[[int], Training], list[tuple[str, float, Rule | None]]]] = {
+TRAININGS: dict[str, tuple[Callable[[int], Training], list[tuple[str, float, Schedule | None]]]] = {
     "bursts": (
         bursts,
         [
@@ -259,12 +259,12 @@ def main() -> None:
         if args.only not in (None, name):
             continue
         print(f"\n{name:36}{'lost':^18}{'underflow':^11}{'loss':^24}")
-        for label, init_scale, rule in rows:
+        for label, init_scale, schedule in rows:
             figures = Figures()
             for seed in range(args.seeds):
                 if sys.stderr.isatty():
                     print(f"\r{label}, seed {seed} ", end="", file=sys.stderr, flush=True)
-                scaler = None if rule is None else GradScaler(None, init_scale, rule=rule)
+                scaler = GradScaler(None, init_scale, schedule=schedule) if schedule else None
                 train(make(seed), scaler, figures)
             if sys.stderr.isatty():
                 print("\r", end="\033[K", file=sys.stderr, flush=True)

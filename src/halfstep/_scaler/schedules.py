@@ -1,6 +1,6 @@
-"""Rules of how a scale changes: frozen values that belong to a ``ScaleState``.
+"""Schedules, which say how a scale changes: frozen values that belong to a ``ScaleState``.
 
-A rule only holds numbers. :func:`halfstep._scaler.scale_state.next_state` applies it.
+A schedule only holds numbers. :func:`halfstep._scaler.scale_state.next_state` applies it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ DEFAULT_SCALE = 2.0**16
 
 @dataclass(frozen=True)
 class Static:
-    """A rule that never changes the scale.
+    """A schedule that never changes the scale.
 
-    The fields of the other rules are neutral constants here, since torch.amp's state dict requires
-    factors and an interval from every scaler.
+    The fields of the other schedules are neutral constants here, since torch.amp's state dict
+    requires factors and an interval from every scaler.
 
     Attributes:
         scale: The scale, for the constructor of a GradScaler, which then holds it; None:
@@ -28,8 +28,8 @@ class Static:
 
     Example:
         >>> from halfstep import GradScaler
-        >>> GradScaler(rule=Static(128.0))
-        GradScaler(scale=2^7, rule=Static())
+        >>> GradScaler(schedule=Static(128.0))
+        GradScaler(scale=2^7, schedule=Static())
     """
 
     scale: float | None = None
@@ -39,7 +39,7 @@ class Static:
     growth_interval: ClassVar[int] = 2000
     hysteresis: ClassVar[int] = 1
     refill: ClassVar[Literal["growth", "step"]] = "growth"
-    probe_after: ClassVar[int | None] = None
+    trials: ClassVar[bool] = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``{"name": "static"}``."""
@@ -51,12 +51,12 @@ class Static:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """A rule that backs off after overflows and grows after steps without one, as in torch.amp.
+    """A schedule that backs off after overflows and grows after steps without one, as in torch.amp.
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018, arXiv:1710.03740), section 3.2,
     with the schedule of the PyTorch documentation ("Automatic Mixed Precision package"). Hysteresis
     is that of Megatron-LM (``refill="growth"``) and of DeepSpeed's ``consecutive_hysteresis``
-    (``refill="step"``). Probing is ours.
+    (``refill="step"``). Trials are ours.
 
     Attributes:
         growth_factor: The factor of the scale after ``growth_interval`` consecutive steps; >= 1.
@@ -66,10 +66,9 @@ class Dynamic:
             are tolerated; each later one backs off too, until the allowance is refilled.
         refill: When the allowance is refilled: ``"growth"``: after every ``growth_interval``
             consecutive steps; ``"step"``: after every taken step.
-        probe_after: Number of consecutive overflows that backed off before one iteration runs at
-            ``min_scale``; >= 1. If that overflows too, the scale returns to where it was. None:
-            the scale only grows and backs off, as torch.amp's; it ends at ``min_scale``, and skips
-            with a bad loss lower it for good.
+        trials: Whether a scale that was not to blame is restored: after skips whose losses were inf
+            or NaN, and after a skip at ``min_scale``. False: the scale only grows and backs off, as
+            torch.amp's; it ends at ``min_scale``, and skips with a bad loss lower it for good.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -86,14 +85,14 @@ class Dynamic:
     growth_interval: int = 2000
     hysteresis: int = 1
     refill: Literal["growth", "step"] = "growth"
-    probe_after: int | None = 8
+    trials: bool = True
 
     def __post_init__(self) -> None:
         # Completes the construction of the frozen value: ints become floats.
         for name, value in self._checked().items():
             object.__setattr__(self, name, value)
 
-    def _checked(self) -> dict[str, float | int | None]:
+    def _checked(self) -> dict[str, float | int]:
         growth_factor = checked_number("growth_factor", self.growth_factor)
         if growth_factor < 1.0:
             raise ValueError(
@@ -108,68 +107,70 @@ class Dynamic:
             )
         if self.refill not in ("growth", "step"):
             raise ValueError(f"refill is {self.refill!r}: it must be 'growth' or 'step'")
-        probe_after = self.probe_after
+        if not isinstance(self.trials, bool):
+            raise TypeError(f"trials is {self.trials!r}: pass a bool")
         return {
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": checked_count("growth_interval", self.growth_interval, at_least=1),
             "hysteresis": checked_count("hysteresis", self.hysteresis, at_least=1),
-            "probe_after": None
-            if probe_after is None
-            else checked_count("probe_after", probe_after, at_least=1),
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the name of the rule and all its fields."""
+        """Return the name of the schedule and all its fields."""
         return {"name": self.name} | asdict(self)
 
 
-Rule: TypeAlias = Static | Dynamic
-"""The rule of a scale state."""
+Schedule: TypeAlias = Static | Dynamic
+"""The schedule of a scale state."""
 
-RULES: dict[str, type[Static] | type[Dynamic]] = {rule.name: rule for rule in (Static, Dynamic)}
+SCHEDULES: dict[str, type[Static] | type[Dynamic]] = {
+    schedule.name: schedule for schedule in (Static, Dynamic)
+}
 
 
-def rule_from_dict(saved: Mapping[str, Any]) -> Rule:
-    """Return the rule that ``to_dict`` saved.
+def schedule_from_dict(saved: Mapping[str, Any]) -> Schedule:
+    """Return the schedule that ``to_dict`` saved.
 
     Raises:
         TypeError: A value has the wrong type.
         ValueError: The name is unknown, a key is missing or unknown, or a value is out of range.
 
     Example:
-        >>> rule_from_dict(Dynamic(hysteresis=2).to_dict()) == Dynamic(hysteresis=2)
+        >>> schedule_from_dict(Dynamic(hysteresis=2).to_dict()) == Dynamic(hysteresis=2)
         True
     """
     name = saved.get("name")
-    if name not in RULES:
-        raise ValueError(f"the name of the rule is {name!r}: it must be one of {list(RULES)}")
-    rule = RULES[name]
-    expected = set(rule().to_dict())
+    if name not in SCHEDULES:
+        raise ValueError(
+            f"the name of the schedule is {name!r}: it must be one of {list(SCHEDULES)}"
+        )
+    schedule = SCHEDULES[name]
+    expected = set(schedule().to_dict())
     for key in sorted(expected ^ set(saved)):
         fault = "has no" if key in expected else "has an unknown key"
-        raise ValueError(f"the rule {name!r} {fault} {key!r}")
-    return rule(**{key: value for key, value in saved.items() if key != "name"})
+        raise ValueError(f"the schedule {name!r} {fault} {key!r}")
+    return schedule(**{key: value for key, value in saved.items() if key != "name"})
 
 
-def scale_and_rule(
-    init_scale: float, rule: Rule | None, numbers: tuple[float, float, int]
-) -> tuple[float, Rule]:
-    """Return the scale and the rule that the arguments of a GradScaler determine."""
-    if rule is None:
+def scale_and_schedule(
+    init_scale: float, schedule: Schedule | None, numbers: tuple[float, float, int]
+) -> tuple[float, Schedule]:
+    """Return the scale and the schedule that the arguments of a GradScaler determine."""
+    if schedule is None:
         return init_scale, Dynamic(*numbers)
-    if not isinstance(rule, Rule):
-        raise TypeError(f"rule is {rule!r}: pass Dynamic(...) or Static()")
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule is {schedule!r}: pass Dynamic(...) or Static()")
     if numbers != (2.0, 0.5, 2000):
         raise ValueError(
-            "growth_factor, backoff_factor and growth_interval are numbers of the rule: give "
-            f"them to it, rule={type(rule).__name__}(...), and not to the GradScaler too"
+            "growth_factor, backoff_factor and growth_interval are numbers of the schedule: give "
+            f"them to it, schedule={type(schedule).__name__}(...), and not to the GradScaler too"
         )
-    if not isinstance(rule, Static) or rule.scale is None:
-        return init_scale, rule
-    if init_scale is not DEFAULT_SCALE and init_scale != rule.scale:
+    if not isinstance(schedule, Static) or schedule.scale is None:
+        return init_scale, schedule
+    if init_scale is not DEFAULT_SCALE and init_scale != schedule.scale:
         raise ValueError(
-            f"init_scale is {init_scale:g} and rule is {rule!r}, which are two scales: leave out "
-            "init_scale"
+            f"init_scale is {init_scale:g} and schedule is {schedule!r}, which are two scales: "
+            "leave out init_scale"
         )
-    return checked_scale("the scale of Static", rule.scale), Static()
+    return checked_scale("the scale of Static", schedule.scale), Static()
