@@ -27,11 +27,12 @@ $(READY): pyproject.toml constraints.txt setup.sh
 demo: $(READY)  ## train a small GPT in fp32, bf16 and fp16 and compare; ARGS="--steps 100" for less
 	@$(BIN)/python examples/train_text.py $(ARGS)
 
-check: $(READY)  ## lint, format, types and the direction of imports
+check: $(READY)  ## lint, format, types, the direction of imports, and the sizes of limits.toml
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python benchmarks/code_counts.py --check
 
 test: check  ## check, then all tests that need no GPU
 	@$(MAKE) --no-print-directory pytest

@@ -1,4 +1,4 @@
-"""What a step costs the host beside torch.amp's: Python calls, dispatched ops, files that run.
+"""What a step costs the host beside torch.amp's: Python calls and dispatched ops.
 
 No clock: the figures are the same in every run. With ``--time`` a table of times follows, of paired
 rounds on one thread. One iteration is ``scale``, ``step``, ``update`` of
@@ -12,7 +12,6 @@ that no scaler watches.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
@@ -43,12 +42,10 @@ class Cost:
     Attributes:
         calls: Calls of Python functions, those of the optimizer included.
         ops: Ops dispatched.
-        files: Files of halfstep that run.
     """
 
     calls: int
     ops: int
-    files: frozenset[str]
 
 
 class _Ops(TorchDispatchMode):
@@ -66,22 +63,18 @@ def cost(make_scaler: Callable[..., Any], *, fused: bool, clips: bool) -> Cost:
     iterate = _iteration(make_scaler, fused=fused, clips=clips)
     for _ in range(WARM_UP):
         iterate()
-    calls, files = 0, set()
+    calls = 0
 
     def see(frame: FrameType, event: str, argument: object) -> None:
         nonlocal calls
-        if event == "call":
-            calls += 1
-            _, inside, file = frame.f_code.co_filename.rpartition(f"{os.sep}halfstep{os.sep}")
-            if inside:
-                files.add(file)
+        calls += event == "call"
 
     sys.setprofile(see)
     iterate()
     sys.setprofile(None)
     with _Ops() as ops:
         iterate()
-    return Cost(calls, ops.count, frozenset(files))
+    return Cost(calls, ops.count)
 
 
 def _iteration(make_scaler: Callable[..., Any], *, fused: bool, clips: bool) -> Callable[[], None]:
@@ -232,18 +225,15 @@ def main() -> None:
     if "--buffers" in sys.argv[1:]:
         print_buffers()
         return
-    print("| step | files | Python calls, torch.amp's | ratio | ops, torch.amp's |")
-    print("|---|---|---|---|---|")
+    print("| step | Python calls, torch.amp's | ratio | ops, torch.amp's |")
+    print("|---|---|---|---|")
     for fused in (False, True):
         for clips in (False, True):
             ours = cost(halfstep.GradScaler, fused=fused, clips=clips)
             theirs = cost(torch.amp.GradScaler, fused=fused, clips=clips)
             name = ("fused" if fused else "plain") + (" + clip" if clips else "")
             ratio = f"{ours.calls / theirs.calls:.2f}"
-            print(
-                f"| {name} | {len(ours.files)} | {ours.calls}, {theirs.calls} | {ratio} | "
-                f"{ours.ops}, {theirs.ops} |"
-            )
+            print(f"| {name} | {ours.calls}, {theirs.calls} | {ratio} | {ours.ops}, {theirs.ops} |")
     if "--time" not in sys.argv[1:]:
         return
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from halfstep._tools.cli.run import _note_options, add_arguments
 
 pytestmark = pytest.mark.slow
 
-SCRIPTS = Path(__file__).parents[1] / "run" / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "run" / "corpus" / "scripts"
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,6 @@ from tests.diagnose.kinds import table
 from tests.diagnose.training import Training
 from tests.diagnose.truths import Case
 from tests.dtype_errors import dtype_programs
-from tests.dtype_errors import dtype_programs_more as more_dtypes
 from torch import Tensor
 
 import halfstep
@@ -193,9 +192,8 @@ def _of_kinds(options: argparse.Namespace) -> bool:
 
 def _of_dtypes(verbose: bool) -> bool:
     """Print the score of errors about dtypes; return whether all is right but known misses."""
-    more = {**more_dtypes.PROGRAMS, **more_dtypes.LIBRARIES}
     judged = {}
-    for name, program in {**dtype_programs.PROGRAMS, **more}.items():
+    for name, program in dtype_programs.ALL.items():
         # A folder for each: Python keeps the lines of a file by its name.
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(None):
             judged[name] = dtype_programs.judge(program, Path(folder))
@@ -203,11 +201,13 @@ def _of_dtypes(verbose: bool) -> bool:
         if verbose and not each.is_right:
             print(f"--- {name}: not said: {each.missing}\n{indent(each.explanation, '    ')}")
     wrong = {name for name, each in judged.items() if not each.is_right}
-    for name in sorted(wrong ^ {*more_dtypes.MISSES}):
+    known = {name for name, program in dtype_programs.ALL.items() if program.is_missed}
+    for name in sorted(wrong ^ known):
         print(f"{name}: {'is wrong' if name in wrong else 'is right, and no miss any more'}")
-    for number, names in (("", judged), (" of them, which are newer", more)):
+    newer = dtype_programs.NEWER | dtype_programs.LIBRARIES
+    for number, names in (("", judged), (" of them, which are newer", newer)):
         print(f"{len(names)}{number or ' errors about dtypes'}: {_dtype_shares(judged, names)}")
-    return wrong <= {*more_dtypes.MISSES}
+    return wrong <= known
 
 
 def _dtype_shares(judged: dict[str, Any], names: Iterable[str]) -> str:

@@ -8,7 +8,6 @@ import torch
 from tests import forked
 from tests.device import DEVICE
 from tests.dtype_errors import dtype_programs as hostile
-from tests.dtype_errors import dtype_programs_more as more
 from tests.dtype_errors.dtype_programs import pasted, runs
 from torch import nn
 
@@ -224,18 +223,18 @@ def test_a_cure_runs_when_it_is_pasted(name: str, tmp_path: Path) -> None:
         runs(file)
 
 
-SPREAD = [name for name in more.PROGRAMS if name not in more.MISSES][::3]
+SPREAD = [name for name, program in hostile.NEWER.items() if not program.is_missed][::3]
 
 
-@pytest.mark.parametrize("name", [*hostile.PROGRAMS, *SPREAD])
+@pytest.mark.parametrize("name", [*hostile.FIRST, *SPREAD])
 def test_hostile_programs(name: str, tmp_path: Path) -> None:
-    judged = hostile.judge({**hostile.PROGRAMS, **more.PROGRAMS}[name], tmp_path)
+    judged = hostile.judge(hostile.ALL[name], tmp_path)
     assert (judged.has_line, judged.missing) == (True, [])
     assert judged.is_cured is not False, judged.explanation
 
 
 def test_inside_of_a_package_the_line_is_the_last_of_the_user(tmp_path: Path) -> None:
-    judged = hostile.judge(more.LIBRARIES["LoRA of peft"], tmp_path)
+    judged = hostile.judge(hostile.LIBRARIES["LoRA of peft"], tmp_path)
     assert judged.is_right
     assert "\nwhich calls layer.py, line " in judged.explanation
     assert "\n> result = self.base_layer(x" in judged.explanation
@@ -312,10 +311,8 @@ def test_a_number_that_does_not_fit(value: float, tmp_path: Path) -> None:
 
 
 def test_no_program_becomes_a_miss() -> None:
-    programs = {**more.PROGRAMS, **more.LIBRARIES}
-    assert len(hostile.PROGRAMS | programs) == 100
-    assert {*more.MISSES} <= {*programs}
-    assert len(more.MISSES) <= 7
+    assert len(hostile.ALL) == 100
+    assert sum(program.is_missed for program in hostile.ALL.values()) <= 7
 
 
 def test_a_module_can_be_kept(tmp_path: Path) -> None:

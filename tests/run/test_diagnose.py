@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from halfstep._tools.cli import main
 from halfstep._tools.record.read import read_run
 
-SCRIPT = Path(__file__).with_name("scripts") / "overflow.py"
+SCRIPT = Path(__file__).parent / "corpus" / "scripts" / "overflow.py"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests import forked
 
-SCRIPTS = Path(__file__).with_name("scripts")
+SCRIPTS = Path(__file__).parent / "corpus" / "scripts"
 
 
 def both(script: str, folder: Path) -> tuple[str, str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.run.test_children import TRAIN
 
-SCRIPTS = Path(__file__).with_name("scripts")
+SCRIPTS = Path(__file__).parent / "corpus" / "scripts"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

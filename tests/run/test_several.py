@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.run import several
 
-SCRIPTS = Path(__file__).with_name("scripts")
+SCRIPTS = Path(__file__).parent / "corpus" / "scripts"
 
 
 @pytest.mark.parametrize("text", ["the scales differ", "another error"])

@@ -10,14 +10,13 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
-from tests.diagnose.kinds import forms, functions, halves, losses, nets, rounding
-from tests.diagnose.kinds.program import KINDS, Program, Variety
+from tests.diagnose.kinds.program import Program, read
 
-__all__ = ["KINDS", "programs"]
-
-MODULES = (losses, functions, nets, rounding, halves, forms)
-"""They fill KINDS."""
+FILES = {file.stem: file for file in sorted(Path(__file__).parents[1].glob("corpus/kinds/*.py"))}
+KINDS = tuple(FILES)
 
 
 def programs(kind: str, seed: int = 0) -> Iterator[Program]:
@@ -25,6 +24,5 @@ def programs(kind: str, seed: int = 0) -> Iterator[Program]:
     number = 0
     while True:
         rng = random.Random(zlib.crc32(f"{seed} {number} {kind}".encode()))
-        program = KINDS[kind](Variety(rng))
-        yield program.named(kind, number)
+        yield replace(read(FILES[kind], rng), kind=kind, number=number)
         number += 1

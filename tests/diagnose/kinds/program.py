@@ -1,16 +1,37 @@
 """Programs with one fault, as text, and the scripts that run them.
 
-A kind is a function of a :class:`Variety`, a source of random names, sizes and settings, that
-returns a :class:`Program`. ``# bad`` marks the line that a diagnosis is to name. A program is
-finite with ``batch(False)`` and not with ``batch(True)``.
+A kind is a file of ``corpus/kinds``, of which :func:`read` draws a :class:`Program`::
+
+    # expect: VERDICT of OP OP, one of which is bad, or its gradient
+    # $name: what stands for $name in the program; one such line is chosen, or a number of 4 to 9
+    # dtypes: of autocast, of which one is chosen
+    # scales: of the loss, of which one is chosen
+    # inputs: the last size of x
+    # outputs: the size of what the two layers return that are the model where no setup stands
+
+    # --- setup
+    statements that define model
+    # --- batch: what a batch has, x and more
+    statements that make one, after x has been made
+    # --- bad batch
+    statements that make it bad
+    # --- loss
+    statements from the parts of a batch to loss
+
+``# bad`` marks the line that a diagnosis is to name. A program is finite with ``batch(False)`` and
+not with ``batch(True)``.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from textwrap import dedent, indent
+import re
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from string import Template
+from textwrap import indent
+from typing import cast
 
 from tests.device import DEVICE
 from tests.diagnose.injections import Verdict
@@ -64,9 +85,6 @@ class Program:
 
     def __str__(self) -> str:
         return f"{self.kind}[{self.number}]"
-
-    def named(self, kind: str, number: int) -> Program:
-        return replace(self, kind=kind, number=number)
 
     @property
     def autocast(self) -> str:
@@ -152,94 +170,60 @@ losses.append(loss.detach())
     )
 
 
-# --- variety --------------------------------------------------------------------------------------
+# --- the corpus -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Variety:
-    """Random choices."""
-
-    rng: random.Random
-
-    def one_of(self, *choices: str) -> str:
-        return self.rng.choice(choices)
-
-    def size(self, low: int, high: int) -> int:
-        return self.rng.randint(low, high)
-
-    def program(
-        self,
-        verdict: Verdict,
-        ops: str,
-        *,
-        loss: str,
-        bad: str = "",
-        batch: str = "",
-        gives: str = "x",
-        number: tuple[str, str, str] | None = None,
-        setup: str | None = None,
-        linear: tuple[int, int] | None = None,
-        dtypes: tuple[str | None, ...] = (None, "float16", "bfloat16"),
-        scales: tuple[float | None, ...] = (None, 1.0, 256.0),
-        inputs: int | None = None,
-        outputs: int | None = None,
-        is_harmless: bool = False,
-    ) -> Program:
-        """Return a program.
-
-        Args:
-            verdict: What is to be said.
-            ops: The names of the bad ops, with spaces.
-            loss: Statements from the parts of a batch to ``loss``.
-            bad: Statements that make a batch bad, after those of ``batch``.
-            batch: Statements that make a batch, after ``x`` has been made.
-            gives: What a batch returns, ``"x, y"``.
-            number: In place of ``gives``, ``batch`` and ``bad``: a number in each batch, by its
-                name, its value and its bad value.
-            setup: Statements that define ``model``; left out, it is two layers.
-            linear: In place of ``setup`` and ``inputs``: the sizes of one layer.
-            dtypes: Of autocast, of which one is chosen.
-            scales: Of the loss.
-            inputs: The last size of ``x``.
-            outputs: The size of what the two layers return.
-            is_harmless: Whether the program is finite.
-        """
-        if number is not None:
-            name, good, worst = number
-            gives, batch, bad = f"x, {name}", f"{name} = {good}", f"{name} = {worst}"
-        if linear is not None:
-            setup, inputs = f"model = nn.Linear{linear}", linear[0]
-        inputs, outputs = inputs or self.size(3, 9), outputs or self.size(3, 6)
-        width, rows = self.size(4, 24), self.size(4, 12)
-        dtype = self.rng.choice(dtypes)
-        if setup is None:
-            act = self.one_of("Tanh", "GELU", "SiLU")
-            setup = (
-                f"model = nn.Sequential(nn.Linear({inputs}, {width}), nn.{act}(), "
-                f"nn.Linear({width}, {outputs}))"
-            )
-        statements = [f"x = torch.randn({rows}, {inputs})", dedent(batch).strip()]
-        statements += ["if bad:", indent(dedent(bad).strip(), "    "), f"return ({gives},)"]
-        define = "\n".join(filter(None, statements))
-        return Program(
-            setup=f"{dedent(setup).strip()}\n\n\ndef batch(bad):\n{indent(define, '    ')}\n\n",
-            names=tuple(name.strip() for name in gives.split(",")),
-            loss=dedent(loss).strip(),
-            verdict=verdict,
-            ops=frozenset(ops.split()),
-            dtype=dtype,
-            scale=self.rng.choice(scales) if dtype == "float16" else None,
-            around=self.one_of("", "", "compute_loss", "criterion"),
-            is_torch=self.rng.random() < 0.2,
-            seed=self.rng.randrange(2**20),
-            is_harmless=is_harmless,
+def read(file: Path, rng: random.Random) -> Program:
+    """Return a random variant of a kind."""
+    head, *parts = re.split(r"^# --- (.*)\n", file.read_text(), flags=re.M)
+    said = dict(re.findall(r"^# (\w+): (.*)$", head, re.M))
+    chosen: dict[str, str] = {}
+    for names, lines in groupby(
+        re.findall(r"^# (\$[$\w, ]+):(.*)$", head, re.M), key=lambda line: line[0]
+    ):
+        choices = [choice.strip() for _, choice in lines]
+        if between := re.fullmatch(r"(\d+) to (\d+)", choices[0]):
+            choice = str(rng.randint(*map(int, between.groups())))
+        else:
+            choice = rng.choice(choices)
+        chosen |= zip(
+            names.replace("$", "").split(", "), map(str.strip, choice.split(";")), strict=True
         )
 
+    def filled(text: str) -> str:
+        while text != (text := Template(text).substitute(chosen)):
+            pass
+        return text.strip()
 
-Kind = Callable[[Variety], Program]
-KINDS: dict[str, Kind] = {}
-
-
-def kind(make: Kind) -> Kind:
-    KINDS[make.__name__] = make
-    return make
+    texts = dict(zip(parts[::2], map(filled, parts[1::2]), strict=True))
+    [batch] = [name for name in texts if name.startswith("batch: ")]
+    gives = filled(batch[7:])
+    inputs, outputs = (
+        int(said[name]) if name in said else rng.randint(3, most)
+        for name, most in (("inputs", 9), ("outputs", 6))
+    )
+    width, rows = rng.randint(4, 24), rng.randint(4, 12)
+    dtype = rng.choice(said.get("dtypes", "none float16 bfloat16").split())
+    if "setup" not in texts:
+        texts["setup"] = (
+            f"model = nn.Sequential(nn.Linear({inputs}, {width}), "
+            f"nn.{rng.choice(('Tanh', 'GELU', 'SiLU'))}(), nn.Linear({width}, {outputs}))"
+        )
+    statements = [f"x = torch.randn({rows}, {inputs})", texts[batch]]
+    statements += ["if bad:", indent(texts["bad batch"], "    "), f"return ({gives},)"]
+    define = "\n".join(filter(None, statements))
+    verdict, _, ops = filled(said["expect"]).partition(" of ")
+    scales = said.get("scales", "none 1 256").split()
+    scale = rng.choice(scales) if dtype == "float16" else "none"
+    return Program(
+        setup=f"{texts['setup']}\n\n\ndef batch(bad):\n{indent(define, '    ')}\n\n",
+        names=tuple(gives.split(", ")),
+        loss=texts["loss"],
+        verdict=cast(Verdict, verdict),
+        ops=frozenset(ops.split()),
+        dtype=None if dtype == "none" else dtype,
+        scale=None if scale == "none" else float(scale),
+        around=rng.choice(("", "", "compute_loss", "criterion")),
+        is_torch=rng.random() < 0.2,
+        seed=rng.randrange(2**20),
+    )

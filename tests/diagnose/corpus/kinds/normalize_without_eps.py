@@ -1,0 +1,15 @@
+# expect: maths of div
+# $h: h
+# $h: z
+# $h: feats
+# dtypes: none bfloat16
+
+# --- batch: x, keep
+keep = torch.ones(x.shape[0], 1)
+
+# --- bad batch
+keep[0] = 0
+
+# --- loss
+$h = model(x).float() * keep
+loss = F.normalize($h, dim=-1, eps=0.0).sum()  # bad

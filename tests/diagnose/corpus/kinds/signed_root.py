@@ -1,0 +1,14 @@
+# expect: maths of sqrt
+# dtypes: none bfloat16
+# inputs: 4
+# outputs: 4
+
+# --- batch: x, keep
+keep = 1.0
+
+# --- bad batch
+keep = 0.0
+
+# --- loss
+h = model(x).float() * keep
+loss = (h.sign() * h.abs().sqrt()).mean()  # bad

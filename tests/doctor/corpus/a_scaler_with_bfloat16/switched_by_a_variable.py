@@ -1,0 +1,10 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+from halfstep import GradScaler, autocast
+scaler = GradScaler(enabled=fp16)
+with autocast('cpu', torch.bfloat16):
+    f(x)
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+scaler.update()

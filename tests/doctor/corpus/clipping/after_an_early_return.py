@@ -1,0 +1,12 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+from halfstep import GradScaler, autocast
+def step():
+    if not use_amp:
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)

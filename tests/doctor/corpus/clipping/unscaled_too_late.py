@@ -1,0 +1,8 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+from halfstep import GradScaler, autocast
+scaler.scale(loss).backward()
+nn.utils.clip_grad_value_(model.parameters(), 1.0)  # expect: clip-before-unscale
+scaler.unscale_(optimizer)
+scaler.step(optimizer)

@@ -1,0 +1,6 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+from halfstep import GradScaler, autocast
+scaler.scale(loss).backward()
+optimizer.step()  # halfstep: allow update-missing  # expect: scaler-bypassed

@@ -1,0 +1,11 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+from halfstep import GradScaler, autocast
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in batches:
+    optimizer.zero_grad()
+    with context or torch.enable_grad():
+        loss = model(x).sum()
+    loss.backward()
+    optimizer.step()

@@ -1,0 +1,8 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+from halfstep import GradScaler, autocast
+with autocast('cpu', torch.float16):
+    loss = f(x)
+(loss * 1024).backward()
+optimizer.step()

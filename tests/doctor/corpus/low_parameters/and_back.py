@@ -1,0 +1,7 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+from halfstep import GradScaler, autocast
+model.half()
+model.float()
+optimizer = torch.optim.AdamW(model.parameters())

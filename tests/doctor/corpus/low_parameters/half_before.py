@@ -1,0 +1,6 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+from halfstep import GradScaler, autocast
+model.half()  # expect: half-parameters
+optimizer = torch.optim.AdamW(model.parameters())

@@ -1,0 +1,7 @@
+import torch
+import torch.nn.functional as F
+from halfstep import GradScaler, autocast
+from utils import smart_autocast
+with smart_autocast(amp):
+    loss = model(x)
+    loss.backward()  # expect: backward-in-autocast

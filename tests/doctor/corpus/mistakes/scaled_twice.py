@@ -1,0 +1,10 @@
+import torch
+import torch.nn.functional as F
+from halfstep import GradScaler, autocast
+for i, (x, y) in enumerate(batches):
+    with autocast('cuda'):
+        loss = F.mse_loss(model(x), y)
+    loss = scaler.scale(loss)
+    scaler.scale(loss).backward()  # expect: scaled-twice
+    scaler.step(optimizer)
+    scaler.update()

@@ -1,0 +1,14 @@
+import torch
+import torch.nn.functional as F
+from halfstep import GradScaler, autocast
+class Trainer:
+    def __init__(self):
+        self.scaler = GradScaler()
+    def train_it(self, x):
+        self.optimizer.zero_grad()
+        with autocast('cuda'):
+            loss = self.model(x)
+        self.scaler = GradScaler()  # expect: scaler-in-loop
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()

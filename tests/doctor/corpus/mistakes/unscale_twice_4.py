@@ -1,0 +1,15 @@
+import torch
+import torch.nn.functional as F
+from halfstep import GradScaler, autocast
+class Trainer:
+    def __init__(self):
+        self.scaler = GradScaler()
+    def train_step(self, x):
+        self.optimizer.zero_grad()
+        with autocast('cuda'):
+            loss = self.model(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)  # expect: unscale-twice
+        self.scaler.step(self.optimizer)
+        self.scaler.update()

@@ -1,0 +1,8 @@
+import torch
+import torch.nn.functional as F
+from halfstep import GradScaler, autocast
+for i, (x, y) in enumerate(batches):
+    with autocast('cuda'):
+        loss = F.mse_loss(model(x), y)
+    y = model_ema(x)
+    scaler.scale(loss).backward();scaler.step(optimizer)  # expect: update-missing

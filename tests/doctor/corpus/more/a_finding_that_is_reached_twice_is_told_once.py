@@ -1,0 +1,9 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+from halfstep import GradScaler, autocast
+def step():
+    scaler.scale(loss).backward()
+    optimizer.step()  # expect: scaler-bypassed
+step()
+step()

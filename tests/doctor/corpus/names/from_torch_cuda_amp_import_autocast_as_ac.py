@@ -1,0 +1,5 @@
+from torch.cuda.amp import autocast as ac
+with ac():  # expect: fp16-without-scaler
+    loss = f(x)
+loss.backward()
+optimizer.step()

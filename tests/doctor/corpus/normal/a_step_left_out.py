@@ -1,0 +1,12 @@
+import torch
+import torch.nn.functional as F
+from halfstep import GradScaler, autocast
+for i, (x, y) in enumerate(batches):
+    with autocast('cuda'):
+        loss = F.mse_loss(model(x), y)
+    if train:
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    if good:
+        scaler.step(optimizer)
+    scaler.update()

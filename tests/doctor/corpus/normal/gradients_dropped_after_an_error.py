@@ -1,0 +1,10 @@
+import torch
+import torch.nn.functional as F
+from halfstep import GradScaler, autocast
+for x in batches:
+    try:
+        scaler.scale(model(x)).backward()
+    except RuntimeError:
+        optimizer.zero_grad()
+    scaler.step(optimizer)
+    scaler.update()

@@ -1,0 +1,12 @@
+import torch
+import torch.nn.functional as F
+from halfstep import GradScaler, autocast
+for i, (x, y) in enumerate(batches):
+    with autocast('cuda'):
+        loss = F.mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    for o in optimizers:
+        scaler.unscale_(o)
+    for o in optimizers:
+        scaler.step(o)
+    scaler.update()

@@ -1,0 +1,12 @@
+import torch
+import torch.nn.functional as F
+from halfstep import GradScaler, autocast
+for i, (x, y) in enumerate(batches):
+    with autocast('cuda'):
+        loss = F.mse_loss(model(x), y)
+    if not torch.isfinite(loss):
+        optimizer.zero_grad()
+        continue
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()

@@ -1,0 +1,8 @@
+import torch
+import torch.nn.functional as F
+from halfstep import GradScaler, autocast
+def take_step(model, scaler, optimizer):
+    if scaler:
+        scaler.step(optimizer)
+    else:
+        optimizer.step()
