@@ -166,8 +166,6 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
         "scaler/test_gradients.py::test_gradients_that_cannot_be_written_to_are_replaced[negative view]",
     ),
     "Compiles, exports or traces: not on this device.": (
-        "autocast/test_export.py::test_the_code_cures_a_half_model",
-        "autocast/test_export.py::test_the_code_does_what_the_policy_does",
         "autocast/test_sums.py::test_a_traced_model_can_be_saved",
         "autocast/test_use_policy.py::test_compiled_code_is_told_apart_in_a_thread_that_enters_the_policy_too",
         "autocast/test_weight_writes.py::test_no_cast_is_stale[compiled data-*]",
@@ -228,7 +226,6 @@ ON_CUDA = {
         "scaler/test_passes.py::test_the_norm_reads_every_gradient_once",
     ),
     "Needs the numbers that a seed gives on the CPU.": (
-        "autocast/test_export.py::test_the_code_does_what_the_policy_does",
         "diagnose/test_diagnose.py::test_float16_parameters_without_autocast_are_replayed_in_float32",
         "diagnose/test_kinds.py::test_the_fault_is_named_and_its_cure_can_be_pasted[*discriminator_log]",
         "scaler/test_buffers.py::test_a_mask_that_the_first_call_fills_outlives_a_skipped_first_step",
@@ -247,7 +244,6 @@ ON_CUDA = {
         "autocast/test_differences.py::test_pytorch_still_has_it[C10]",
     ),
     "PyTorch fails on tensors of the test: a default device is a mode, and NumPy is the CPU's.": (
-        "autocast/test_export.py::test_the_code_cures_a_half_model",
         "watch/test_watch_unseen.py::test_an_evaluation_keeps_few_of_its_batches",
         "master_weights/test_master_weights.py::test_a_model_without_values_steps",
         "record/test_diagnoses.py::test_the_step_is_the_one_that_has_ended_or_that_an_optimizer_makes_now",
