@@ -76,16 +76,10 @@ class Gradients:
             found[values.device].append(index)
         return found
 
-    def without(self, ids: Iterable[int]) -> Gradients:
-        seen = set(ids)
-        return self.at([index for index, grad in enumerate(self.grads) if id(grad) not in seen])
-
-    def at(self, positions: list[int]) -> Gradients:
-        return _gradients(
-            [self.params[position] for position in positions],
-            [self.grads[position] for position in positions],
-            [self.values[position] for position in positions],
-        )
+    def without(self, ids: Set[int]) -> Gradients:
+        rows = zip(self.params, self.grads, self.values, strict=True)
+        kept = [row for row in rows if id(row[1]) not in ids]
+        return _gradients(*([row[part] for row in kept] for part in range(3)))
 
     def is_measured_fast(self) -> bool:
         """Return whether measuring norms is no slower than a check.

@@ -261,9 +261,6 @@ class ScaleState:
             if isinstance(first.schedule, Dynamic):
                 first = replace(first, schedule=replace(first.schedule, **factors))
             return replace(first.with_scale(alone.scale), growth_tracker=tracker)
-        # Earlier versions did not have it. In a run, it is not known whether any loss was finite.
-        in_run = any(ours.get(key) for key in ("run_scale", "has_backed_off", "skipped_in_a_row"))
-        ours = {"may_restore": not in_run} | ours
         expected = {field.name for field in fields(cls)} - {"scale", "growth_tracker"}
         for key in sorted(expected ^ set(ours)):
             raise ValueError(
