@@ -273,7 +273,7 @@ def test_gate_errors() -> None:
 
 
 PROPERTIES = ["taken", "skipped", "reason", "rank", "scale", "scale_after", "norm", "norms"]
-PROPERTIES += ["culprits", "is_measured", "has_ended", "entry", "optimizer_name"]
+PROPERTIES += ["culprits", "is_measured", "has_ended", "optimizer_name"]
 
 
 def read(outcome: Any) -> dict[str, Any]:

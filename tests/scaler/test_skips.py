@@ -152,8 +152,8 @@ def test_never_the_same_warning_every_step(fused: bool) -> None:
     training = Training(fused, max_consecutive_skips=5, on_skips=reports.append)
     for _ in range(100):
         training.step("bad loss")
-    # The 9th is at the smallest scale.
-    assert [report.skipped_in_a_row for report in reports] == [5, 9, 18, 36, 72]
+    # The 17th is at the smallest scale.
+    assert [report.skipped_in_a_row for report in reports] == [5, 10, 17, 34, 68]
     assert {str(report.reason) for report in reports} == {"loss"}
     training.step()
     for _ in range(5):
@@ -176,7 +176,7 @@ def test_raise(fused: bool) -> None:
 @fused_or_not
 def test_raise_when_the_floor_was_tried_in_vain(fused: bool) -> None:
     training = Training(fused, on_skips="raise", max_consecutive_skips=1000)
-    for _ in range(8):
+    for _ in range(16):
         training.step("bad gradient")
     assert training.scaler.get_scale() == 1.0
     with pytest.raises(SkippedStepsError, match=r"non-finite at any scale; the scale is now 2\^16"):

@@ -48,10 +48,6 @@ class Norms:
         """Return the total norm of all gradients, not unscaled, for ``device``."""
         return root(scalar(self.sum_of_squares(device)))
 
-    def unscaled_root(self, squares: Scalar) -> Scalar:
-        """Return the norm from a sum of squares of these gradients, without the scale."""
-        return root(squares) if self.scale is None else root(squares) / self.scale
-
     def sum_of_squares(self, device: torch.device, shares: Sequence[float] = ()) -> Tensor:
         """Return the sum of all squares, not unscaled, on ``device``, weighted by ``shares``."""
         sums = []
@@ -59,7 +55,8 @@ class Norms:
             if any(share != 1.0 for share in shares):
                 own = [shares[position] for position in positions]
                 squares = squares * torch.tensor(own, dtype=squares.dtype).to(squares.device)
-            sums.append(_carried(squares.sum(), device))
+            total = squares.sum()
+            sums.append(to_device(total if has_float64(device) else total.float(), device))
         if not sums:  # another rank has all of them
             return torch.zeros((), dtype=widest_float(device), device=device)
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
@@ -116,10 +113,6 @@ def overflows_when_divided(gradients: Gradients, scale: Scalar) -> list[Tensor]:
         unscaled = torch.maximum(amax * reciprocal(by), amax / by).to(dtype)
         found.append(is_nonfinite(unscaled))
     return found
-
-
-def _carried(value: Tensor, device: torch.device) -> Tensor:
-    return to_device(value if has_float64(device) else value.float(), device)
 
 
 def clip_coefficient(norm: Scalar, max_norm: float, found_inf: Tensor | None = None) -> Scalar:
@@ -216,10 +209,6 @@ def _norms_of_rows(rows: Tensor) -> Tensor:
 # --- the operator ---------------------------------------------------------------------------------
 
 
-def _traced(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0].new_empty(len(tensors), dtype=widest_float(tensors[0].device))
-
-
 # A custom operator: selecting rows by their values is free on a CPU, but must be opaque to
 # torch.compile and dispatch modes. Through this low-level API of torch.library a call with 4,096
 # tensors costs 0.4 ms, and as a custom_op 0.9.
@@ -236,4 +225,8 @@ if not hasattr(torch.ops.halfstep, "sums_of_squares"):
         "sums_of_squares(Tensor[] tensors) -> Tensor", tags=[torch.Tag.pt2_compliant_tag]
     )
     _library.impl("sums_of_squares", _sums_of_squares, "CompositeExplicitAutograd")
-    torch.library.register_fake("halfstep::sums_of_squares", _traced, lib=_library)
+    torch.library.register_fake(
+        "halfstep::sums_of_squares",
+        lambda tensors: tensors[0].new_empty(len(tensors), dtype=widest_float(tensors[0].device)),
+        lib=_library,
+    )

@@ -78,11 +78,7 @@ class Together:
     is_together: Literal[True] = True
 
     def __init__(
-        self,
-        layout: Layout,
-        call: str,
-        has_scale: bool,
-        next_number: Callable[[], int],
+        self, layout: Layout, call: str, has_scale: bool, next_number: Callable[[], int]
     ) -> None:
         self.group, self._layout, self.call = layout.group, layout, call
         self.has_scale, self.next_number = has_scale, next_number

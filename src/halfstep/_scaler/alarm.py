@@ -13,7 +13,7 @@ from halfstep._gradients.scalars import checked_count
 from halfstep._scaler.culprits import Culprit
 from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.outcome import Outcome, entry_of
+from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import Reason, ScaleState
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 
@@ -146,13 +146,13 @@ class Alarm:
         the same one. Sync: none unless the alarm is due.
         """
         state = scale.state
-        if not self.note(scale, *state.skips()):
+        if not self.note(scale, state.skipped_in_a_row, state.reached_floor):
             return
         step = state.num_taken + state.num_skipped
         skipped = [
             outcome
             for outcome in journal.newest(NUM_SEARCHED)
-            if outcome.loss_scale is scale and outcome.skipped and entry_of(outcome).step == step
+            if outcome.loss_scale is scale and outcome.skipped and outcome._entry.step == step
         ]
         began_at_floor = state.run_scale <= state.min_scale
         self.speak(_report(state, skipped), began_at_floor=began_at_floor)

@@ -65,9 +65,7 @@ def target(
 
 
 def clip_grad_norm_(
-    engine: Engine,
-    owner: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
-    max_norm: float,
+    engine: Engine, owner: torch.optim.Optimizer | Iterable[Tensor] | Tensor, max_norm: float
 ) -> Tensor:
     """Unscale and clip gradients. Sync: none."""
     optimizer, params = target(owner)

@@ -47,7 +47,8 @@ class Measured(NamedTuple):
     @property
     def norm(self) -> Scalar:
         """The total norm, unscaled."""
-        return self.norms.unscaled_root(self.squares)
+        norm, scale = scalars.root(self.squares), self.norms.scale
+        return norm if scale is None else norm / scale
 
 
 @dataclass(frozen=True, eq=False, slots=True)

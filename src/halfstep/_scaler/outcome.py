@@ -349,11 +349,6 @@ def forget_gradients(outcome: Outcome) -> None:
     outcome._witnesses = []
 
 
-def entry_of(outcome: Outcome) -> HistoryEntry:
-    """Return the outcome as an entry of ``GradScaler.history()``. Sync: one."""
-    return outcome._entry
-
-
 def pack(outcome: Outcome) -> Tensor:
     """Return float32 numbers for :func:`unpack`; empty if all is on the host. Sync: none."""
     found_inf = outcome._found_inf

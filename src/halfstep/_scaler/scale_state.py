@@ -39,12 +39,7 @@ COUNTS = {
 }
 """The int32 fields, with their smallest values."""
 
-NO_RUN: dict[str, Any] = {
-    "run_scale": 0.0,
-    "has_backed_off": False,
-    "resume_scale": 0.0,
-    "reached_floor": False,
-}
+NO_RUN = {"run_scale": 0.0, "resume_scale": 0.0, "has_backed_off": False, "reached_floor": False}
 
 
 class Reason(StrEnum):
@@ -184,10 +179,6 @@ class ScaleState:
         """Whether this iteration runs at the scale from before a run, to show if it is usable."""
         return self.resume_scale != 0.0
 
-    def skips(self) -> tuple[int, bool]:
-        """Return the number of consecutive skipped steps, and whether they reached the floor."""
-        return self.skipped_in_a_row, self.reached_floor
-
     def with_scale(self, scale: float) -> ScaleState:
         """Return this state with a scale set by the user; its limits are widened to include it.
 
@@ -199,7 +190,7 @@ class ScaleState:
             scale=scale,
             min_scale=min(self.min_scale, scale),
             max_scale=max(self.max_scale, scale),
-            **NO_RUN,
+            **NO_RUN,  # type: ignore[arg-type]
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -261,9 +252,6 @@ class ScaleState:
             if isinstance(first.schedule, Dynamic):
                 first = replace(first, schedule=replace(first.schedule, **factors))
             return replace(first.with_scale(alone.scale), growth_tracker=tracker)
-        # Earlier versions did not have it. In a run, it is not known whether any loss was finite.
-        in_run = any(ours.get(key) for key in ("run_scale", "has_backed_off", "skipped_in_a_row"))
-        ours = {"may_restore": not in_run} | ours
         expected = {field.name for field in fields(cls)} - {"scale", "growth_tracker"}
         for key in sorted(expected ^ set(ours)):
             raise ValueError(

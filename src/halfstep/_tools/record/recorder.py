@@ -533,7 +533,7 @@ def _sum(losses: Sequence[Tensor]) -> Tensor:
 
 def _may_be_skipped(outcome: Outcome) -> bool:
     """Return whether the newest state on the host ends with skips. Sync: none."""
-    return outcome.loss_scale.state.skips()[0] > 0
+    return outcome.loss_scale.state.skipped_in_a_row > 0
 
 
 def _norm_of_outcome(outcome: Outcome) -> Tensor | None:
