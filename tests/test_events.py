@@ -1,4 +1,4 @@
-"""What tools observe of a training, and that nobody observes it after the block."""
+"""What tools observe of training, and that nobody observes it after the block."""
 
 from __future__ import annotations
 

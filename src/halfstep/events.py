@@ -1,9 +1,9 @@
-"""Events of a training, for the tools that stand on halfstep: losses, iterations, contexts, ops.
+"""Events of training, for the tools that stand on halfstep: losses, iterations, contexts, ops.
 
 Not an interface for users, who read outcomes, records and diagnoses, and it changes with the tools.
-A recorder, a watch, a trace and a runner observe a training by this module, and use nothing else of
-the inside of scalers and autocast. They drive a training, to replay it, by ``_scaler/access.py``
-and ``_autocast/access.py``.
+A recorder, a watch, a trace and a runner observe training by this module, and use nothing else of
+the inside of scalers and autocast. What replays or changes a step drives them by the functions of
+``_scaler/access.py`` and ``_autocast/access.py``.
 
 Cost without observers: one test of an empty list for each loss, iteration and context; nothing for
 an op, since the kernels that report ops are registered only while there is somebody to report to.
