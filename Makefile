@@ -13,7 +13,7 @@ TORCH  ?= 2.15.0
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 # The tests of `make test-simulated`, and those of them that depend on what a device lacks.
-SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights record trace tune diagnose)
+SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights record trace tune diagnose replay watch dtype_errors)
 BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.py gradients.py loss_scale.py overrides.py) \
 	$(addprefix tests/scaler/test_,training.py clipping.py floor.py scale_one.py saving.py skips.py)
 
@@ -60,7 +60,7 @@ pairs: $(READY)  ## our own features in all 3,600 pairs (make test runs a share 
 score: $(READY)  ## diagnose 286 injected faults, 200 clean steps, 500 small programs, 100 errors about dtypes, 42 formulas, 20 long clean runs (fifteen minutes)
 	$(BIN)/python -m tests.diagnose.score $(ARGS)
 
-quality: $(READY)  ## final losses of nine precisions (an hour); ARGS="--only digits --seeds 2" for less
+quality: $(READY)  ## final losses of seven precisions (an hour); ARGS="--only digits --seeds 2" for less
 	@$(BIN)/python benchmarks/quality.py $(ARGS)
 
 package:  ## build dist/ and check it as PyPI would, in a .venv of its own
@@ -93,7 +93,7 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/gradient_time.py
 	$(BIN)/python benchmarks/reductions.py
 	$(BIN)/python benchmarks/float32_head.py
-	$(BIN)/python benchmarks/scale_rules.py
+	$(BIN)/python benchmarks/scale_schedules.py
 	$(BIN)/python benchmarks/record_time.py
 	$(BIN)/python benchmarks/diagnose_time.py --size small
 	$(BIN)/python benchmarks/diagnose_time.py --size 43m --dtype bf16

@@ -36,5 +36,5 @@ install() {
 }
 : >"$LOG"
 install torch  # first and alone: it is the large one, and constraints.txt says which build
-install -e '.[cli,dev,docs]'
+install -e '.[tools,dev,docs]'
 touch "$VENV/.ready"

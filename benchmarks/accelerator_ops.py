@@ -115,33 +115,6 @@ def step(scaler: Any, max_norm: float | None, *, fused: bool) -> Count:
     return counted(iterate)
 
 
-def accumulated(num_blocks: int, *, ours: bool) -> Count:
-    """Count an iteration of several backward passes, each in a block of ``accumulate`` if ours."""
-    params = parameters()
-    optimizer = torch.optim.AdamW(params)
-    make: Any = halfstep.GradScaler if ours else torch.amp.GradScaler
-    scaler = make("sim")
-
-    def iterate(count: Count) -> None:
-        optimizer.zero_grad()
-        for _ in range(num_blocks):
-            loss = loss_of(params) / num_blocks
-            block = scaler.accumulate(optimizer) if ours else None
-            with count.running():
-                if block is not None:
-                    block.__enter__()
-                scaled = scaler.scale(loss)
-            scaled.backward()
-            if block is not None:
-                with count.running():
-                    block.__exit__(None, None, None)
-        with count.running():
-            scaler.step(optimizer)
-            scaler.update()
-
-    return counted(iterate)
-
-
 def unscaled(
     prepare: Callable[[torch.optim.Optimizer], object],
     dtype: torch.dtype = torch.float32,
@@ -175,7 +148,7 @@ class _Casts(TorchDispatchMode):
 
 
 def forward() -> Iterator[str]:
-    """Yield rows about a forward pass and a layer whose casts are held."""
+    """Yield rows about a forward pass."""
     torch.manual_seed(0)
     # Of ops that torch.autocast lowers on the CPU, where its casts are counted, as on a GPU.
     layers = [torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 32)]
@@ -196,17 +169,6 @@ def forward() -> Iterator[str]:
     yield f"autocast, forward: casts | {ours} | {casts.num} | {ours - casts.num:+d}"
     other = lowered.ops - ours
     yield f"autocast, forward: other ops | {other} | {plain.ops} | {other - plain.ops:+d}"
-    linear, x = torch.nn.Linear(8, 8).to("sim"), torch.ones(2, 8).bfloat16().to("sim")
-    with torch.no_grad(), halfstep.autocast("sim", torch.bfloat16):
-        with halfstep.hold_casts(linear):
-            held = counted(lambda count: _read(linear, x, count))
-        theirs = counted(lambda count: _read(linear, x, count))
-    yield _row("hold_casts, a linear layer", held, theirs)
-
-
-def _read(layer: torch.nn.Module, x: Tensor, count: Count) -> None:
-    with count.running():
-        layer(x)
 
 
 def table(most: int | None) -> tuple[list[str], bool]:
@@ -219,9 +181,6 @@ def table(most: int | None) -> tuple[list[str], bool]:
             rows.append(_row(kind + " + clip" * bool(max_norm), ours, theirs))
             more = ours.ops - theirs.ops, ours.waits - theirs.waits
             is_over |= most is not None and (more[0] > most or more[1] > 0)
-    for num_blocks in (2, 4):
-        pair = (accumulated(num_blocks, ours=ours) for ours in (True, False))
-        rows.append(_row(f"accumulate, {num_blocks} blocks", *pair))
     for dtype in (torch.float32, torch.bfloat16):
         name = f"guard, {str(dtype).removeprefix('torch.')}"
         plain = unscaled(lambda optimizer: None, dtype)

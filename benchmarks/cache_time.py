@@ -1,9 +1,8 @@
-"""What keeping casts of weights saves: halfstep.autocast and hold_casts against torch.autocast.
+"""What keeping casts of weights saves: halfstep.autocast against torch.autocast.
 
 Two models: the GPT with 43 million parameters, whose casts cost time, and one of 4 layers and width
 64, in one thread, where only the host time of each call counts. All variants run in one process, in
-a new random order each round; what counts is the median of the ratios within a round. The variant
-"held" has a model of its own, whose casts are held all the time.
+a new random order each round; what counts is the median of the ratios within a round.
 
 The large tensors of a step come and go, and where the C library gives their memory back to the
 system each time, that is most of what one measures. glibc keeps it if told so:
@@ -30,7 +29,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.train_text import GPT, GPTConfig
 
-from halfstep import autocast, hold_casts
+from halfstep import autocast
 from halfstep._common.machine import device_name
 from step_time import ratios, synchronize
 
@@ -129,7 +128,6 @@ def main() -> None:
         "torch.autocast": theirs,
         "again": theirs,  # what is noise
         "halfstep": ours,
-        "held": ours,
         "float32": nullcontext,
     }
     print(f"{device_name(args.device)}, PyTorch {torch.__version__}, bfloat16")
@@ -138,18 +136,14 @@ def main() -> None:
         if args.only not in name:
             continue
         torch.set_num_threads(1 if config is SMALL else threads)
-        model, model_held = Model(config, args.device), Model(config, args.device)
-        with hold_casts(model_held.gpt) as held:
-            variants = {
-                variant: partial(task, model_held if variant == "held" else model, context)
-                for variant, context in contexts.items()
-            }
-            seconds = measure(variants, args.rounds, args.device)
-            row = f"{name:34}{statistics.median(seconds['torch.autocast']) * 1e3:8.2f}"
-            for variant in list(variants)[1:]:
-                low, middle, high = ratios(seconds[variant], seconds["torch.autocast"])
-                row += f"{middle:10.3f} ({low:.3f}-{high:.3f})"
-            print(f"{row}  {held.info().bytes / 2**20:5.1f} MiB held")
+        model = Model(config, args.device)
+        variants = {variant: partial(task, model, context) for variant, context in contexts.items()}
+        seconds = measure(variants, args.rounds, args.device)
+        row = f"{name:34}{statistics.median(seconds['torch.autocast']) * 1e3:8.2f}"
+        for variant in list(variants)[1:]:
+            low, middle, high = ratios(seconds[variant], seconds["torch.autocast"])
+            row += f"{middle:10.3f} ({low:.3f}-{high:.3f})"
+        print(row)
     print("milliseconds of torch.autocast, and ratios to it: medians, and quartiles in brackets")
 
 

@@ -6,7 +6,8 @@ Each kind of step is diagnosed in processes of its own: once when halfstep's dia
 imported, and twice more. Printed are the medians of three processes: of the first diagnosis, in
 seconds and plain steps, and of the best of the later ones. Plain steps run under `torch.autocast`
 and its scaler (`--ours`: under halfstep's), so that a policy is prepared for the first time in the
-diagnosis. At the end, the ratio of a step inside of `scaler.diagnose()` to one outside, in turns.
+diagnosis. At the end, the ratio of a step inside of `halfstep.diagnose(scaler)` to one outside, in
+turns.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def watched(arguments: argparse.Namespace, clock: Clock) -> float:
     ratios = []
     for _ in range(arguments.steps):
         (outside,) = times(step, 1, clock)
-        with scaler.diagnose(model):
+        with halfstep.diagnose(scaler, model=model):
             (inside,) = times(step, 1, clock)
         ratios.append(inside / outside)
     return statistics.median(ratios)

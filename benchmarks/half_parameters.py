@@ -32,6 +32,7 @@ from examples.train_text import GPT, SIZES, GPTConfig
 
 import halfstep
 from halfstep._common.machine import device_name
+from halfstep._common.nested import tensors_reached
 from halfstep._master_weights.chunks import chunks_of
 from halfstep._master_weights.exchange import Exchange, Scratch
 from halfstep._master_weights.stores import STORES
@@ -63,7 +64,7 @@ class Training:
         self.optimizer = adamw(variant, self.model)
         store, _, gradients = variant.partition(", ")
         if variant == EIGHT_BITS_SPLIT:
-            halfstep.master_weights(self.optimizer, chunked=True)
+            halfstep.master_weights(self.optimizer)
         elif store in STORES:
             halfstep.master_weights(self.optimizer, store, "float32" if gradients else None)
         shape = (args.batch, min(args.length, config.context) + 1)
@@ -105,6 +106,14 @@ class Training:
         for param in params:
             found.pop(param.untyped_storage().data_ptr(), None)
         return sum(map(len, found.values())) / sum(param.numel() for param in params)
+
+
+def bytes_per_parameter(training: Training) -> float:
+    """Return the bytes of weights, gradients and state."""
+    params = list(training.model.parameters())
+    held = [*params, *(param.grad for param in params), training.optimizer.state]
+    total = sum(tensor.nbytes for each in held for tensor in tensors_reached(each))
+    return total / sum(param.numel() for param in params)
 
 
 def adamw(variant: str, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -168,7 +177,7 @@ def exchange_ratio(store: str, args: argparse.Namespace) -> float:
         start = time.perf_counter()
         scratch = Scratch()
         for chunk in chunks:
-            Exchange(training.optimizer, STORES[store](), chunk, scratch).around(lambda: None)
+            Exchange(training.optimizer, STORES[store], chunk, scratch).around(lambda: None)
         synchronize(args.device)
         middle = time.perf_counter()
         some.copy_(other)
@@ -198,13 +207,11 @@ def main() -> None:
             seconds = trainings[name].step()
             if round_ >= 0:
                 times[name].append(seconds)
-    memory = {
-        name: halfstep.bytes_per_parameter(training.model, training.optimizer)
-        for name, training in trainings.items()
-    }
+    memory = {name: bytes_per_parameter(each) for name, each in trainings.items()}
+    num_params = sum(param.numel() for param in trainings[PLAIN].model.parameters())
     saved = {name: trainings[name].saved() for name in (FLOAT32, PLAIN)}
     print(
-        f"{memory[PLAIN].num_parameters / 1e6:.1f} M parameters, {args.batch} x {args.length} "
+        f"{num_params / 1e6:.1f} M parameters, {args.batch} x {args.length} "
         f"tokens; {device_name(args.device)}, PyTorch {torch.__version__}"
     )
     losses = {name: training.loss for name, training in trainings.items()}
@@ -216,7 +223,7 @@ def main() -> None:
     )
     for name in VARIANTS:
         # autocast casts every weight that it uses.
-        total = memory[name].total + (2.0 if name == FLOAT32 else 0.0)
+        total = memory[name] + (2.0 if name == FLOAT32 else 0.0)
         pairs = zip(times[name], times[FLOAT32], strict=True)
         low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
         exchange = f"{exchange_ratio(name, args):9.2f}" if name in STORES else ""

@@ -80,11 +80,7 @@ LAYOUTS = {
 
 
 def parameters(layout: str, count: int) -> list[nn.Parameter]:
-    """Return this rank's share of parameters that have gradients.
-
-    These are 0: all ranks are as this one, and a norm that is the same on all is taken for copies
-    that are to be counted once, which halfstep wants to be told.
-    """
+    """Return this rank's share of parameters that have gradients, which are 0."""
     names, placements = LAYOUTS[layout]
     spread = mesh(*names) if names else None
     params = []

@@ -37,7 +37,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradient_time import Fused, Plain
 from halfstep import GradScaler
-from halfstep._scaler.agreement import CHECK_EVERY
 
 MAX_NORM = 1.0
 WARM_UP = 4
@@ -117,39 +116,10 @@ class Collectives(TorchDispatchMode):
         self.found.append(Collective(name, nbytes, group.size()))
 
 
-class Requests(dist.Store):
-    """A store that lists what it is asked for.
-
-    Attributes:
-        found: The name of each request, and its bytes: those of keys and values.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, int]] = []
-        self._store = dist.HashStore()
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number."""
-        self.found.append(("add", len(key) + 8))
-        return self._store.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether there are these keys."""
-        self.found.append(("check", sum(map(len, keys))))
-        return self._store.check(keys)
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set a value if there is none."""
-        self.found.append(("compare_set", len(key) + len(expected) + len(desired)))
-        return self._store.compare_set(key, expected.decode(), desired.decode())
-
-
 @contextmanager
-def fake_ranks(count: int, store: dist.Store | None = None) -> Iterator[None]:
+def fake_ranks(count: int) -> Iterator[None]:
     """Be the last rank of ``count`` in a block: what looks for it among all finds it last."""
-    store = dist.HashStore() if store is None else store
-    dist.init_process_group("fake", rank=count - 1, world_size=count, store=store)
+    dist.init_process_group("fake", rank=count - 1, world_size=count, store=dist.HashStore())
     try:
         yield
     finally:
@@ -260,30 +230,6 @@ def counted(scaler: Any, call: Call, optimizer: torch.optim.Optimizer) -> Collec
     return collectives
 
 
-def requests_under_ddp(ranks: int) -> list[tuple[str, int]]:
-    """Return what the store is asked for in 100 updates under DDP, with the bytes."""
-    store = Requests()
-    with fake_ranks(ranks, store):
-        spread = ddp()
-        for param in spread.parameters():
-            param.grad = torch.zeros_like(param)
-        scaler, optimizer = GradScaler(), Plain(spread.parameters())
-        with Collectives() as collectives:
-            update(scaler, optimizer, CHECK_EVERY)  # the scaler gets a number, once
-            store.found.clear()
-            update(scaler, optimizer, CHECK_EVERY)
-    assert not collectives.found
-    return store.found
-
-
-def update(scaler: Any, optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Take steps."""
-    for _ in range(count):
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
-
-
 def cell(make: Callable[[], Any], call: Call, params: list[nn.Parameter]) -> str:
     """Return what an optimizer that is not fused sends and waits for, then a fused one."""
     found = []
@@ -313,16 +259,12 @@ def main() -> None:
             spread = make_model()  # halfstep asks a wrapper that is alive what it does
             params = list(spread.parameters())
             for param in params:
-                # All ranks are as this one, and a norm that is the same on all is taken for copies
-                # that are to be counted once, which halfstep wants to be told. Unless it is 0.
                 param.grad = torch.zeros_like(param)
             for name, (make, clip) in scalers(layout).items():
                 print(f"\n{layout}, {name}")
                 print(f"  step:           {cell(make, step, params)}")
                 print(f"  unscale_, step: {cell(make, unscale_then_step, params)}")
                 print(f"  clipping:       {cell(make, clip, params)}")
-    found = ", ".join(f"{name} {nbytes} B" for name, nbytes in requests_under_ddp(args.ranks))
-    print(f"\nDDP, halfstep, to the store in {CHECK_EVERY} updates: {found}")
 
 
 if __name__ == "__main__":

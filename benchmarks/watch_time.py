@@ -12,7 +12,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from halfstep._tools.diagnose.watch import Watch
+from halfstep._tools.watch.watch import Watch
 
 NUM_STEPS, NUM_PAIRS = 10, 15
 

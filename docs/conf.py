@@ -34,8 +34,6 @@ BELOW = {
     "integrations": ["The frameworks' own tests <integrations_peers>"],
     "run": ["record <record>"],
     "diagnose": ["Details <diagnose_details>"],
-    "tune": ["compare <compare>"],
-    "trace": ["simulate <simulate>"],
     "api/index": ["At a glance <../at_a_glance>"],
     "architecture": ["benchmarks", "changelog"],
 }
@@ -62,11 +60,9 @@ napoleon_use_ivar = True  # attributes of a value as a list, with their docstrin
 autodoc_member_order = "bysource"
 autodoc_mock_imports = [
     "accelerate",
-    "fastai",
     "lightning",
     "timm",
     "transformers",
-    "ultralytics",
 ]
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True

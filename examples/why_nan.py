@@ -4,7 +4,7 @@ Task: predict what two sensors do together. From step 51 on they measure in mill
 has told the model: squared, the readings leave the range of float16.
 
 Rules to remember:
-- `with scaler.diagnose(model):` costs next to nothing until a step goes bad; then the step is
+- `with halfstep.diagnose(scaler):` costs next to nothing until a step goes bad; then the step is
   replayed, and nothing of the training changes.
 - `found.cure` was replayed too: `found.cure.policy` is text to paste. Here the loop takes it over.
 - `halfstep run --diagnose train.py` does the same for a script without an edit.
@@ -17,7 +17,7 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from halfstep import Diagnosis, GradScaler, autocast
+from halfstep import Diagnosis, GradScaler, autocast, diagnose
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -57,7 +57,7 @@ def main() -> None:
         print(f"step {step} went bad\n{found}")
         policy = found.cure.policy
 
-    with scaler.diagnose(model, tell=cure):
+    with diagnose(scaler, model=model, tell=cure):
         for step in range(1, arguments.steps + 1):
             readings = volts if step <= 50 else volts * 1000
             optimizer.zero_grad()

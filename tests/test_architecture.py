@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests import forked
 
-from halfstep import GradScaler, Policy, autocast
+from halfstep import GradScaler, Policy, autocast, diagnose
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -53,7 +53,7 @@ def op_under_a_rule() -> None:
 def diagnosed_nan() -> None:
     model = torch.nn.Linear(4, 1)
     optimizer, scaler = torch.optim.SGD(model.parameters()), GradScaler()
-    with scaler.diagnose(model, tell=lambda found, step: str(found)):
+    with diagnose(scaler, model=model, tell=lambda found, step: str(found)):
         for batch in (torch.ones(2, 4), torch.full((2, 4), float("nan"))):
             optimizer.zero_grad()
             scaler.scale(model(batch).mean()).backward()

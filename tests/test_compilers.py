@@ -51,7 +51,7 @@ def recorded(model: nn.Module, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def diagnosed(model: nn.Module, _: Path) -> Iterator[None]:
-    with halfstep.GradScaler("cpu").diagnose(model):
+    with halfstep.diagnose(halfstep.GradScaler("cpu"), model=model):
         yield
 
 

@@ -23,8 +23,12 @@ MODULES = [
     ),
 ]
 BLOCKS = [
-    pytest.param(textwrap.dedent(block), id=f"{page.name}-{number}")
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pytest.param(textwrap.dedent(block), id=f"{page.parent.name}/{page.name}-{number}")
+    for page in [
+        ROOT / "README.md",
+        ROOT / "examples" / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]
     if page.name != "ten_minutes.md"  # its blocks run one after the other: test_notebook.py
     for number, block in enumerate(
         re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.M)

@@ -67,10 +67,14 @@ def test_a_training_loads_autocast_and_the_scaler_only(tmp_path: Path) -> None:
     "words", [["--help"], ["--version"], ["run", "--help"], ["report", "--help"], ["tune", "-h"]]
 )
 def test_help_loads_the_command_line_only(words: list[str], tmp_path: Path) -> None:
-    assert loaded_by(words, tmp_path) == {"cli", "_common", "record", "errors", "msgspec"}
+    assert loaded_by(words, tmp_path) == {"cli", "_common", "record", "errors", "json", "msgspec"}
 
 
-READING = {"_common", "_numerics", "cli", "diagnose", "errors", "record", "report", "trace"}
+READING = {
+    *("_common", "_numerics", "errors"),
+    *("cli", "json", "record", "report", "statistics", "trace"),
+    *("diagnose", "replay", "user_code", "watch"),  # of each, the files of values
+}
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,88 @@ READING = {"_common", "_numerics", "cli", "diagnose", "errors", "record", "repor
 def test_a_record_is_read_without_pytorch(words: list[str], more: set[str], tmp_path: Path) -> None:
     folder = records.healthy(tmp_path)
     assert loaded_by([*words, folder], tmp_path) == {*READING, "msgspec", *more}
+
+
+TRAINING = """
+import torch
+import halfstep
+
+halfstep.errors, halfstep.sinks
+for dtype in (torch.float16, torch.bfloat16):
+    model = torch.nn.Linear(4, 1, dtype=None if dtype == torch.float16 else dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0, enabled=dtype == torch.float16)
+    if not scaler.is_enabled():
+        halfstep.master_weights(optimizer)
+        halfstep.guard(optimizer, max_norm=1.0)
+    with halfstep.use_policy("standard"), halfstep.lost_updates(optimizer) as lost:
+        with halfstep.autocast("cpu", dtype, policy="standard; softmax:lower"):
+            loss = model(torch.ones(2, 4, dtype=model.weight.dtype)).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert lost.share == 0.0
+assert not any(name.startswith("halfstep._tools") for name in sys.modules)
+"""
+INTEGRATIONS = """
+import tempfile
+import accelerate
+import transformers
+from halfstep.integrations.accelerate import use_scaler
+from halfstep.integrations.lightning import HalfstepPrecision
+from halfstep.integrations.transformers import TrainerSink
+
+HalfstepPrecision(policy="standard")
+use_scaler(accelerate.Accelerator(mixed_precision="fp16", cpu=True))
+"""
+TOOLS = """
+import halfstep
+
+tools = [name for name, module in halfstep._MODULES.items() if "._tools." in module]
+assert {"record", "trace", "tune", "diagnose"} <= set(tools)
+for name in [*tools, "main"]:
+    try:
+        getattr(halfstep, name) if name in tools else __import__("halfstep._tools.cli")
+    except ModuleNotFoundError as error:
+        assert str(error).startswith(MESSAGE), error
+    else:
+        raise AssertionError(name)
+"""
+
+
+def without(package: str, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in an interpreter without a package, all packages of the tools if it is empty."""
+    missing = [package] if package else ["jinja2", "msgspec"]
+    block = f"import sys; sys.modules |= dict.fromkeys({missing!r})"
+    message = f"halfstep's tools need the package {package}, which is not installed; install it "
+    message += "with: pip install 'halfstep[tools]'"
+    script = f"{block}\nMESSAGE = {message!r}\n{code}"
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_training_needs_no_package_of_the_tools() -> None:
+    done = without("", TRAINING)
+    assert done.returncode == 0, done.stderr
+
+
+def test_integrations_need_no_package_of_the_tools() -> None:
+    for framework in ("accelerate", "lightning", "transformers"):
+        pytest.importorskip(framework)
+    done = without("", INTEGRATIONS)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", ["jinja2", "msgspec"])
+def test_a_tool_without_its_package_says_which_extra_has_it(package: str) -> None:
+    done = without(package, TOOLS)
+    assert done.returncode == 0, done.stderr
+    done = without(package, "from halfstep.__main__ import main\nsys.exit(main())")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"halfstep: halfstep's tools need the package {package}, which is not installed; install "
+        "it with: pip install 'halfstep[tools]'. Training needs none of them\n"
+    )
 
 
 def test_type_checkers_are_told_the_same_names() -> None:

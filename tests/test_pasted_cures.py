@@ -3,7 +3,7 @@
 A program trains in this process and is recorded. A tool says what is wrong with it and what to
 write; a case writes just that, and what was wrong must be gone. Edits of statements, which
 ``diagnose`` offers most often, are pasted in tests/diagnose/test_kinds.py; those for errors about
-dtypes in tests/diagnose/test_dtype_errors.py.
+dtypes in tests/dtype_errors/test_dtype_errors.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tests.diagnose.kinds.judged import run_file
 import halfstep
 from halfstep import Diagnosis
 from halfstep._common.text import Code, Sentence
-from halfstep._tools.cli import main
 from halfstep._tools.record.read import read_run
 from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.text import sentences
@@ -304,11 +303,11 @@ def test_report_running_statistics_are_reset(tmp_path: Path) -> None:
         ("(model(x) * 0).float().square().sum().sqrt()", "sqrt"),
     ],
 )
-def test_warning_that_scaler_diagnose_names_the_op(loss: str, op: str, tmp_path: Path) -> None:
+def test_warning_that_names_a_diagnosis(loss: str, op: str, tmp_path: Path) -> None:
     loss = loss.replace("zero", "(model(x) * 0).float()")
     before = program(loss=loss, steps=24, optimizer="torch.optim.SGD(model.parameters(), 0)")
     warned, *_ = before.ran(tmp_path / "a").warned
-    (around,) = re.findall(r"`with (scaler\.diagnose\(model\)):` around the loop", warned)
+    (around,) = re.findall(r"`with (halfstep\.diagnose\(scaler\)):` around the loop", warned)
     said = before.paste(around=around).ran(tmp_path / "b").warned
     (found,) = [text for text in said if "went bad" in text]
     assert re.search(rf"maths: {op}\b.*, \w+ is not finite", found), found
@@ -498,23 +497,3 @@ def test_run_diagnose_finds_what_the_report_sends_for(tmp_path: Path) -> None:
     old = 'torch.autocast("cpu", dtype=torch.float16)'
     script.write_text(script.read_text().replace(old, call))
     assert "nan" not in halfstep_run("-o", "d", script).out
-
-
-# --- check ----------------------------------------------------------------------------------------
-
-
-def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it says in parentheses are the options that let a run pass."""
-    folder = tmp_path / "a" / "out"
-    program(loss="(model(x) / (n != 3)).float().square().mean()").ran(tmp_path / "a")
-    with pytest.raises(SystemExit):
-        main(["check", str(folder), "--max-skipped", "50"])
-    error = capsys.readouterr().err
-    (share,) = re.findall(r"write (\d+%)", error)
-    limits = ["--max-skipped", share]
-    lines = (folder / "rank0.jsonl").read_text().splitlines()
-    (folder / "rank0.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # as if it was killed
-    assert main(["check", str(folder), *limits]) == 1
-    allowed = re.findall(r"\((--allow-\w+)\)", capsys.readouterr().out)
-    assert sorted(set(allowed)) == ["--allow-nan", "--allow-unfinished"]
-    assert main(["check", str(folder), *limits, *allowed]) == 0

@@ -65,5 +65,5 @@ def test_what_a_terminal_would_obey_is_escaped() -> None:
 
 
 def test_an_option_is_meant_once() -> None:
-    options = ["--max-skipped", "--max-skipped", "--help"]
-    assert did_you_mean("--max-skiped", options) == "; did you mean '--max-skipped'?"
+    options = ["--output", "--output", "--help"]
+    assert did_you_mean("--outptu", options) == "; did you mean '--output'?"

@@ -225,21 +225,6 @@ def test_tensors_inside_functorch_are_known() -> None:
     assert not modes.is_inside_functorch(torch.ones(2))
 
 
-def test_the_keys_of_functorch_are_there_inside_it_only() -> None:
-    front, batched = dispatch.FUNCTORCH_KEYS
-    seen = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        active = torch._C._dispatch_tls_local_include_set().has(front)
-        seen.append((active, torch._C._dispatch_keys(x).has(batched)))
-        return x.sum()
-
-    function(torch.ones(2))
-    torch.func.grad(function)(torch.ones(2))
-    torch.func.vmap(function)(torch.ones(2, 2))
-    assert seen == [(False, False), (True, False), (True, True)]
-
-
 def test_composites_are_known() -> None:
     assert dispatch.is_composite(torch.ops.aten.linear.default)
     assert not dispatch.is_composite(torch.ops.aten.mm.default)
@@ -646,11 +631,11 @@ def test_the_parts_of_a_dtensor() -> None:
     assert type(local) is torch.Tensor
     assert torch.equal(local, values)
     assert distributed.local_part(values) is values
-    again = distributed.placed_like(tensor)(local * 2)
+    again = distributed.in_place_of(tensor, local * 2)
     assert distributed.is_dtensor(again)
     assert again.placements == tensor.placements
     assert torch.equal(again.full_tensor(), values * 2)
-    assert distributed.placed_like(values)(local) is local
+    assert distributed.in_place_of(values, local) is local
 
 
 def test_two_tensors_are_exchanged() -> None:
@@ -834,32 +819,6 @@ def test_where_modules_keep_what_they_hold() -> None:
     names, buffers, _ = modules.registers_of(inner)
     assert set(names) == {"weight", "bias"}
     assert buffers["running_mean"] is inner.running_mean
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
-def test_what_torch_compile_captures_is_told() -> None:
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        print(end="")
-        return y + 1
-
-    with compiler.compiled_anew() as captured:
-        assert captured() == compiler.Captured(0, ())
-        torch.compile(broken, backend="eager")(torch.ones(2))
-    assert captured().num_graphs == 2
-    (reason,) = captured().breaks
-    assert reason.startswith("Failed to trace builtin")
-    lacks = torch._inductor.config.patch({"cpp.cxx": ("there-is-none",), "fx_graph_cache": False})
-    with lacks, pytest.raises(RuntimeError) as failed, compiler.compiled_anew():
-        torch.compile(torch.sin)(torch.ones(3))
-    assert compiler.lacks_cpp_compiler(failed.value)
-    assert not compiler.lacks_cpp_compiler(RuntimeError("other"))
-
-
-def test_backends_of_torch_compile_have_names() -> None:
-    assert compiler.has_backend("inductor")
-    assert compiler.has_backend("aot_eager")
-    assert not compiler.has_backend("inductr")
 
 
 def test_modes_stand_aside() -> None:

@@ -20,15 +20,12 @@ from halfstep import (
     Static,
     __version__,
     autocast,
-    bytes_per_parameter,
-    compare,
     custom_bwd,
     custom_fwd,
     diagnose,
     doctor,
     float32_weights,
     guard,
-    hold_casts,
     is_autocast_available,
     keep,
     lost_updates,
@@ -36,7 +33,6 @@ from halfstep import (
     preset,
     record,
     self_check,
-    simulate,
     trace,
     tune,
     use_policy,
@@ -55,15 +51,12 @@ NAMES = (
     Static,
     __version__,
     autocast,
-    bytes_per_parameter,
-    compare,
     custom_bwd,
     custom_fwd,
     diagnose,
     doctor,
     float32_weights,
     guard,
-    hold_casts,
     is_autocast_available,
     keep,
     lost_updates,
@@ -71,7 +64,6 @@ NAMES = (
     preset,
     record,
     self_check,
-    simulate,
     trace,
     tune,
     use_policy,
@@ -85,11 +77,11 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 def train(model: nn.Module, batches: list[Tensor], folder: Path) -> float | None:
     optimizer: torch.optim.SGD = halfstep.master_weights(torch.optim.SGD(model.parameters(), 0.1))
-    rules = halfstep.Dynamic(2.0**10), halfstep.Static()
-    scaler: GradScaler = halfstep.GradScaler("cpu", rule=rules[0])
+    schedules = halfstep.Dynamic(2.0**10), halfstep.Static()
+    scaler: GradScaler = halfstep.GradScaler("cpu", schedule=schedules[0])
     policy: halfstep.Policy = halfstep.preset("standard")
     rule = halfstep.Rule("softmax", "lower", dtype=torch.bfloat16)
-    with halfstep.record(folder, model, scaler), halfstep.hold_casts(model):
+    with halfstep.record(folder, model, scaler):
         for batch in batches:
             with halfstep.autocast("cpu", torch.float16, policy=policy):
                 loss = loss_of(model, batch)
@@ -101,7 +93,7 @@ def train(model: nn.Module, batches: list[Tensor], folder: Path) -> float | None
         optimizer.step()
     print(guarded.outcome().taken, guarded.counts().skipped)
     weights: dict[str, Tensor] = halfstep.float32_weights(model, optimizer)
-    print(lost.share, lost.shares, weights, halfstep.bytes_per_parameter(model, optimizer).total)
+    print(lost.share, lost.shares, weights)
     outcome: halfstep.Outcome = scaler.outcome(optimizer)
     is_overflow = outcome.reason is halfstep.Reason.OVERFLOW
     print(halfstep.__version__, rule, is_overflow, halfstep.is_autocast_available("cpu"))
@@ -115,14 +107,12 @@ def look(model: nn.Module, batch: Tensor) -> str:
         halfstep.autocast("cpu", torch.bfloat16),
     ):
         model(batch)
-    with halfstep.keep(model, "*.norm"), halfstep.simulate(model, torch.float16):
+    with halfstep.keep(model, "*.norm"):
         found: halfstep.Diagnosis = halfstep.diagnose(lambda: loss_of(model, batch), model=model)
+        with halfstep.diagnose(GradScaler(), model=model, tell=lambda found, step: None) as watch:
+            found = watch.found[0]
     checkup = halfstep.doctor(model)
     check = halfstep.self_check(model, batch, loss_of)
-    compiled = halfstep.self_check(model, batch, loss_of, compiled=True)
-    print(check.loss32, compiled.breaks, compiled.not_compared, compiled.passed)
-    drift = halfstep.compare(model, lambda x: model(x), batch)
-    print(drift.first, drift.origins, drift.log_probs.ratio if drift.log_probs else None)
     tuned = halfstep.tune(model, [batch], loss_of)
     return "\n".join([seen.table(), found.to_json(), str(checkup), str(check), str(tuned.policy)])
 

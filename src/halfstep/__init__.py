@@ -20,14 +20,12 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
     from halfstep._autocast import autocast as autocast
     from halfstep._autocast import custom_bwd as custom_bwd
     from halfstep._autocast import custom_fwd as custom_fwd
-    from halfstep._autocast import hold_casts as hold_casts
     from halfstep._autocast import keep as keep
     from halfstep._autocast import preset as preset
     from halfstep._autocast import use_policy as use_policy
     from halfstep._master_weights.lost_updates import lost_updates as lost_updates
     from halfstep._master_weights.master_weights import float32_weights as float32_weights
     from halfstep._master_weights.master_weights import master_weights as master_weights
-    from halfstep._master_weights.memory import bytes_per_parameter as bytes_per_parameter
     from halfstep._scaler import Dynamic as Dynamic
     from halfstep._scaler import GradScaler as GradScaler
     from halfstep._scaler import Guard as Guard
@@ -35,15 +33,13 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
     from halfstep._scaler import Reason as Reason
     from halfstep._scaler import Static as Static
     from halfstep._scaler import guard as guard
-    from halfstep._tools.diagnose.diagnose import diagnose as diagnose
     from halfstep._tools.diagnose.diagnosis import Diagnosis as Diagnosis
     from halfstep._tools.doctor.doctor import doctor as doctor
     from halfstep._tools.record.record import record as record
-    from halfstep._tools.simulate.simulate import simulate as simulate
     from halfstep._tools.trace.trace import trace as trace
     from halfstep._tools.tune.check import self_check as self_check
-    from halfstep._tools.tune.compare import compare as compare
     from halfstep._tools.tune.tuner import tune as tune
+    from halfstep._tools.watch.diagnose import diagnose as diagnose
     from halfstep.errors import CallOrderError as CallOrderError
 
 _MODULES = {
@@ -58,15 +54,12 @@ _MODULES = {
     "Rule": "halfstep._autocast",
     "Static": "halfstep._scaler",
     "autocast": "halfstep._autocast",
-    "bytes_per_parameter": "halfstep._master_weights.memory",
-    "compare": "halfstep._tools.tune.compare",
     "custom_bwd": "halfstep._autocast",
     "custom_fwd": "halfstep._autocast",
-    "diagnose": "halfstep._tools.diagnose.diagnose",
+    "diagnose": "halfstep._tools.watch.diagnose",
     "doctor": "halfstep._tools.doctor.doctor",
     "float32_weights": "halfstep._master_weights.master_weights",
     "guard": "halfstep._scaler",
-    "hold_casts": "halfstep._autocast",
     "is_autocast_available": "torch.amp",
     "keep": "halfstep._autocast",
     "lost_updates": "halfstep._master_weights.lost_updates",
@@ -74,7 +67,6 @@ _MODULES = {
     "preset": "halfstep._autocast",
     "record": "halfstep._tools.record.record",
     "self_check": "halfstep._tools.tune.check",
-    "simulate": "halfstep._tools.simulate.simulate",
     "trace": "halfstep._tools.trace.trace",
     "tune": "halfstep._tools.tune.tuner",
     "use_policy": "halfstep._autocast",

@@ -1,8 +1,20 @@
-"""``python -m halfstep`` is ``halfstep``."""
+# PYTHON_ARGCOMPLETE_OK: activate-global-python-argcomplete looks for this word.
+"""The ``halfstep`` command, also as ``python -m halfstep``."""
 
 import sys
 
-from halfstep._tools.cli import main
+
+def main() -> int:
+    """Run the command line of the process, and return the exit code."""
+    try:
+        from halfstep._tools import cli
+    except ModuleNotFoundError as error:
+        if "halfstep[tools]" not in str(error):
+            raise
+        print(f"halfstep: {error}", file=sys.stderr)
+        return 2
+    return cli.main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

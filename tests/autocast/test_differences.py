@@ -75,23 +75,6 @@ class OneWeightInTwoDtypes:
         assert one_weight_in_two_dtypes(autocast) == FP16
 
 
-def batched(context: Any) -> set[torch.dtype]:
-    x = torch.ones(2, 3, 4)
-    with context(DEVICE, dtype=BF16):
-        return {torch.vmap(layer)(x).dtype for layer in (nn.Linear(4, 2), nn.Conv1d(3, 2, 1))}
-
-
-@difference("A15")
-class InsideVmap:
-    @staticmethod
-    def pytorch() -> None:
-        assert batched(torch.autocast) == {FP32}
-
-    @staticmethod
-    def halfstep() -> None:
-        assert batched(autocast) == {BF16}
-
-
 def written_by_index(context: Any) -> torch.dtype:
     x = torch.zeros(2, 2)
     with context(DEVICE, dtype=BF16):

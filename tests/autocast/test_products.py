@@ -145,9 +145,7 @@ def test_forward_mode() -> None:
 def test_inside_torch_func() -> None:
     a, b = (each.detach() for each in inputs("bmm"))
     with autocast(DEVICE, BF16, policy="standard; mm:fp32-out"):
-        result = torch.func.vmap(torch.mm)(a, b)
         gradient = torch.func.grad(lambda a: torch.mm(a, b[0]).sum())(a[0])
-    assert error(result, torch.bmm(*rounded([a, b], BF16))) < FP32_SUMS
     assert gradient.shape == a[0].shape
 
 

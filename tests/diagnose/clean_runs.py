@@ -67,7 +67,9 @@ def alarms_in(setting: Setting, steps: int = STEPS) -> tuple[list[str], int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = halfstep.GradScaler("cpu", growth_interval=setting.growth_interval)
     said: list[str] = []
-    with scaler.diagnose(model, tell=lambda found, step: said.append(f"step {step}: {found}")):
+    with halfstep.diagnose(
+        scaler, model=model, tell=lambda found, step: said.append(f"step {step}: {found}")
+    ):
         for _ in range(steps):
             for _ in range(setting.num_losses):
                 x = torch.randn(8, 16) * float(torch.randn(()).exp())

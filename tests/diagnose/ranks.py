@@ -50,7 +50,7 @@ def diagnose_bad_rank(rank: int) -> dict[str, Any]:
     before = digest()
     on_request = halfstep.diagnose(lambda: step(bad), model=model)
     same = digest() == before
-    with scaler.diagnose(tell=lambda *_: None) as watch:
+    with halfstep.diagnose(scaler, tell=lambda *_: None) as watch:
         for x in (good, bad, good):
             step(x)
     return {

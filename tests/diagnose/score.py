@@ -20,11 +20,12 @@ from textwrap import indent
 from typing import Any
 
 import torch
-from tests.diagnose import clean_runs, dtype_programs, formulas
+from tests.diagnose import clean_runs, formulas
 from tests.diagnose.faults import cases, clean_cases
 from tests.diagnose.kinds import table
 from tests.diagnose.training import Training
 from tests.diagnose.truths import Case
+from tests.dtype_errors import dtype_programs
 from torch import Tensor
 
 import halfstep

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import halfstep
-from halfstep._tools.diagnose import skips
-from halfstep._tools.diagnose.watch import Watch
+from halfstep._tools.watch import skips
+from halfstep._tools.watch.watch import Watch
 
 
 class Net(nn.Module):
@@ -99,7 +99,7 @@ def watched(rank: int, kind: str, bad: str) -> tuple[list[Any], list[str]]:
     before = skips.SETTLED, skips.MOST_FALLS
     skips.SETTLED, skips.MOST_FALLS = 1, 0  # no skip is part of finding the scale
     loop = Loop(rank, kind)
-    with loop.scaler.diagnose(loop.model, tell=lambda *_: None) as watch:
+    with halfstep.diagnose(loop.scaler, model=loop.model, tell=lambda *_: None) as watch:
         for each in ("", bad, bad, bad, "", ""):
             loop.step(each)
     skips.SETTLED, skips.MOST_FALLS = before

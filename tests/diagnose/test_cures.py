@@ -293,7 +293,7 @@ model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).half()
 optimizer = torch.optim.Adam(model.parameters())
 {cure}
 scaler, told, losses = halfstep.GradScaler("cpu", enabled=False), [], []
-with scaler.diagnose(model, tell=lambda *found: told.append(found)):
+with halfstep.diagnose(scaler, model=model, tell=lambda *found: told.append(found)):
     for _ in range(4):
         loss = model(torch.randn(4, 6).half()).float().square().mean()
         optimizer.zero_grad()

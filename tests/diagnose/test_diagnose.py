@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep._tools.diagnose.diagnosis import Diagnosis, Line
-from halfstep._tools.diagnose.watch import Watch
+from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.user_code.line import Line
+from halfstep._tools.watch.watch import Watch
 
 
 class Tower(nn.Module):

@@ -80,7 +80,9 @@ def test_a_loop_that_is_watched(fused: bool) -> None:
     training = Training(Net(), fused=fused)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with training.scaler.diagnose(training.model, tell=lambda *_: None) as watch:
+        with halfstep.diagnose(
+            training.scaler, model=training.model, tell=lambda *_: None
+        ) as watch:
             training.step()
             training.model.forward_by = 1e6
             training.step()

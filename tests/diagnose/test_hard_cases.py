@@ -18,10 +18,10 @@ from torch.nn.parallel import DataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfstep
-from halfstep._tools.diagnose import watch as watching
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.diagnose.inspect_op import names_in
-from halfstep._tools.diagnose.watch import Watch
+from halfstep._tools.watch import watch as watching
+from halfstep._tools.watch.watch import Watch
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def watched(
     scaler = halfstep.GradScaler(init_scale=256.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with scaler.diagnose(model, tell=lambda *_: None) as watch:
+        with halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch:
             for index in range(num):
                 optimizer.zero_grad()
                 with in_float16():
@@ -362,7 +362,7 @@ def test_no_activations_are_kept_alive() -> None:
             return y
 
     model = nn.Sequential(nn.Linear(4, 8), Noting(), nn.Linear(8, 1))
-    with halfstep.GradScaler().diagnose(model):
+    with halfstep.diagnose(halfstep.GradScaler(), model=model):
         for _ in range(20):
             model(X).mean()
         assert sum(reference() is not None for reference in alive) == 0
@@ -472,6 +472,10 @@ def test_a_copy_to_all_entries_is_counted_as_underflow() -> None:
 def test_wrong_arguments_of_a_watch_are_refused_at_once() -> None:
     scaler = halfstep.GradScaler()
     with pytest.raises(TypeError, match=r"diagnose\(model=list\): pass a torch.nn.Module"):
-        scaler.diagnose([mlp()])  # type: ignore[arg-type]
+        halfstep.diagnose(scaler, model=[mlp()])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"diagnose\(step, tell=\.\.\.\).*diagnose\(scaler, tell="):
+        halfstep.diagnose(lambda: None, tell=print)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"diagnose\(GradScaler\).*its halfstep.GradScaler"):
+        halfstep.diagnose(torch.amp.GradScaler("cpu"))  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"diagnose\(tell=int\)"):
-        scaler.diagnose(mlp(), tell=3)  # type: ignore[arg-type]
+        halfstep.diagnose(scaler, model=mlp(), tell=3)  # type: ignore[arg-type]

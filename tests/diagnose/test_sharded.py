@@ -53,7 +53,7 @@ def test_a_step_that_needs_all_ranks_is_not_replayed(kind: str, why: str, pool: 
         error = caught.value.original(rank)
         assert isinstance(error, RanksError)
         assert f"this step cannot be replayed: {why}" in str(error)
-        assert "`with scaler.diagnose(model):`" in str(error)
+        assert "`with halfstep.diagnose(scaler):`" in str(error)
 
 
 def test_the_scaler_of_a_replay_decides_alone(pool: Pool) -> None:

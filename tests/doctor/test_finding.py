@@ -20,9 +20,7 @@ def test_a_finding_knows_how_bad_it_is_and_where_it_is_explained() -> None:
 
 
 def test_an_unknown_id_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"'device-differ' is not the id of a finding: .*device-differs"
-    ):
+    with pytest.raises(AssertionError, match="device-differ"):
         Finding("device-differ", "", "")
 
 
@@ -31,11 +29,11 @@ def test_every_severity_of_the_catalog_is_one() -> None:
 
 
 @pytest.mark.parametrize("finding", [BAD, EARLIER, WARNING, NOTICE])
-def test_json_and_back(finding: Finding) -> None:
+def test_json_has_all_values(finding: Finding) -> None:
     values = json.loads(json.dumps(finding.to_json()))
-    assert values["severity"] == finding.severity
-    assert values["docs"] == finding.docs
-    assert Finding.from_json(values) == finding
+    assert values.pop("severity") == finding.severity
+    assert values.pop("docs") == finding.docs
+    assert Finding(**values | {"names": tuple(values["names"])}) == finding
 
 
 def test_a_checkup_is_a_sequence_with_the_worst_first_each_once() -> None:

@@ -50,7 +50,7 @@ def test_a_sound_training_has_no_finding() -> None:
         (halfstep.GradScaler(enabled=False), BF16, []),
         (halfstep.GradScaler("cpu"), FP16, []),
         (halfstep.GradScaler("cpu"), BF16, ["scaler-with-bf16"]),
-        (halfstep.GradScaler("cpu", 1.0, rule=halfstep.Static()), BF16, []),
+        (halfstep.GradScaler("cpu", 1.0, schedule=halfstep.Static()), BF16, []),
         (torch.amp.GradScaler("cpu"), FP16, ["torch-scaler"]),
         (torch.amp.GradScaler("cpu"), BF16, ["scaler-with-bf16", "torch-scaler"]),
         (torch.amp.GradScaler("cpu", enabled=False), None, []),

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("framework", ["fastai", "timm"])
+@pytest.mark.parametrize("framework", ["transformers", "timm"])
 def test_the_error_names_the_package_and_the_cure(
     framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

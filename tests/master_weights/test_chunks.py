@@ -1,12 +1,11 @@
 """Steps with a few parameters at a time against steps with all of them."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from tests.device import DEVICE
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep import master_weights
 from halfstep._master_weights import chunks
@@ -86,86 +85,22 @@ def test_a_chunk_fits_the_cache_of_a_cpu_and_is_a_tenth_elsewhere(
 
 
 class Counts(torch.optim.Optimizer):
-    """Counts steps in its groups, as an attribute and in its state; each changes the step."""
+    """Counts its parameters at each step, and divides their gradients by their common norm."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__(params, {"lr": 0.1, "number": torch.tensor(0.0)})
-        self.num_steps = 0
+        super().__init__(params, {})
         self.sizes: list[int] = []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        self.num_steps += 1
-        self.state["all"] = self.state.get("all", 0) + 1
         for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["number"] = (
-                group["number"].clone() if group["k"] == 1 else group["number"].add_(1)
-            )
-            counts = group["k"] + group["number"].item() + self.num_steps + self.state["all"]
-            rate = group["lr"] / counts
             self.sizes.append(len(group["params"]))
+            norm = torch.stack([param.grad.norm() for param in group["params"]]).norm()
             for param in group["params"]:
-                before = self.state[param].get("before", 0.0)
-                param.add_(param.grad + before, alpha=-rate)
-                self.state[param]["before"] = param.grad  # keeps a hold of it
+                param.sub_(param.grad / norm)
 
 
-class Norm(Counts):
-    """Divides all gradients by their norm and leaves that in its group."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            norms = [param.grad.norm() for param in group["params"]]
-            group["norm"] = self.left(torch.stack(norms).norm())
-            for param in group["params"]:
-                param.sub_(param.grad / group["norm"])
-
-    def left(self, norm: Tensor) -> Any:
-        return norm.item()
-
-
-class NormOfTensors(Norm):
-    def left(self, norm: Tensor) -> Any:
-        return norm.reshape(1)
-
-
-def test_an_optimizer_that_counts_steps_in_chunks_as_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(chunks, "CACHED", 10)
-    trained = []
-    for chunked in (False, True):
-        params = params_of(7, 5, 8, 3)
-        optimizer = master_weights(Counts(params[:2]), chunked=chunked)
-        optimizer.add_param_group({"params": params[2:]})
-        for seed in range(4):
-            give_gradients(params, seed)
-            optimizer.step()
-        assert optimizer.num_steps == optimizer.state["all"] == 4
-        assert [group["k"] for group in optimizer.param_groups] == [4, 4]
-        trained.append([value for p in params for value in (p, *optimizer.state[p].values())])
-    assert optimizer.sizes[-8:] == [1, 0, 1, 0, 0, 1, 0, 1]
-    assert all(map(torch.equal, *trained))
-
-
-@pytest.mark.parametrize("kind", [Norm, NormOfTensors])
-def test_an_optimizer_that_computes_with_all_parameters_is_refused(
-    kind: type[Norm], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunks, "CACHED", 10)
-    params = params_of(7, 5, 8)
-    optimizer = master_weights(kind(params), chunked=True)
-    for each in (copy.deepcopy(optimizer), optimizer):
-        give_gradients(each.param_groups[0]["params"], 0)
-        with pytest.raises(ValueError, match=r"another param_groups\[0\]\['norm'\] for each"):
-            each.step()
-    assert optimizer.param_groups[0]["params"] == params
-    assert all(param.dtype is BF16 for param in params)
-
-
-def test_without_the_promise_all_parameters_are_stepped_at_once(
+def test_an_optimizer_that_is_not_of_pytorch_steps_all_parameters_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(chunks, "CACHED", 10)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from halfstep._numerics import measure as measure_module
 from halfstep._numerics.formats import FORMATS
-from halfstep._numerics.measure import measure
-from halfstep._numerics.statistics import Statistics, binned, merged
+from halfstep._tools.measure import measure
+from halfstep._tools.statistics import Statistics, binned, merged
 
 
 def reference(tensor: torch.Tensor) -> Statistics:

@@ -118,7 +118,7 @@ def a_group_of_too_few(rank: int) -> Tried:
 
 
 def saved_states_that_differ(rank: int) -> Tried:
-    from halfstep._scaler.agreement import Group
+    from halfstep._scaler.groups import Group
     from halfstep._scaler.ranks import require_same
 
     books = scaler("local")
@@ -143,25 +143,6 @@ def scales_that_differ(rank: int) -> Tried:
     assert "disagree on the scale" in told(books, module)
     same_state(books)
     return message, [*found, works(books, module)]
-
-
-def copies(rank: int) -> Tried:
-    def step(books: halfstep.GradScaler, module: nn.Module) -> float:
-        optimizer = cases.sgd(module)
-        cases.backward(books, module, torch.ones(2, 4))
-        books.step(optimizer, max_norm=1.0)
-        books.update()
-        norm = books.outcome(optimizer).norm
-        assert norm is not None
-        return norm
-
-    alone = step(scaler("local"), cases.model())
-    module, books = cases.model(), scaler(cases.world())
-    message = cases.raised(lambda: step(books, module))[1]
-    module.zero_grad()
-    books.replicated(module.parameters(), cases.world())
-    found = [step(books, module), step(scaler(cases.world()), cases.ddp())]
-    return message, [abs(norm - alone) < 1e-5 * alone for norm in found]
 
 
 def nothing_to_step_with(rank: int) -> Tried:
@@ -213,7 +194,6 @@ ADVICE = {
     a_group_of_too_few: ["process_group=torch.distributed.group.WORLD"],
     saved_states_that_differ: ["load the same state on all ranks: scaler.load_state_dict(state)"],
     scales_that_differ: ["update(new_scale=...) with one number", "load_state_dict()"],
-    copies: ["scaler.replicated(model.parameters(), process_group)", "DistributedDataParallel"],
     nothing_to_step_with: ["Call scaler.scale(loss).backward() first"],
     a_backward_pass_that_is_late: ["zero_grad() and update(new_scale=scaler.get_scale())"],
 }

@@ -533,11 +533,6 @@ def every_use_without_gradients_on_rank_1(rank: int) -> Any:
         books.clip_grad_norm_(module.parameters(), 1.0)
         books.step(optimizer)
 
-    def per_parameter(books: halfstep.GradScaler, module: nn.Module) -> None:
-        backward(books, module)
-        books.clip_grad_norm_(optimizer := cases.sgd(module), 1.0, per="parameter")
-        books.step(optimizer)
-
     def shared_parameters(books: halfstep.GradScaler, module: nn.Module) -> None:
         first, second = cases.sgd(module), cases.sgd(module)
         backward(books, module)
@@ -545,7 +540,7 @@ def every_use_without_gradients_on_rank_1(rank: int) -> Any:
         books.step(second)
 
     found = {}
-    for use in (clip_list_then_step, unscale_then_clip_list, per_parameter, shared_parameters):
+    for use in (clip_list_then_step, unscale_then_clip_list, shared_parameters):
         books = scaler(WORLD)
         for _ in range(2):
             shared.zero_grad()

@@ -28,7 +28,6 @@ class Training:
         self.module = cases.fsdp2() if is_sharded else cases.model()
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
         self.scaler = halfstep.GradScaler(init_scale=1024.0, growth_interval=2)
-        self.scaler.set_norm_limit(1000.0, window=4)
 
     def step(self, number: int) -> tuple[float, bool]:
         self.optimizer.zero_grad()

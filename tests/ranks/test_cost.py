@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 
-FOUND_INF = ("all_reduce max", 56)
-"""17 int32."""
+FOUND_INF = ("all_reduce max", 48)
+"""12 int32."""
 
 NORM = ("all_reduce sum", 8)
 """One float64."""
@@ -60,16 +60,6 @@ def test_parameters_of_ddp_send_nothing(scripts: tuple[ModuleType, ModuleType]) 
         for call in (counts.step, counts.unscale_then_step, clip):
             optimizer = cost.OPTIMIZERS["plain"](model.parameters())
             assert counts.counted(make(), call, optimizer).found == []
-
-
-@pytest.mark.parametrize("ranks", [4, 10_000])
-def test_a_rank_of_ddp_asks_the_store_twice_in_100_updates(
-    scripts: tuple[ModuleType, ModuleType], ranks: int
-) -> None:
-    counts, _ = scripts
-    requests = counts.requests_under_ddp(ranks)
-    assert [name for name, _ in requests] == ["check", "compare_set"]
-    assert sum(nbytes for _, nbytes in requests) < 200
 
 
 def test_gradients_on_several_meshes_are_one_collective_of_all_ranks(

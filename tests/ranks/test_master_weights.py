@@ -29,7 +29,7 @@ import halfstep
 from halfstep import master_weights
 from halfstep._master_weights.chunks import chunks_of
 from halfstep._master_weights.stores import STORES
-from halfstep._pytorch.distributed import is_dtensor, local_part, placed_like
+from halfstep._pytorch.distributed import in_place_of, is_dtensor, local_part
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -113,7 +113,7 @@ def whole_gradient(param: nn.Parameter) -> Tensor:
     grad: Any = param.grad
     if not is_dtensor(grad):
         return grad  # type: ignore[no-any-return]
-    wide = placed_like(grad)(local_part(grad).float())
+    wide = in_place_of(grad, local_part(grad).float())
     return local_part(wide.redistribute(placements=param.placements))  # type: ignore[attr-defined]
 
 
@@ -189,30 +189,6 @@ def all_stores(rank: int, form: str, name: str) -> list[Tensor]:
     return [value for store, norm in courses for value in both(rank, form, name, store, norm)]
 
 
-@pytest.mark.parametrize("form", WRAPPED)
-def test_kahan_is_close_to_it(pool: Pool, form: str) -> None:
-    pool.run(kahan, form)
-
-
-def kahan(rank: int, form: str) -> None:
-    ours, theirs = WRAPPED[form](), WRAPPED[form]()
-    params = list(ours.parameters())
-    optimizer = master_weights(OPTIMIZERS["SGD"](params), "kahan")
-    by_hand = ByHand(list(theirs.parameters()), "SGD", "float32")
-    for step in range(4):
-        for param, reference in zip(params, by_hand.params, strict=True):
-            generator = torch.Generator().manual_seed(step)
-            grad = distribute(torch.randn(param.shape, generator=generator).bfloat16(), param)
-            param.grad, reference.grad = grad, grad.clone()
-        optimizer.step()
-        by_hand.step()
-    for param, weight in zip(params, by_hand.weights, strict=True):
-        kept = optimizer.state[param]["master_compensation"]
-        assert is_dtensor(kept) == is_dtensor(param)
-        found = local_part(param).float() + local_part(kept).float()
-        torch.testing.assert_close(found, weight, rtol=2.0**-14, atol=2.0**-20)
-
-
 def distribute(values: Tensor, like: Tensor) -> Tensor:
     """Return values that lie on the ranks as another tensor."""
     from torch.distributed.tensor import distribute_tensor
@@ -221,68 +197,6 @@ def distribute(values: Tensor, like: Tensor) -> Tensor:
         return values.clone()
     tensor: Any = like
     return distribute_tensor(values, tensor.device_mesh, tensor.placements)
-
-
-# --- rounding by chance ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", WRAPPED)
-def test_what_all_ranks_have_stays_the_same_on_all(pool: Pool, form: str) -> None:
-    """Beside shards, which draw bits of their own."""
-    first, second = pool.run(by_chance, form)
-    assert_same([first, second])
-
-
-def by_chance(rank: int, form: str) -> list[Tensor]:
-    module = WRAPPED[form]()
-    optimizer = master_weights(OPTIMIZERS["AdamW"](module.parameters()), "stochastic")
-    before = whole(module)
-    for step in range(6):
-        take_step(0 if form == "tensor parallel" else rank, step, module, optimizer)
-    after = whole(module)
-    assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    return after
-
-
-def test_shards_draw_bits_of_their_own(pool: Pool) -> None:
-    first, second = pool.run(equal_shards)
-    assert first.shape == second.shape == (16, 32)
-    assert 0 < (first != second).float().mean() < 1
-
-
-def equal_shards(rank: int) -> Tensor:
-    layer = nn.Linear(32, 32, bias=False).to(BF16)
-    nn.init.ones_(layer.weight)
-    module = cases.fsdp2(nn.Sequential(layer))
-    optimizer = master_weights(torch.optim.SGD(module.parameters(), lr=0.1), "stochastic")
-    module(torch.full((1, 32), 0.03, dtype=BF16)).sum().backward()
-    optimizer.step()
-    return local_part(layer.weight.detach()).clone()
-
-
-@pytest.mark.ranks4
-def test_shards_of_shards_draw_bits_of_their_own(pool4: Pool) -> None:
-    """Of fully_shard over tensor parallel, whose shards PyTorch calls strided."""
-    shards = pool4.run(shards_of_two_dimensions)
-    assert shards[0].shape == (8, 32)
-    for rank, shard in enumerate(shards):
-        assert not any(torch.equal(shard, other) for other in shards[:rank])
-
-
-def shards_of_two_dimensions(rank: int) -> Tensor:
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    layer = nn.Linear(32, 32, bias=False).to(BF16)
-    nn.init.ones_(layer.weight)
-    module = nn.Sequential(layer)
-    parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel()})
-    fully_shard(module, mesh=mesh["data"])
-    optimizer = master_weights(torch.optim.SGD(module.parameters(), lr=0.1), "stochastic")
-    layer.weight.grad = torch.full_like(layer.weight, 0.03)
-    optimizer.step()
-    return local_part(layer.weight.detach()).clone()
 
 
 # --- chunks ---------------------------------------------------------------------------------------
@@ -447,10 +361,8 @@ COURSES = [
     ("AdamW", "split", {}),
     ("AdamW", "split", {"flatten_optimizer_state_dict": True}),
     ("AdamW", "float32", {}),
-    ("SGD", "kahan", {}),
     ("SGD", "split", {}),
-    ("AdamW", "stochastic", {}),
-    ("SGD", "stochastic", {"flatten_optimizer_state_dict": True}),
+    ("SGD", "split", {"flatten_optimizer_state_dict": True}),
 ]
 
 
@@ -466,10 +378,7 @@ def test_training_goes_on_bit_for_bit(
     alone = Training(name, store, is_sharded=False)
     alone.load(folder, **options)
     found = alone.steps(4, 4), alone.steps(4, 8)
-    if store == "stochastic":  # which draws by shard
-        assert_equal(found[:1], saved[0][:1])
-    else:
-        assert_equal(found, saved[0])
+    assert_equal(found, saved[0])
 
 
 def gathered(rank: int, store: str) -> Any:

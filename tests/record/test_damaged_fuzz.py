@@ -15,7 +15,6 @@ from halfstep._tools.record.files import line_of
 from halfstep._tools.record.read import read_run
 from halfstep._tools.report import text
 from halfstep._tools.report.compare_runs import compare_runs
-from halfstep._tools.report.limits import defaults, pass_line, violations
 from halfstep._tools.report.page import render, render_comparison
 from halfstep._tools.report.summarize import summarize
 from halfstep.errors import RecordError
@@ -173,9 +172,6 @@ def look(folder):
     render(summary, run).encode(errors="replace")
     json.dumps(text.summary_json(summary), allow_nan=False)
     text.summary_markdown(summary)
-    limits = defaults(summary)
-    violations(summary, limits)
-    pass_line(summary, limits) if summary.layers else None
     comparison = compare_runs(summary, summary)
     text.comparison_text(comparison)
     render_comparison(comparison, [run, run])

@@ -12,10 +12,11 @@ from tests.record.events import step, write
 from tests.report import records
 
 import halfstep
-from halfstep._tools.diagnose.diagnose import diagnose
-from halfstep._tools.diagnose.diagnosis import Diagnosis, Flush, Line
+from halfstep._tools.diagnose.diagnosis import Diagnosis, Flush
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Diagnosed
+from halfstep._tools.user_code.line import Line
+from halfstep._tools.watch.diagnose import diagnose
 from halfstep.errors import CallOrderError
 
 LINE = Line("model.py", 3, "forward", "y = x.exp()")

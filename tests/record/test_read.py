@@ -8,11 +8,11 @@ import pytest
 from tests.record.events import step, write
 from tests.report import records
 
-from halfstep._common.json import to_plain
-from halfstep._numerics.statistics import Statistics
+from halfstep._tools.json import to_plain
 from halfstep._tools.record.files import file_of
 from halfstep._tools.record.read import glance, read_run
 from halfstep._tools.record.run import Measured
+from halfstep._tools.statistics import Statistics
 from halfstep.errors import RecordError
 
 STATISTICS = Statistics(

@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 import halfstep
-from halfstep._scaler.events import OBSERVERS
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Run
 from halfstep.errors import HalfstepWarning
+from halfstep.events import observers
 
 
 def tensors(run: Run, number: int = 0) -> dict[tuple[str, str], object]:
@@ -90,7 +90,7 @@ def test_everything_is_put_back_after_an_error(tmp_path: Path) -> None:
         train(model, 2, scaler=scaler, before_step=fail)
     assert torch.autograd.backward is backward
     assert nn.utils.clip_grad._get_total_norm is norm
-    assert not OBSERVERS
+    assert not observers()
     assert not nn_module._global_forward_hooks
     assert not nn_module._global_forward_pre_hooks
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
@@ -184,7 +184,7 @@ def test_the_loss_of_an_accumulated_step_is_the_sum(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_scaled", [True, False])
 def test_the_loss_of_a_closure_is_that_of_its_last_evaluation(is_scaled, tmp_path: Path) -> None:
-    model, scaler = net_and_scaler(rule=halfstep.Static())
+    model, scaler = net_and_scaler(schedule=halfstep.Static())
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     seen = []
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from tests.report import records
 
-from halfstep._common.json import to_plain
 from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.json import to_plain
 from halfstep._tools.record.read import read_run
 from halfstep._tools.report.page_tables import badness
 from halfstep._tools.report.summarize import summarize

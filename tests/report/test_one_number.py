@@ -38,8 +38,6 @@ def test_skips_are_counted_in_one_way_everywhere(tmp_path, capsys):
         main(["report", str(tmp_path), *options])
         assert kinds in capsys.readouterr().out
     assert f"8 (4 %), {kinds} and 2 others" in _key_row(tmp_path, capsys)
-    main(["check", str(tmp_path), "--max-skipped", "1%"])
-    assert f"1 % skipped, besides {kinds} (limit 1 %)" in capsys.readouterr().out
 
 
 def _key_row(folder, capsys):

@@ -25,7 +25,6 @@ def row(number, module, compute, seconds):
         None,
         None,
         None,
-        True,
         "cpu",
         compute,
         (),

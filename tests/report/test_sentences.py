@@ -25,11 +25,12 @@ from tests.report.records import (
 
 import halfstep
 from halfstep._common.text import Code, code, names, plain, say
-from halfstep._tools.diagnose.diagnosis import Cure, Line
+from halfstep._tools.diagnose.diagnosis import Cure
 from halfstep._tools.record.read import read_run
 from halfstep._tools.report.about_diagnoses import MOST_PLACES
 from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.text import sentences
+from halfstep._tools.user_code.line import Line
 
 
 def said_of(folder):
@@ -216,7 +217,6 @@ RUNS = {
     "twenty skips": run(*map(skip, range(50, 70))),
     "skips that do not end": run(*map(skip, range(91, 101))),
     "a skip at the smallest scale": run(skip(50, 1.0, reason=SMALLEST)),
-    "a norm far above the median": run(skip(50, reason="norm")),
     "skips in bf16": run(skip(50), skip(60), policy=records.policy("bfloat16")),
     "a scale that fell to its floor": run(step(1, scale=1024.0), taken(100, 1.0)),
     "a scale that came back": run(step(50, scale=2048.0)),
@@ -330,10 +330,7 @@ RUNS = {
         *(skip(n, 1.0, SMALLEST) for n in range(50, 60)),
         *(diagnosis(n, verdict="maths") for n in range(50, 60)),
     ),
-    "inf, and other skips": run(
-        step(50, loss=math.inf), *map(skip, range(60, 70)), skip(80, reason="norm")
-    ),
-    "norms alone": run(*(skip(n, reason="norm") for n in (50, 60, 70))),
+    "inf, and other skips": run(step(50, loss=math.inf), *map(skip, range(60, 70))),
     "skips, watched without a diagnosis": run(
         WATCHED | {"is_diagnosing": False}, skip(50, reason="loss"), skip(60)
     ),
@@ -435,11 +432,11 @@ def test_each_skipped_step_is_counted_once_with_several_optimizers(tmp_path):
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_probe_is_no_scale_that_fell(tmp_path, is_last):
+def test_a_step_before_a_trial_is_no_scale_that_fell(tmp_path, is_last):
     first = 100 if is_last else 50
-    probe = [skip(first, 1024.0, scale_after=1.0)]
-    probe += [step(n, scale=1.0, scale_after=512.0) for n in (51,) if not is_last]
-    found = said(tmp_path, *probe)
+    steps = [skip(first, 1024.0, scale_after=1.0)]
+    steps += [step(n, scale=1.0, scale_after=512.0) for n in (51,) if not is_last]
+    found = said(tmp_path, *steps)
     assert [sentence.severity for sentence in found] == ["good", "notice"]
     assert not [sentence for sentence in found if "fell" in sentence.text]
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from tests.report import records
 
-from halfstep._common.json import to_plain
+from halfstep._tools.json import to_plain
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import PolicySeen
 from halfstep._tools.report.summarize import summarize
@@ -109,7 +109,7 @@ def test_the_scale(tmp_path):
     assert scale.stuck == ()
 
 
-def test_the_smallest_scale_is_none_of_a_probe(tmp_path):
+def test_the_smallest_scale_is_none_before_a_trial(tmp_path):
     scales = [1024.0, 512.0, 1.0, 256.0, 256.0]
     steps = [
         records.step(n, scale=scale, scale_after=after, taken=after > scale or n > 3)

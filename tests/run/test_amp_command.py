@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep import preset
 from halfstep._tools.cli import main
-from halfstep._tools.diagnose.watch import Watch
 from halfstep._tools.record.read import read_run
 from halfstep._tools.run.amp import mixed_precision
 from halfstep._tools.run.stand_ins import replaced
+from halfstep._tools.watch.watch import Watch
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

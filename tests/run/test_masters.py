@@ -274,7 +274,7 @@ def test_a_step_that_is_kept_and_put_back_is_an_error() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("store", ["split", "float32", "kahan", "stochastic"])
+@pytest.mark.parametrize("store", ["split", "float32"])
 def test_each_store(store: Any) -> None:
     found, said = run_with(plain, Additions(store))
     assert same(found, by_hand(plain, Additions(store)))
@@ -515,7 +515,7 @@ def test_a_script_with_a_scaler_is_not_guarded(is_late: bool) -> None:
 def test_a_script_with_the_calls_is_left_alone() -> None:
     def script(prepare: Prepare) -> dict[str, Tensor]:
         model = net().to(BF16)
-        optimizer = halfstep.master_weights(torch.optim.AdamW(model.parameters()), "kahan")
+        optimizer = halfstep.master_weights(torch.optim.AdamW(model.parameters()), "float32")
         halfstep.guard(optimizer)
         train_plainly(model, optimizer, data(3))
         return state_of(model, optimizer)

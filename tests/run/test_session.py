@@ -102,7 +102,7 @@ def test_diagnoses_are_recorded_and_printed_unless_quiet(
 ):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("halfstep._tools.diagnose.watch.Watch", FakeWatch)
+    monkeypatch.setattr("halfstep._tools.watch.watch.Watch", FakeWatch)
     monkeypatch.setattr(halfstep.record, "num_steps", 2)
     monkeypatch.setattr(halfstep.record, "current_step", 3)
     given = {"policy": preset("torch"), "is_quiet": quiet, "folder": tmp_path / "out"}
@@ -120,7 +120,7 @@ def test_diagnoses_are_recorded_and_printed_unless_quiet(
 
 
 def test_nobody_watches_unless_told_to(seen, monkeypatch):
-    monkeypatch.setattr("halfstep._tools.diagnose.watch.Watch", None)
+    monkeypatch.setattr("halfstep._tools.watch.watch.Watch", None)
     Session(COMMAND, options()).run()
     seen.close()
 

@@ -303,29 +303,6 @@ def test_accumulation_with_one_broken_micro_batch_is_undone_as_a_whole() -> None
     assert_same_module(*trained)
 
 
-@pytest.mark.parametrize("broken", [0, 1, 3])
-def test_a_dropped_block_of_accumulate_leaves_the_statistics_of_the_others(broken: int) -> None:
-    found = []
-    for is_dropped in (True, False):
-        model = net()
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), quiet(model)
-        window = one_broken(8)[4:]
-        if is_dropped:
-            window.insert(broken, one_broken()[BROKEN])
-        for _ in range(2):
-            optimizer.zero_grad()
-            for batch in window:
-                with scaler.accumulate(optimizer):
-                    scaler.scale(model(batch).square().mean() / 4).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            assert scaler.outcome(optimizer).taken
-        found.append(dict(model.named_buffers()))
-    assert found[0]["1.num_batches_tracked"] == found[1]["1.num_batches_tracked"] == 8
-    assert torch.equal(found[0]["1.running_mean"], found[1]["1.running_mean"])
-    assert torch.equal(found[0]["1.running_var"], found[1]["1.running_var"])
-
-
 def test_a_step_left_out_after_the_norm_was_seen_is_a_skipped_one() -> None:
     trained = []
     for data in (one_broken(), without(one_broken())):

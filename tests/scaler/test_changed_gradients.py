@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.earlier_norms import NUM_STEPS
+from halfstep._scaler.early_clipping import NUM_STEPS
 from halfstep.errors import CallOrderError
 
 
@@ -96,16 +96,13 @@ def test_another_loss_after_unscaling_and_clipping_is_none() -> None:
 
 
 @fused_or_not
-@pytest.mark.parametrize("limits", ["max_norm", "norm limit"])
-def test_what_is_broken_after_unscaling_is_found_when_measured(fused: bool, limits: str) -> None:
+def test_what_is_broken_after_unscaling_is_found_when_measured(fused: bool) -> None:
     p, scaler = param(), GradScaler()
     optimizer = SGD([p], 1.0, fused=fused)
-    if limits == "norm limit":
-        scaler.set_norm_limit(10.0)
     backward(scaler, p)
     scaler.unscale_(optimizer)
     p.grad.div_(0.0)
-    scaler.step(optimizer, max_norm=1.0 if limits == "max_norm" else None)
+    scaler.step(optimizer, max_norm=1.0)
     scaler.update()
     assert p.item() == 1.0
     assert scaler.outcome(optimizer).skipped
@@ -148,19 +145,6 @@ def test_a_scale_below_1_makes_no_inf_of_what_a_skipped_step_leaves() -> None:
     scaler.step(optimizer)
     assert p.grad.item() == pytest.approx(3e38)
     assert scaler.outcome(optimizer).skipped
-
-
-def test_blocks_of_two_optimizers_average_a_shared_parameter_once() -> None:
-    p, q, r = param(), param(), param()
-    first, second, scaler = SGD([p, q], 0.0), SGD([p, r], 0.0), GradScaler(init_scale=8.0)
-    for bad in (r, None):
-        with scaler.accumulate(first), scaler.accumulate(second):
-            scaler.scale((p + q * 2 + r * 3).sum() / 2).backward()
-            if bad is not None:
-                bad.grad.fill_(math.inf)
-    scaler.step(first)
-    scaler.step(second)
-    assert [each.grad.item() for each in (p, q, r)] == [1.0, 2.0, 3.0]
 
 
 # --- steps that raise -----------------------------------------------------------------------------
@@ -241,33 +225,6 @@ def test_the_norm_is_that_before_clipping(fused: bool) -> None:
     assert p.grad.norm().item() == pytest.approx(0.25, rel=1e-5)
 
 
-def test_a_norm_limit_looks_at_the_norm_before_clipping() -> None:
-    p, scaler = param(), GradScaler()
-    optimizer = SGD([p], 1e-3)
-    scaler.set_norm_limit(10.0, window=4)
-    for factor in (1.0, 1.0, 1.0, 1e6):
-        optimizer.zero_grad()
-        backward(scaler, p, factor)
-        scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.outcome(optimizer).reason == "norm"
-
-
-def test_a_norm_limit_of_an_optimizer_that_takes_the_place_of_another() -> None:
-    p, q, scaler = param(), param(), GradScaler()
-    scaler.set_norm_limit(10.0, window=4)
-    for params, factor in (([p], 1.0), ([p, q], 1e3)):
-        optimizer = SGD(params, 0.0)
-        for _ in range(4):
-            optimizer.zero_grad()
-            backward(scaler, torch.cat(params), factor)
-            scaler.step(optimizer)
-            scaler.update()
-            assert scaler.outcome(optimizer).taken
-        del optimizer
-
-
 @fused_or_not
 def test_a_norm_that_is_read_late_is_that_of_the_step(fused: bool) -> None:
     p, scaler = param(1.0, 1.0, 1.0, 1.0), GradScaler()
@@ -339,12 +296,6 @@ def test_nothing_is_suspected_while_the_learning_rate_is_0() -> None:
         backward(scaler, p, 1e-6)
         scaler.step(optimizer)
         scaler.update()
-
-
-@pytest.mark.parametrize("p", [8.5, 64.0, 0.5])
-def test_norms_that_float64_cannot_hold_are_refused(p: float) -> None:
-    with pytest.raises(ValueError, match=r"norm_type is .*: pass a number from 1 to 8, or math"):
-        GradScaler().clip_grad_norm_(torch.ones(1), 1.0, norm_type=p)
 
 
 def test_a_bad_loss_that_was_given_up_blames_no_later_step() -> None:

@@ -45,7 +45,7 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Twice": lambda p: Twice(p),
 }
 SEVERAL_EVALUATIONS = ("LBFGS", "LBFGS wolfe", "Twice")
-KINDS = ("scales", "returns", "unscales", "clips", "accumulates")
+KINDS = ("scales", "returns", "unscales", "clips")
 
 every_optimizer = pytest.mark.parametrize("maker", MAKERS)
 every_kind = pytest.mark.parametrize(
@@ -137,10 +137,6 @@ class Training:
         if self.kind == "backward":
             loss.backward()
             clip_(self.optimizer.param_groups[0]["params"], max_norm)
-        elif self.kind == "accumulates":
-            for _ in range(2):
-                with scaler.accumulate(optimizer):
-                    scaler.scale(loss / 2).backward(retain_graph=True)
         elif self.kind != "returns":
             scaler.scale(loss).backward()
         if self.kind == "unscales":
@@ -658,15 +654,13 @@ def test_gradients_that_a_step_has_used_are_dropped_after_another_loss(plain_ste
     assert torch.equal(param.grad, torch.ones(2))
 
 
-def two_optimizers(make: Any, spike: float, limit: float | None = None) -> GradScaler:
+def two_optimizers(make: Any, spike: float) -> GradScaler:
     """30 iterations of two optimizers, the second with a closure and one spike."""
     torch.manual_seed(0)
     models = [torch.nn.Linear(2, 1) for _ in range(2)]
     first = torch.optim.SGD(models[0].parameters(), lr=0.01)
     second = make(models[1].parameters())
     scaler = quiet()
-    if limit is not None:
-        scaler.set_norm_limit(limit, window=4)
     for number in range(30):
         x = torch.randn(4, 2)
 
@@ -693,11 +687,8 @@ def two_optimizers(make: Any, spike: float, limit: float | None = None) -> GradS
         lambda params: Twice(params),
     ],
 )
-@pytest.mark.parametrize(("spike", "limit"), [(math.nan, None), (1e6, 1e3)])
-def test_one_bad_batch_is_one_skip_beside_another_optimizer(
-    make: Any, spike: float, limit: float | None
-) -> None:
-    two_optimizers(make, spike, limit)
+def test_one_bad_batch_is_one_skip_beside_another_optimizer(make: Any) -> None:
+    two_optimizers(make, math.nan)
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
@@ -856,24 +847,6 @@ def test_another_optimizer_steps_with_what_the_closure_left(shared: bool) -> Non
     assert torch.equal(mine, torch.full((2,), -1.0 if shared else 0.0))
 
 
-def test_a_norm_limit() -> None:
-    """The norm of the first evaluation counts: that of the point where the step begins."""
-    param, optimizer, scaler = with_scaler(lambda params, lr: Twice(params))
-    scaler.set_norm_limit(10.0, window=2)
-    factors = iter([1.0, 1000.0] * 3 + [1000.0, 1.0])
-    for _ in range(3):
-        scaler.step(optimizer, lambda: param.sum() * next(factors))
-        scaler.update()
-        assert scaler.outcome(optimizer).taken
-    before = param.detach().clone()
-    scaler.step(optimizer, lambda: param.sum() * next(factors))
-    scaler.update()
-    assert scaler.outcome(optimizer).reason == "norm"
-    assert torch.equal(param, before)
-    assert list(factors) == [1.0]
-    assert scaler.get_scale() == SCALE
-
-
 # --- wrong use ---------------------------------------------------------------------------------
 
 
@@ -968,15 +941,11 @@ def test_an_optimizer_that_does_not_call_the_closure() -> None:
     assert_usable(param, torch.optim.SGD([param], lr=1.0), scaler)
 
 
-@pytest.mark.parametrize("before", ["unscale_", "clip_grad_norm_", "accumulate", "step"])
+@pytest.mark.parametrize("before", ["unscale_", "clip_grad_norm_", "step"])
 def test_after_another_call(before: str) -> None:
     param, optimizer, scaler = with_scaler()
-    if before == "accumulate":
-        with scaler.accumulate(optimizer):
-            scaler.scale(param.sum()).backward()
-    else:
-        scaler.scale(param.sum()).backward()
-        getattr(scaler, before)(optimizer, *([math.inf] if before == "clip_grad_norm_" else []))
+    scaler.scale(param.sum()).backward()
+    getattr(scaler, before)(optimizer, *([math.inf] if before == "clip_grad_norm_" else []))
     expected = param.detach().clone()
     words = "step() has already" if before == "step" else "closure): its gradients have already"
     with pytest.raises(CallOrderError) as caught:

@@ -5,7 +5,6 @@ dictionary or lists of lists, with PyTorch's base class or none.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -155,33 +154,6 @@ def test_one_norm_is_clipped(kind: Any, fused: bool, how: str) -> None:
     torch.testing.assert_close(
         values_of(model, container.each()), by_hand(fused, 0.1), rtol=1e-6, atol=1e-6
     )
-
-
-@kinds
-def test_accumulation(kind: Any) -> None:
-    model, container, scaler = contained(kind)
-    model.zero_grad()
-    for step in range(3):
-        with scaler.accumulate(container):
-            scaler.scale(loss_at(model, step) / 3).backward()
-            if step == 1:
-                model[2].weight.grad[0, 0] = math.inf
-    scaler.step(container)
-    scaler.update()
-
-    other = mlp(4, 4, 1)
-    for step in (0, 2):
-        (loss_at(other, step) / 2).backward()
-    for optimizer in make_optimizers(other):
-        optimizer.step()
-    torch.testing.assert_close(values_of(model, []), values_of(other, []), rtol=1e-6, atol=1e-6)
-    model.zero_grad()
-    with (
-        pytest.raises(CallOrderError, match="is already open"),
-        scaler.accumulate(container),
-        scaler.accumulate(container),
-    ):
-        pass
 
 
 @kinds
@@ -461,11 +433,10 @@ def test_schedules_of_what_it_holds_wait_with_it(kind: Any) -> None:
 
 @kinds
 def test_checkpoints(kind: Any) -> None:
-    """One norm limit is saved, since one step is taken, and training goes on as it would have."""
+    """Training goes on as it would have."""
 
     def trained(is_resumed: bool) -> tuple[list[Tensor], dict[str, Any]]:
         model, container, scaler = contained(kind)
-        scaler.set_norm_limit(10.0, 4)
         for step in range(6):
             if step == 3 and is_resumed:
                 saved, scaler = scaler.state_dict(), GradScaler()
@@ -477,7 +448,6 @@ def test_checkpoints(kind: Any) -> None:
 
     (wanted, state), (found, resumed) = trained(False), trained(True)
     assert resumed == state
-    assert len(json.loads(state["halfstep"])["norm_limits"]["norms"]) == 1
     assert_same(found, wanted)
 
 
@@ -549,7 +519,7 @@ def test_a_guard_refuses_a_container_with_a_line_search() -> None:
 
 # --- what is none ---------------------------------------------------------------------------------
 
-CALLS = ("step", "unscale_", "accumulate", "retry")
+CALLS = ("step", "unscale_", "retry")
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from halfstep._common.numbers import power
 from halfstep._scaler import GradScaler
-from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import Reason, ScaleState, next_state
+from halfstep._scaler.schedules import Dynamic, Static
 from halfstep.errors import CallOrderError, SkippedStepsError
 
 pytestmark = pytest.mark.slow
@@ -155,18 +155,13 @@ class Param:
             self.check(self.grad(), self.scaled_by)
 
 
-def norm_of(params: list[Param], norm_type: float) -> float:
+def norm_of(params: list[Param]) -> float:
     """Return the norm of true gradients; inf if one of them is not finite, or no longer is."""
     entries = []
     for param in params:
-        # What is divided in place before its norm is taken may become inf by that.
-        is_unscaled = norm_type != 2.0 or param.scaled_by == 1.0
-        limit = param.info.max if is_unscaled else F32.max**2
+        limit = param.info.max if param.scaled_by == 1.0 else F32.max**2
         entries += [abs(e) if abs(e) <= limit else math.inf for e in param.true or []]
-    largest = max(entries, default=0.0)
-    if largest in (0.0, math.inf) or norm_type == math.inf:
-        return largest
-    return largest * math.fsum((e / largest) ** norm_type for e in entries) ** (1 / norm_type)
+    return math.hypot(*entries)
 
 
 def clip_factor(params: list[Param], norm: float, max_norm: float) -> float:
@@ -193,22 +188,6 @@ def f32(value: float) -> float:
 # --- the model: optimizers ------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Blocks:
-    """The blocks of ``accumulate`` of one optimizer.
-
-    Attributes:
-        num_losses: Number of losses in the iteration when the last block ended.
-        is_touched: Whether somebody has written to the gradients since then.
-    """
-
-    num_losses: int = 0
-    is_touched: bool = False
-    count: int = 0
-    bad: int = 0
-    overflowed: int = 0
-
-
 class Opt:
     """An optimizer, and how far it has come in this iteration: scaled, unscaled, stepped."""
 
@@ -221,9 +200,7 @@ class Opt:
     def begin(self) -> None:
         self.stage = "scaled"
         self.looks: list[Look] = []
-        self.outlier: bool | None = None
         self.norm: float | None = None  # before they were clipped
-        self.blocks: Blocks | None = None
 
     def shares(self, params: Iterable[Param]) -> bool:
         return not set(self.params).isdisjoint(params)
@@ -234,40 +211,19 @@ class Opt:
     @property
     def is_unscaled(self) -> bool:
         """Whether nothing scaled is to be added to its gradients: nobody could notice."""
-        return self.stage != "stepped" and bool(self.looks or self.blocks)
-
-
-class NormLimit:
-    """The norms of taken steps of one optimizer."""
-
-    def __init__(self, times_median: float, window: int) -> None:
-        self.times_median, self.window = times_median, window
-        self.norms: list[float] = []
-
-    def is_exceeded(self, norm: float) -> bool:
-        if not math.isfinite(norm):
-            return False
-        norm = min(norm, F32.max)
-        if self.norms and 2 * len(self.norms) >= self.window:
-            limit = sorted(self.norms)[(len(self.norms) - 1) // 2] * self.times_median
-            if abs(norm - limit) <= 0.02 * limit:
-                raise BorderlineError
-            if norm > limit:
-                return True
-        self.norms = [*self.norms, norm][-self.window :]
-        return False
+        return self.stage != "stepped" and bool(self.looks)
 
 
 # --- the model: the scaler ------------------------------------------------------------------------
 
-RULES: list[Callable[[random.Random], Any]] = [
+SCHEDULES: list[Callable[[random.Random], Any]] = [
     lambda rng: Dynamic(
         rng.choice([2.0, 1.5, 1.0]),
         rng.choice([0.5, 0.25, 0.7, 1.0]),
         rng.randint(1, 4),
         hysteresis=rng.choice([1, 1, 2, 3]),
         refill=rng.choice(["growth", "step"]),
-        probe_after=rng.choice([8, 8, 2, None]),
+        trials=rng.choice([True, True, True, False]),
     ),
     lambda rng: Dynamic(growth_interval=rng.randint(1, 4)),
     lambda rng: Static(),
@@ -303,13 +259,11 @@ class World:
         self.opts = self.make_optimizers()
         self.is_exploding = False
         self.seen: dict[Param, list[float]] | None = None
-        self.rule = rng.choice(RULES)(rng)
+        self.schedule = rng.choice(SCHEDULES)(rng)
         self.on_skips = rng.choice(["raise", str, str])
         self.start = self.random_start()
         self.take(self.new_scaler(self.start), ScaleState.first(*self.start))
         self.state = self.first
-        self.limits: list[NormLimit] = []
-        self.limit_settings: tuple[float, int] | None = None
         self.begin()
 
     def make_optimizers(self) -> list[Opt]:
@@ -330,19 +284,18 @@ class World:
         scale = rng.choice([2.0**16, 2.0**16, 2.0**4, 1.0, 1000.0, 2.0**-3, 0.3, 2.0**-10, 1e30])
         low = rng.choice([None, None, scale, min(scale, 2.0**-4), min(scale, 100.0)])
         high = rng.choice([None, None, max(scale, 2.0**18), scale])
-        return scale, self.rule, low, high
+        return scale, self.schedule, low, high
 
     def new_scaler(self, start: Start) -> GradScaler:
-        scale, rule, low, high = start
+        scale, schedule, low, high = start
         kwargs: Any = {"max_consecutive_skips": 3, "on_skips": self.on_skips}
-        return GradScaler(None, scale, rule=rule, min_scale=low, max_scale=high, **kwargs)
+        return GradScaler(None, scale, schedule=schedule, min_scale=low, max_scale=high, **kwargs)
 
     def take(self, scaler: GradScaler, first: ScaleState) -> None:
         """Go on with a scaler that has not scaled anything yet."""
         self.scaler, self.first = scaler, first
         self.on_device = self.bad_loss = False
         self.num_losses = 0
-        self.limit_of: dict[Opt, int] = {}
 
     def begin(self) -> None:
         """Begin an iteration. Gradients may be left, and follow the scale."""
@@ -384,7 +337,7 @@ class World:
     @property
     def is_between(self) -> bool:
         """Whether nothing has been done to gradients since the last ``update``."""
-        return not (self.looks or any(opt.blocks for opt in self.opts))
+        return not self.looks
 
     def require_scale(self) -> None:
         """Raise CallOrderError if no loss has been scaled."""
@@ -421,7 +374,6 @@ class World:
         """
         if not (opt and opt.looks):
             self.require_scale()
-        self.close_blocks(params)
         if any(param.is_in_doubt for param in params):
             raise CallOrderError
         if opt is not None and opt.stage != "scaled":
@@ -441,35 +393,14 @@ class World:
             looks.append(look_at_rest)
         return [], looks
 
-    def close_blocks(self, params: list[Param]) -> None:
-        """Make averages of the sums over blocks with gradients of these parameters.
-
-        Raises:
-            CallOrderError: It looks as if a scaled gradient has been added to one of the sums.
-        """
-        open_ones = [(o, o.blocks) for o in self.opts if o.blocks and o.shares(params)]
-        if any(b.is_touched and b.num_losses != self.num_losses for _, b in open_ones):
-            raise CallOrderError
-        for opt, blocks in open_ones:
-            opt.blocks = None
-            is_lost = blocks.bad == blocks.count
-            if blocks.bad and not is_lost:
-                clip(opt.params, blocks.count / (blocks.count - blocks.bad))
-            if is_lost and not blocks.overflowed:
-                self.bad_loss = True
-            found_inf = is_lost or not all(param.is_usable() for param in opt.params)
-            look = Look(found_inf, opt.with_gradient())
-            self.keep_look(look)
-            opt.looks = [look]
-
-    def reason(self, found_inf: bool, outlier: bool) -> Reason | None:
+    def reason(self, found_inf: bool) -> Reason | None:
         """Return why a step is skipped."""
         if not found_inf:
-            return Reason.NORM if outlier else None
+            return None
         if self.bad_loss:
             return Reason.LOSS
         state = self.state
-        is_last = state.held or state.scale <= state.min_scale
+        is_last = state.reached_floor or state.scale <= state.min_scale
         return Reason.NON_FINITE if is_last else Reason.OVERFLOW
 
     # --- checks -----------------------------------------------------------------------------------
@@ -487,18 +418,9 @@ class World:
         """Compare the whole state with the model; return it."""
         text = self.scaler.state_dict()
         saved = opened(text)
-        limits = saved["halfstep"]["norm_limits"]
         # A count past a lowered interval becomes one that is just below it.
-        tracker = min(self.state.growth_tracker, self.state.rule.growth_interval - 1)
-        expected = replace(self.state, growth_tracker=tracker).to_dict()
-        expected["halfstep"] |= {"norm_limits": limits}
-        assert saved == expected
-        assert (limits is None) == (self.limit_settings is None)
-        if limits is not None:
-            assert (limits["times_median"], limits["window"]) == self.limit_settings
-            for mine, norms in zip(self.limits, limits["norms"], strict=True):
-                seen = [norm for norm in norms if norm is not None]
-                assert mine.norms == pytest.approx(seen, rel=0.02)
+        tracker = min(self.state.growth_tracker, self.state.schedule.growth_interval - 1)
+        assert saved == replace(self.state, growth_tracker=tracker).to_dict()
         return text
 
     def refused(
@@ -612,7 +534,6 @@ class World:
 
     def op_inject(self) -> None:
         params = [p for p in self.params if p.true is not None and p.look is None]
-        params = [p for p in params if not any(o.blocks and p in o.params for o in self.opts)]
         bad = [math.inf, -math.inf, math.nan]
         values = [*bad, self.largest, -self.largest, 1e-40, 1e-45, 0.0]
         if params:
@@ -632,18 +553,11 @@ class World:
         opt, set_to_none = self.rng.choice(self.opts), self.rng.random() < 0.7
         self.log.append(f"{opt.name}.zero_grad({set_to_none})")
         opt.optimizer.zero_grad(set_to_none)
-        self.touched(opt.with_gradient())
         for param in opt.with_gradient():
             if set_to_none:
                 param.forget()
             else:
                 param.true, param.bound = [0.0] * param.size, [0.0] * param.size
-
-    def touched(self, params: list[Param]) -> None:
-        """Note that somebody writes to gradients."""
-        for opt in self.opts:
-            if opt.blocks is not None and opt.shares(params):
-                opt.blocks.is_touched = True
 
     def op_unscale(self) -> None:
         opt = self.rng.choice(self.opts)
@@ -665,14 +579,12 @@ class World:
         opt = rng.choice([*self.opts, None])
         params = rng.sample(self.params, rng.randint(1, 3)) if opt is None else opt.params
         max_norm = rng.choice([1e-3, 0.5, 1.0, 100.0, 1e20, math.inf, 0.0])
-        norm_type = rng.choice([2.0, 2.0, 2.0, 1.0, 3.0, math.inf])
-        per = rng.choice(["all", "all", "parameter", "layer"])
         target: Any = [p.tensor for p in params] if opt is None else opt.optimizer
         name = [self.params.index(p) for p in params] if opt is None else opt.name
-        self.log.append(f"clip_grad_norm_({name}, {max_norm}, {norm_type}, {per!r})")
+        self.log.append(f"clip_grad_norm_({name}, {max_norm})")
 
         def call() -> Tensor:
-            return self.scaler.clip_grad_norm_(target, max_norm, norm_type, per)
+            return self.scaler.clip_grad_norm_(target, max_norm)
 
         try:
             if opt is not None and opt.stage == "stepped":
@@ -681,19 +593,11 @@ class World:
         except CallOrderError:
             self.refused(call)
             return
-        places = {param: place for place, param in enumerate(params)}
         params = [param for param in params if param.true is not None]
-        if opt is None and per == "layer" and params:
-            with pytest.raises(ValueError, match="watch"):
-                call()
-            return
         look = self.look_at(scaled)
-        groups = {"all": [params], "parameter": [[param] for param in params]}.get(
-            per, [[p for p in params if places[p] // 2 == layer] for layer in range(2)]
-        )
-        total = norm_of(params, norm_type)
-        factors = [clip_factor(group, norm_of(group, norm_type), max_norm) for group in groups]
-        if opt is not None and opt.norm is None and norm_type == 2.0 and params:
+        total = norm_of(params)
+        factor = clip_factor(params, total, max_norm)
+        if opt is not None and opt.norm is None and params:
             opt.norm = total
         norm = call().item()
         if total <= 0.99 * F32.max:
@@ -701,8 +605,7 @@ class World:
             assert norm == pytest.approx(total, rel=tolerance, abs=1e-12)
         else:
             assert not norm < 0.98 * F32.max
-        for group, factor in zip(groups, factors, strict=True):
-            clip(group, factor)
+        clip(params, factor)
         self.unscaled(scaled)
         self.keep(opt, looks, look, "unscaled")
 
@@ -713,7 +616,6 @@ class World:
         entries = [abs(entry) for param in params for entry in param.grad()]
         if not all(entry < 1e15 for entry in entries) or not any(entries):
             return
-        self.touched(params)
         self.log.append(f"torch's clip_grad_norm_({opt.name}, {max_norm})")
         torch.nn.utils.clip_grad_norm_([param.tensor for param in params], max_norm)
         clip(params, min(1.0, max_norm / (math.hypot(*entries) + 1e-6)))
@@ -741,13 +643,12 @@ class World:
         untouched = [(p, grad) for p, grad, *was in before if was == [p.scaled_by, p.true]]
         params, look = opt.with_gradient(), self.look_at(scaled)
         found_inf = any(found.found_inf for found in (*looks, look) if found)
-        norm = norm_of(params, 2.0)
+        norm = norm_of(params)
         factor = 1.0 if max_norm is None else clip_factor(params, norm, max_norm)
         norm = norm if opt.norm is None else opt.norm
-        outlier = self.is_outlier(opt, norm)
-        is_taken = not (found_inf or outlier)
+        is_taken = not found_inf
         self.is_exploding = explodes = explodes and bool(is_taken or opt.is_fused)
-        is_measured = max_norm is not None or outlier is not None
+        is_measured = max_norm is not None
         is_measured |= self.is_first(opt.optimizer) and look is not None and not looks
         with self.watching(opt):
             if not explodes:
@@ -778,28 +679,19 @@ class World:
             self.check_as_before(untouched, 1.0)
             if look is not None:
                 look.left_scaled = True
-        opt.outlier = outlier
         self.keep(opt, looks, look, "stepped")
         outcome = self.scaler.outcome(opt.optimizer)
         assert (outcome.taken, outcome.scale) == (is_taken, self.state.scale)
-        assert outcome.reason == self.reason(found_inf, bool(outlier))
-        if outcome.entry.norm < 1e37:  # it was measured
-            assert outcome.entry.norm == pytest.approx(norm, rel=0.02, abs=1e-12)
-
-    def is_outlier(self, opt: Opt, norm: float) -> bool | None:
-        """Say whether the norm of a step is above the limit; None if there is no limit."""
-        if self.limit_settings is None:
-            return None
-        position = self.limit_of.setdefault(opt, len(self.limit_of))
-        if position == len(self.limits):
-            self.limits.append(NormLimit(*self.limit_settings))
-        return bool(opt.with_gradient()) and self.limits[position].is_exceeded(norm)
+        assert outcome.reason == self.reason(found_inf)
+        measured = self.scaler.history()[-1].norm
+        if measured < 1e37:  # not NaN: it was measured
+            assert measured == pytest.approx(norm, rel=0.02, abs=1e-12)
 
     def op_closure(self) -> None:
         rng = self.rng
         opt = rng.choice(self.opts)
         others = [other for other in self.opts if other.shares(opt.params)]
-        if self.limit_settings or any(o.is_unscaled for o in others):
+        if any(o.is_unscaled for o in others):
             return
         if opt.stage == "stepped":
             self.refused(lambda: self.scaler.step(opt.optimizer, lambda: torch.ones(())))
@@ -844,7 +736,7 @@ class World:
                 for param in params:
                     param.scaled_by = scale
         elif max_norm is not None:
-            clip(params, clip_factor(params, norm_of(params, 2.0), max_norm))
+            clip(params, clip_factor(params, norm_of(params), max_norm))
         self.keep(opt, [], look, "stepped")
 
     def op_retry(self) -> None:
@@ -890,17 +782,16 @@ class World:
         self.op_update()
 
     def op_run_of_nan(self) -> None:
-        """However long it is, afterwards the scale is where it was, or a few steps below."""
-        if not self.is_between or self.num_losses or self.limit_settings:
+        """Once the floor was tried in vain, the scale is where the run began."""
+        if not self.is_between or self.num_losses:
             return
-        opt, rule, begin = self.rng.choice(self.opts), self.rule, self.state
+        opt = self.rng.choice(self.opts)
         for _ in range(self.rng.randint(5, 20)):
             self.iteration(opt, math.nan)
+        run = self.state
         self.iteration(opt)
-        end = self.state
-        if type(rule) is Dynamic and rule.probe_after is not None and not end.skipped_in_a_row:
-            lowest = (begin.run_scale or begin.scale) * rule.backoff_factor**rule.probe_after
-            assert end.scale >= min(lowest * 0.999, begin.scale)
+        if run.reached_floor and not self.state.skipped_in_a_row:
+            assert self.state.scale >= run.run_scale
 
     # --- the end of an iteration, and settings ----------------------------------------------------
 
@@ -909,19 +800,12 @@ class World:
         if not self.looks:
             self.refused(self.scaler.update)
             return
-        outlier = any(opt.outlier for opt in self.opts if opt.looks)
         found_inf = any(look.found_inf for look in self.looks)
-        is_skipped = bool(found_inf or outlier)
-        self.state = next_state(
-            self.state,
-            found_inf=found_inf,
-            loss_is_finite=not self.bad_loss,
-            outlier=bool(outlier),
-        )
+        self.state = next_state(self.state, found_inf=found_inf, loss_is_finite=not self.bad_loss)
         try:
             self.scaler.update()
         except SkippedStepsError:
-            assert is_skipped
+            assert found_inf
             assert self.on_skips == "raise"
         self.check_saved()
         self.begin()
@@ -953,83 +837,21 @@ class World:
         value = rng.choice(values[key])
         self.log.append(f"set_{key}({value})")
         set_it = getattr(self.scaler, f"set_{key}")
-        if isinstance(self.rule, Static):
+        if isinstance(self.schedule, Static):
             self.refused(lambda: set_it(value), (ValueError,))
             return
         set_it(value)
-        self.rule = replace(self.rule, **{key: value})
-        self.first = replace(self.first, rule=self.rule)
-        tracker = min(self.state.growth_tracker, self.rule.growth_interval - 1)
-        self.state = replace(self.state, rule=self.rule, growth_tracker=tracker)
+        self.schedule = replace(self.schedule, **{key: value})
+        self.first = replace(self.first, schedule=self.schedule)
+        tracker = min(self.state.growth_tracker, self.schedule.growth_interval - 1)
+        self.state = replace(self.state, schedule=self.schedule, growth_tracker=tracker)
         self.check_saved()
-
-    def op_norm_limit(self) -> None:
-        self.limit_settings = self.rng.choice([None, (2.0, 2), (10.0, 4), (1.5, 3)])
-        self.log.append(f"set_norm_limit({self.limit_settings})")
-        self.limits, self.limit_of = [], {}
-        self.scaler.set_norm_limit(*(self.limit_settings or (None,)))
-
-    # --- accumulation -----------------------------------------------------------------------------
-
-    def op_accumulate(self) -> None:
-        opt = self.rng.choice(self.opts)
-        for _ in range(self.rng.randint(1, 3)):
-            self.block(opt)
-
-    def block(self, opt: Opt) -> None:
-        """One block, whose loss may be bad."""
-        rng = self.rng
-        bad = rng.choice([0.0] * 5 + [math.inf, math.nan])
-        if any(o.is_unscaled for o in self.opts if o is not opt and o.shares(opt.params)):
-            return
-        self.log.append(f"with accumulate({opt.name}):")
-        blocks = opt.blocks or Blocks()
-        is_late = opt.blocks is None and (opt.stage != "scaled" or opt.with_gradient())
-        if is_late or rng.random() < 0.1:
-            self.refused(lambda: self.empty_block(opt))
-            return
-        earlier = [(param, param.true, param.bound) for param in opt.params]
-        has_good, was_bad = blocks.bad < blocks.count, self.bad_loss
-        self.bad_loss = False
-        params = rng.sample(opt.params, rng.randint(1, len(opt.params)))
-        with self.scaler.accumulate(opt.optimizer):
-            for param in opt.params:
-                assert param.tensor.grad is None
-                param.true = None
-            self.backward(params, bad)
-            if rng.random() < 0.3:
-                self.inject(rng.choice(params), rng.choice([math.inf, self.largest, 0.0]))
-            look = self.look_at(params)
-            assert look is not None
-        is_bad, overflowed = look.found_inf, look.found_inf and not self.bad_loss
-        self.bad_loss = was_bad
-        blocks.count += 1
-        blocks.bad += is_bad
-        blocks.overflowed += overflowed
-        blocks.num_losses, blocks.is_touched = self.num_losses, False
-        opt.blocks = blocks
-        self.looks.append(Look(overflowed))
-        self.unscaled(opt.params)
-        for param, true, bound in earlier:
-            if has_good and is_bad:
-                param.true, param.bound = true, bound
-            elif has_good and true is not None:
-                own, own_bound = param.true or [0.0] * param.size, param.bound
-                param.true, param.bound = true, bound
-                if own_bound and own is not true:
-                    param.add(own, 1.0)
-            param.relative += 8 * max(param.info.eps, F32.eps)
-
-    def empty_block(self, opt: Opt) -> None:
-        with self.scaler.accumulate(opt.optimizer):
-            if self.on_device and self.rng.random() < 0.5:
-                self.scaler.scale(torch.ones(()))
 
     # --- saving, looking, and wrong calls ---------------------------------------------------------
 
     def op_swap(self) -> None:
         """Between iterations: go on with a copy, or with a new scaler and what was saved."""
-        if not self.is_between or self.num_losses or self.limit_settings:
+        if not self.is_between or self.num_losses:
             return
         how = self.rng.choice(["load", "load into another", "pickle", "deepcopy", "same"])
         other = self.random_start() if how == "load into another" else self.start
@@ -1045,7 +867,7 @@ class World:
         elif self.swaps:
             scaler, first = self.new_scaler(other), ScaleState.first(*other)
             scaler.load_state_dict(saved)
-            first = replace(first, rule=self.rule, hysteresis_left=self.rule.hysteresis)
+            first = replace(first, schedule=self.schedule, hysteresis_left=self.schedule.hysteresis)
         self.drop_all()
         self.take(scaler, first)
         self.scale([torch.ones(())])
@@ -1066,7 +888,6 @@ class World:
         self.log.append("load its own state")
         self.scaler.load_state_dict(self.check_saved())
         self.bad_loss = False
-        self.limit_of = {}
         self.check_saved()
 
     def op_look(self) -> None:
@@ -1076,9 +897,9 @@ class World:
         assert (counts.taken, counts.skipped) == (state.num_taken, state.num_skipped)
         assert counts.skipped_in_a_row == state.skipped_in_a_row
         assert f"scale={power(state.scale)}, " in repr(scaler)
-        assert scaler.get_growth_interval() == self.rule.growth_interval
-        assert scaler.get_growth_factor() == self.rule.growth_factor
-        assert scaler.get_backoff_factor() == self.rule.backoff_factor
+        assert scaler.get_growth_interval() == self.schedule.growth_interval
+        assert scaler.get_growth_factor() == self.schedule.growth_factor
+        assert scaler.get_backoff_factor() == self.schedule.backoff_factor
         assert all(entry.taken == (entry.reason is None) for entry in scaler.history()[-3:])
 
     def op_wrong(self) -> None:
@@ -1093,8 +914,7 @@ class World:
                 lambda bad=bad: scaler.clip_grad_norm_(optimizer, bad)
                 for bad in [-1.0, math.nan, "1"]
             ),
-            lambda: scaler.clip_grad_norm_(optimizer, 1.0, norm_type=0.5),
-            lambda: scaler.clip_grad_norm_(optimizer, 1.0, per="tensor"),
+            lambda: scaler.clip_grad_norm_(optimizer, 1.0, norm_type=math.inf),
             *(lambda bad=bad: scaler.step(optimizer, max_norm=bad) for bad in [-1.0, "1"]),
             *(lambda bad=bad: scaler.update(bad) for bad in [0.0, -3, math.nan, "x", True, 1e39]),
             lambda: scaler.update(torch.ones(2)),
@@ -1103,7 +923,6 @@ class World:
             *(lambda bad=bad: scaler.set_growth_factor(bad) for bad in [0.5, math.nan, True]),
             *(lambda bad=bad: scaler.set_backoff_factor(bad) for bad in [0.0, 1.5, math.inf]),
             *(lambda bad=bad: scaler.set_growth_interval(bad) for bad in [0, 1.5, True, 2**31]),
-            *(lambda bad=bad: scaler.set_norm_limit(*bad) for bad in [(1.0,), (9.0, 1), ("x",)]),
             lambda: scaler.load_state_dict({"scale": 1.0}),
             lambda: scaler.load_state_dict(saved | {"scale": 0.0}),
             lambda: scaler.load_state_dict(saved | {"_growth_tracker": -1}),
@@ -1153,8 +972,6 @@ OPERATIONS = {
     World.op_update: 9.0,
     World.op_new_scale: 1.0,
     World.op_setter: 1.0,
-    World.op_norm_limit: 0.3,
-    World.op_accumulate: 3.0,
     World.op_swap: 1.5,
     World.op_copy_now: 1.0,
     World.op_load_now: 0.5,

@@ -11,8 +11,8 @@ from tests.training import mlp
 from halfstep._gradients.norms import largest_magnitudes, sums_of_squares
 from halfstep._scaler import GradScaler
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import ScaleState, next_state
+from halfstep._scaler.schedules import Dynamic, Static
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -102,13 +102,13 @@ def test_unscale(kind: str) -> None:
 
 @pytest.mark.parametrize("factors", [(2.0, 0.5), (1.1, 0.3), (3.7, 0.999)])
 def test_the_device_does_the_same_as_the_pure_state(factors: tuple[float, float]) -> None:
-    rule = Dynamic(*factors, growth_interval=2, probe_after=None)
-    state = ScaleState.first(1000.1, rule, min_scale=0.7)
+    schedule = Dynamic(*factors, growth_interval=2, trials=False)
+    state = ScaleState.first(1000.1, schedule, min_scale=0.7)
     scale = LossScale(state)
     scale.create(CUDA)
     for found_inf in [False, False, True, False, True, True] + [True] * 20 + [False] * 100:
         state = next_state(state, found_inf=found_inf)
-        scale.update([torch.tensor(float(found_inf), device=CUDA)], [])
+        scale.update([torch.tensor(float(found_inf), device=CUDA)])
         assert scale.value() == state.scale
     assert scale.read() == state
 
@@ -157,7 +157,6 @@ def test_a_fused_step_with_clipping_waits_for_nothing(cls: Any) -> None:
     model = make_model()
     optimizer = cls(model.parameters(), lr=0.01, fused=True)
     scaler = GradScaler(module=model, max_consecutive_skips=2, on_skips=lambda report: None)
-    scaler.set_norm_limit(100.0, window=4)
 
     def step(bad: bool) -> None:
         optimizer.zero_grad()
@@ -191,14 +190,14 @@ def test_the_message_comes_late_but_comes() -> None:
     assert [str(report.reason) for report in reports] == ["loss", "loss"]
 
 
-@pytest.mark.parametrize("rule", [Dynamic(), Dynamic(hysteresis=2, refill="step"), Static()])
-def test_every_rule_with_known_flags(rule: Any) -> None:
-    state = ScaleState.first(2.0**16, rule, max_scale=2.0**20)
+@pytest.mark.parametrize("schedule", [Dynamic(), Dynamic(hysteresis=2, refill="step"), Static()])
+def test_every_schedule_with_known_flags(schedule: Any) -> None:
+    state = ScaleState.first(2.0**16, schedule, max_scale=2.0**20)
     scale = LossScale(state)
     scale.create(CUDA)
     for number in range(60):
         found_inf = number % 7 in (3, 4) or 20 < number < 40
         state = next_state(state, found_inf=found_inf)
-        scale.update(found_inf, [])
+        scale.update(found_inf)
         assert scale.read() == state
         assert scale.value() == state.scale

@@ -11,7 +11,7 @@ from tests.device import DEVICE, seeded
 
 from halfstep._gradients import gradients as collecting
 from halfstep._gradients import scalars
-from halfstep._gradients.norms import clip_coefficient, norms_of, overflows_when_divided, p_norm
+from halfstep._gradients.norms import clip_coefficient, norms_of, overflows_when_divided
 
 
 def optimizer_over(*grads: torch.Tensor) -> torch.optim.Optimizer:
@@ -132,25 +132,6 @@ def test_measure_against_the_loop_and_changes_nothing(kind: str, bad: float | No
     for param, want in zip(params_of(optimizer), before, strict=True):
         got = param.grad.to_dense() if param.grad.is_sparse else param.grad
         assert torch.equal(got.resolve_conj().nan_to_num(), want.nan_to_num())
-
-
-def test_norms_at_some_positions() -> None:
-    norms = norms_of(collect(optimizer_over(*[torch.full((2,), float(k)) for k in range(4)])), None)
-    part = norms.at([3, 1])
-    assert part.unscaled() == pytest.approx([3.0 * math.sqrt(2), math.sqrt(2)])
-    assert float(part.total(CPU)) == pytest.approx(math.sqrt(20))
-
-
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("kind", KINDS)
-def test_p_norm(kind: str, p: float) -> None:
-    grads = make_grads(kind)
-    dense, _ = reference_unscale(grads, 1.0)
-    flat = torch.cat(
-        [(torch.view_as_real(g) if g.is_complex() else g).double().flatten() for g in dense]
-    )
-    got = p_norm(collect(optimizer_over(*grads)), p, CPU)
-    assert got.item() == pytest.approx(torch.linalg.vector_norm(flat, p).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

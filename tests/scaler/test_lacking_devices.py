@@ -10,7 +10,6 @@ from tests.lacking import NoFloat64, lacking
 
 from halfstep import GradScaler
 from halfstep._gradients.gradients import collect
-from halfstep._gradients.norms import p_norm
 from halfstep._gradients.optimizers import handles_scale
 
 CPU = torch.device("cpu")
@@ -55,8 +54,8 @@ def test_a_scaler_trains_bfloat16_parameters_without_the_kernel(monkeypatch, max
     assert all(map(torch.equal, trained(), wanted))
 
 
-@pytest.mark.parametrize("norm_type", [None, 2.0, 3.0, math.inf])
-def test_a_scaler_works_on_a_device_without_float64(monkeypatch, waiting_device, norm_type) -> None:
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_scaler_works_on_a_device_without_float64(monkeypatch, waiting_device, in_step) -> None:
     lacking(monkeypatch, has_float64=False, unscales=frozenset({torch.float32}), moves_scale=False)
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
@@ -65,10 +64,10 @@ def test_a_scaler_works_on_a_device_without_float64(monkeypatch, waiting_device,
         for _ in range(3):
             optimizer.zero_grad()
             scaler.scale(model(torch.ones(2, 4)).square().sum()).backward()
-            if norm_type is None:
+            if in_step:
                 scaler.step(optimizer, max_norm=1.0)
             else:
-                scaler.clip_grad_norm_(optimizer, 1.0, norm_type)
+                scaler.clip_grad_norm_(optimizer, 1.0)
                 scaler.step(optimizer)
             scaler.update()
     assert scaler.get_scale() == 65536.0
@@ -88,24 +87,6 @@ def test_without_float64_gradients_that_cannot_be_clipped_are_an_overflow(monkey
         scaler.update()
         assert param.tolist() == [0.0] * 4
         assert scaler.get_scale() == 2.0
-
-
-@pytest.mark.parametrize("p", [1.0, 3.0, 8.0])
-def test_without_float64_powers_do_not_overflow(monkeypatch, p) -> None:
-    lacking(monkeypatch, has_float64=False)
-    params = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2).bfloat16())]
-    for param, entry in zip(params, (1e10, 2e10), strict=True):
-        param.grad = torch.full_like(param, entry)
-    with NoFloat64():
-        found = p_norm(collect(params), p, CPU)
-    wanted = torch.cat([param.grad.double() for param in params]).norm(p)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
-    for bad, param in ((math.inf, params[0]), (math.nan, params[1])):
-        param.grad[0] = bad
-        assert not p_norm(collect(params), p, CPU).isfinite()
-    for param in params:
-        param.grad.zero_()
-    assert p_norm(collect(params), p, CPU) == 0.0
 
 
 def test_a_fused_optimizer_that_ignores_the_flag_is_not_left_to_skip(monkeypatch) -> None:

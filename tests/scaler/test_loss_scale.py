@@ -15,8 +15,8 @@ from halfstep._gradients import scalars
 from halfstep._gradients.scalars import LARGEST_SCALE, SMALLEST_SCALE
 from halfstep._scaler import loss_scale
 from halfstep._scaler.loss_scale import LossScale, state_of
-from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import ScaleState, next_state
+from halfstep._scaler.schedules import Dynamic, Static
 from halfstep._scaler.updates import LAG, Kernel, Number
 
 CPU = torch.device("cpu")
@@ -42,11 +42,11 @@ def made(state: ScaleState) -> LossScale:
 def launch(scale: LossScale, found_inf: bool, loss: float = 1.0) -> None:
     """Make an update whose flag only the device knows."""
     scale.see_loss(torch.tensor(loss))
-    scale.update([torch.tensor(float(found_inf))], [])
+    scale.update([torch.tensor(float(found_inf))])
 
 
 exponents = st.integers(-126, 127)
-rules = st.one_of(
+schedules = st.one_of(
     st.just(Dynamic()),
     st.just(Static()),
     st.builds(
@@ -56,14 +56,13 @@ rules = st.one_of(
         growth_interval=st.integers(1, 6),
         hysteresis=st.integers(1, 3),
         refill=st.sampled_from(["growth", "step"]),
-        probe_after=st.none() | st.integers(1, 9),
+        trials=st.booleans(),
     ),
 )
 events = st.lists(
     st.tuples(
         st.booleans() | st.just(True),
         st.sampled_from([1.0] * 7 + [math.inf, math.nan]),
-        st.sampled_from([None, None, False, True]),
     ),
     min_size=20,
     max_size=60,
@@ -73,13 +72,13 @@ events = st.lists(
 @st.composite
 def first_states(draw: st.DrawFn) -> ScaleState:
     low, middle, high = sorted(draw(exponents) for _ in range(3))
-    scale, rule = draw(st.sampled_from([2.0**middle, 1.3 * 2.0**middle])), draw(rules)
+    scale, schedule = draw(st.sampled_from([2.0**middle, 1.3 * 2.0**middle])), draw(schedules)
     with_limits = ScaleState.first(
-        scale, rule, min_scale=2.0**low, max_scale=1.5 * 2.0 ** max(high, middle)
+        scale, schedule, min_scale=2.0**low, max_scale=1.5 * 2.0 ** max(high, middle)
     )
     return draw(
         st.sampled_from(
-            [ScaleState.first(65536.0, rule), ScaleState.first(scale, rule), with_limits]
+            [ScaleState.first(65536.0, schedule), ScaleState.first(scale, schedule), with_limits]
         )
     )
 
@@ -90,20 +89,16 @@ def first_states(draw: st.DrawFn) -> ScaleState:
 @settings(max_examples=60)
 @given(first_states(), events, st.booleans())
 def test_with_known_flags_the_state_moves_at_once(
-    state: ScaleState, sequence: list[tuple[bool, float, bool | None]], is_device: bool
+    state: ScaleState, sequence: list[tuple[bool, float]], is_device: bool
 ) -> None:
     """Everything on the CPU, and plain steps on an accelerator."""
     with waiting_device() if is_device else contextmanager(lambda: iter([None]))():
         scale = made(state)
-        for found_inf, loss, outlier in sequence:
+        for found_inf, loss in sequence:
             scale.see_loss(torch.tensor(loss))
-            scale.update(found_inf, [] if outlier is None else [float(outlier)])
-            state = next_state(
-                state,
-                found_inf=found_inf,
-                loss_is_finite=math.isfinite(loss),
-                outlier=bool(outlier),
-            )
+            scale.update(found_inf)
+            is_finite = math.isfinite(loss)
+            state = next_state(state, found_inf=found_inf, loss_is_finite=is_finite)
             assert scale.read() == state == state_of(scale.snapshot())
             assert scale.tensor.item() == scale.value() == state.scale
             assert not scale.has_loss
@@ -139,14 +134,14 @@ def test_in_a_cuda_graph_the_scale_keeps_its_floor(monkeypatch: pytest.MonkeyPat
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([Dynamic(growth_interval=3, probe_after=None), Dynamic(1.5, 0.3, 2), Static()]),
+    st.sampled_from([Dynamic(growth_interval=3, trials=False), Dynamic(1.5, 0.3, 2), Static()]),
     st.lists(st.sampled_from([False, False, True]), min_size=10, max_size=40),
 )
 def test_the_device_moves_the_scale_as_the_host_would(
-    rule: Dynamic | Static, flags: list[bool]
+    schedule: Dynamic | Static, flags: list[bool]
 ) -> None:
     """In the usual course, no lag is seen in the scale, nor in what is read."""
-    state = ScaleState.first(2.0**100, rule)
+    state = ScaleState.first(2.0**100, schedule)
     with waiting_device():
         scale = made(state)
         in_a_row = 0
@@ -161,44 +156,43 @@ def test_the_device_moves_the_scale_as_the_host_would(
 
 
 def scales_and_end(
-    state: ScaleState, sequence: list[tuple[bool, float, bool | None]], looks: bool
+    state: ScaleState, sequence: list[tuple[bool, float]], looks: bool
 ) -> tuple[list[float], ScaleState]:
     """Return the scales, and the state once all is known."""
     scales = []
     scale = made(state)
-    for found_inf, loss, outlier in sequence:
+    for found_inf, loss in sequence:
         scale.see_loss(torch.tensor(loss))
-        outliers = [] if outlier is None else [torch.tensor(float(outlier))]
-        scale.update([torch.tensor(float(found_inf))], outliers)
+        scale.update([torch.tensor(float(found_inf))])
         if looks:
             scale.read()
             state_of(scale.snapshot())
         scales.append(scale.tensor.item())
     for _ in range(2 * LAG):  # the newest could be stale
         launch(scale, False)
-    scale._settle()
+    scale.follow_device()
     return scales, scale.read()
 
 
 @settings(max_examples=60)
 @given(first_states(), events)
 def test_whatever_happens_the_host_follows(
-    state: ScaleState, sequence: list[tuple[bool, float, bool | None]]
+    state: ScaleState, sequence: list[tuple[bool, float]]
 ) -> None:
     with waiting_device():
         scales, end = scales_and_end(state, sequence, looks=False)
         assert (scales, end) == scales_and_end(state, sequence, looks=True)
-    skipped = sum(bool(found_inf or outlier) for found_inf, _, outlier in sequence)
+    skipped = sum(found_inf for found_inf, _ in sequence)
     assert end.num_skipped == skipped
     assert end.num_taken == len(sequence) + 2 * LAG - skipped
     assert min(scales) >= state.min_scale
-    assert (end.skipped_in_a_row, end.held) == (0, False)
+    assert (end.skipped_in_a_row, end.reached_floor) == (0, False)
 
 
 def test_what_the_kernel_does_not_know_comes_two_updates_late() -> None:
-    rule = Dynamic(hysteresis=2, probe_after=None)
+    schedule = Dynamic(hysteresis=2, trials=False)
     with waiting_device():
-        scale = made(ScaleState.first(64.0, rule))
+        scale = made(ScaleState.first(64.0, schedule))
         seen = []
         for _ in range(6):
             launch(scale, True)
@@ -228,7 +222,7 @@ def test_known_and_unknown_flags_in_turn() -> None:
             if number % 3:
                 launch(scale, found_inf)
             else:
-                scale.update(found_inf, [])
+                scale.update(found_inf)
             state = next_state(state, found_inf=found_inf)
             assert scale.read() == state
             assert scale.tensor.item() == state.scale
@@ -273,19 +267,19 @@ def test_a_scale_written_in_place_is_read_as_one_set_by_hand(
     with waiting_device() if is_device else contextmanager(lambda: iter([None]))():
         scale = made(ScaleState.first(2.0**16, Dynamic(), max_scale=2.0**16))
         for _ in range(num_overflows):
-            scale.update(True, [])
+            scale.update(True)
         state = scale.read()
         scale.tensor.fill_(value)
         assert scale.can_amplify or value > 1.0 or not is_device
         assert scale.read() == state.with_scale(value)
-        scale.update([torch.tensor(0.0)] if is_device else False, [])
+        scale.update([torch.tensor(0.0)] if is_device else False)
         assert scale.read() == next_state(state.with_scale(value), found_inf=False)
 
 
 def test_a_growth_tracker_written_in_place_counts() -> None:
     scale = made(ScaleState.first(4.0, Dynamic(growth_interval=5)))
     scale.growth_tracker.fill_(4)
-    scale.update(False, [])
+    scale.update(False)
     assert scale.tensor == 8.0
     assert scale.growth_tracker == 0
 
@@ -295,7 +289,7 @@ def test_addresses_stay() -> None:
     scale = made(state)
     parts = [scale.tensor, scale.growth_tracker, scale.bad_loss]
     before = [part.data_ptr() for part in parts]
-    scale.update(True, [])
+    scale.update(True)
     scale.set(8.0)
     scale.set(torch.tensor(0.5))
     scale.load(dataclasses.replace(state, scale=32.0, min_scale=2.0, growth_tracker=3))
@@ -307,11 +301,12 @@ def test_addresses_stay() -> None:
 
 @pytest.mark.parametrize("new", [0.0, -0.0, -3.0, math.nan, math.inf, -math.inf, 2.0**-127])
 def test_an_unusable_tensor_changes_nothing(new: float) -> None:
-    scale = made(ScaleState.first(65536.0, Dynamic(probe_after=3)))
-    for found_inf in (False, True, True, True):
-        scale.update(found_inf, [])
+    scale = made(ScaleState.first(65536.0, Dynamic()))
+    for loss in (1.0, math.nan, 1.0):
+        scale.see_loss(torch.tensor(loss))
+        scale.update(math.isnan(loss))
     before = scale.read()
-    assert before.resume_scale
+    assert before.is_trial
     scale.set(torch.tensor([[new]]))
     assert scale.read() == before
 
@@ -330,9 +325,9 @@ def test_a_lowered_interval(is_device: bool) -> None:
         scale = made(ScaleState.first(4.0, Dynamic(growth_interval=100)))
         found: bool | list[torch.Tensor] = [torch.tensor(0.0)] if is_device else False
         for _ in range(10):
-            scale.update(found, [])
-        scale.set_rule(Dynamic(growth_interval=3))
-        scale.update(found, [])
+            scale.update(found)
+        scale.set_schedule(Dynamic(growth_interval=3))
+        scale.update(found)
         assert scale.tensor == 8.0
 
 
@@ -371,12 +366,12 @@ def test_losses(loss: torch.Tensor, is_finite: bool) -> None:
     assert not scale.bad_loss.requires_grad
     assert scale.loss_is_finite() == is_finite
     assert scale.loss_flag().item() == (not is_finite)
-    scale.update(True, [])
+    scale.update(True)
     assert scale.tensor == 2.0
     assert scale.read().may_restore == (not is_finite)
-    scale.update(False, [])
+    scale.update(False)
     assert scale.tensor == (2.0 if is_finite else 4.0)
-    scale.update(True, [])  # forgotten
+    scale.update(True)  # forgotten
     assert scale.read().scale == (1.0 if is_finite else 2.0)
 
 
@@ -411,8 +406,8 @@ def test_a_backward_pass_after_the_scale_has_changed_is_refused_as_in_torch(
     with waiting_device() if is_device else contextmanager(lambda: iter([None]))():
         scale = made(state)
         for change in (
-            lambda: scale.update(False, []),
-            lambda: scale.update([torch.tensor(1.0)], []),
+            lambda: scale.update(False),
+            lambda: scale.update([torch.tensor(1.0)]),
             lambda: scale.set(8.0),
             lambda: scale.set(torch.tensor(8.0)),
             lambda: scale.load(state),
@@ -427,9 +422,9 @@ def test_it_may_be_made_in_inference_mode() -> None:
     with torch.inference_mode():
         scale = made(ScaleState.first(4.0, Dynamic()))
         scale.see_loss(torch.tensor(1.0))
-        scale.update(False, [])
+        scale.update(False)
     loss = torch.tensor(1.0, requires_grad=True)
     (loss * scale.tensor).backward()
     scale.see_loss(loss)
-    scale.update(False, [])
+    scale.update(False)
     assert scale.read().num_taken == 2

@@ -4,7 +4,7 @@ Equal at every moment, bit for bit: the scale, the count of steps in a row, ever
 buffer of an optimizer, and every gradient but those of a skipped step, which are compared with what
 they were before it (A33).
 
-How the scale moves differs on purpose in a few iterations: a floor, a probe and what comes of it
+How the scale moves differs on purpose in a few iterations: a floor, a trial and what comes of it
 (A1), a bad loss (A9), a count past a lowered interval (A29). What it should be is what
 ``next_state`` says of a state that is kept beside both; everywhere else torch's own update must
 agree with it, and then torch's scaler is given that scale, so that both go on alike.
@@ -33,8 +33,8 @@ from tests.scaler.saved import opened
 from torch.nn.utils import clip_grad_norm_
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.rules import Dynamic
 from halfstep._scaler.scale_state import TORCH_KEYS, ScaleState, next_state
+from halfstep._scaler.schedules import Dynamic
 
 pytestmark = pytest.mark.slow
 
@@ -205,7 +205,7 @@ class SideBySide(RuleBasedStateMachine):
         theirs = self.theirs.scaler
         if not (
             (found_inf and not self.loss_is_finite)
-            or before.held
+            or before.reached_floor
             or before.resume_scale
             or after.resume_scale
             or theirs.get_scale() < after.min_scale
@@ -228,7 +228,7 @@ class SideBySide(RuleBasedStateMachine):
 
     @rule(k=which, bad=bad_values, length=st.integers(2, 20))
     def run_of_overflows(self, k: int, bad: float, length: int) -> None:
-        """Down to the probe, and on to the next one."""
+        """Down to the floor, and on."""
         for _ in range(length):
             self.whole_iteration(k, 1.0, bad)
 
@@ -256,13 +256,17 @@ class SideBySide(RuleBasedStateMachine):
     def set_growth_factor(self, factor: float) -> None:
         for side in self.sides:
             side.scaler.set_growth_factor(factor)
-        self.model = replace(self.model, rule=replace(self.model.rule, growth_factor=factor))
+        self.model = replace(
+            self.model, schedule=replace(self.model.schedule, growth_factor=factor)
+        )
 
     @rule(factor=st.sampled_from([0.25, 0.5, 0.75]))
     def set_backoff_factor(self, factor: float) -> None:
         for side in self.sides:
             side.scaler.set_backoff_factor(factor)
-        self.model = replace(self.model, rule=replace(self.model.rule, backoff_factor=factor))
+        self.model = replace(
+            self.model, schedule=replace(self.model.schedule, backoff_factor=factor)
+        )
 
     @rule(interval=st.integers(1, 5))
     def set_growth_interval(self, interval: int) -> None:
@@ -271,7 +275,7 @@ class SideBySide(RuleBasedStateMachine):
         self.theirs.scaler._growth_tracker.clamp_(max=interval - 1)
         self.model = replace(
             self.model,
-            rule=replace(self.model.rule, growth_interval=interval),
+            schedule=replace(self.model.schedule, growth_interval=interval),
             growth_tracker=min(self.model.growth_tracker, interval - 1),
         )
 
@@ -282,12 +286,12 @@ class SideBySide(RuleBasedStateMachine):
         saved = [side.scaler.state_dict() for side in self.sides]
         if into_new:
             self.ours.scaler = GradScaler(on_skips=str)
-            self.first = ScaleState.first(65536.0, self.model.rule)
+            self.first = ScaleState.first(65536.0, self.model.schedule)
             self.theirs.scaler = torch.amp.GradScaler(DEVICE)
         for side, state in zip(self.sides, saved[::-1] if crosswise else saved, strict=True):
             side.scaler.load_state_dict(state)
         if crosswise:  # theirs knows of no limits and of no run: the limits are our own
-            fresh = replace(self.first, rule=self.model.rule).with_scale(self.model.scale)
+            fresh = replace(self.first, schedule=self.model.schedule).with_scale(self.model.scale)
             self.model = replace(fresh, growth_tracker=self.model.growth_tracker)
         self.create_again()
 
@@ -311,7 +315,6 @@ class SideBySide(RuleBasedStateMachine):
     def all_is_equal(self) -> None:
         ours, theirs = (side.scaler.state_dict() for side in self.sides)
         expected = self.model.to_dict()
-        expected["halfstep"] |= {"norm_limits": None}
         assert opened(ours) == expected
         assert {key: ours[key] for key in TORCH_KEYS} == theirs
         mine, others = (side.tensors(self.stage) for side in self.sides)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._gradients import scalars
 from halfstep._scaler import GradScaler
-from halfstep.errors import CallOrderError, NothingCheckedError
+from halfstep.errors import NothingCheckedError
 
 
 class CountItems(TorchDispatchMode):
@@ -266,15 +266,6 @@ def test_a_first_loss_in_inference_mode_does_no_harm() -> None:
     scaler.scale(parameter.sum()).backward()
     assert parameter.grad is not None
     assert parameter.grad.item() == 65536.0
-
-
-def test_an_optimizer_that_unscales_by_itself_after_accumulate(param: torch.nn.Parameter) -> None:
-    scaler, optimizer = GradScaler(), Keyword([param], unscale=True)
-    with scaler.accumulate(optimizer):
-        scaled_backward(scaler, param)
-    with pytest.raises(CallOrderError, match=r"step\(Keyword\): it takes the scaler"):
-        scaler.step(optimizer)
-    assert torch.equal(param, torch.zeros(2))
 
 
 def test_attributes_that_others_read(param: torch.nn.Parameter) -> None:

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.device import DEVICE
 from tests.scaler.saved import closed, opened
-from tests.training import take_step
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.rules import Dynamic, Static
 from halfstep._scaler.scale_state import ScaleState, next_state
+from halfstep._scaler.schedules import Dynamic, Static
 from halfstep.errors import CallOrderError
 
 TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -51,7 +50,6 @@ def test_state_dict(initialized: bool) -> None:
     }
     assert ours["version"] == 1
     assert ours["min_scale"] == 1.0
-    assert ours["norm_limits"] is None
     json.dumps(ours)
 
 
@@ -90,11 +88,11 @@ def test_we_load_torchs(initialized: bool, source_initialized: bool) -> None:
     assert target.get_scale() == 64.0
 
 
-RULES = st.sampled_from(
+SCHEDULES = st.sampled_from(
     [
         Dynamic(),
-        Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step", probe_after=2),
-        Dynamic(probe_after=None),
+        Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step"),
+        Dynamic(trials=False),
         Static(),
     ]
 )
@@ -104,11 +102,11 @@ RULES = st.sampled_from(
 def states(draw: st.DrawFn) -> ScaleState:
     """Every state that a sequence of iterations leads to."""
     low, start, high = sorted(draw(st.tuples(*[st.floats(2.0**-20, 2.0**30, width=32)] * 3)))
-    state = ScaleState.first(start, draw(RULES), min_scale=low, max_scale=high)
-    for found_inf, is_finite, outlier in draw(
-        st.lists(st.tuples(*[st.booleans()] * 3), max_size=20)
+    state = ScaleState.first(start, draw(SCHEDULES), min_scale=low, max_scale=high)
+    for found_inf, is_finite in draw(
+        st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20)
     ):
-        state = next_state(state, found_inf=found_inf, loss_is_finite=is_finite, outlier=outlier)
+        state = next_state(state, found_inf=found_inf, loss_is_finite=is_finite)
     return state
 
 
@@ -116,7 +114,6 @@ def states(draw: st.DrawFn) -> ScaleState:
 def test_every_state_survives(state: ScaleState, initialized: bool, way: str) -> None:
     source = GradScaler()
     saved = state.to_dict()
-    saved["halfstep"] |= {"norm_limits": NORM_LIMITS}
     source.load_state_dict(json.loads(json.dumps(closed(saved))))
     if initialized:
         source.scale(torch.ones(()))
@@ -131,35 +128,12 @@ def test_every_state_survives(state: ScaleState, initialized: bool, way: str) ->
     assert target._engine.loss_scale.can_amplify == state.can_amplify
 
 
-NORM_LIMITS = {"times_median": 7.0, "window": 3, "norms": [[None, 1.5, 2.0], [None, None, 4.0]]}
-
-
-def test_norms_seen_are_saved_and_go_on_with_the_same_optimizers() -> None:
-    def is_taken(scaler: GradScaler, optimizer: torch.optim.Optimizer, norm: float) -> bool:
-        (param,) = optimizer.param_groups[0]["params"]
-        take_step(scaler, optimizer, param.sum() * norm)
-        return scaler.outcome(optimizer).taken
-
-    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2)]
-    scaler = GradScaler()
-    scaler.set_norm_limit(5.0, window=4)
-    for _ in range(4):
-        assert is_taken(scaler, optimizers[0], 1.0)
-        assert is_taken(scaler, optimizers[1], 100.0)
-    copied = pickle.loads(pickle.dumps(scaler))
-    for scaler_now in (scaler, copied):
-        assert not is_taken(scaler_now, optimizers[0], 100.0)
-        assert str(scaler_now.outcome(optimizers[0]).reason) == "norm"
-        assert is_taken(scaler_now, optimizers[1], 100.0)
-        assert scaler_now.get_scale() == 65536.0
-
-
 def test_a_damaged_part_of_ours_changes_nothing() -> None:
     scaler = tripling_scaler(initialized=True)
     before = scaler.state_dict()
-    for damage in (3, {"window": 3}):
+    for damage in ({"schedule": {"name": "static", "scale": 1.0}}, {"norm_limits": None}):
         damaged = opened(before)
-        damaged["halfstep"] |= {"norm_limits": damage}
+        damaged["halfstep"] |= damage
         with pytest.raises(ValueError, match="saved scaler state"):
             scaler.load_state_dict(closed(damaged))
         assert scaler.state_dict() == before
@@ -172,12 +146,12 @@ def test_a_damaged_part_of_ours_changes_nothing() -> None:
 @pytest.mark.parametrize("kinds", [".L.", ".L.L.", "." + "G" * 8])
 @pytest.mark.parametrize("written", [2.0**20, 3.0])
 def test_a_scale_written_in_place_in_a_run_can_be_saved(kinds: str, written: float) -> None:
-    """In a trial, in a remembered run, in a probe: it ends the run."""
+    """In a trial, in a remembered run, after backing off: it ends the run."""
     scale = LossScale(ScaleState.first(65536.0, Dynamic()))
     scale.create(torch.device(DEVICE))
     for kind in kinds:
         scale.see_loss(torch.tensor(math.inf if kind == "L" else 1.0))
-        scale.update(kind != ".", [])
+        scale.update(kind != ".")
     scale.tensor.fill_(written)
     saved = scale.read()
     assert (saved.scale, saved.resume_scale) == (written, 0.0)

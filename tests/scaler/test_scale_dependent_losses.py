@@ -15,7 +15,7 @@ from tests.training import mlp, quiet
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from halfstep._scaler.rules import Dynamic
+from halfstep._scaler.schedules import Dynamic
 
 NUM_STEPS = 200
 
@@ -194,6 +194,6 @@ def test_nan_batches_do_not_cost_it_the_scale(make: Callable[[Any], Program]) ->
     assert mine.scaler.get_scale() >= clean.scaler.get_scale()
 
 
-def test_a_rule_without_probes() -> None:
-    mine = GradientPenalty(quiet(rule=Dynamic(probe_after=None)))
+def test_a_schedule_without_trials() -> None:
+    mine = GradientPenalty(quiet(schedule=Dynamic(trials=False)))
     assert len(mine.losses_of_taken_steps()) > 180

@@ -101,15 +101,6 @@ def test_a_flag_that_others_write_to_counts() -> None:
     assert torch.equal(param, torch.zeros(2))
 
 
-def test_after_accumulate_the_stage_is_unscaled() -> None:
-    scaler: Any = GradScaler()
-    param = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([param])
-    with scaler.accumulate(optimizer):
-        scaler.scale(param.sum()).backward()
-    assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
-
-
 def test_what_cannot_be_written_to_a_state() -> None:
     scaler: Any = GradScaler()
     _, optimizer = backward(scaler)
@@ -191,13 +182,13 @@ def test_a_count_beyond_the_interval_is_as_in_torch() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("_growth_factor", 4.0), ("_backoff_factor", 0.25), ("_growth_interval", 1)]
 )
-def test_the_rule(name: str, value: float) -> None:
+def test_the_schedule(name: str, value: float) -> None:
     scaler: Any = GradScaler()
     setattr(scaler, name, value)
     assert getattr(scaler, f"get{name}")() == value
     with pytest.raises(ValueError, match=name[1:]):
         setattr(scaler, name, -1)
-    static: Any = GradScaler(rule=Static())
+    static: Any = GradScaler(schedule=Static())
     with pytest.raises(ValueError, match=f"has no {name[1:]}"):
         setattr(static, name, value)
 
@@ -306,13 +297,3 @@ def test_an_optimizer_that_does_not_use_the_scaler() -> None:
 
 def test_what_autocast_is_available_for() -> None:
     assert halfstep.is_autocast_available(DEVICE)
-
-
-def test_a_norm_limit_that_an_optimizer_could_not_follow() -> None:
-    scaler = GradScaler(init_scale=8.0)
-    scaler.set_norm_limit(3.0)
-    param, _ = backward(scaler)
-    with pytest.raises(ValueError, match=r"set_norm_limit\(\) cannot skip its steps"):
-        scaler.step(Takes([param], "reports"))
-    scaler.set_norm_limit(None)
-    scaler.step(Takes([param], "reports"))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.device import seeded
 
 from halfstep._gradients.scalars import LARGEST_SCALE
-from halfstep._scaler.rules import Dynamic, Rule, Static
 from halfstep._scaler.scale_state import Reason, ScaleState, next_state, reason
+from halfstep._scaler.schedules import Dynamic, Schedule, Static
 
 
 def iterate(state: ScaleState, found: Iterable[int | bool]) -> tuple[list[float], ScaleState]:
@@ -27,14 +27,13 @@ def iterate(state: ScaleState, found: Iterable[int | bool]) -> tuple[list[float]
 def run_until_taken(
     state: ScaleState, overflows: Callable[[float], bool], limit: int = 1000
 ) -> tuple[list[float], ScaleState]:
-    """Train until a step is taken with no probe before it; return the scales that were tried."""
+    """Train until a step is taken with no trial after it; return the scales that were tried."""
     scales = []
     for _ in range(limit):
         scales.append(state.scale)
-        is_probe = state.resume_scale > 0
         found_inf = overflows(state.scale)
         state = next_state(state, found_inf=found_inf)
-        if not found_inf and not is_probe:
+        if not found_inf and not state.is_trial:
             return scales, state
     raise AssertionError(f"no step in {limit} iterations: {scales[-20:]}")
 
@@ -49,8 +48,8 @@ def test_four_four_eight_two() -> None:
     assert state.growth_tracker == 1
 
 
-# A run of overflows, then steps. With the eighth overflow ours may probe.
-overflow_runs = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), min_size=8, max_size=16)
+# Runs of overflows, and steps after each.
+overflow_runs = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=2, max_size=5)
 
 
 @settings(max_examples=100)
@@ -61,7 +60,7 @@ overflow_runs = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), min_si
     interval=st.integers(1, 5),
     runs=overflow_runs,
 )
-def test_up_to_seven_overflows_in_a_row_are_as_in_torch(
+def test_overflows_in_a_row_are_as_in_torch(
     scale: float, growth: float, backoff: float, interval: int, runs: list[tuple[int, int]]
 ) -> None:
     state = ScaleState.first(scale, Dynamic(growth, backoff, interval), min_scale=2.0**-126)
@@ -74,14 +73,6 @@ def test_up_to_seven_overflows_in_a_row_are_as_in_torch(
             assert (state.scale, state.growth_tracker) == tuple(x.item() for x in theirs)
 
 
-def test_the_eighth_overflow_still_happens_at_the_scale_of_torch() -> None:
-    state = ScaleState.first(65536.0, Dynamic())
-    scales, state = iterate(state, [1] * 8)
-    assert scales == [65536.0 / 2**k for k in range(8)]
-    assert (state.scale, state.resume_scale) == (1.0, 256.0)
-    assert next_state(state, found_inf=False).scale == 256.0
-
-
 def test_growth_stops_at_the_largest_float32() -> None:
     state = ScaleState.first(2.0**127, Dynamic(growth_interval=1))
     assert next_state(state, found_inf=False).scale == 2.0**127
@@ -90,7 +81,7 @@ def test_growth_stops_at_the_largest_float32() -> None:
 def test_a_count_past_a_lowered_interval_grows_at_once() -> None:
     state = ScaleState.first(4.0, Dynamic(growth_interval=100))
     _, state = iterate(state, [0] * 10)
-    state = dataclasses.replace(state, rule=Dynamic(growth_interval=3))
+    state = dataclasses.replace(state, schedule=Dynamic(growth_interval=3))
     state = next_state(state, found_inf=False)
     assert (state.scale, state.growth_tracker) == (8.0, 0)
 
@@ -106,36 +97,35 @@ def test_max_scale() -> None:
 
 
 def test_min_scale() -> None:
-    state = ScaleState.first(1024.0, Dynamic(probe_after=None), min_scale=128.0)
+    state = ScaleState.first(1024.0, Dynamic(trials=False), min_scale=128.0)
     scales, state = iterate(state, [1] * 6)
     assert scales == [1024.0, 512.0, 256.0, 128.0, 128.0, 128.0]
     assert iterate(state, [0, 0])[0] == [128.0, 128.0]
 
 
-def test_a_probe_is_made_at_min_scale() -> None:
-    state = ScaleState.first(65536.0, Dynamic(probe_after=2), min_scale=128.0)
-    assert iterate(state, [1] * 6)[0] == [65536.0, 32768.0, 128.0, 65536.0, 65536.0, 128.0]
-
-
-def test_a_run_that_reaches_the_floor_needs_no_probe() -> None:
+def test_after_a_skip_at_the_floor_the_scale_is_where_the_run_began() -> None:
     state = ScaleState.first(4.0, Dynamic())
-    scales, state = iterate(state, [1] * 5)
-    assert scales == [4.0, 2.0, 1.0, 4.0, 4.0]
-    assert state.held
+    scales, state = iterate(state, [1] * 7)
+    assert scales == [4.0, 2.0, 1.0, 4.0, 2.0, 1.0, 4.0]
+    assert state.reached_floor
+    scales, state = iterate(state, [0, 0])
+    assert scales == [2.0, 4.0]
+    assert (state.scale, state.reached_floor) == (4.0, False)
 
 
 def test_a_scale_that_starts_at_the_floor_stays() -> None:
     scales, state = iterate(ScaleState.first(0.5, Dynamic()), [1] * 20)
     assert set(scales) == {0.5}
-    assert state.held
+    assert state.reached_floor
 
 
-@pytest.mark.parametrize("rule", [Static(), Dynamic(1.0, 1.0, 1), Dynamic(backoff_factor=1.0)])
-def test_a_rule_that_does_not_back_off(rule: Rule) -> None:
-    state = ScaleState.first(4.0, rule)
+@pytest.mark.parametrize("schedule", [Static(), Dynamic(1.0, 1.0, 1), Dynamic(backoff_factor=1.0)])
+def test_a_schedule_that_does_not_back_off(schedule: Schedule) -> None:
+    state = ScaleState.first(4.0, schedule)
     scales, state = iterate(state, [1] * 20 + [0, 0])
     assert set(scales) == {4.0}
-    assert (state.run_scale, state.overflows, state.num_skipped, state.num_taken) == (0, 0, 20, 2)
+    assert (state.run_scale, state.has_backed_off) == (0, False)
+    assert (state.num_skipped, state.num_taken) == (20, 2)
 
 
 # --- when no scale helps --------------------------------------------------------------------------
@@ -145,17 +135,13 @@ def test_nan_for_166_steps() -> None:
     """In torch.amp the scale is 0 then (facts A1)."""
     state = ScaleState.first(65536.0, Dynamic())
     scales, state = iterate(state, [1] * 166)
-    assert scales[:10] == [65536.0 / 2**k for k in range(8)] + [1.0, 65536.0]
-    assert set(scales[9:]) == {65536.0, 1.0}
-    for start in range(len(scales) - 8):
-        assert scales[start : start + 9].count(1.0) <= 1
-    assert state.held
-    # The next good batch is taken at the scale from before.
-    state = next_state(state, found_inf=False)
-    if state.scale == 1.0:
-        state = next_state(state, found_inf=False)
+    assert scales[:18] == [65536.0 / 2**k for k in range(17)] + [65536.0]
+    assert min(scales) == 1.0
+    assert state.reached_floor
+    # The next good batch is taken, and so is the trial of the scale from before.
+    state = next_state(next_state(state, found_inf=False), found_inf=False)
     assert state.scale == 65536.0
-    assert (state.held, state.run_scale, state.overflows) == (False, 0.0, 0)
+    assert (state.reached_floor, state.run_scale, state.has_backed_off) == (False, 0.0, False)
     assert (state.num_skipped, state.skipped_in_a_row) == (166, 0)
 
 
@@ -164,39 +150,34 @@ def test_after_any_number_of_bad_steps_the_scale_is_close(num_bad: int) -> None:
     _, state = iterate(ScaleState.first(65536.0, Dynamic()), [1] * num_bad)
     scales, state = run_until_taken(state, lambda scale: False)
     assert len(scales) <= 2
-    # As far down as torch.amp, or where it began: never at the floor.
-    assert state.scale == (65536.0 / 2**num_bad if num_bad <= 8 else 65536.0) or (
-        num_bad > 9 and state.scale == 32768.0  # a held scale was being probed
-    )
+    # As far down as torch.amp, or where it began.
+    assert state.scale == (65536.0 / 2**num_bad if num_bad <= 16 else 65536.0)
 
 
 def test_an_overflow_that_needs_twenty_halvings() -> None:
     state = ScaleState.first(2.0**32, Dynamic())
     scales, state = run_until_taken(state, lambda scale: scale > 2.0**12)
-    num_probes = scales.count(1.0)
-    assert state.scale == 2.0**12
-    assert num_probes == 2
-    assert len(scales) <= 20 + 3 + num_probes
+    assert (state.scale, len(scales)) == (2.0**12, 21)
+
+
+def test_an_overflow_after_the_floor_was_tried_is_cured() -> None:
+    _, state = iterate(ScaleState.first(2.0**16, Dynamic()), [1] * 20)
+    scales, state = run_until_taken(state, lambda scale: scale > 2.0**10)
+    assert scales == [2.0**13, 2.0**12, 2.0**11, 2.0**10, 2.0**16, 2.0**10]
+    assert state.scale == 2.0**10
 
 
 @pytest.mark.parametrize("refill", ["growth", "step"])
-@pytest.mark.parametrize("probe_after", [1, 2, 8, 100, None])
+@pytest.mark.parametrize("trials", [False, True])
 @pytest.mark.parametrize("hysteresis", [1, 3])
 @pytest.mark.parametrize("num_bad", [0, 1, 7, 8, 9, 17, 18, 40])
 def test_an_overflow_is_cured_whatever_was_before(
-    refill: str, probe_after: int | None, hysteresis: int, num_bad: int
+    refill: str, trials: bool, hysteresis: int, num_bad: int
 ) -> None:
-    rule = Dynamic(hysteresis=hysteresis, refill=refill, probe_after=probe_after)  # type: ignore[arg-type]
-    _, state = iterate(ScaleState.first(2.0**20, rule), [1] * num_bad)
+    schedule = Dynamic(hysteresis=hysteresis, refill=refill, trials=trials)  # type: ignore[arg-type]
+    _, state = iterate(ScaleState.first(2.0**20, schedule), [1] * num_bad)
     _, state = run_until_taken(state, lambda scale: scale > 2.0**5, limit=250)
     assert state.scale <= 2.0**5
-
-
-def test_a_rule_without_probes_does_not_wait() -> None:
-    _, held = iterate(ScaleState.first(65536.0, Dynamic()), [1] * 9)
-    assert held.held
-    held = dataclasses.replace(held, rule=Dynamic(probe_after=None))
-    assert iterate(held, [1] * 3)[0] == [65536.0, 32768.0, 16384.0]
 
 
 def test_reasons_in_a_run() -> None:
@@ -205,34 +186,15 @@ def test_reasons_in_a_run() -> None:
     for _ in range(20):
         reasons.append(reason(state, found_inf=True))
         state = next_state(state, found_inf=True)
-    assert reasons == [Reason.OVERFLOW] * 8 + [Reason.NON_FINITE] * 12
+    assert reasons == [Reason.OVERFLOW] * 16 + [Reason.NON_FINITE] * 4
 
 
 # --- iterations that say nothing of the scale -----------------------------------------------------
 
 
-@pytest.mark.parametrize("loss_is_finite", [False, True])
-@pytest.mark.parametrize("num_bad", [0, 1, 3, 8, 9, 12])
-def test_an_outlier_is_only_counted(loss_is_finite: bool, num_bad: int) -> None:
-    state = ScaleState.first(65536.0, Dynamic(hysteresis=2))
-    _, state = iterate(state, [0, 0, *[1] * num_bad])
-    after = next_state(state, found_inf=False, outlier=True, loss_is_finite=loss_is_finite)
-    assert after == dataclasses.replace(
-        state,
-        growth_tracker=0,
-        num_skipped=state.num_skipped + 1,
-        skipped_in_a_row=state.skipped_in_a_row + 1,
-    )
-
-
 def test_a_loss_that_is_not_finite_without_an_overflow_is_a_step() -> None:
     state = next_state(ScaleState.first(4.0, Dynamic()), found_inf=False, loss_is_finite=False)
     assert (state.num_taken, state.growth_tracker) == (1, 1)
-
-
-def test_an_overflow_is_one_even_if_the_norm_is_too_large() -> None:
-    state = next_state(ScaleState.first(4.0, Dynamic()), found_inf=True, outlier=True)
-    assert state.scale == 2.0
 
 
 # --- losses that are not finite -------------------------------------------------------------------
@@ -274,8 +236,8 @@ def test_a_loss_that_depends_on_the_scale_trains_as_in_torch(interval: int, larg
         return scale <= largest
 
     state = ScaleState.first(65536.0, Dynamic(growth_interval=interval))
-    # One step for the trial, and one for a probe.
-    assert steps_taken(state, is_finite) >= torch_steps_taken(interval, is_finite) - 2
+    # One step for the trial.
+    assert steps_taken(state, is_finite) >= torch_steps_taken(interval, is_finite) - 1
 
 
 def test_a_trial_costs_one_step_for_each_backoff() -> None:
@@ -320,31 +282,24 @@ def test_an_overflow_in_the_trial_ends_it() -> None:
     assert (scales, state.run_scale) == ([64, 64, 32, 64, 32, 32, 32], 0.0)
 
 
-def test_an_outlier_in_the_trial_decides_nothing() -> None:
-    _, trial = run_losses(ScaleState.first(64.0, Dynamic()), ".L.")
-    after = next_state(trial, found_inf=False, outlier=True)
-    assert (after.scale, after.resume_scale) == (64.0, 32.0)
-
-
-@pytest.mark.parametrize("probe_after", [1, 2, 8])
 @pytest.mark.parametrize("num_bad", [*range(1, 22), 100])
 @pytest.mark.parametrize("init_scale", [65536.0, 2.0, 1.0])
 def test_however_many_losses_were_nan_the_scale_is_back_at_once(
-    probe_after: int, num_bad: int, init_scale: float
+    num_bad: int, init_scale: float
 ) -> None:
-    state = ScaleState.first(init_scale, Dynamic(probe_after=probe_after))
+    state = ScaleState.first(init_scale, Dynamic())
     scales, _ = run_losses(state, ".." + "L" * num_bad + "...")
     assert scales[-2:] == [init_scale] * 2
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_without_probes_the_scale_is_that_of_pytorch(seed: int) -> None:
+def test_without_trials_the_scale_is_that_of_pytorch(seed: int) -> None:
     """Whatever the losses were, in whatever order: down to the smallest scale."""
     generator = seeded(seed)
     kinds = torch.randint(0, 12, (600,), generator=generator).tolist()
     scale, tracker = torch.tensor(65536.0), torch.tensor(0, dtype=torch.int32)
-    rule = Dynamic(growth_interval=4, probe_after=None)
-    state = ScaleState.first(65536.0, rule, min_scale=2.0**-126)
+    schedule = Dynamic(growth_interval=4, trials=False)
+    state = ScaleState.first(65536.0, schedule, min_scale=2.0**-126)
     for kind in kinds:
         found_inf = kind < 2
         torch._amp_update_scale_(scale, tracker, torch.tensor(float(found_inf)), 2.0, 0.5, 4)
@@ -377,39 +332,34 @@ def test_hysteresis_forgives_a_loss_too() -> None:
 
 def test_hysteresis_of_megatron() -> None:
     """The allowance comes back only after a whole growth interval."""
-    rule = Dynamic(growth_interval=3, hysteresis=2, probe_after=None)
+    schedule = Dynamic(growth_interval=3, hysteresis=2, trials=False)
     found = [1, 0, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1]
-    scales, _ = iterate(ScaleState.first(64.0, rule), found)
+    scales, _ = iterate(ScaleState.first(64.0, schedule), found)
     assert scales == [64, 64, 64, 32, 16, 16, 16, 8, 8, 8, 16, 16]
-    assert iterate(ScaleState.first(64.0, rule), [*found, 0])[1].scale == 8.0
+    assert iterate(ScaleState.first(64.0, schedule), [*found, 0])[1].scale == 8.0
 
 
 def test_consecutive_hysteresis_of_deepspeed() -> None:
     """The allowance comes back after every step."""
-    rule = Dynamic(growth_interval=3, hysteresis=2, refill="step", probe_after=None)
+    schedule = Dynamic(growth_interval=3, hysteresis=2, refill="step", trials=False)
     found = [1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1]
-    scales, state = iterate(ScaleState.first(64.0, rule), found)
+    scales, state = iterate(ScaleState.first(64.0, schedule), found)
     assert scales == [64, 64, 64, 64, 32, 16, 16, 16, 16, 16, 32, 32]
     assert state.scale == 16.0
 
 
 def test_the_allowance_comes_back_at_the_ceiling_too() -> None:
-    rule = Dynamic(growth_interval=2, hysteresis=3)
-    state = ScaleState.first(64.0, rule, max_scale=64.0)
+    schedule = Dynamic(growth_interval=2, hysteresis=3)
+    state = ScaleState.first(64.0, schedule, max_scale=64.0)
     _, state = iterate(state, [1, 1])
     assert state.hysteresis_left == 1
     _, state = iterate(state, [0, 0])
     assert (state.hysteresis_left, state.scale) == (3, 64.0)
 
 
-def test_forgiven_overflows_do_not_count_for_a_probe() -> None:
-    rule = Dynamic(hysteresis=3, probe_after=2)
-    assert iterate(ScaleState.first(64.0, rule), [1] * 6)[0] == [64, 64, 64, 32, 1, 64]
-
-
 # --- whatever happens -----------------------------------------------------------------------------
 
-rules = st.one_of(
+schedules = st.one_of(
     st.builds(Static),
     st.builds(
         Dynamic,
@@ -418,7 +368,7 @@ rules = st.one_of(
         growth_interval=st.integers(1, 6),
         hysteresis=st.integers(1, 3),
         refill=st.sampled_from(["growth", "step"]),
-        probe_after=st.none() | st.integers(1, 10),
+        trials=st.booleans(),
     ),
 )
 scales = st.floats(2.0**-126, LARGEST_SCALE, width=32)
@@ -426,30 +376,23 @@ scales = st.floats(2.0**-126, LARGEST_SCALE, width=32)
 
 @settings(max_examples=60)
 @given(
-    rules,
+    schedules,
     scales,
-    st.lists(st.tuples(*[st.booleans()] * 3), min_size=30, max_size=60),
+    st.lists(st.tuples(st.booleans(), st.booleans()), min_size=30, max_size=60),
 )
 def test_the_scale_stays_usable(
-    rule: Rule, scale: float, events: list[tuple[bool, bool, bool]]
+    schedule: Schedule, scale: float, events: list[tuple[bool, bool]]
 ) -> None:
-    state = ScaleState.first(scale, rule)
-    for found_inf, loss_is_finite, outlier in events:
-        before, state = (
-            state,
-            next_state(
-                state,
-                found_inf=found_inf,
-                loss_is_finite=loss_is_finite,
-                outlier=outlier,
-            ),
-        )
+    state = ScaleState.first(scale, schedule)
+    for found_inf, loss_is_finite in events:
+        before = state
+        state = next_state(before, found_inf=found_inf, loss_is_finite=loss_is_finite)
         assert before.min_scale <= state.scale <= before.max_scale
         assert math.isfinite(1 / state.scale)
-        assert (state.rule, state.min_scale) == (rule, before.min_scale)
-        assert state.growth_tracker < rule.growth_interval
+        assert (state.schedule, state.min_scale) == (schedule, before.min_scale)
+        assert state.growth_tracker < schedule.growth_interval
         assert state.num_taken + state.num_skipped == before.num_taken + before.num_skipped + 1
-        if found_inf or outlier:
+        if found_inf:
             assert state.growth_tracker == 0
             assert state.scale <= max(before.scale, before.run_scale)
         else:

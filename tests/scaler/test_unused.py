@@ -15,7 +15,7 @@ from tests.training import assert_same, batches, one_parameter, take_step
 from torch.utils.checkpoint import checkpoint
 
 from halfstep._scaler import GradScaler, unused
-from halfstep._scaler.rules import Dynamic
+from halfstep._scaler.schedules import Dynamic
 from halfstep._scaler.unused import NUM_LOSSES, NUM_UPDATES, Unused
 
 KINDS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
@@ -133,14 +133,11 @@ def test_the_gradients_of_a_taken_step_stay(max_norm: float | None) -> None:
     assert scaler.outcome(first).norm == pytest.approx(math.sqrt(3))
 
 
-@pytest.mark.parametrize("how", ["unscale_", "clip_grad_norm_", "accumulate"])
+@pytest.mark.parametrize("how", ["unscale_", "clip_grad_norm_"])
 def test_gradients_that_were_unscaled_and_not_used(how: str) -> None:
     (a, first), (b, second) = (one_parameter(torch.zeros(3)) for _ in range(2))
     scaler = growing()
-    if how == "accumulate":
-        with scaler.accumulate(second):
-            backward(scaler, b)
-    backward(scaler, *([a] if how == "accumulate" else [a, b]))
+    backward(scaler, a, b)
     if how == "unscale_":
         scaler.unscale_(second)
     if how == "clip_grad_norm_":
@@ -152,7 +149,7 @@ def test_gradients_that_were_unscaled_and_not_used(how: str) -> None:
     assert moved(b) == 2.0
 
 
-@pytest.mark.parametrize("how", ["unscale_", "clip_grad_norm_", "accumulate"])
+@pytest.mark.parametrize("how", ["unscale_", "clip_grad_norm_"])
 def test_unscaled_after_another_optimizer_has_stepped(how: str) -> None:
     """That one shares a parameter, and has used an earlier gradient of it."""
     shared, first = one_parameter(torch.zeros(3))
@@ -161,11 +158,7 @@ def test_unscaled_after_another_optimizer_has_stepped(how: str) -> None:
     backward(scaler, shared)
     scaler.step(first)
     first.zero_grad()
-    if how == "accumulate":
-        with scaler.accumulate(second):
-            backward(scaler, shared)
-    else:
-        backward(scaler, shared)
+    backward(scaler, shared)
     if how == "unscale_":
         scaler.unscale_(second)
     if how == "clip_grad_norm_":
@@ -265,7 +258,7 @@ def test_a_usual_iteration_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_parameter_of_no_optimizer_is_followed_for_a_while() -> None:
     param, optimizer = one_parameter(torch.zeros(3))
     stray = torch.nn.Parameter(torch.zeros(()))
-    scaler = GradScaler(init_scale=2.0, rule=Dynamic(growth_interval=1000))
+    scaler = GradScaler(init_scale=2.0, schedule=Dynamic(growth_interval=1000))
     seen = []
     for number in range(NUM_UPDATES + 1):
         optimizer.zero_grad()

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep._autocast import kernels
-from halfstep._autocast.kernels import observed_by
 from halfstep._tools.trace.rows import Row
+from halfstep.events import observe_ops
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -665,7 +665,7 @@ def test_observers_are_told_of_ruled_ops_only() -> None:
         yield
 
     x = torch.ones(2, 2)
-    with observed_by(observe):
+    with observe_ops(observe):
         x @ x
         with bf16():
             torch.relu(x @ x)
@@ -763,8 +763,6 @@ def test_json_gives_everything_back(model: nn.Sequential) -> None:
     read = halfstep.trace.from_json(t.to_json())
     assert read.ops == t.ops
     assert read.table() == t.table()
-    assert str(read.casts()) == str(t.casts())
-    assert not t.diff(read)
     for lost in ("environment", "notes", "ops"):
         rest = {key: value for key, value in data.items() if key != lost}
         with pytest.raises(ValueError, match=f"missing required field `{lost}`"):
@@ -843,9 +841,6 @@ def test_an_empty_trace(model: nn.Sequential) -> None:
     with halfstep.trace(model) as t:
         pass
     assert "total: 0 ops" in t.table()
-    assert len(t.casts()) == 0
-    assert "no casts that a rule" in str(t.casts())
-    assert not t.diff(t)
 
 
 def test_a_trace_can_be_read_while_it_runs(model: nn.Sequential) -> None:

@@ -129,38 +129,3 @@ class Attends(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits = (1000 * self.q(x)) @ (1000 * self.k(x)).transpose(-1, -2)
         return torch.softmax(logits / 1e6, dim=-1) @ self.v(x)
-
-
-# --- of transformers, with random weights ---------------------------------------------------------
-
-VOCAB = 97
-
-
-def llama(num_layers: int = 2) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def gpt2(num_layers: int = 2) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=32,
-        n_layer=num_layers,
-        n_head=4,
-        n_positions=64,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config).eval()

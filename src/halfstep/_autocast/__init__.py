@@ -8,20 +8,28 @@ from halfstep._autocast.context import (
     settled_policy,
     use_policy,
 )
-from halfstep._autocast.hold import hold_casts
-from halfstep._autocast.modules import keep
+from halfstep._autocast.modules import keep, name_modules
 from halfstep._autocast.policy import Policy, preset
-from halfstep._autocast.rule import Rule
+from halfstep._autocast.region import Region, current_policy, current_settings
+from halfstep._autocast.rule import HALVES, LOWER_PRECISIONS, Action, Rule
+from halfstep._autocast.scopes import Settings
 
 __all__ = [
+    "HALVES",
+    "LOWER_PRECISIONS",
+    "Action",
     "Policy",
+    "Region",
     "Rule",
+    "Settings",
     "autocast",
+    "current_policy",
+    "current_settings",
     "custom_bwd",
     "custom_fwd",
     "default_device",
-    "hold_casts",
     "keep",
+    "name_modules",
     "preset",
     "settled_policy",
     "use_policy",

@@ -5,22 +5,18 @@ A kernel calls its op with the Autocast key excluded, so that component ops are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
-from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from halfstep._autocast import hold, products, sums, weight_cache
-from halfstep._autocast.hold import Held
+from halfstep._autocast import products, sums, weight_cache
 from halfstep._autocast.rule import HALVES, Rule
 from halfstep._autocast.written import rules_of
 from halfstep._common.nested import map_tensors, tensors_in
-from halfstep._pytorch import autograd, dispatch, distributed, modes, storages
+from halfstep._pytorch import dispatch, modes
 from halfstep._pytorch.dispatch import (
     Kernel,
     Keys,
@@ -30,7 +26,6 @@ from halfstep._pytorch.dispatch import (
     overload,
     schema_of,
 )
-from halfstep.errors import CallOrderError
 
 
 @cache  # once halfstep's kernel is registered, the lookup would return that
@@ -165,13 +160,13 @@ def contracts(equation: str) -> bool:
 @cache
 def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Return a kernel that uses PyTorch's, which is faster, for everything but cached weights."""
-    pytorch, detour = pytorch_kernel(name, device), _detours(name, device, dtype)
+    pytorch, detour = pytorch_kernel(name, device), _detours(name, device)
 
     def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         is_cache_on = torch.is_autocast_cache_enabled()
         try:
             casts: Any = args
-            if not are_for_pytorch(args, dtype):
+            if not are_for_pytorch(args):
                 casts = [cast_weights(arg, device, dtype) for arg in args]
             torch.set_autocast_cache_enabled(False)  # only PyTorch's cache, for the other arguments
             return pytorch(keys, *casts, **kwargs)
@@ -179,7 +174,7 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
             met = type(raised)
         finally:
             torch.set_autocast_cache_enabled(is_cache_on)
-        return detour(met, lower, keys, args, kwargs)
+        return detour(met, keys, args, kwargs)
 
     return lower
 
@@ -197,7 +192,7 @@ def _is_product(name: str) -> bool:
 @cache
 def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = False) -> Kernel:
     op, autocast = callable_of(overload(name)), autocast_keys(device)
-    detour = _detours(name, device, dtype)
+    detour = _detours(name, device)
     written = dispatch.written_by(overload(name))  # statistics, which must not be copies
     to = lowered if dtype in HALVES else cast
 
@@ -215,32 +210,21 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
                 return op(*casts, **kwargs)
             except Detour as raised:
                 met = type(raised)
-        return detour(met, cast_to, keys, args, kwargs)
+        return detour(met, keys, args, kwargs)
 
     return cast_to
 
 
-def _detours(
-    name: str, device: str, dtype: torch.dtype, lent: Container[int] | None = None
-) -> Callable[..., Any]:
+def _detours(name: str, device: str) -> Callable[..., Any]:
     """Return what runs an op whose kernel met an argument that it does not cast.
 
     Call it after the ``except``, to keep that exception out of the context of the op's errors.
-    Gathered weights are cast, only at the positions in ``lent`` if given, and autograd saves no
-    casts.
     """
 
-    def detour(met: type[Detour], kernel: Kernel, keys: Keys, args: Any, kwargs: Any) -> Any:
+    def detour(met: type[Detour], keys: Keys, args: Any, kwargs: Any) -> Any:
         if met is Float64Met:
             return _promote(name, device)(keys, *args, **kwargs)
-        if met is SparseMet:
-            return _cast_to(name, device, torch.float32)(keys, *args, **kwargs)
-        weights = Lent(dtype)
-        casts = [
-            weights.cast(arg) if lent is None or i in lent else arg for i, arg in enumerate(args)
-        ]
-        with weights.until_backward():
-            return kernel(keys, *casts, **kwargs)
+        return _cast_to(name, device, torch.float32)(keys, *args, **kwargs)
 
     return detour
 
@@ -263,12 +247,19 @@ def _promote(name: str, device: str) -> Kernel:
 
 @cache
 def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
-    """Round the inputs and the result to lower precision; compute in float32 between."""
+    """Round the inputs and the result to lower precision; compute in float32 between.
+
+    In a transform of torch.func autocast is on again one transform further down, where the
+    component ops would be lowered after all: PyTorch's kernel runs.
+    """
+    pytorch = pytorch_kernel(name, device)
     op, autocast = callable_of(overload(name)), autocast_keys(device)
-    detour, has_onednn = _detours(name, device, dtype), dispatch.has_onednn(dtype)
+    detour, has_onednn = _detours(name, device), dispatch.has_onednn(dtype)
     in_lower = _cast_to(name, device, dtype, use_cache=_is_product(name))
 
     def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+        if modes.has_transforms():
+            return pytorch(keys, *args, **kwargs)
         if has_onednn and not sums.is_left_to_pytorch(name, args, kwargs):
             return in_lower(keys, *args, **kwargs)
         with dispatch.exclude_keys(autocast):
@@ -278,7 +269,7 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
                 return _rounded(op(*wide, **kwargs), dtype)
             except Detour as raised:
                 met = type(raised)
-        return detour(met, lower, keys, args, kwargs)
+        return detour(met, keys, args, kwargs)
 
     return lower
 
@@ -289,7 +280,7 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
     if dtype not in HALVES:
         return _cast_to(name, device, torch.float32)
     autocast, factors = autocast_keys(device), products.factors_of(name)
-    detour = _detours(name, device, dtype, lent=factors)
+    detour = _detours(name, device)
 
     def multiply(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
@@ -303,7 +294,7 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
                 return products.with_fp32_result(name, casts, kwargs)
             except Detour as raised:
                 met = type(raised)
-        return detour(met, multiply, keys, args, kwargs)
+        return detour(met, keys, args, kwargs)
 
     return multiply
 
@@ -418,10 +409,6 @@ class SparseMet(Detour):
     """Raised for a sparse argument: see :func:`lowered`."""
 
 
-class GatheredMet(Detour):
-    """Raised for a gathered weight: see :func:`cast_weights`."""
-
-
 _SPARSE = frozenset(
     {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 )
@@ -496,7 +483,6 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
     Raises:
         Float64Met: as :func:`cast`.
         SparseMet: as :func:`lowered`.
-        GatheredMet: there is a gathered weight; :class:`Lent` casts it.
     """
     kind = type(value)
     if kind in _NO_TENSORS:
@@ -507,15 +493,12 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
             raise Float64Met
         if value.layout in _SPARSE:
             raise SparseMet
-        if has is dtype or not has.is_floating_point or not is_weight(value):
+        # Not a DTensor: PyTorch does not count all writes to one.
+        if has is dtype or not has.is_floating_point or kind is not nn.Parameter:
             return value
         # The device is not checked, which would double the time: an op has its weights on its
         # device.
-        if is_gathered(value):
-            raise GatheredMet
-        if kind is not nn.Parameter and kind is not Held:
-            return value  # a DTensor: PyTorch does not count all writes to one
-        kept = hold.kept_cast(value, dtype)
+        kept = weight_cache.cast_in_context(value, dtype)
         return value if kept is None else kept
     # A product of one factor, such as einsum("ij->ji", weight), is a view of it.
     if isinstance(value, (list, tuple)) and len(value) > 1:
@@ -523,13 +506,12 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
     return value
 
 
-def are_for_pytorch(args: Iterable[Any], dtype: torch.dtype) -> bool:
+def are_for_pytorch(args: Iterable[Any]) -> bool:
     """Return whether PyTorch is to cast all arguments of an op.
 
     False if it takes more than a glance at each to decide. A first use of a weight is noted.
     Sync: none.
     """
-    has_weights = False
     for arg in args:
         kind = type(arg)
         if kind is nn.Parameter:
@@ -538,14 +520,12 @@ def are_for_pytorch(args: Iterable[Any], dtype: torch.dtype) -> bool:
                 return False
             if not (weight_cache.is_small(arg) or weight_cache.note_first_use(arg)):
                 return False
-            has_weights = True
         elif kind is Tensor:
             if arg.dtype is torch.float64 or arg.layout is not torch.strided:
                 return False
         elif kind not in _NO_TENSORS:
             return False
-    # With several ranks the weight may have been gathered.
-    return not (has_weights and torch.is_grad_enabled() and distributed.has_process_group())
+    return True
 
 
 def cast_any(value: Any, device: str, dtype: torch.dtype) -> Any:
@@ -567,126 +547,3 @@ def widest(values: Iterable[Any], device: str) -> torch.dtype | None:
             key, dtype = tensor.dim() > 0, tensor.dtype
             dtypes[key] = torch.promote_types(dtypes.get(key, dtype), dtype)
     return dtypes.get(True, dtypes.get(False))
-
-
-# --- weights that are gathered from the ranks for an op, and freed after it -----------------------
-
-# fully_shard gathers the weights of a layer before its forward pass, frees them after it, and
-# gathers them again before its backward pass. Casts saved by autograd would stay: eventually one of
-# every weight, on every rank. So none is saved; the backward pass casts the gathered weights again.
-
-
-def is_gathered(weight: Tensor) -> bool:
-    """Return whether a weight's memory is shared, and may be freed before the backward pass.
-
-    Only with several ranks, when autograd saves tensors, and without hooks on saved tensors
-    (activation checkpointing saves nothing anyway). Sync: none.
-    """
-    return (
-        torch.is_grad_enabled()
-        and distributed.has_process_group()
-        and not modes.is_tracing()
-        and weight.layout is torch.strided
-        and not (weight.is_nested or weight.is_inference())
-        and not storages.is_used_once(distributed.local_part(weight))
-        and autograd.saves_as_always()
-    )
-
-
-class Lent:
-    """Casts of gathered weights for one op, recomputed when its backward pass needs them."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._weights: dict[int, Tensor] = {}  # by the memory of their casts, during the op
-
-    def cast(self, value: Any) -> Any:
-        """Cast gathered weights, also in a list; return other values unchanged.
-
-        Differentiable; gradients are not rounded. Sync: none.
-        """
-        if isinstance(value, (list, tuple)):
-            return [self.cast(item) for item in value]
-        is_lent = is_weight(value) and value.is_floating_point() and value.dtype != self._dtype
-        if not is_lent or value.dtype is torch.float64 or not is_gathered(value):
-            return value
-        if distributed.is_dtensor(value):
-            cast: Tensor = value.to(self._dtype)
-            made = cast
-        else:
-            made = value.detach().to(self._dtype)
-            cast = storages.computed_from(value, made) if value.requires_grad else made
-        self._weights[_memory(made)] = value
-        return cast
-
-    @contextmanager
-    def until_backward(self) -> Iterator[None]:
-        """Keep autograd from saving the casts in this block."""
-        with saved_tensors_hooks(self._pack, methodcaller("again")):
-            try:
-                yield
-            finally:
-                self._weights.clear()  # autograd keeps the hooks, and through them this object
-
-    def _pack(self, saved: Tensor) -> _LentCast | _OtherSaved:
-        weight = self._weights.get(_memory(saved)) if saved.dtype is self._dtype else None
-        if weight is None:
-            return _OtherSaved(saved)
-        return _LentCast(weight, saved)
-
-
-class _LentCast:
-    """A cast, or a view of one such as its transpose, as saved by autograd."""
-
-    def __init__(self, weight: Tensor, cast: Tensor) -> None:
-        local = distributed.local_part(cast)
-        self._weight, self._version = weight, weight._version
-        self._dtype = cast.dtype
-        self._view = (local.shape, local.stride(), local.storage_offset())
-        self._placed = distributed.placed_like(cast)
-
-    def again(self) -> Tensor:
-        weight = self._weight
-        shape = tuple(weight.shape)
-        if weight._version != self._version:
-            raise RuntimeError(
-                f"a weight {shape} was written to between the forward and the backward pass, which "
-                "needs it as it was; write to it after backward()"
-            )
-        local = distributed.local_part(weight)
-        if local.numel() and not local.untyped_storage().nbytes():
-            raise CallOrderError(
-                f"the backward pass needs a weight {shape} that was freed after the forward pass "
-                "and not gathered again; call backward() on what the sharded model returned, not "
-                "on a tensor kept aside, or shard with fully_shard(..., reshard_after_forward="
-                "False)"
-            )
-        return self._placed(local.detach().to(self._dtype).as_strided(*self._view))
-
-
-class _OtherSaved:
-    """Any other saved tensor, with the usual check against later writes."""
-
-    def __init__(self, saved: Tensor) -> None:
-        self._saved = saved.detach()  # the tensor itself would keep its own node alive
-        self._version = saved._version
-        self._described = f"{tuple(saved.shape)} of {saved.dtype}"
-
-    def again(self) -> Tensor:
-        if self._saved._version != self._version:
-            raise RuntimeError(
-                f"a tensor {self._described} that the backward pass needs was written to after the "
-                "forward pass; replace the operation in place by one that returns a new tensor"
-            )
-        return self._saved
-
-
-def is_weight(value: Any) -> bool:
-    """Return whether an argument of an op is a parameter, including a DTensor."""
-    if type(value) in (nn.Parameter, Held):
-        return True
-    return distributed.is_dtensor(value) and isinstance(value, nn.Parameter)
-
-
-def _memory(tensor: Tensor) -> int:
-    return storages.number_of(distributed.local_part(tensor).untyped_storage())

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple, TypeVar
 
-from halfstep._autocast.rule import DTYPE_NAMES, HALVES, PHASES, Action, Phase, Rule, Rules, around
+from halfstep._autocast.rule import DTYPE_NAMES, HALVES, PHASES, Action, Phase, Rule, Rules
+from halfstep._common.module_names import around
 
 _HALVES = {name: dtype for name, dtype in DTYPE_NAMES.items() if dtype in HALVES}
 _Rule = TypeVar("_Rule", Rule, Rule | None)

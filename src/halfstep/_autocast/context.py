@@ -60,8 +60,8 @@ class autocast(Region):
             lowers nothing); None for PyTorch's default for the device. Any dtype is accepted if
             ``enabled`` is False.
         enabled: False runs the block with autocast off.
-        cache_enabled: whether casts of weights are kept (see :class:`halfstep.hold_casts`); None
-            for the setting outside of the context.
+        cache_enabled: whether casts of weights are kept until the context ends; None for the
+            setting outside of the context.
         policy: a :class:`Policy` or its text: a preset (``"standard"``, ``"torch"``, ...) and
             rules, ``"standard; softmax:lower"``. None for ``"standard"``, or, inside another
             context for the device, for that context's policy.

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
-from halfstep._autocast import hold, scopes
+from halfstep._autocast import scopes, weight_cache
 from halfstep._autocast.casts import is_eligible, pytorch_kernel
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.policy import Policy, check, meant_by
-from halfstep._autocast.rule import HALVES, Phase, Rule
+from halfstep._autocast.rule import Phase, Rule
 from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._pytorch import autograd, compiler, dispatch
-from halfstep._pytorch.dispatch import Kernel, Key, Keys, overload
+from halfstep._pytorch.dispatch import Kernel, Keys, overload
 from halfstep.errors import CallOrderError
 
 # --- preparing ------------------------------------------------------------------------------------
@@ -80,10 +80,9 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
             on_device = PolicyOnDevice(policy, device, module, native, number, only_observed)
             if not only_observed:
                 _register(_permanent, on_device.ops(), _kernel, device)
-            _register_in_functorch(on_device.table() | _COMPONENT_OF.keys() | _SCATTERS)
             autograd.wrap_recomputed(scopes.under_the_same_policies)
             autograd.wrap_lobpcg(_find_eigenvectors)
-            hold.follow_writes()
+            weight_cache.follow_writes()
             _prepared.append(on_device)
             _numbers[key] = number
             for register in _registering:
@@ -155,13 +154,13 @@ def _registered(
 # --- observing ------------------------------------------------------------------------------------
 
 # (op, rule, policy) -> a context in which the op runs by the rule.
-Observer = Callable[[str, Rule, PolicyOnDevice], AbstractContextManager[object]]
+OpObserver = Callable[[str, Rule, PolicyOnDevice], AbstractContextManager[object]]
 
-_observer: Observer | None = None
+_observer: OpObserver | None = None
 
 
 @contextmanager
-def observed_by(observer: Observer) -> Iterator[None]:
+def observe_ops(observer: OpObserver) -> Iterator[None]:
     """Run every op with a deciding rule inside of ``observer``, in every thread.
 
     In the block halfstep's kernels apply every rule, also in contexts made earlier. The kernels
@@ -185,7 +184,9 @@ def observed_by(observer: Observer) -> Iterator[None]:
         _observer = None
 
 
-def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch: Kernel) -> Kernel:
+def _run_observed(
+    observer: OpObserver, policy: PolicyOnDevice, name: str, pytorch: Kernel
+) -> Kernel:
     kernel = policy.observed_kernel(name, *policy.now()) or pytorch
     rule = policy.rule(name)
     if rule is None:
@@ -218,7 +219,7 @@ _counters: list[Callable[[Rule], object]] = []
 
 
 @contextmanager
-def counted_by(counter: Callable[[Rule], object]) -> Iterator[None]:
+def count_rules(counter: Callable[[Rule], object]) -> Iterator[None]:
     """Pass each rule to ``counter`` when it decides for an op, or for a module as a whole.
 
     Only rules that a policy has beyond its preset are certain to be passed. Ops run as they do
@@ -301,90 +302,3 @@ def _find_eigenvectors(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     with torch_autocast(device, enabled=False):
         return function(*map_tensors(lambda t: t.float() if is_eligible(t, device) else t, args))
-
-
-# --- inside torch.func ----------------------------------------------------------------------------
-
-# In vmap, grad, jvp and their compositions the dispatcher reaches the keys of functorch before the
-# Autocast keys. vmap decomposes a composite such as linear, or replaces an op by its batched form,
-# before autocast can see which op was called; and what autocast disables inside an op is enabled
-# again in the next transform. So each op in a policy's table also gets a halfstep kernel at the
-# keys of functorch. It applies the policy to the op, with autocast off for every transform below,
-# and then calls the previous kernel.
-#
-# mul, add and similar ops are exceptions: PyTorch passes x * 2 to their kernels in a form that a
-# Python kernel cannot pass on. They are not composites, so below vmap they reach the Autocast keys
-# unchanged.
-
-
-# Ops that run in one call with inputs in lower precision beside weights, statistics or values in
-# float32, and whose batched forms do not, nor those of their gradients (jacrev is a vmap of these).
-_COMPONENT_OF = {
-    f"{norm}.default": f"native_{component}.default"
-    for norm, component in [
-        ("batch_norm", "batch_norm"),
-        ("instance_norm", "batch_norm"),
-        ("layer_norm", "layer_norm"),
-        ("group_norm", "group_norm"),
-    ]
-}
-"""The norms, with the component that may have a rule of its own."""
-
-_SCATTERS = frozenset(
-    {"diagonal_scatter.default", "select_scatter.default", "slice_scatter.default"}
-)
-"""They cast what they write to the dtype of their first input."""
-
-
-def _register_in_functorch(ops: Iterable[str]) -> None:
-    """Register halfstep's kernels for overloads at the keys of functorch, each once."""
-    for op in sorted(ops):
-        if not dispatch.takes_numbers(overload(op)):
-            for key in dispatch.FUNCTORCH_KEYS:
-                _register_at(op, key)
-
-
-@cache
-def _register_at(name: str, key: Key) -> None:
-    op = overload(name)
-    pytorch = torch.library.get_kernel(op, key).call_boxed
-    is_composite = dispatch.is_composite(op)
-
-    @compiler.do_not_compile_alone
-    def kernel(keys: Keys, *args: Any, **kwargs: Any) -> Any:
-        device = _device_with_policy((*args, *kwargs.values()))
-        if device is None:
-            return pytorch(keys, *args, **kwargs)
-        policy = scopes.policies()[device]
-        _count_op(policy, name, args, kwargs)
-        now = policy.now()
-        cast = policy.cast_for(name, *now)
-        if cast is not None:
-            return cast(keys, *args, **kwargs)
-        if name in _SCATTERS:
-            args = (args[0], args[1].to(args[0].dtype), *args[2:])
-        component = _COMPONENT_OF.get(name)
-        if component and not policy.cast_for(component, *now) and _is_first_narrower(args):
-            # What the kernel does inside: it computes in float32 and rounds the result.
-            return pytorch(keys, args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
-        if is_composite:  # its component ops have their own rules
-            return pytorch(keys, *args, **kwargs)
-        # Its batched form has none: matmul replaces an mm that must be left alone.
-        with dispatch.exclude_keys(dispatch.autocast_keys(device)):
-            return pytorch(keys, *args, **kwargs)
-
-    _permanent.register(op, key, kernel)
-
-
-def _is_first_narrower(args: tuple[Any, ...]) -> bool:
-    """Return whether an op's first input is in lower precision, and the others in float32."""
-    dtypes = {tensor.dtype for tensor in tensors_in(args[1:])}
-    return args[0].dtype in HALVES and dtypes == {torch.float32}
-
-
-def _device_with_policy(args: Iterable[Any]) -> str | None:
-    """Return the device type of a tensor with an active policy and autocast on."""
-    for device in filter(torch.is_autocast_enabled, scopes.policies()):
-        if any(tensor.device.type == device for tensor in tensors_in(args)):
-            return device
-    return None

@@ -38,7 +38,6 @@ class PolicyOnDevice:
         self.plan_for = cache(self._plan)  # not a method: a cache hit makes no Python call
         # Even where PyTorch's kernel does the same, because that one could not be observed.
         self.observed_kernel = cache(partial(self._kernel, native=False))
-        self.cast_for = cache(self._cast)
         self._ruled = meant_by(self.policy.rules)
 
     @cached_property
@@ -74,13 +73,6 @@ class PolicyOnDevice:
 
     def _rule(self, op: str, dtype: torch.dtype, phase: Phase) -> Rule | None:
         return self.policy.rule(op, self.device, dtype, phase, self.module)
-
-    def _cast(self, op: str, dtype: torch.dtype, phase: Phase) -> Kernel | None:
-        """Return halfstep's kernel for a rule that casts, even where PyTorch's would do."""
-        rule = self._rule(op, dtype, phase) if op in self._ruled else None
-        if rule is None or rule.action == "leave":
-            return None
-        return carry_out(rule, op, self.device, dtype)
 
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
         kernels = {op: self._kernel(op, dtype, phase, self.native) for op in sorted(self.table())}

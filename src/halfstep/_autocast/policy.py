@@ -12,11 +12,9 @@ from functools import cache, cached_property
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from halfstep._autocast import comparison, products, written
 from halfstep._autocast.comparison import Explanation, PolicyDiff
-from halfstep._autocast.export import exported
 from halfstep._autocast.rule import Action, Phase, Rule, is_in_place
 from halfstep._autocast.written import PRESETS, rules_of
 from halfstep._common.text import did_you_mean, preformatted
@@ -114,32 +112,6 @@ class Policy:
             OSError: The file cannot be written.
         """
         Path(path).write_text(written.to_toml(self.rules), encoding="utf-8")
-
-    def export(self, model: nn.Module, dtype: torch.dtype = torch.float16) -> str:
-        """Return code that keeps modules of a model in float32, for a program without halfstep.
-
-        The code imports only ``torch``. Under ``torch.autocast`` such a module gets float32 inputs
-        and returns float32, as under this policy. In a model that is itself in lower precision
-        (``model.half()``), the module is cast and its outputs have the input dtype. Rules about ops
-        elsewhere are not exported: there PyTorch's rules apply.
-
-        Args:
-            model: The model, for the names of modules.
-            dtype: The lower precision, for rules that apply to only one.
-
-        Returns:
-            Lines that expect the model in a variable ``model``. For a rule about an op of a module,
-            ``"softmax@attn:fp32"``, the whole module is kept in float32, with a comment.
-
-        Raises:
-            ValueError: No rule keeps a module in float32, or a rule for modules has another action.
-
-        Example:
-            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(dim=-1))
-            >>> print(Policy.parse("torch; @1:fp32").export(model).splitlines()[-1])
-            run_in_float32(model.get_submodule('1'))
-        """
-        return exported(self, model, dtype)
 
     def __or__(self, rules: Rule | Iterable[Rule] | str) -> Policy:
         """Return a policy with more rules: one, several, or their text (``"softmax:fp32"``)."""

@@ -81,7 +81,7 @@ LISTENERS: list[Callable[[amp.Switches], object]] = []
 
 
 @contextmanager
-def listening(listener: Callable[[amp.Switches], object]) -> Iterator[None]:
+def observe_contexts(listener: Callable[[amp.Switches], object]) -> Iterator[None]:
     """Notify a listener of the contexts that are entered in a block."""
     LISTENERS.append(listener)
     try:
@@ -94,17 +94,6 @@ class ModuleRegion(Region):
     """The region of a module with its own rules, inside of the user's context."""
 
     _is_users = False
-
-
-@contextmanager
-def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
-    """Apply ``change`` to the settings of contexts that the user enters in this thread."""
-    state = scopes.thread.state
-    before, state.change = state.change, change
-    try:
-        yield
-    finally:
-        state.change = before
 
 
 def outside_of(context: Region) -> amp.Switches:

@@ -9,6 +9,7 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
+from halfstep._common.module_names import around
 from halfstep._common.text import did_you_mean
 
 Action = Literal[
@@ -242,12 +243,6 @@ def canonical(name: str) -> str:
                 name = {"fold": "col2im", "unfold": "im2col"}.get(name, name)
             break
     return _ALIASES.get(name, name)
-
-
-def around(module: str) -> list[str]:
-    """Return the names of the modules that contain one, and its own: a, a.b, a.b.c for a.b.c."""
-    names = module.split(".")
-    return [".".join(names[: end + 1]) for end in range(len(names))] if module else []
 
 
 class Rules(Protocol):

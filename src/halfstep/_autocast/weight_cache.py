@@ -5,19 +5,22 @@ versions nor dtypes, and shares one cast between all uses of a weight, whose gra
 summed in lower precision. Here each use of a weight adds its own gradient to it, in the weight's
 dtype.
 
-Some writes cannot be detected: ``weight.data`` has its own version counter. So casts outlive a
-context only for the models passed to :class:`halfstep.hold_casts`, whose weights are watched.
+Some writes cannot be detected: ``weight.data`` has its own version counter. So no cast outlives
+its context.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from halfstep._pytorch import modes, storages
+from halfstep._pytorch import amp, modes, storages
 
 SMALL = 2**17
 """Size in bytes below which casting a weight on the CPU is faster than a lookup."""
@@ -98,9 +101,6 @@ class Casts(dict[torch.dtype, _Entry]):
     shares memory with others: they may write to it undetected, as fully_shard does when it gathers.
     """
 
-    _num_forgotten = 0
-    """Number of calls of :meth:`forget`; another thread may be casting at the same time."""
-
     _is_captured = False
     """Whether a CUDA graph reads the weight; the graph may also write to it, undetected."""
 
@@ -114,54 +114,30 @@ class Casts(dict[torch.dtype, _Entry]):
         self.note_capture(weight)
         if self._is_captured:
             return None
-        entry = self.get(dtype) or self.setdefault(dtype, _Entry())
+        entry = self.setdefault(dtype, _Entry())
         marks, kept = _marks(weight), entry.kept
         if kept is not None and kept.marks == marks and storages.is_used_once(weight):
             cast = kept.cast
         else:
             cast = self._cast_anew(entry, weight, dtype, marks)
-        has_gradient = weight.requires_grad and torch.is_grad_enabled()
-        return storages.computed_from(weight, cast) if has_gradient else cast
+        return storages.computed_from(weight, cast) if torch.is_grad_enabled() else cast
 
     def note_capture(self, weight: Tensor) -> None:
         """Keep no cast from now on if a CUDA graph is being captured."""
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             self._is_captured = True
-            self.forget()
+            self.clear()
 
     def _cast_anew(
         self, entry: _Entry, weight: Tensor, dtype: torch.dtype, marks: _Marks
     ) -> Tensor:
-        """Cast without gradient, and decide whether to keep the cast."""
-        self._drop(entry)
-        is_worth_it = self._is_worth_keeping(
-            weight.numel() * dtype.itemsize, entry.last in (None, marks)
-        )
-        entry.last, num_forgotten = marks, self._num_forgotten
-        if not (is_worth_it and _is_its_own(weight)):
-            return weight.detach().to(dtype)
-        with torch.inference_mode(False):  # autograd cannot save inference tensors
-            cast = weight.detach().to(dtype)
-        # Otherwise another thread may have written to the weight.
-        if self._num_forgotten == num_forgotten:
-            self._keep(entry, _Kept(marks, cast, storages.memory_of(weight)))
+        """Cast without gradient; keep the cast if the weight is the same as at the last one."""
+        is_unchanged = entry.last in (None, marks)
+        entry.kept, entry.last = None, marks
+        cast = weight.detach().to(dtype)
+        if is_unchanged and _is_its_own(weight):
+            entry.kept = _Kept(marks, cast, storages.memory_of(weight))
         return cast
-
-    def forget(self) -> None:
-        """Drop the casts: the weight has changed or may have changed."""
-        self._num_forgotten += 1
-        for entry in list(self.values()):
-            self._drop(entry)
-            entry.last = None
-
-    def _is_worth_keeping(self, num_bytes: int, is_unchanged: bool) -> bool:
-        return is_unchanged
-
-    def _keep(self, entry: _Entry, kept: _Kept) -> None:
-        entry.kept = kept
-
-    def _drop(self, entry: _Entry) -> None:
-        entry.kept = None
 
 
 def _is_its_own(weight: Tensor) -> bool:
@@ -229,10 +205,29 @@ def _is_kept_by_torch(weight: Tensor) -> bool:
 def forget(weight: Tensor) -> None:
     """Drop the casts of a weight that was written to."""
     if id(weight) in _used.casts:
-        _used.casts[id(weight)][1].forget()
+        _used.casts[id(weight)][1].clear()
 
 
 def clear() -> None:
     """Free the casts of this thread, at the end of its outermost context."""
     if _used.casts:
         _used.casts.clear()
+
+
+# --- writes that change no mark -------------------------------------------------------------------
+
+
+@functools.cache
+def follow_writes() -> None:
+    """Drop casts when PyTorch's are cleared and after optimizer steps; installed only once."""
+    amp.call_when_cache_is_cleared(clear)
+    register_optimizer_step_post_hook(_forget_stepped)
+
+
+def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
+    """Drop the casts of weights that fused optimizers, or writes to ``.data``, have changed."""
+    if torch.compiler.is_compiling():  # compiled steps always bump versions
+        return
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            forget(weight)

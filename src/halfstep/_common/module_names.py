@@ -19,6 +19,12 @@ def without_wrappers(name: str) -> str:
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
+def around(module: str) -> list[str]:
+    """Return the names of the modules that contain one, and its own: a, a.b, a.b.c for a.b.c."""
+    names = module.split(".")
+    return [".".join(names[: end + 1]) for end in range(len(names))] if module else []
+
+
 def replicated(model: nn.Module) -> nn.Module:
     """Return the module inside a data parallel wrapper; any other module unchanged."""
     if isinstance(model, (DataParallel, DistributedDataParallel)):

@@ -87,10 +87,6 @@ class Buffers:
                 each.save()
             each.is_new = each.has_loss = each.is_first = False
 
-    def copies(self) -> list[Copy]:
-        """Return copies of the present values of all watched modules."""
-        return [copy for each in self.watched for copy in each.new_copies(each.slots())]
-
 
 class _Watched:
     """A module and a copy of its buffers; a forward pre-hook, which copies of the module ignore.

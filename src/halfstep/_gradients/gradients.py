@@ -26,7 +26,7 @@ from halfstep._pytorch.amp import (
     set_grad_enabled,
 )
 from halfstep._pytorch.devices import facts, to_device
-from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, settle
+from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, reduce_partial
 from halfstep._pytorch.storages import values_of_sparse
 
 NUM_NAMED = 3
@@ -76,16 +76,10 @@ class Gradients:
             found[values.device].append(index)
         return found
 
-    def without(self, ids: Iterable[int]) -> Gradients:
-        seen = set(ids)
-        return self.at([index for index, grad in enumerate(self.grads) if id(grad) not in seen])
-
-    def at(self, positions: list[int]) -> Gradients:
-        return _gradients(
-            [self.params[position] for position in positions],
-            [self.grads[position] for position in positions],
-            [self.values[position] for position in positions],
-        )
+    def without(self, ids: Set[int]) -> Gradients:
+        rows = zip(self.params, self.grads, self.values, strict=True)
+        kept = [row for row in rows if id(row[1]) not in ids]
+        return _gradients(*([row[part] for row in kept] for part in range(3)))
 
     def is_measured_fast(self) -> bool:
         """Return whether measuring norms is no slower than a check.
@@ -232,8 +226,9 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         grads = [grad for grad in grads if grad is not None]
     values = grads
     if types != _PLAIN_TYPES and has_dtensors(grads):
-        pairs = zip(params, grads, strict=True)
-        grads = [_settled(param, grad) if is_dtensor(grad) else grad for param, grad in pairs]
+        for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            if is_dtensor(grad) and (reduced := reduce_partial(param, grad)) is not grad:
+                param.grad = grads[index] = reduced
         values = list(map(local_part, grads))
     # Thousands of similar gradients: one map() per property takes half the time of one loop that
     # checks all properties of each gradient.
@@ -308,13 +303,6 @@ def _by_kind(tensors: list[Tensor]) -> dict[Kind, list[Tensor]]:
     for tensor in tensors:
         kinds[tensor.device, tensor.dtype].append(tensor)
     return kinds
-
-
-def _settled(param: Tensor, grad: Tensor) -> Tensor:
-    settled: Tensor = settle(param, grad)
-    if settled is not grad:
-        param.grad = settled
-    return settled
 
 
 def _writable(grad: Tensor) -> Tensor:

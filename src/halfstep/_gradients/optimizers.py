@@ -214,22 +214,6 @@ class Names:
             for index, param in enumerate(params)
         ]
 
-    def layers_of(
-        self, params: Iterable[Tensor], optimizer: torch.optim.Optimizer | None
-    ) -> list[str]:
-        """Return the name of each parameter's module: ``blocks.0.fc`` for its weight."""
-        known = self._qualified(optimizer)
-        params = list(params)
-        unknown = [index for index, param in enumerate(params) if id(param) not in known]
-        if unknown:
-            raise ValueError(
-                f"per='layer' needs the names of the parameters, and {len(unknown)} of "
-                f"{len(params)} have none (the first is number {unknown[0]}, of shape "
-                f"{list(params[unknown[0]].shape)}): call scaler.watch(model), or make the "
-                "optimizer with model.named_parameters()"
-            )
-        return [known[id(param)].rpartition(".")[0] for param in params]
-
     def _qualified(self, optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
         known: dict[int, str] = {}
         for each in [] if optimizer is None else members(optimizer):

@@ -188,16 +188,10 @@ def flag_nonfinite(value: Scalar, device: torch.device) -> Tensor:
     return torch.full((), flag, dtype=torch.float32, device=device)
 
 
-def to_float32(value: Tensor) -> Tensor:
-    """Return a scalar in float32; a finite overflow becomes the largest float32 number."""
-    largest = torch.finfo(torch.float32).max
-    return torch.where(value.isfinite(), value.clamp(max=largest), value).float()
-
-
 def as_float32(value: Scalar, device: torch.device) -> Tensor:
-    """Return the result of :func:`to_float32` for any scalar, as a tensor on ``device``."""
+    """Return a scalar in float32; a finite overflow becomes the largest float32 number."""
     if isinstance(value, Tensor):
-        return to_float32(value)
+        return torch.where(value.isfinite(), value.clamp(max=LARGEST_SCALE), value).float()
     number = min(value, LARGEST_SCALE) if math.isfinite(value) else value
     return torch.full((), number, dtype=torch.float32, device=device)
 
@@ -217,13 +211,6 @@ def root(value: Scalar) -> Scalar:
 def to_single(value: Scalar) -> Scalar:
     """Return a number rounded to float32."""
     return value.float() if isinstance(value, Tensor) else c_float(value).value
-
-
-def larger(one: Scalar, other: Scalar) -> Scalar:
-    """Return the larger of two numbers."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.maximum(one, other)
-    return max(one, other)
 
 
 def where(flag: Scalar, then: Scalar, otherwise: float) -> Scalar:

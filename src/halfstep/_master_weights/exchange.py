@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep._gradients.optimizers import Closure
-from halfstep._master_weights.stores import KEEPING, NOTHING, Store
+from halfstep._master_weights.stores import STORES, Memory, Store, new_memory
 from halfstep._pytorch.amp import copy_to_each_, increment_version
-from halfstep._pytorch.distributed import Swap, in_place_of, local_part, shard_name
+from halfstep._pytorch.distributed import Swap, in_place_of, local_part
 
 ALIGNMENT = 16
 """Alignment of weights in a block, in entries.
@@ -62,7 +63,7 @@ class _Exchanged:
         low: The original data of the parameter, in its usual memory.
         dense: This rank's part of ``low`` without gaps: the same memory, or a copy.
         keeper: The store that wrote ``kept``; the current one if nothing was kept.
-        kept: The tensor that the store keeps, laid out like ``dense``; None if it keeps nothing.
+        kept: The tensor that the store keeps, laid out like ``dense``.
         weight: The float32 weight, laid out like ``dense``.
         wide: The gradient during the exchange; None if there is none.
         version: The version counter of ``wide`` before the step.
@@ -73,40 +74,33 @@ class _Exchanged:
     low: Tensor
     dense: Tensor
     keeper: Store
-    kept: Tensor | None
+    kept: Tensor
     weight: Tensor | None = None
     wide: Tensor | None = None
     version: int = 0
     swap: Swap | None = None
 
-    @property
-    def is_made(self) -> bool:
-        return self.swap is not None and self.swap.is_made()
-
 
 class _Batch:
     """Parameters that are converted together: side by side in one block, with padding.
 
-    Several parameters have the same device, dtype and shard, and either all of them or none have a
+    Several parameters have the same device and dtype, and either all of them or none have a
     gradient of that dtype.
     """
 
     def __init__(self, members: list[_Exchanged], store: Store) -> None:
         self._members, self._store = members, store
         self._lows = [_flat(member.dense) for member in members]
-        self._kept = [_flat(member.kept) for member in members if member.kept is not None]
+        self._kept = [_flat(member.kept) for member in members]
         sizes = [low.numel() for low in self._lows]
         self._sizes = [part for size in sizes for part in (size, _aligned(size) - size)]
         self._size = sum(self._sizes) if len(sizes) > 1 else sizes[0]
         self._weights: Tensor | None = None
 
-    def widen(self, memory: Callable[[int, torch.device], Tensor]) -> None:
+    def widen(self, memory: Memory) -> None:
         """Create the weights and, for more than one parameter, the float32 gradients."""
-        members, device = self._members, self._lows[0].device
-        keeper = members[0].keeper
-        kept = self._joined(self._kept) if self._kept else NOTHING
-        room = kept if self._kept and keeper.keeps_weight else memory(self._size, device)
-        weights = keeper.widen(self._joined(self._lows), kept, room)
+        members, keeper = self._members, self._members[0].keeper
+        weights = keeper.widen(self._joined(self._lows), self._joined(self._kept), memory)
         for each, part in zip(members, self._parts(weights), strict=True):
             each.weight = _shaped(part, each.dense).data  # .data: its own version counter
             if keeper is not self._store:
@@ -114,7 +108,7 @@ class _Batch:
         self._weights = weights
         if len(members) > 1 and _has_narrow_gradient(members[0]):
             grads = [_dense(local_part(member.param.grad)) for member in members]
-            parts = self._parts(memory(self._size, device))
+            parts = self._parts(memory(self._size, weights.device))
             copy_to_each_(parts, [_flat(grad) for grad in grads])
             for each, grad, part in zip(members, grads, parts, strict=True):
                 each.wide = in_place_of(each.param.grad, _shaped(part, grad).data)
@@ -122,7 +116,7 @@ class _Batch:
     def narrow(self) -> None:
         """Round the weights into the parameters, and store what rounding leaves out."""
         members, store, weights = self._members, self._store, self._weights
-        made = [member for member in members if member.is_made]
+        made = [each for each in members if each.swap is not None and each.swap.is_made()]
         if len(made) < len(members):  # interrupted
             for each in made:
                 _Batch([each], store).narrow()
@@ -132,17 +126,13 @@ class _Batch:
                 _dense(local_part(member.param.data).float(), member.dense) for member in members
             ]
             weights = self._joined([_flat(each) for each in now])
-        shard = shard_name(members[0].low)
         if len(members) == 1:
-            kept = members[0].kept
-            store.narrow_(weights, self._lows[0], NOTHING if kept is None else _flat(kept), shard)
+            store.narrow_(weights, self._lows[0], _flat(members[0].kept))
         else:
-            lows = self._lows[0].new_empty(self._size)
-            left = self._kept[0].new_empty(self._size) if self._kept else NOTHING
-            store.narrow_(weights, lows, left, shard)
+            lows, left = (each[0].new_empty(self._size) for each in (self._lows, self._kept))
+            store.narrow_(weights, lows, left)
             copy_to_each_(self._lows, self._parts(lows))
-            if self._kept:
-                copy_to_each_(self._kept, self._parts(left))
+            copy_to_each_(self._kept, self._parts(left))
         for member in members:
             target = local_part(member.low)
             if member.dense is not target:
@@ -171,14 +161,15 @@ class Exchange:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         store: Store,
         params: list[Tensor],
         scratch: Scratch | None = None,
     ) -> None:
         self._optimizer, self._store, self._params = optimizer, store, params
         self._scratch = scratch
-        self._exchanged: list[tuple[_Exchanged, Swap]] = []
+        self._memory: Memory = new_memory if scratch is None else scratch.take
+        self._exchanged: list[_Exchanged] = []
         self._open: list[_Batch] = []
 
     def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +200,8 @@ class Exchange:
     def _widen_all(self) -> None:
         if self._scratch is not None:
             self._scratch.clear()
-        found = [self._found(param) for param in self._params if self._is_served(param)]
+        served = filter(self._is_served, self._params)
+        found = [_found(self._optimizer, self._store, param) for param in served]
         self._open = list(self._batches(found))
         for batch in self._open:
             batch.widen(self._memory)
@@ -223,7 +215,7 @@ class Exchange:
         for batch in self._open:
             batch.narrow()
         while self._exchanged:
-            self._put_back(*self._exchanged[-1])
+            self._put_back(self._exchanged[-1])
             self._exchanged.pop()
         self._open = []
 
@@ -235,7 +227,7 @@ class Exchange:
                 yield _Batch([each], self._store)
                 continue
             has_gradient = _has_narrow_gradient(each)
-            key = each.dense.device, each.dense.dtype, shard_name(each.low), has_gradient
+            key = each.dense.device, each.dense.dtype, has_gradient
             small.setdefault(key, []).append(each)
             if len(small[key]) == TOGETHER:
                 yield _Batch(small.pop(key), self._store)
@@ -247,17 +239,6 @@ class Exchange:
         # A frozen parameter with state may still be swapped with its average.
         has_part = is_trained or bool(self._optimizer.state.get(param))
         return has_part and param.dtype in self._store.dtypes
-
-    def _found(self, param: Tensor) -> _Exchanged:
-        low = param.data
-        dense = _dense(local_part(low))
-        keeper, kept = _kept(self._optimizer.state.get(param, {}), self._store, low.shape, dense)
-        return _Exchanged(param, low, dense, keeper, kept)
-
-    def _memory(self, size: int, device: torch.device) -> Tensor:
-        if self._scratch is None:
-            return torch.empty(size, dtype=torch.float32, device=device)
-        return self._scratch.take(size, device)
 
     def _exchange(self, each: _Exchanged) -> None:
         """Replace a parameter by its float32 weight, and its gradient by a float32 one."""
@@ -273,9 +254,9 @@ class Exchange:
                 wide.grad_dtype = grad.dtype
             wide.grad = each.wide = grad
         each.swap = swap = Swap(param, wide)
-        self._exchanged.append((each, swap))
+        self._exchanged.append(each)
         state = self._optimizer.state.get(param, {})
-        for keeping in KEEPING:
+        for keeping in STORES.values():
             state.pop(keeping.key, None)
         swap.make()
 
@@ -286,13 +267,14 @@ class Exchange:
         memory = self._memory(local.numel(), local.device)
         return in_place_of(grad, _shaped(memory, local).copy_(local).detach())
 
-    def _put_back(self, each: _Exchanged, swap: Swap) -> None:
+    def _put_back(self, each: _Exchanged) -> None:
         """Restore a parameter. After an interruption it can be called again."""
+        swap = each.swap
+        assert swap is not None
         if swap.is_made():
             self._narrow_gradient(each, swap.other)
             increment_version((swap.other,))
-        if each.kept is not None:
-            self._optimizer.state[each.param][self._store.key] = in_place_of(each.low, each.kept)
+        self._optimizer.state[each.param][self._store.key] = in_place_of(each.low, each.kept)
         swap.undo()
 
     def _narrow_gradient(self, exchanged: _Exchanged, own: Tensor) -> None:
@@ -330,30 +312,27 @@ def in_any_case(call: Callable[[], Any], end: Callable[[], None]) -> Any:
 
 
 @torch.no_grad()
-def float32_weight(optimizer: torch.optim.Optimizer, store: Store, param: Tensor) -> Tensor:
+def float32_weight(optimizer: Optimizer, store: Store, param: Tensor) -> Tensor:
     """Return a copy of the float32 weight behind a parameter."""
-    low = param.data
-    dense = _dense(local_part(low))
-    keeper, kept = _kept(optimizer.state.get(param, {}), store, low.shape, dense)
-    memory = torch.empty(dense.numel(), dtype=torch.float32, device=dense.device)
-    weight = keeper.widen(_flat(dense), NOTHING if kept is None else _flat(kept), memory)
-    return in_place_of(low, _shaped(weight, dense).clone())
+    each = _found(optimizer, store, param)
+    weight = each.keeper.widen(_flat(each.dense), _flat(each.kept), new_memory)
+    return in_place_of(each.low, _shaped(weight, each.dense).clone())
 
 
-def _kept(
-    state: dict[str, Any], store: Store, shape: torch.Size, dense: Tensor
-) -> tuple[Store, Tensor | None]:
-    """Return the store that wrote the kept tensor of a parameter, and this rank's part of it.
+def _found(optimizer: Optimizer, store: Store, param: Tensor) -> _Exchanged:
+    """Return a parameter with what is kept of its weight.
 
     A loaded state may come from another store. If it has another shape, or nothing is kept,
-    ``store`` starts afresh. ``shape`` is global, ``dense`` is this rank's part.
+    ``store`` starts afresh.
     """
+    low, state = param.data, optimizer.state.get(param, {})
+    dense = _dense(local_part(low))
     # A list, because an interrupt in a discarded generator would be lost.
-    keeper = ([each for each in (store, *KEEPING) if each.key in state] or [store])[0]
+    keeper = ([each for each in (store, *STORES.values()) if each.key in state] or [store])[0]
     saved = state.get(keeper.key)
-    if saved is None or saved.shape != shape:
-        return store, store.empty(dense)
-    return keeper, _dense(local_part(saved).to(dense.device), dense)
+    if saved is None or saved.shape != low.shape:
+        return _Exchanged(param, low, dense, store, store.empty(dense))
+    return _Exchanged(param, low, dense, keeper, _dense(local_part(saved).to(dense.device), dense))
 
 
 def _has_narrow_gradient(each: _Exchanged) -> bool:

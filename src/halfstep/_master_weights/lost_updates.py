@@ -8,17 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from halfstep._gradients.optimizers import Names, makes_step_of, members, require_optimizer
-from halfstep._master_weights.master_weights import (
-    is_rounded_by_chance,
-    weight_of,
-    with_masters,
-)
+from halfstep._master_weights.master_weights import weight_of, with_masters
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import local_part
@@ -46,8 +43,8 @@ class _Before(NamedTuple):
 class StepUpdates:
     """The weights of an optimizer before a step, to count lost updates after it.
 
-    The following do not count: sparse gradients, stochastically rounded weights, weights with a
-    learning rate of 0 (as in the first step of a warm-up), and tensors without values. Sync: none.
+    The following do not count: sparse gradients, weights with a learning rate of 0 (as in the first
+    step of a warm-up), and tensors without values. Sync: none.
 
     Args:
         optimizer: The optimizer. If it has ``found_inf``, it skips bad steps by itself; a skipped
@@ -59,10 +56,7 @@ class StepUpdates:
 
     @torch.no_grad()
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        has_closure: bool,
-        part: Callable[[Tensor], Tensor],
+        self, optimizer: Optimizer, has_closure: bool, part: Callable[[Tensor], Tensor]
     ) -> None:
         # A wrapper has no master weights of its own.
         self._optimizer = next(iter(with_masters(optimizer)), optimizer)
@@ -78,7 +72,6 @@ class StepUpdates:
                     is_counted
                     and param.layout is torch.strided
                     and not (param.is_meta or is_fake(param))
-                    and not is_rounded_by_chance(self._optimizer, param)
                 ):
                     rate = group.get("lr", 1.0)
                     is_moved = rate.ne(0.0) if isinstance(rate, Tensor) else rate != 0.0
@@ -124,11 +117,9 @@ class OpenSteps:
 
     def __init__(self, part: Callable[[Tensor], Tensor] = lambda values: values) -> None:
         self._part = part
-        self._open: dict[int, tuple[int, torch.optim.Optimizer, StepUpdates]] = {}
+        self._open: dict[int, tuple[int, Optimizer, StepUpdates]] = {}
 
-    def begin(
-        self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
+    def begin(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record the weights before a step; call this from a pre-hook, with its arguments."""
         depth = optimizer_step_depth()
         for outer_depth, outer, _ in self._open.values():
@@ -136,13 +127,13 @@ class OpenSteps:
             if outer_depth < depth and makes_step_of(outer, optimizer):
                 return
         held = (member for member in members(optimizer) if member is not optimizer)
-        if any(isinstance(each, torch.optim.Optimizer) for each in held):
+        if any(isinstance(each, Optimizer) for each in held):
             return
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
         step = StepUpdates(optimizer, has_closure, self._part)
         self._open[id(optimizer)] = depth, optimizer, step
 
-    def end(self, optimizer: torch.optim.Optimizer) -> list[Counted]:
+    def end(self, optimizer: Optimizer) -> list[Counted]:
         """Return the counts of a step, none for a nested one; call this from a post-hook."""
         found = self._open.get(id(optimizer))
         if found is None or found[0] != optimizer_step_depth():
@@ -162,7 +153,7 @@ class LostUpdates:
     a share is read.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None) -> None:
+    def __init__(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
         require_optimizer("lost_updates", optimizer)
         self._optimizer = optimizer
         self._names = Names()
@@ -202,18 +193,18 @@ class LostUpdates:
         if not shares:
             return (
                 "no updates were seen: optimizer.step() belongs in the block. Steps that are "
-                "skipped do not count, nor does store='stochastic', which loses none on average"
+                "skipped do not count"
             )
         dtypes = ", ".join(sorted(map(dtype_name, self._dtypes)))
         lines = [f"{self.share:.1%} of the updates were lost to rounding in {dtypes}"]
         worst = sorted(shares.items(), key=lambda item: -item[1])[:5]
         return "\n".join(lines + [f"  {name}: {share:.1%}" for name, share in worst])
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if makes_step_of(self._optimizer, optimizer):
             self._steps.begin(optimizer, args, kwargs)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         counted = self._steps.end(optimizer)
         names = self._names.of([each.param for each in counted], self._optimizer)
         for name, each in zip(names, counted, strict=True):
@@ -221,9 +212,7 @@ class LostUpdates:
             self._dtypes.add(each.dtype)
 
 
-def lost_updates(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None = None
-) -> LostUpdates:
+def lost_updates(optimizer: Optimizer, module: torch.nn.Module | None = None) -> LostUpdates:
     """Count the updates that are lost to rounding in a block with at least one step.
 
     Args:
@@ -234,9 +223,9 @@ def lost_updates(
     Returns:
         A context manager with ``share`` and, by parameter, ``shares``: of the entries with a
         nonzero gradient, the share, 0 to 1, whose weight did not change. The following do not
-        count: steps that a GradScaler skips, steps with a learning rate of 0, sparse gradients, and
-        weights of ``store="stochastic"``, which are right on average. With a closure, the last
-        gradients count. For DTensors, the entries on this rank count.
+        count: steps that a GradScaler skips, steps with a learning rate of 0, and sparse
+        gradients. With a closure, the last gradients count. For DTensors, the entries on this rank
+        count.
 
     Memory: a copy of the weights during a step. Sync: none until the shares are read.
 

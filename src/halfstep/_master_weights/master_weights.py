@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from operator import methodcaller
@@ -13,6 +13,7 @@ from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep._common.nested import like
 from halfstep._gradients.gradients import parameters
@@ -28,7 +29,7 @@ from halfstep._gradients.optimizers import (
 from halfstep._gradients.scalars import describe
 from halfstep._master_weights.chunks import step_in_chunks, steps_one_at_a_time
 from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight
-from halfstep._master_weights.stores import STORES, Float32, Split, Stochastic, Store
+from halfstep._master_weights.stores import STORES, Split, Store
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import (
     has_process_group,
@@ -62,38 +63,27 @@ BESIDE_STEP = ("train", "eval", "first_step", "second_step")
 Schedule-free optimizers swap weights with their average; sharpness-aware ones move to a nearby
 point and back."""
 
-SEED, STEPS = "master_seed", "master_steps"
-"""Keys in parameter groups of what the random bits depend on; groups are saved everywhere."""
+StoreName = Literal["split", "float32"]
 
-StoreName = Literal["split", "float32", "kahan", "stochastic"]
+REMOVED = {
+    "kahan": ("master_compensation", "the optimizers of optimi have Kahan summation"),
+    "stochastic": ("master_seed", "the optimizers of torchao have stochastic rounding"),
+}
+"""Of each removed store, a key in its checkpoints, and where to find what it did."""
 
-_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+_Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
 
 def master_weights(
-    optimizer: _Optimizer,
-    store: StoreName = "split",
-    gradients: Literal["float32"] | None = None,
-    generator: torch.Generator | None = None,
-    *,
-    chunked: bool = False,
+    optimizer: _Optimizer, store: StoreName = "split", gradients: Literal["float32"] | None = None
 ) -> _Optimizer:
     """Make an optimizer step its bfloat16 and float16 parameters in float32.
 
     In bfloat16 an update below 1/512 of a weight is lost to rounding; at usual learning rates most
     updates are. Therefore the state of the optimizer keeps what rounding leaves out of each weight.
     During ``optimizer.step`` parameters and gradients *are* float32: any optimizer of PyTorch
-    computes as on a float32 model, and creates float32 state. Afterwards the parameters have their
-    own dtype again: they are the same objects in the same memory, with newly rounded values.
-
-    =================  ==============  ===================  ====================================
-    ``store``          bytes a weight  parameters           a step is
-    =================  ==============  ===================  ====================================
-    ``"split"``        2 + 2           bfloat16             that of float32 weights, bit for bit
-    ``"float32"``      2 + 4           bfloat16, float16    that of float32 weights, bit for bit
-    ``"kahan"``        2 + 2           bfloat16, float16    close to it
-    ``"stochastic"``   2               bfloat16, float16    right on average
-    =================  ==============  ===================  ====================================
+    computes bit for bit as on a float32 model, and creates float32 state. Afterwards the parameters
+    have their own dtype again: they are the same objects in the same memory, newly rounded.
 
     The parameter is authoritative: after any write to it (``load_state_dict``, a merge, an average,
     a mask), the next step continues from the new value. ``state_dict`` holds all that is needed to
@@ -103,18 +93,11 @@ def master_weights(
 
     Args:
         optimizer: Any optimizer with PyTorch's interface. It is changed in place.
-        store: What is kept beside each parameter, see the table.
+        store: What is kept beside each parameter: ``"split"`` the lower 16 bits of its float32
+            weight, for bfloat16; ``"float32"`` the weight, for bfloat16 and float16.
         gradients: ``"float32"`` accumulates gradients in float32, at 4 bytes a weight instead of 2.
             None accumulates them in the dtype of the parameter, except for float16 parameters:
-            their gradients are float32, which a GradScaler needs. DTensors cannot have float32
-            gradients. DistributedDataParallel reduces them in float32 if it has wrapped the model
-            before.
-        generator: The source of the seed of ``"stochastic"``. By default all ranks have the same
-            seed.
-        chunked: Step an optimizer that is not PyTorch's with a few parameters at a time, as is done
-            with PyTorch's own. You promise that the step of a parameter does not depend on others,
-            as through a norm or an estimate over all. A step count is handled; a step that leaves
-            different values in its groups or attributes for each chunk raises a ValueError.
+            their gradients are float32, which a GradScaler needs. DTensors cannot have them.
 
     Returns:
         The optimizer.
@@ -122,14 +105,13 @@ def master_weights(
     Raises:
         TypeError: ``optimizer`` is not an optimizer, wraps one (pass the wrapped one), or holds
             several (pass each of them).
-        ValueError: The optimizer already has master weights, or state with master weights was
-            loaded into it before; it has no bfloat16 or float16 parameter; a parameter has a dtype
-            that the store does not support, or shares memory with another; gradients cannot be
-            float32; or an argument is not valid.
+        ValueError: The optimizer already has master weights, or loaded state with them before; no
+            parameter is bfloat16 or float16; one has a dtype that the store does not support, or
+            shares memory with another; gradients cannot be float32; or an argument is not valid.
 
     Memory: float32 weights and gradients during a step: of a million entries at a time on a CPU, of
     a tenth of the parameters on other devices; of all parameters with LBFGS, and with an optimizer
-    that is not PyTorch's if it has a closure or is not ``chunked``. Sync: none.
+    that is not PyTorch's. Sync: none.
 
     Example:
         >>> import halfstep
@@ -142,17 +124,18 @@ def master_weights(
         >>> model.weight.dtype, state["exp_avg"].dtype, state["master_remainder"].dtype
         (torch.bfloat16, torch.float32, torch.int16)
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"master_weights({type(optimizer).__name__}): pass a torch.optim.Optimizer")
+    call = f"master_weights({type(optimizer).__name__})"
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{call}: pass a torch.optim.Optimizer")
     if len(members(optimizer)) > 1:
         raise TypeError(
-            f"master_weights({type(optimizer).__name__}): it holds several optimizers, and "
-            "their checkpoints would not contain its state. Pass each of them, one by one"
+            f"{call}: it holds several optimizers, and their checkpoints would not contain its "
+            "state. Pass each of them, one by one"
         )
     if not is_whole(optimizer):
         raise TypeError(
-            f"master_weights({type(optimizer).__name__}): it wraps an optimizer, and a checkpoint "
-            "would not have its own state. Pass the optimizer that it wraps"
+            f"{call}: it wraps an optimizer, and a checkpoint would not have its own state. Pass "
+            "the optimizer that it wraps"
         )
     if optimizer in _MASTERS:
         raise ValueError(
@@ -160,42 +143,30 @@ def master_weights(
         )
     if gradients not in (None, "float32"):
         raise ValueError(f"gradients={gradients!r}: pass 'float32', or leave it out")
-    if store != "stochastic" and generator is not None:
-        raise ValueError(f"store={store!r} draws no random numbers: leave generator out")
     if store not in STORES:
-        raise ValueError(f"store={store!r}: pass one of {', '.join(map(repr, STORES))}")
-    seed = 0 if generator is None else generator.initial_seed()
-    made: Store = Stochastic(seed) if store == Stochastic.name else STORES[store]()
-    masters = MasterWeights(made, float32_gradients=gradients == "float32", chunked=chunked)
+        elsewhere = f" ({REMOVED[store][1]})" if store in REMOVED else ""
+        raise ValueError(f"store={store!r}: pass one of {', '.join(map(repr, STORES))}{elsewhere}")
     with inside_of_guard(optimizer):
-        masters.take(optimizer)
+        MasterWeights(STORES[store], gradients == "float32").take(optimizer)
     return optimizer
 
 
-_MASTERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, MasterWeights] = (
-    weakref.WeakKeyDictionary()
-)
+_MASTERS: weakref.WeakKeyDictionary[Optimizer, MasterWeights] = weakref.WeakKeyDictionary()
 
 KEYS = {each.key for each in STORES.values()}
 """The keys, in the state of an optimizer, of the tensors that stores keep."""
 
-_ROUNDED_BY_LOADING = {Split.key, Float32.key}
-
 
 class MasterWeights:
-    """The master weights of one optimizer.
+    """The master weights of one optimizer; bfloat16 ones may have ``float32_gradients`` too."""
 
-    ``float32_gradients`` applies to bfloat16 parameters too. ``chunked`` applies to optimizers that
-    are not PyTorch's.
-    """
-
-    def __init__(self, store: Store, *, float32_gradients: bool, chunked: bool) -> None:
-        self.store = store
-        self._float32_gradients, self._chunked = float32_gradients, chunked
+    def __init__(self, store: Store, float32_gradients: bool) -> None:
+        self.store, self._float32_gradients = store, float32_gradients
         self._loaded: dict[int, dict[str, Any]] = {}
 
-    def take(self, optimizer: torch.optim.Optimizer) -> None:
+    def take(self, optimizer: Optimizer) -> None:
         """Make an optimizer step in float32 from now on."""
+        _refuse_removed_stores(optimizer, optimizer.state, optimizer.param_groups)
         if not self._served(optimizer, optimizer.param_groups):
             raise ValueError(
                 f"master_weights({type(optimizer).__name__}): all its parameters are float32 or "
@@ -204,7 +175,7 @@ class MasterWeights:
             )
         for param in parameters(optimizer):
             state = optimizer.state.get(param, {})
-            if any(key in state and state[key].dtype is param.dtype for key in _ROUNDED_BY_LOADING):
+            if any(key in state and state[key].dtype is param.dtype for key in KEYS):
                 raise ValueError(
                     f"master_weights({type(optimizer).__name__}): its state was loaded before it "
                     "had master weights, and PyTorch has rounded what was kept of them. Call "
@@ -213,22 +184,24 @@ class MasterWeights:
         self._widen_states(optimizer)
         replaced = Replacements(optimizer, "master_weights", "would round the updates away")
         self._take_step(optimizer, replaced)
-        self._take_methods(optimizer, replaced)
+        for name in BESIDE_STEP:
+            if callable(original := getattr(optimizer, name, None)):
+                replaced.put(optimizer, name, partial(self._step_at_once, original))
         self._take_groups(optimizer)
         self._take_copies(optimizer)
         self._take_loading(optimizer)
         optimizer.register_state_dict_post_hook(_after_save)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
-        self._number_step(optimizer, 0)
         _MASTERS[optimizer] = self
 
-    def _take_step(self, optimizer: torch.optim.Optimizer, replaced: Replacements) -> None:
+    def _take_step(self, optimizer: Optimizer, replaced: Replacements) -> None:
         alone, original = step_without_hooks(optimizer), optimizer.step
+        known = (*self.store.dtypes, *UNTOUCHED)
 
-        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._see_to_dtypes(optimizer)
-            self._number_step(optimizer, 1)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if any(param.dtype not in known for param in parameters(optimizer)):
+                self._served(optimizer, optimizer.param_groups)  # raises, as after model.half()
             if alone is None:  # replaced by others: its hooks see float32 parameters
                 return self._step_at_once(original, optimizer, *args, **kwargs)
             tell_scheduler(optimizer)
@@ -236,16 +209,10 @@ class MasterWeights:
 
         replaced.put(optimizer, "step", step if alone is None else with_step_hooks(step))
 
-    def _take_methods(self, optimizer: torch.optim.Optimizer, replaced: Replacements) -> None:
-        for name in BESIDE_STEP:
-            original = getattr(optimizer, name, None)
-            if callable(original):
-                replaced.put(optimizer, name, partial(self._step_at_once, original))
-
-    def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
+    def _take_groups(self, optimizer: Optimizer) -> None:
         original = optimizer.add_param_group
 
-        def add_param_group(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        def add_param_group(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
             try:
                 self._served(optimizer, optimizer.param_groups[-1:])
@@ -255,22 +222,22 @@ class MasterWeights:
 
         replace_method(optimizer, "add_param_group", add_param_group)
 
-    def _take_copies(self, optimizer: torch.optim.Optimizer) -> None:
+    def _take_copies(self, optimizer: Optimizer) -> None:
         """Give copies made by ``copy`` and ``pickle`` master weights too."""
 
-        def reduce(optimizer: torch.optim.Optimizer, protocol: SupportsIndex) -> tuple[Any, ...]:
+        def reduce(optimizer: Optimizer, protocol: SupportsIndex) -> tuple[Any, ...]:
             # As without master weights: attributes of the instance are not saved.
             parts = type(optimizer).__reduce_ex__(optimizer, protocol)
-            return _copied, (self.store.name, self._float32_gradients, self._chunked, parts)
+            return _copied, (self.store.name, self._float32_gradients, parts)
 
         replace_method(optimizer, "__reduce_ex__", reduce)
 
-    def _take_loading(self, optimizer: torch.optim.Optimizer) -> None:
+    def _take_loading(self, optimizer: Optimizer) -> None:
         """Support optimizers whose ``load_state_dict`` calls no hooks, as in bitsandbytes."""
         original = optimizer.load_state_dict
 
         def load_state_dict(
-            optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], *args: Any, **kwargs: Any
+            optimizer: Optimizer, state_dict: dict[str, Any], *args: Any, **kwargs: Any
         ) -> None:
             self._before_load(optimizer, state_dict)
             original(state_dict, *args, **kwargs)
@@ -278,9 +245,7 @@ class MasterWeights:
 
         replace_method(optimizer, "load_state_dict", load_state_dict)
 
-    def _served(
-        self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
-    ) -> list[Tensor]:
+    def _served(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[Tensor]:
         """Return the parameters that the store serves, and set the dtype of their gradients.
 
         Raises:
@@ -313,12 +278,6 @@ class MasterWeights:
             raise
         return [param for param, _ in found]
 
-    def _see_to_dtypes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error if a parameter now has an unsupported dtype, as by ``model.half()``."""
-        known = (*self.store.dtypes, *UNTOUCHED)
-        if any(param.dtype not in known for param in parameters(optimizer)):
-            self._served(optimizer, optimizer.param_groups)
-
     def _see_to_gradients(self, param: Tensor, name: object) -> None:
         if self._float32_gradients or param.dtype is torch.float16:
             if is_dtensor(param):
@@ -345,38 +304,25 @@ class MasterWeights:
     # --- a step -----------------------------------------------------------------------------------
 
     def _step(
-        self,
-        step: Callable[..., Any],
-        optimizer: torch.optim.Optimizer,
-        /,
-        *args: Any,
-        **kwargs: Any,
+        self, step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Step in chunks if the result is the same, else all at once."""
-        closure = next(iter(args), kwargs.get("closure"))
-        is_known = steps_one_at_a_time(optimizer, step)
-        if callable(closure) and is_known:  # it calls the closure once, at the start
+        if not steps_one_at_a_time(optimizer, step):
+            return self._step_at_once(step, optimizer, *args, **kwargs)
+        closure, loss = next(iter(args), kwargs.get("closure")), None
+        if callable(closure):  # PyTorch would call it once, at the start
             with torch.enable_grad():
                 loss = closure()
-            self._step(step, optimizer)
-            return loss
-        if callable(closure) or not (is_known or self._chunked):
-            return self._step_at_once(step, optimizer, *args, **kwargs)
-        scratch = Scratch() if is_known else None
+        scratch = Scratch()
 
-        def step_chunk() -> Any:
-            exchange = Exchange(optimizer, self.store, parameters(optimizer), scratch)
-            return exchange.around(step, *args, **kwargs)
+        def step_chunk() -> None:
+            Exchange(optimizer, self.store, parameters(optimizer), scratch).around(step)
 
-        return step_in_chunks(optimizer, step_chunk, is_known=is_known)
+        step_in_chunks(optimizer, step_chunk)
+        return loss
 
     def _step_at_once(
-        self,
-        step: Callable[..., Any],
-        optimizer: torch.optim.Optimizer,
-        /,
-        *args: Any,
-        **kwargs: Any,
+        self, step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
     ) -> Any:
         exchange = Exchange(optimizer, self.store, parameters(optimizer))
         closure, others, kwargs = split_closure(args, kwargs)
@@ -384,25 +330,14 @@ class MasterWeights:
             args, kwargs = with_closure(exchange.outside(closure), others, kwargs)
         return exchange.around(step, *args, **kwargs)
 
-    def _number_step(self, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-        """Select the random bits of the next step, and add ``num_steps`` to the step count."""
-        if isinstance(self.store, Stochastic):
-            groups = optimizer.param_groups
-            seed = next((group[SEED] for group in groups if SEED in group), self.store.seed)
-            step = max(group.get(STEPS, 0) for group in groups)
-            self.store.begin(seed, step)
-            for group in groups:
-                group |= {SEED: seed, STEPS: step + num_steps}
-
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _before_load(
-        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Set aside the state of lower parameters: PyTorch casts state to the parameter's dtype.
 
         PyTorch loads the optimizer's own state, which ``__setstate__`` may need, and nothing else.
         """
+        _refuse_removed_stores(optimizer, state_dict["state"], state_dict["param_groups"])
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         saved = dict(state_dict["state"])
         self._loaded = {}
@@ -413,7 +348,7 @@ class MasterWeights:
                 saved[id] = {key: each for key, each in saved[id].items() if key not in KEYS}
         return state_dict | {"state": saved}
 
-    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_load(self, optimizer: Optimizer) -> None:
         """Restore the state that was set aside, with the dtypes in which it was saved."""
         for param in parameters(optimizer):
             for key, value in self._loaded.get(id(param), {}).items():
@@ -427,34 +362,41 @@ class MasterWeights:
         self._loaded = {}
         self._widen_states(optimizer)
 
-    def _widen_states(self, optimizer: torch.optim.Optimizer) -> None:
+    def _widen_states(self, optimizer: Optimizer) -> None:
         """Cast state that was made without master weights to float32.
 
         State made with them has a lower precision only if the optimizer chose it.
         """
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                state = optimizer.state.get(param, {})
-                has_masters = STEPS in group or not KEYS.isdisjoint(state)
-                if param.dtype in self.store.dtypes and not has_masters:
-                    for key, value in state.items():
-                        state[key] = _map_state(_widened, value)
+        for param in parameters(optimizer):
+            state = optimizer.state.get(param, {})
+            if param.dtype in self.store.dtypes and KEYS.isdisjoint(state):
+                for key, value in state.items():
+                    state[key] = _map_state(_widened, value)
 
 
-def _copied(
-    store: str, float32_gradients: bool, chunked: bool, parts: tuple[Any, ...]
-) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer with master weights; the random seed is in its groups."""
+def _refuse_removed_stores(
+    optimizer: Optimizer, state: Mapping[Any, Any], groups: list[dict[str, Any]]
+) -> None:
+    """Raise an error for the state of a removed store, which would be dropped silently."""
+    for store, (key, where) in REMOVED.items():
+        if any(key in each for each in (*state.values(), *groups) if isinstance(each, dict)):
+            raise ValueError(
+                f"master_weights({type(optimizer).__name__}): the state is that of the store "
+                f"{store!r}, which was removed ({where}). To continue from the rounded parameters, "
+                f"delete each {key!r} in its state and param_groups first"
+            )
+
+
+def _copied(store: str, float32_gradients: bool, parts: tuple[Any, ...]) -> Optimizer:
+    """Return a copy of an optimizer with master weights."""
     make, args, state, *_ = parts
-    optimizer: torch.optim.Optimizer = make(*args)
+    optimizer: Optimizer = make(*args)
     optimizer.__setstate__(state)
-    MasterWeights(STORES[store](), float32_gradients=float32_gradients, chunked=chunked).take(
-        optimizer
-    )
+    MasterWeights(STORES[store], float32_gradients).take(optimizer)
     return optimizer
 
 
-def _after_save(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Save the remainders of DTensors as int32: no backend of torch.distributed sends int16."""
     state = dict(state_dict["state"])
     for id, each in state.items():
@@ -463,9 +405,7 @@ def _after_save(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     return state_dict | {"state": state}
 
 
-def float32_weights(
-    model: torch.nn.Module, *optimizers: torch.optim.Optimizer
-) -> dict[str, Tensor]:
+def float32_weights(model: torch.nn.Module, *optimizers: Optimizer) -> dict[str, Tensor]:
     """Return the ``state_dict`` of a model with exact float32 weights, for export.
 
     Args:
@@ -523,32 +463,22 @@ def float32_weights(
     return weights
 
 
-def has_master_weights(optimizer: torch.optim.Optimizer) -> bool:
+def has_master_weights(optimizer: Optimizer) -> bool:
     return bool(with_masters(optimizer))
 
 
-def with_masters(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def with_masters(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers with master weights that a step of this optimizer steps."""
     own = [each for each in _MASTERS if each is optimizer]  # a container may not be hashable
     return own or [each for each in _MASTERS if makes_step_of(optimizer, each)]
 
 
-def weight_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+def weight_of(optimizer: Optimizer, param: Tensor) -> Tensor:
     """Return the float32 weight behind a parameter; without one, the parameter itself."""
     masters = _MASTERS.get(optimizer)
     if masters is None or param.dtype not in masters.store.dtypes:
         return param.detach()
     return float32_weight(optimizer, masters.store, param)
-
-
-def is_rounded_by_chance(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
-    """Return whether a parameter is rounded stochastically, with no weight behind it."""
-    masters = _MASTERS.get(optimizer)
-    return (
-        masters is not None
-        and masters.store.name == Stochastic.name
-        and param.dtype in masters.store.dtypes
-    )
 
 
 def _set_grad_dtype(param: Tensor, dtype: torch.dtype | None) -> None:
@@ -565,18 +495,31 @@ def _refuse_later_wrapping(params: list[Tensor]) -> None:
     PyTorch would raise "Expected Half, got Float": its buckets have the dtypes of the parameters.
     """
 
-    def check(gradient: Tensor) -> None:
-        for handle in handles:
-            handle.remove()
+    def check() -> bool:
         if any(reduced_by(params)):
             raise ValueError(
                 "master_weights(): a DistributedDataParallel that was made later cannot reduce the "
                 "float32 gradients of its parameters. Make it first: model = "
                 "DistributedDataParallel(model), and then master_weights(optimizer, ...)"
             )
+        return True
+
+    _at_gradients(params, check)
+
+
+def _at_gradients(params: list[Tensor], check: Callable[[], bool]) -> None:
+    """Call ``check`` when a parameter gets its gradient, until it has raised or returned True."""
+
+    def call(gradient: Tensor) -> None:
+        is_done = True
+        try:
+            is_done = check()
+        finally:
+            for handle in handles if is_done else ():
+                handle.remove()
 
     trained = (param for param in params if param.requires_grad)
-    handles = [param.register_hook(check) for param in trained]  # type: ignore[no-untyped-call]
+    handles = [param.register_hook(call) for param in trained]  # type: ignore[no-untyped-call]
 
 
 def _reduced_dtypes(module: torch.nn.parallel.DistributedDataParallel) -> set[torch.dtype | None]:
@@ -598,11 +541,9 @@ def _check_first_backward(
     diverge. Of other dtypes beside, PyTorch would raise "Expected Half, got Float".
     """
 
-    def check(gradient: Tensor) -> None:
+    def check() -> bool:
         if not module.require_backward_grad_sync:  # in no_sync(): a later pass reduces
-            return
-        for handle in handles:
-            handle.remove()
+            return False
         if _reduced_dtypes(module) != {torch.float32}:
             raise CallOrderError(
                 "master_weights(): a DistributedDataParallel has parameters with float32 gradients "
@@ -616,12 +557,12 @@ def _check_first_backward(
                 "the forward pass. If the backward pass is not one of DistributedDataParallel, put "
                 "it into its no_sync()"
             )
+        return True
 
-    trained = (param for param in params if param.requires_grad)
-    handles = [param.register_hook(check) for param in trained]  # type: ignore[no-untyped-call]
+    _at_gradients(params, check)
 
 
-def _refuse_shared_memory(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_shared_memory(optimizer: Optimizer) -> None:
     """Raise an error if two parameters share memory: each would get its own float32 weight."""
     owners: dict[int, Tensor] = {}
     for param in parameters(optimizer):

@@ -1,1 +1,1 @@
-"""Number formats and tensor statistics."""
+"""Number formats, and values of tensors."""

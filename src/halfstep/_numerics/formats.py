@@ -1,4 +1,4 @@
-"""Number formats: their limits, and rounding to them.
+"""Number formats and their limits.
 
 Sources: IEEE 754-2019 (binary16); P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022,
 arXiv:2209.05433 (E4M3, E5M2). Rounding is to nearest, ties to even, as in PyTorch's casts. The
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -81,39 +80,3 @@ FORMATS = {
 
 FORMATS_BY_DTYPE = {format.dtype_name: format for format in FORMATS.values()}
 """The formats, by the names of their dtypes, such as ``"float16"``."""
-
-
-def rounded(tensor: Tensor, format: Format, *, saturate: bool) -> Tensor:
-    """Return the values of a tensor rounded to a format: to nearest, ties to even.
-
-    PyTorch casts the values within the range of the format, back and forth. These casts agree on
-    all machines, including subnormals: they are IEEE 754 instructions or bit operations. Values out
-    of range are never cast, since PyTorch versions treat them differently in float8.
-
-    Args:
-        tensor: Real floating-point values of any shape.
-        format: The format to round to.
-        saturate: Whether values out of range, including inf, become the largest value of the
-            format, as in the float8 casts of hardware. Otherwise they become inf, or NaN in e4m3,
-            which has no inf.
-
-    Returns:
-        A float32 tensor of the same shape on the same device. NaN stays NaN.
-
-    Sync: none.
-
-    Example:
-        >>> import torch
-        >>> from halfstep._numerics.formats import FORMATS
-        >>> values = torch.tensor([1.06, 3e-4, 500.0])
-        >>> rounded(values, FORMATS["e4m3"], saturate=True).tolist()
-        [1.0, 0.0, 448.0]
-        >>> rounded(values, FORMATS["e4m3"], saturate=False).tolist()
-        [1.0, 0.0, nan]
-    """
-    values = tensor.float()
-    held = values.clamp(-format.largest, format.largest).to(format.dtype).float()
-    if saturate:
-        return held
-    beyond = values * (math.nan if format.name == "e4m3" else math.inf)
-    return beyond.where(values.abs() > format.last_held, held)

@@ -23,9 +23,6 @@ check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 # (tensors, p, dtype=): the p-norm of each tensor, all on one device.
 norms_of_each = torch._foreach_norm
 
-# (tensors, others): adds each to its tensor in place, in few kernels.
-add_to_each_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
-
 # (tensors, others): copies each to its tensor, converted to the tensor's dtype.
 copy_to_each_ = torch._foreach_copy_
 

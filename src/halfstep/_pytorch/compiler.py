@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch._functorch.config
@@ -268,62 +267,3 @@ def forget_compiled_code() -> None:
 def eager() -> AbstractContextManager[object]:
     """Return a context in which compiled code runs eagerly."""
     return torch.compiler.set_stance("force_eager") if is_loaded() else nullcontext()
-
-
-class Captured(NamedTuple):
-    """The graphs that torch.compile captured in a block.
-
-    Attributes:
-        num_graphs: The number of graphs.
-        breaks: One line for each reason of a graph break or of a graph that was not started.
-    """
-
-    num_graphs: int
-    breaks: tuple[str, ...]
-
-
-@contextmanager
-def compiled_anew() -> Iterator[Callable[[], Captured]]:
-    """Compile the code called in the block from scratch; discard it afterwards.
-
-    Yields:
-        A function that returns the graphs captured in the block so far.
-    """
-    from torch._dynamo.utils import counters
-
-    def counted() -> tuple[int, dict[str, int]]:
-        return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-
-    num_before, breaks_before = counted()
-
-    def captured() -> Captured:
-        num, breaks = counted()
-        new = [reason for reason in breaks if breaks[reason] > breaks_before.get(reason, 0)]
-        return Captured(num - num_before, tuple(reason.partition("\n")[0] for reason in new))
-
-    torch.compiler.reset()
-    try:
-        with torch.compiler.set_stance("default"), warnings.catch_warnings():
-            # Caused by the compiler itself, which reads the gradient of each input.
-            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
-            yield captured
-    finally:
-        torch.compiler.reset()
-
-
-def raised_inside(error: Exception) -> Exception:
-    """Return the error that a backend of torch.compile raised, or the error itself."""
-    inner = getattr(error, "inner_exception", None)
-    return inner if isinstance(inner, Exception) else error
-
-
-def lacks_cpp_compiler(error: Exception) -> bool:
-    """Return whether torch.compile failed for lack of a C++ compiler."""
-    return type(raised_inside(error)).__name__ == "InvalidCxxCompiler"
-
-
-def has_backend(name: str) -> bool:
-    """Return whether torch.compile has a backend of that name. Imports all of torch.compile."""
-    from torch._dynamo.backends.registry import list_backends
-
-    return name in list_backends(exclude_tags=())

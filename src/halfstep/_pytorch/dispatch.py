@@ -16,13 +16,6 @@ Keys = torch._C.DispatchKeySet
 # (keys, *args, **kwargs): the function that the dispatcher calls for an op at a key.
 Kernel = Callable[..., Any]
 
-# The first key in a transform of torch.func, visited once for each transform around the op; and the
-# key for vmap, which the component ops of composites reach too.
-FUNCTORCH_KEYS = (
-    torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode,
-    torch._C.DispatchKey.FuncTorchBatched,
-)
-
 # (with exclude_keys(keyset): ...) runs a block as if the keys did not exist.
 exclude_keys = torch._C._ExcludeDispatchKeyGuard
 
@@ -125,21 +118,6 @@ def overload_of(op: Any) -> str:
 def takes_numbers(op: torch._ops.OpOverload) -> bool:
     """Return whether ``op`` accepts a number in place of a tensor, as in ``x * 2``."""
     return bool(torch._C._should_allow_numbers_as_tensors(schema_of(op).name.rpartition("::")[2]))
-
-
-def writes_to_arguments(function: Any) -> bool:
-    """Return whether the schema of an op (``torch.ops...``) writes to an argument."""
-    match function:
-        case torch._ops.OpOverload():
-            overloads = [function]
-        case torch._ops.OpOverloadPacket():
-            overloads = [getattr(function, name) for name in function.overloads()]  # type: ignore[no-untyped-call]
-        case _:
-            return False
-    arguments = (argument for op in overloads for argument in schema_of(op).arguments)
-    return any(
-        argument.alias_info is not None and argument.alias_info.is_write for argument in arguments
-    )
 
 
 def written_by(op: torch._ops.OpOverload) -> frozenset[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def spec_of(tensor: Any) -> Any:
     return getattr(tensor, "_spec", None)
 
 
-def settle(param: Any, grad: Any) -> Any:
+def reduce_partial(param: Any, grad: Any) -> Any:
     """Return a DTensor gradient with final entries, by adding up partial placements.
 
     Tensor parallelism leaves partial gradients for parameters that are replicated on its ranks.
@@ -105,20 +105,10 @@ def settle(param: Any, grad: Any) -> Any:
         return grad.redistribute(placements=placements)
 
 
-def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that wraps a local part in a DTensor with the layout of ``tensor``."""
-    if not is_dtensor(tensor):
-        return lambda local: local
-    cls: Any = type(tensor)
-    spec = tensor._spec  # type: ignore[attr-defined]
-    return lambda local: cls(local, spec, requires_grad=False)
-
-
 def in_place_of(tensor: Any, local: torch.Tensor) -> torch.Tensor:
     """Return a local part, of any dtype, as a DTensor with the layout of ``tensor``.
 
-    Unlike the DTensors of :func:`placed_like`, which claim the dtype of ``tensor``, this one has
-    its own dtype, and so do results computed from it.
+    It has the dtype of the local part, and so do results computed from it.
     """
     if not is_dtensor(tensor):
         return local
@@ -167,22 +157,6 @@ class Swap:
             torch._C._swap_tensor_impl(self.param, self.other)
         if self._own is not None:
             self.param._local_tensor, self.param._spec = self._own
-
-
-def shard_name(tensor: Any) -> str:
-    """Return a name for the part of a DTensor on this rank, "" if all ranks have the same.
-
-    Ranks with the same name have the same parts of all tensors with that name.
-    """
-    if not is_dtensor(tensor):
-        return ""
-    mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or range(mesh.ndim)
-    return " ".join(
-        f"{names[dim]}={mesh.get_local_rank(dim)}"
-        for dim, place in enumerate(tensor.placements)
-        if not place.is_replicate()  # is_shard() leaves out strided ones
-    )
 
 
 def has_process_group() -> bool:

@@ -7,10 +7,10 @@ from halfstep._scaler.after_step import DueSchedules, backup_of
 from halfstep._scaler.closures import UnusableEvaluationError
 from halfstep._scaler.guard import Guard, GuardScaler, guard, inside_of_guard
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.rules import Dynamic, Static
+from halfstep._scaler.outcome import Outcome, pack, unpack
 from halfstep._scaler.scale_state import Reason
 from halfstep._scaler.scaler import GradScaler
+from halfstep._scaler.schedules import Dynamic, Static
 
 __all__ = [
     "DueSchedules",
@@ -26,4 +26,6 @@ __all__ = [
     "backup_of",
     "guard",
     "inside_of_guard",
+    "pack",
+    "unpack",
 ]

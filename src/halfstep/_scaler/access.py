@@ -59,7 +59,7 @@ def add_check(
     engine = scaler._engine
     check = GradientCheck(engine.loss_scale, found_inf)
     ranks = engine.ranks_of("step", optimizer, parameters(optimizer))
-    check.agreement = ranks.agree_on(check, gradients)
+    check.agreement = ranks.agree_on(check)
     return engine.iteration.ledger.mark(gradients, check)
 
 

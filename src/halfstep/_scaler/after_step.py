@@ -110,8 +110,8 @@ class DueSchedules:
     def note_move(self, scheduler: Any) -> None:
         self._moved[scheduler] = self._count(scheduler)
 
-    def may_move(self, scheduler: Any) -> bool:
-        """Return whether a schedule may advance now; if so, record that it does.
+    def try_move(self, scheduler: Any) -> bool:
+        """Record that a schedule advances, if it may now; return whether it may.
 
         Sync: one if the outcome of a step is not known yet.
         """

@@ -7,7 +7,6 @@ equal, the two maxima are opposites.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,32 +17,25 @@ from torch import Tensor, distributed
 
 from halfstep._common.numbers import power, things
 from halfstep._gradients.gradients import Gradients
-from halfstep._gradients.norms import Norms, p_norm
+from halfstep._gradients.norms import Norms
 from halfstep._gradients.scalars import (
     Scalar,
     any_of,
-    as_float32,
     float32_from_bits,
     scalar,
 )
-from halfstep._pytorch.devices import to_device, widest_float
-from halfstep._scaler.groups import Group, Layout, Reduction
+from halfstep._pytorch.devices import to_device
+from halfstep._scaler.groups import Layout, Reduction
 from halfstep._scaler.loss_scale import LossScale
 from halfstep.errors import CallOrderError, RanksError
 
 CHECK_EVERY = 100
-"""Interval, in steps or updates, of comparisons that would cost a sync or a request each time."""
+"""Interval, in steps, of comparisons that would cost a sync each time."""
 
 FOUND, BAD_LOSS, HAS_GRADIENTS, HAS_SCALE = range(4)
-OWN_NORM, *STATE = range(5)
-"""After the first four: the numbers that must be equal on all ranks, except ``OWN_NORM``, whose
-equality reveals gradients that are copies of each other."""
-
-NUM_FIRST, NUM_SAME = 4, 5
+NUM_FIRST, NUM_SAME = 4, 4
 NUM_NUMBERS = NUM_FIRST + 2 * NUM_SAME
-
-LARGEST_BITS = 0x7F7FFFFF
-"""The bits of the largest finite float32 number; inf and NaN have larger bits."""
+"""After the first four come the numbers that must be equal on all ranks, twice."""
 
 
 # --- what is found -------------------------------------------------------------------------------
@@ -68,23 +60,10 @@ class Alone:
 
     is_together: ClassVar[Literal[False]] = False
 
-    def agree_on(
-        self,
-        found: Findings,
-        gradients: Gradients,
-        norms: Norms | None = None,
-        *,
-        has_gradients: bool = True,
-    ) -> None:
+    def agree_on(self, found: Findings, *, has_gradients: bool = True) -> None:
         """Return None: what this rank has found holds. The methods are those of `Together`."""
         if not self.sees_all_losses:
-            found.scale.settle_loss(None)
-
-    def p_norm(self, gradients: Gradients, p: float, device: torch.device) -> Tensor:
-        return p_norm(gradients, p, device)
-
-    def norms_of_parts(self, norms: list[Scalar], parts: list[Gradients], p: float) -> list[Scalar]:
-        return norms
+            found.scale.agree_on_loss(None)
 
 
 ALONE = Alone()
@@ -99,31 +78,17 @@ class Together:
     is_together: Literal[True] = True
 
     def __init__(
-        self,
-        layout: Layout,
-        call: str,
-        has_scale: bool,
-        next_number: Callable[[], int],
+        self, layout: Layout, call: str, has_scale: bool, next_number: Callable[[], int]
     ) -> None:
         self.group, self._layout, self.call = layout.group, layout, call
         self.has_scale, self.next_number = has_scale, next_number
 
-    def agree_on(
-        self,
-        found: Findings,
-        gradients: Gradients,
-        norms: Norms | None = None,
-        *,
-        has_gradients: bool = True,
-    ) -> Agreement:
+    def agree_on(self, found: Findings, *, has_gradients: bool = True) -> Agreement:
         """Return the combined result of all ranks, which arrives asynchronously. Sync: none.
 
         ``has_gradients``: whether this check or an earlier one has gradients.
         """
-        own_norm = None
-        if norms is not None and self._layout.owns_all(gradients):
-            own_norm = norms.total(found.scale.tensor.device)
-        return Agreement(self, found, own_norm, has_gradients)
+        return Agreement(self, found, has_gradients)
 
     def start_norm(
         self, norms: Norms, gradients: Gradients, device: torch.device
@@ -132,89 +97,23 @@ class Together:
 
         Sync: none; on the CPU the returned function waits for the other ranks.
         """
-        squares = norms.sum_of_squares(device, self._layout.shares(gradients))
-        wait = self._sum(squares.reshape(1), self.group)
-        return lambda: scalar(wait()[0])
-
-    def p_norm(self, gradients: Gradients, p: float, device: torch.device) -> Tensor:
-        """Return the p-norm of the gradients of all ranks, still scaled. Sync as above."""
-        if p == math.inf:
-            norm = p_norm(gradients, p, device) if gradients.grads else _zero(device)
-            return self._largest([norm], self.group)[0]
-        power = self._power(None, gradients, p, device)
-        return self._sum(power[None], self.group)()[0].pow(1.0 / p)
-
-    def norms_of_parts(self, norms: list[Scalar], parts: list[Gradients], p: float) -> list[Scalar]:
-        """Return the norms of parts of the gradients, each over all ranks that share the part."""
-        sharing = self._layout.sharing
-        if sharing is None or not norms:
-            return norms  # each rank has whole parameters, or all ranks that share them have none
-        if not sharing.parts:
-            raise RanksError(
-                f"{self.call}: the norms of single layers or parameters are spread over the ranks "
-                f"{list(sharing.ranks)}, no device mesh covers exactly these. Clip per='all'"
-            )
-        given = [
-            n if isinstance(n, Tensor) else torch.tensor(n, dtype=torch.float64) for n in norms
-        ]
-        if p == math.inf:
-            return list(map(scalar, self._largest(given, sharing)))
-        powers = [
-            self._power(norm, part, p, norm.device) for norm, part in zip(given, parts, strict=True)
-        ]
-        return list(map(scalar, self._sum(torch.stack(powers), sharing)().pow(1.0 / p)))
-
-    def _power(
-        self, norm: Tensor | None, part: Gradients, p: float, device: torch.device
-    ) -> Tensor:
-        """Return this rank's contribution to the sum of the p-th powers of all entries."""
-        shares = self._layout.shares(part) or [1.0] * len(part.grads)
-        distinct = dict.fromkeys(shares)
-        if norm is not None and len(distinct) == 1:
-            return norm.to(widest_float(norm.device)).pow(p) * shares[0]
-        powers = [_zero(device)]
-        for share in distinct:
-            same = part.at([position for position, one in enumerate(shares) if one == share])
-            powers.append(p_norm(same, p, device).pow(p) * share)
-        return torch.stack(powers).sum()
-
-    def _sum(self, values: Tensor, group: Group) -> Callable[[], Tensor]:
-        device = values.device
-        reduction = Reduction(
-            group,
-            to_device(values, group.device),
-            distributed.ReduceOp.SUM,
-            f"{self.call}: the norm",
-        )
-        return lambda: to_device(reduction.wait(), device)
-
-    def _largest(self, norms: Sequence[Tensor], group: Group) -> list[Tensor]:
-        # The maximum of NaN and a number may be the number.
-        values = torch.stack(list(norms)).nan_to_num(nan=math.inf, posinf=math.inf)
-        values = to_device(values, group.device)
-        purpose = f"{self.call}: the largest gradient"
-        largest = Reduction(group, values, distributed.ReduceOp.MAX, purpose).wait()
-        return list(largest.to(norms[0].device))
-
-
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=widest_float(device), device=device)
+        squares = norms.sum_of_squares(device, self._layout.shares(gradients)).reshape(1)
+        values, purpose = to_device(squares, self.group.device), f"{self.call}: the norm"
+        reduction = Reduction(self.group, values, distributed.ReduceOp.SUM, purpose)
+        return lambda: scalar(to_device(reduction.wait(), device)[0])
 
 
 class Agreement:
     """The combined result of all ranks, while it is reduced.
 
-    ``own_norm``: the norm of gradients that only this rank has, if measured. Sync: none, except
-    :meth:`verify`; on the CPU the first access waits for the other ranks.
+    Sync: none, except :meth:`verify`; on the CPU the first access waits for the other ranks.
     """
 
-    def __init__(
-        self, ranks: Together, found: Findings, own_norm: Scalar | None, has_gradients: bool
-    ) -> None:
+    def __init__(self, ranks: Together, found: Findings, has_gradients: bool) -> None:
         self._ranks, self._loss_scale = ranks, found.scale
         self._has_gradients = has_gradients
         self._number = ranks.next_number()
-        values = _values(ranks, found, own_norm, has_gradients)
+        values = _values(ranks, found, has_gradients)
         self._reduction: Reduction | None = Reduction(
             ranks.group, values, distributed.ReduceOp.MAX, f"{ranks.call}: found_inf"
         )
@@ -226,7 +125,7 @@ class Agreement:
             values = self._reduction.wait()
             self._reduction = None
             self._vector = to_device(values, self._loss_scale.tensor.device)
-            self._loss_scale.settle_loss(self._vector[BAD_LOSS] > 0)
+            self._loss_scale.agree_on_loss(self._vector[BAD_LOSS] > 0)
         return self._vector
 
     def found_inf(self) -> Tensor:
@@ -277,18 +176,8 @@ class Agreement:
     def _require_same(self, values: list[int]) -> None:
         largest = values[NUM_FIRST : NUM_FIRST + NUM_SAME]
         least = [-value for value in values[NUM_FIRST + NUM_SAME :]]
-        if any(largest[slot] != least[slot] for slot in STATE):
+        if largest != least:
             raise RanksError(self._who_has_what())
-        if 0 < largest[OWN_NORM] == least[OWN_NORM] < LARGEST_BITS:
-            raise RanksError(
-                f"{self._ranks.call}: the norm of the gradients is the same on all "
-                f"{len(self._ranks.group.ranks)} ranks, "
-                f"{float32_from_bits(largest[OWN_NORM]):g}. They "
-                "seem to be copies, averaged by hand, and would be counted once for each rank. Use "
-                "DistributedDataParallel, or tell a GradScaler: "
-                "scaler.replicated(model.parameters(), process_group). For halfstep run --guard: "
-                "--guard-ranks=alone"
-            )
 
     def _who_has_what(self) -> str:
         group, call = self._ranks.group, self._ranks.call
@@ -298,30 +187,27 @@ class Agreement:
                 f"{call}: the ranks disagree on the scale, and no step was taken:",
                 group.lines(rows, describe),
                 "Cause: a checkpoint or update(new_scale=...) on some ranks only, another "
-                "init_scale or rule, or calls of the scaler that some ranks leave out.",
+                "init_scale or schedule, or calls of the scaler that some ranks leave out.",
                 "Cure: load the same state on all ranks; update(new_scale=...) with one number on "
                 "all of them sets the scale, and load_state_dict() the counters too.",
             ]
         )
 
 
-def _values(
-    ranks: Together, findings: Findings, own_norm: Scalar | None, has_gradients: bool
-) -> Tensor:
+def _values(ranks: Together, findings: Findings, has_gradients: bool) -> Tensor:
     """Return this rank's findings for the others, int32 ``[NUM_NUMBERS]``. Sync: none."""
     scale, group = findings.scale, ranks.group
     device = scale.device
-    zero = torch.zeros((), device=device)
-    found = any_of(findings.found_here.values(), device) if findings.found_here else zero
-    norm = zero if own_norm is None else to_device(as_float32(own_norm, device).detach(), device)
+    found = torch.zeros((), device=device)
+    if findings.found_here:
+        found = any_of(findings.found_here.values(), device)
     # Earlier ranks send larger numbers, so the maximum identifies the first rank with a finding.
     flags = torch.stack([found, scale.loss_flag()])
     first, is_bad = (flags * (len(group.ranks) - group.place)).int()
     known = _known(has_gradients, ranks.has_scale, device)
     counters = to_device(torch.tensor(scale.counters(), dtype=torch.int32), device)
-    same = torch.cat([norm.reshape(1).view(torch.int32), counters])
     head = torch.cat([torch.stack([first, is_bad]), known])
-    return to_device(torch.cat([head, same, -same]), group.device)
+    return to_device(torch.cat([head, counters, -counters]), group.device)
 
 
 @cache

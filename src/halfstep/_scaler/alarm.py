@@ -23,10 +23,8 @@ NUM_NAMED = 5
 NUM_SEARCHED = 16
 """Number of recent outcomes that are searched for the skipped step."""
 
-DROPPED = "skipped or taken without some blocks of accumulate()"
-
 WHICH_OP = (
-    "To find the op, put `with scaler.diagnose(model):` around the loop, or use halfstep run "
+    "To find the op, put `with halfstep.diagnose(scaler):` around the loop, or use halfstep run "
     "--diagnose"
 )
 
@@ -46,10 +44,6 @@ CURES = {
         "the backward pass for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by where() or "
         "masked_fill(), values too large for float16, and NaN in the parameters. "
         f"{WHICH_OP}"
-    ),
-    Reason.NORM: (
-        "the norm of the gradients is far above its median. Check these batches, lower the "
-        "learning rate, or raise the limit (set_norm_limit)"
     ),
 }
 
@@ -71,8 +65,8 @@ class SkipReport:
         reason: Why the last one was skipped.
         scale: The scale from now on; None for a guard, which scales nothing.
         culprits: The parameters with inf or NaN in their gradients; empty if these are gone.
-        optimizers: Class names of the optimizers whose last step was skipped; empty if it was taken
-            without some blocks of ``accumulate``.
+        optimizers: Class names of the optimizers whose last step was skipped; empty if the script
+            did not call ``step``.
         rank: The first rank that found inf or NaN; None with one rank or if all have the same
             gradients.
     """
@@ -88,7 +82,7 @@ class SkipReport:
     def __str__(self) -> str:
         last = self.since + self.skipped_in_a_row - 1
         steps = f"step {last} was" if last == self.since else f"steps {self.since} to {last} were"
-        what = f"skipped ({', '.join(self.optimizers)})" if self.optimizers else DROPPED
+        what = f"skipped ({', '.join(self.optimizers)})" if self.optimizers else "skipped"
         if self.scale is None:
             lines = [f"{steps} {what}; reason: inf or NaN in the gradients"]
         else:
@@ -152,19 +146,19 @@ class Alarm:
         the same one. Sync: none unless the alarm is due.
         """
         state = scale.state
-        if not self.is_due(scale, *state.skips()):
+        if not self.note(scale, state.skipped_in_a_row, state.reached_floor):
             return
         step = state.num_taken + state.num_skipped
         skipped = [
             outcome
             for outcome in journal.newest(NUM_SEARCHED)
-            if outcome.loss_scale is scale and outcome.skipped and outcome.entry.step == step
+            if outcome.loss_scale is scale and outcome.skipped and outcome._entry.step == step
         ]
         began_at_floor = state.run_scale <= state.min_scale
         self.speak(_report(state, skipped), began_at_floor=began_at_floor)
 
-    def is_due(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
-        """Return whether the alarm is due for a scale; call this once in an iteration."""
+    def note(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
+        """Note an iteration of a scale; return whether the alarm is due."""
         if skipped_in_a_row == 0 and scale not in self._runs:
             return False
         run = self._runs.setdefault(scale, _Run(self.max_consecutive_skips))
@@ -184,9 +178,8 @@ class Alarm:
     def speak(self, report: SkipReport, *, began_at_floor: bool) -> None:
         """Warn, raise or call, as the user chose.
 
-        "raise" only warns in two cases. A run of skips at a scale that never was above the floor is
-        no proof of a defect, up to ``max_consecutive_skips``; and steps may have been taken without
-        some dropped blocks.
+        "raise" only warns in two cases: if the script left out the steps itself, and up to
+        ``max_consecutive_skips`` at a scale that never was above the floor, which proves no defect.
         """
         if callable(self.on_skips):
             self.on_skips(report)
@@ -201,7 +194,7 @@ class Alarm:
 
 
 def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
-    # If there is no outcome, steps were taken without overflowed blocks of accumulate().
+    # There is no outcome if the script unscaled gradients and did not call step().
     reasons = [outcome.reason for outcome in skipped if outcome.reason] or [Reason.OVERFLOW]
     return SkipReport(
         skipped_in_a_row=state.skipped_in_a_row,

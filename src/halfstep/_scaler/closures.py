@@ -23,15 +23,14 @@ from halfstep._gradients.optimizers import (
     with_closure,
 )
 from halfstep._scaler.after_step import backup_of
-from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Decided, Gathered, Iteration, Remembered, Stage
 from halfstep._scaler.journal import Journal, Memory
 from halfstep._scaler.ledger import GradientCheck
+from halfstep._scaler.outcome import has_its_gradients
 from halfstep._scaler.overrides import is_ready
 from halfstep._scaler.step import (
     clip_coefficient_of,
-    decide,
     gather,
     measure,
     multiply_,
@@ -124,9 +123,7 @@ class _Evaluations:
     def begin(self, earlier: Remembered | None) -> None:
         """Prepare the new gradients of scaled losses for the optimizer; drop all others."""
         engine, optimizer = self._engine, self._optimizer
-        self._were_unscaled = id(optimizer) in engine.iteration.blocks or (
-            earlier is not None and earlier.stage is Stage.UNSCALED
-        )
+        self._were_unscaled = earlier is not None and earlier.stage is Stage.UNSCALED
         if not self._were_unscaled:
             drop_used(engine.journal, optimizer)
         held = [(param, param.grad) for param in parameters(optimizer) if param.grad is not None]
@@ -220,13 +217,12 @@ class _Evaluations:
         if self._were_unscaled:
             return CallOrderError(
                 f"{call}: {Stage.UNSCALED.value} since the last update(), and the closure makes "
-                "new ones. Call unscale_(), clip_grad_norm_() or accumulate() in the closure, or "
-                "step() without a closure"
+                "new ones. Call unscale_() or clip_grad_norm_() in the closure, or step() without "
+                "a closure"
             )
         return CallOrderError(
             f"{call}: there are gradients from before the step, and the closure keeps them or adds "
-            "to them. Call zero_grad() first in the closure, or every backward() in the closure, "
-            "in blocks of scaler.accumulate(optimizer)"
+            "to them. Call zero_grad() first in the closure, and every backward() after it"
         )
 
     def _forget_last_gradients(self) -> None:
@@ -283,27 +279,23 @@ class _Evaluations:
 
     def _use_held(self) -> None:
         """Unscale, check and clip the gradients from before the step."""
-        engine, optimizer = self._engine, self._optimizer
         self._unscale_with_overrides()
         gathered = self._gather()
-        self._use(gathered, engine.norm_limits.of(optimizer), always_measures=True)
+        self._use(gathered, always_measures=True)
         gradients = gathered.gradients
         self._held = list(zip(gradients.params, gradients.grads, strict=True))
 
     def _use_new_gradients(self, inner: Iteration) -> None:
-        engine, optimizer = self._engine, self._optimizer
-        if self._held and self._were_unscaled and is_pytorchs(optimizer):
+        if self._held and self._were_unscaled and is_pytorchs(self._optimizer):
             raise self._added_to_error()
         is_from_before = any(self._is_from_before(param) for param, _ in self._held)
         if is_from_before and not self._can_be_added_to():
             raise self._added_to_error()
-        # The norm limit is based on whole steps: inside a step, a line search may go far away.
-        is_first = self.last is None and not self._earlier
         if self._held:
             self._forget_last_gradients()
         self._iteration = inner
         self._unscale_with_overrides()
-        self._use(self._gather(), engine.norm_limits.of(optimizer) if is_first else None)
+        self._use(self._gather())
 
     def _gather(self) -> Gathered:
         optimizer = self._optimizer
@@ -315,20 +307,18 @@ class _Evaluations:
         if scaler._overridden() and is_ready(scaler, self._optimizer):
             scaler.unscale_(self._optimizer)
 
-    def _use(
-        self, gathered: Gathered, norm_limit: NormLimit | None, always_measures: bool = False
-    ) -> None:
+    def _use(self, gathered: Gathered, always_measures: bool = False) -> None:
         """Unscale, check and clip gradients; leave the step if they are not usable.
 
         ``always_measures``: leave non-finite gradients unchanged.
         """
         refuse_half(self._engine, gathered)
-        if self._max_norm is None and norm_limit is None and not always_measures:
+        if self._max_norm is None and not always_measures:
             checked = unscale_(gathered)
         else:
             checked = measure(gathered)
         coefficient = clip_coefficient_of(checked, self._max_norm)
-        self.last = decide(checked, norm_limit)
+        self.last = checked.decide()
         self.last, _ = read(self.last)
         if self.last.skip:
             raise UnusableEvaluationError
@@ -344,18 +334,18 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
 def note_used(optimizer: torch.optim.Optimizer, memory: Memory) -> None:
     """Remember the current gradients, which the optimizer has used. Sync: none."""
     used = {id(p): p.grad for p in parameters(optimizer) if p.grad is not None}
-    memory.used = dict(zip(used, seen(used.values()), strict=True))
+    memory.stepped_gradients = dict(zip(used, seen(used.values()), strict=True))
 
 
 def drop_used(journal: Journal, optimizer: torch.optim.Optimizer) -> None:
     """Set the gradients to None that are still those of the last step. Sync: none."""
     outcome, memory = journal.last(optimizer), journal.memories.get(id(optimizer))
-    if memory is None or not memory.used:
-        if outcome is not None and outcome.has_its_gradients():
+    if memory is None or not memory.stepped_gradients:
+        if outcome is not None and has_its_gradients(outcome):
             drop_gradients(optimizer)
         return
     for param in parameters(optimizer):
-        earlier = memory.used.get(id(param))
+        earlier = memory.stepped_gradients.get(id(param))
         if earlier is not None and is_as_seen(earlier, param.grad):
             param.grad = None
 

@@ -24,8 +24,8 @@ from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Checked, Decided, Gathered
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.rules import Static
 from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.schedules import Static
 from halfstep.errors import RanksError
 
 
@@ -39,8 +39,6 @@ def clip_grad_norm_(
     engine: Engine,
     optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
     max_norm: float,
-    norm_type: float = 2.0,
-    per: clipping.Per = "all",
 ) -> Tensor:
     """Clip unscaled gradients; see :meth:`GradScaler.clip_grad_norm_`."""
     optimizer, params = clipping.target(optimizer_or_parameters)
@@ -51,7 +49,7 @@ def clip_grad_norm_(
     except RanksError:  # a disabled scaler needs no more than PyTorch's clipping
         ranks = ALONE
     gathered = Gathered(optimizer, _one(device), found, ranks=ranks)
-    return clipping.clip_(gathered, max_norm, norm_type, per, engine.names)[0]
+    return clipping.clip_(gathered, max_norm)[0]
 
 
 def step(
@@ -100,7 +98,7 @@ def outcome(engine: Engine, optimizer: torch.optim.Optimizer) -> Outcome:
     """Return the outcome of a taken step, with the current gradients."""
     scale = _one(torch.device("cpu"))
     checked = Checked(Gathered(optimizer, scale, collect(parameters(optimizer))), None)
-    taken = Decided(checked, found_inf=0.0, skip=0.0)
+    taken = Decided(checked, skip=0.0)
     found = Outcome(optimizer, engine.names, taken, None, can_measure_late=True)
     found.after = scale.snapshot()
     return found

@@ -14,11 +14,10 @@ from halfstep._common.nested import like
 from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.optimizers import Names, name
 from halfstep._scaler.agreement import Alone, Together
-from halfstep._scaler.earlier_norms import NormLimits
-from halfstep._scaler.events import OBSERVERS
 from halfstep._scaler.iteration import Iteration, Stage
 from halfstep._scaler.journal import Journal
-from halfstep._scaler.loss_scale import LossScale, Saved
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
@@ -41,7 +40,6 @@ class Engine:
         self.journal = Journal()
         self.names = Names()
         self.buffers = Buffers()
-        self.norm_limits = NormLimits()
         self.unused = Unused(self.journal)
         self._left_out: list[Outcome] = []
 
@@ -114,13 +112,10 @@ class Engine:
             found_inf = [flag for each in iteration.checks for flag in each.flags().values()]
         waiting = self.unused.before_change(iteration, self.loss_scale)
         self._left_out = self._left_out_by_caller() if OBSERVERS else []
-        outliers = [step.outlier for step in iteration.steps.values() if step.outlier is not None]
-        self.loss_scale.update(found_inf, outliers)
+        self.loss_scale.update(found_inf)
         if waiting or self.unused.waiting:
             self.unused.wait(waiting)
         self.end_iteration()
-        if self.ranks.is_to_compare:
-            self.ranks.count_update(self.loss_scale)
 
     def set_scale(self, new_scale: object, *, iteration_ends: bool = True) -> None:
         """Set the scale by hand; this ends the iteration by default. Sync: none."""
@@ -130,11 +125,10 @@ class Engine:
         if iteration_ends:
             self.end_iteration()
 
-    def load(self, saved: Saved) -> None:
+    def load(self, state: ScaleState) -> None:
         """Load a saved state; the iteration continues. Sync: none."""
         waiting = self.unused.before_change(self.iteration, self.loss_scale)
-        self.loss_scale.load(saved.scale)
-        self.norm_limits = saved.norm_limits
+        self.loss_scale.load(state)
         self.unused.wait(waiting, iteration_ends=False)
 
     def end_iteration(self) -> None:

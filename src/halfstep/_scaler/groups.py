@@ -182,10 +182,6 @@ class Layout:
         pairs = zip(gradients.params, gradients.grads, strict=True)
         return [self._share(param, grad) for param, grad in pairs]
 
-    def owns_all(self, gradients: Gradients) -> bool:
-        """Return whether, as far as is known, all gradients exist only on this rank."""
-        return self.sharing is None and not any(id(p) in self.copies for p in gradients.params)
-
     def _share(self, param: Tensor, grad: Tensor) -> float:
         spec = spec_of(grad)
         if spec is None:

@@ -25,10 +25,10 @@ from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import tell_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
 from halfstep._scaler.clipping import checked_max_norm
-from halfstep._scaler.events import THIS_THREAD
+from halfstep._scaler.observers import THIS_THREAD
 from halfstep._scaler.outcome import Counts, Outcome
-from halfstep._scaler.rules import Static
 from halfstep._scaler.scaler import GradScaler
+from halfstep._scaler.schedules import Static
 from halfstep._scaler.step import take
 from halfstep.errors import CallOrderError
 
@@ -93,7 +93,8 @@ def guard(
     if any(isinstance(member, torch.optim.LBFGS) for member in members(optimizer)):
         raise ValueError(
             "guard(LBFGS): it evaluates its closure several times in a step. GradScaler("
-            "init_scale=1.0, rule=halfstep.Static()) checks each: scaler.step(optimizer, closure)"
+            "init_scale=1.0, schedule=halfstep.Static()) checks each: "
+            "scaler.step(optimizer, closure)"
         )
     scaler = GuardScaler(on_skips, module, process_group)
     return Guard(optimizer, scaler, None if max_norm is None else checked_max_norm(max_norm))
@@ -109,7 +110,11 @@ class GuardScaler(GradScaler):
         process_group: ProcessGroup | Literal["local"] | None,
     ) -> None:
         super().__init__(
-            init_scale=1.0, rule=Static(), min_scale=1.0, module=module, process_group=process_group
+            init_scale=1.0,
+            schedule=Static(),
+            min_scale=1.0,
+            module=module,
+            process_group=process_group,
         )
         self._alarm = _Alarm(1, on_skips)
 
@@ -129,7 +134,7 @@ class _Alarm(Alarm):
 
     _last = 0  # the last reported step
 
-    def is_due(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
+    def note(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
         return skipped_in_a_row > 0
 
     def speak(self, report: SkipReport, *, began_at_floor: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -13,15 +13,14 @@ from torch import Tensor
 
 from halfstep._common.numbers import things
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import NONE, Gradients, collect, parameters
-from halfstep._gradients.norms import Norms, norms_of
+from halfstep._gradients.gradients import NONE, Gradients, parameters
+from halfstep._gradients.norms import Norms
 from halfstep._gradients.optimizers import name
 from halfstep._gradients.scalars import Scalar, float32_from_bits
-from halfstep._pytorch.autograd import version_of
 from halfstep._scaler.agreement import ALONE, NUM_NUMBERS, Agreement, Alone, Together
 from halfstep._scaler.ledger import GradientCheck, Ledger
 from halfstep._scaler.loss_scale import LossScale
-from halfstep.errors import CallOrderError, NothingCheckedError
+from halfstep.errors import NothingCheckedError
 
 
 class Stage(Enum):
@@ -48,7 +47,8 @@ class Measured(NamedTuple):
     @property
     def norm(self) -> Scalar:
         """The total norm, unscaled."""
-        return self.norms.unscaled_root(self.squares)
+        norm, scale = scalars.root(self.squares), self.norms.scale
+        return norm if scale is None else norm / scale
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,7 +61,7 @@ class Gathered:
         checks: Every earlier check of any of these gradients, also for another optimizer or a
             wrapper that shares parameters.
         ranks: Who decides about the step.
-        asked: Ids of the parameters, with or without gradients, if several ranks decide.
+        all_param_ids: Ids of the parameters, with or without gradients, if several ranks decide.
         is_first: Whether norm and largest magnitude are measured, as in the first steps.
         measured: The gradients before an earlier call clipped them, if it has measured them.
     """
@@ -72,7 +72,7 @@ class Gathered:
     multiplier: Scalar | None = None
     checks: tuple[GradientCheck, ...] = ()
     ranks: Alone | Together = ALONE
-    asked: frozenset[int] = frozenset()
+    all_param_ids: frozenset[int] = frozenset()
     is_first: bool = False
     measured: Measured | None = None
 
@@ -117,7 +117,7 @@ class Checked:
         """Return the agreements of all checks; empty if this rank decides alone."""
         return [check.agreement for check in self.checks() if check.agreement is not None]
 
-    def decide(self, outlier: Scalar | None = None) -> Decided:
+    def decide(self) -> Decided:
         """Decide whether the step must be skipped. Sync: none.
 
         Raises:
@@ -132,11 +132,8 @@ class Checked:
         if not flags:
             raise nothing_checked(gathered.optimizer)
         if len(flags) == 1 and not gathered.checks:  # a new one, which no user can have modified
-            found_inf = scalars.scalar(flags[0])
-        else:
-            found_inf = scalars.combine(flags, gathered.loss_scale.device)
-        skip = found_inf if outlier is None else scalars.larger(found_inf, outlier)
-        return Decided(self, found_inf, skip, outlier)
+            return Decided(self, scalars.scalar(flags[0]))
+        return Decided(self, scalars.combine(flags, gathered.loss_scale.device))
 
     def read(self, values: list[Scalar]) -> list[float]:
         """Return scalars as Python floats; raise if the ranks disagree. Sync: one."""
@@ -163,15 +160,11 @@ class Decided:
     """Checked gradients with the decision about their step.
 
     Attributes:
-        found_inf: 1 if a check found inf or NaN, else 0.
-        skip: 1 if the step must be skipped, else 0.
-        outlier: 1 if the norm is implausibly large, else 0; None without a norm limit.
+        skip: 1 if a check found inf or NaN, so that the step must be skipped, else 0.
     """
 
     checked: Checked
-    found_inf: Scalar
     skip: Scalar
-    outlier: Scalar | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -186,7 +179,6 @@ class Remembered:
         measured: The gradients before they were clipped, if the call has measured them.
         num_losses: Number of losses that had been scaled when it ended.
         skip: 1 if its step was skipped, else 0; None if the scaler has made no step.
-        outlier: 1 if that was because of a norm limit, else 0; None without one.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -195,7 +187,6 @@ class Remembered:
     num_losses: int = 0
     measured: Measured | None = None
     skip: Scalar | None = None
-    outlier: Scalar | None = None
     ranks: Alone | Together = ALONE
 
     def parameters(self) -> list[Tensor]:
@@ -257,18 +248,15 @@ class Iteration:
     Attributes:
         steps: The step of the last call for each optimizer, by ``id`` of the optimizer. The step
             references the optimizer, so its ``id`` is not reused.
-        blocks: The ``accumulate`` blocks that have not been combined yet, by ``id`` in the same
-            way.
         num_losses: Number of scaled losses.
         ledger: What the gradients are multiplied by.
     """
 
-    def __init__(self, ledger: Ledger | None = None) -> None:
+    def __init__(self) -> None:
         self.steps: dict[int, Remembered] = {}
-        self.blocks: dict[int, Blocks] = {}
         self.num_losses = 0
         self.newest_loss: weakref.ref[Tensor] | None = None
-        self.ledger = Ledger() if ledger is None else ledger
+        self.ledger = Ledger()
 
     @property
     def checks(self) -> list[GradientCheck]:
@@ -279,84 +267,8 @@ class Iteration:
         """Return the step of the last call for an optimizer, None if nothing has been done."""
         return self.steps.get(id(optimizer))
 
-    def blocks_with(self, params: list[Tensor]) -> list[Blocks]:
-        """Return the blocks of optimizers that have any of the parameters."""
-        wanted = set(map(id, params))
-        return [
-            blocks
-            for blocks in self.blocks.values()
-            if not wanted.isdisjoint(map(id, parameters(blocks.optimizer)))
-        ]
-
     def forget(self, key: int) -> None:
         """Forget the step of an optimizer, by its ``id``, and what was found for it."""
         step = self.steps.pop(key, None)
         if step is not None:
             self.ledger.forget(step.checks)
-
-
-@dataclass(eq=False)
-class Blocks:
-    """The blocks of one optimizer in an iteration.
-
-    Attributes:
-        bad: Number of dropped blocks.
-        overflowed: Number of dropped blocks whose loss was finite.
-        scale: The scale of the losses.
-        num_losses: Number of losses scaled in the iteration when the last block ended.
-        versions: The version counters of the gradients at that time.
-    """
-
-    optimizer: torch.optim.Optimizer
-    scale: LossScale
-    count: int = 0
-    bad: int = 0
-    overflowed: int = 0
-    num_losses: int = 0
-    versions: list[int] = field(default_factory=list)
-
-    def note_end(self, iteration: Iteration) -> None:
-        self.num_losses, self.versions = iteration.num_losses, self._versions()
-
-    def put_together(self, iteration: Iteration, ranks: Alone | Together) -> None:
-        """Turn the sum over the good blocks into an average over all blocks. Sync: none.
-
-        Raises:
-            CallOrderError: There was a ``backward`` after the last block.
-        """
-        if iteration.num_losses != self.num_losses and self._versions() != self.versions:
-            raise CallOrderError(
-                f"accumulate({name(self.optimizer)}): a loss was scaled and backward() called "
-                "after the last block, which adds scaled gradients to unscaled ones. Put every "
-                "backward() of the iteration into a block; zero_grad() and update(new_scale=...) "
-                "end this one"
-            )
-        optimizer, device = self.optimizer, self.scale.tensor.device
-        is_lost = self.bad == self.count
-        gradients = collect(parameters(optimizer))
-        rest, _ = iteration.ledger.split(
-            gradients
-        )  # another optimizer's blocks may share parameters
-        if self.bad and not is_lost:
-            rest.multiply_(self.count / (self.count - self.bad))
-        if is_lost and not self.overflowed:
-            self.scale.mark_loss_bad()
-        found = flag_on(self.scale, is_lost)
-        if gradients.grads and not is_lost:  # each block is finite, but their sum may not be
-            norm = norms_of(gradients, None).total(device)
-            found = {device: scalars.flag_nonfinite(norm, device)}
-        asked = set(map(id, parameters(optimizer))) if ranks.is_together else ()
-        check = GradientCheck(self.scale, found, asked=frozenset(asked))
-        check.agreement = ranks.agree_on(check, gradients)
-        iteration.ledger.mark(gradients, check)
-        del iteration.blocks[id(optimizer)]
-        iteration.steps[id(optimizer)] = Remembered(optimizer, (check,))
-
-    def _versions(self) -> list[int]:
-        return [version_of(p.grad) for p in parameters(self.optimizer) if p.grad is not None]
-
-
-def flag_on(scale: LossScale, is_bad: bool) -> dict[torch.device, Tensor]:
-    """Return a ``found_inf`` dict on the device of the scale."""
-    device = scale.tensor.device
-    return {device: scalars.as_tensor(is_bad, device)}

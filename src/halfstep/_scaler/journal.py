@@ -10,8 +10,8 @@ import torch
 
 from halfstep._gradients.gradients import Seen
 from halfstep._gradients.optimizers import makes_step_of, name
-from halfstep._scaler.earlier_norms import EarlyClipping
-from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
+from halfstep._scaler.early_clipping import EarlyClipping
+from halfstep._scaler.outcome import HistoryEntry, Outcome, forget_gradients, read_all
 from halfstep.errors import CallOrderError
 
 HISTORY_LENGTH = 10_000
@@ -27,12 +27,12 @@ class Memory:
         self.number = 0  # of that step in the order of all steps
         self.early_clipping = EarlyClipping()
         # After a step with a closure, by id of the parameter: its gradient and the version of it.
-        self.used: dict[int, Seen] = {}
+        self.stepped_gradients: dict[int, Seen] = {}
 
     def clear(self) -> None:
         """Release the parameters: the optimizer no longer exists."""
         if self.outcome is not None:
-            self.outcome.forget_gradients()
+            forget_gradients(self.outcome)
             self.outcome = None
 
 
@@ -57,8 +57,8 @@ class Journal:
 
     def add(self, memory: Memory, outcome: Outcome) -> None:
         if memory.outcome is not None:
-            memory.outcome.forget_gradients()
-        memory.outcome, memory.used = outcome, {}
+            forget_gradients(memory.outcome)
+        memory.outcome, memory.stepped_gradients = outcome, {}
         self._num_steps += 1
         memory.number = self._num_steps
         self._all.append(outcome)

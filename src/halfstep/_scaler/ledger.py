@@ -31,8 +31,8 @@ class GradientCheck:
         first: The unscaled norm and largest magnitude, measured if the step is one of the first.
         read: Whether a step has read inf or NaN in the flags, and their versions at that time.
         agreement: The combined result of all ranks, if several decide.
-        asked: In that case, the ids of all parameters of the check. A rank may have no gradients
-            for them, but must still find the check.
+        all_param_ids: In that case, the ids of all parameters of the check. A rank may have no
+            gradients for them, but must still find the check.
     """
 
     scale: LossScale
@@ -40,7 +40,7 @@ class GradientCheck:
     first: tuple[Scalar, Tensor] | None = None
     read: tuple[bool, list[int]] | None = None
     agreement: Agreement | None = None
-    asked: frozenset[int] = frozenset()
+    all_param_ids: frozenset[int] = frozenset()
 
     @property
     def found_inf(self) -> dict[torch.device, Tensor]:
@@ -83,21 +83,21 @@ class Entry:
         gradients: Referenced until the iteration ends, so that the ``id`` of a gradient is not
             reused.
         check: Their check, which has the scale.
-        left: Whether the step that made the check has left them scaled, and the number by which
-            they are multiplied in that case; None if they are unscaled.
+        left_scaled_by: Whether the step that made the check has left them scaled, and the number by
+            which they are multiplied in that case; None if they are unscaled.
     """
 
     gradients: Gradients
     check: GradientCheck
-    left: tuple[Scalar, Scalar] | None = None
+    left_scaled_by: tuple[Scalar, Scalar] | None = None
 
     def unscale_what_was_left(self) -> None:
         """Divide the gradients if a skipped step of another optimizer left them scaled."""
-        if self.left is not None:
-            is_left, multiplier = self.left
+        if self.left_scaled_by is not None:
+            is_left, multiplier = self.left_scaled_by
             factor = scalars.where(is_left, scalars.reciprocal(multiplier), 1.0)
             self.gradients.multiply_(factor)
-            self.left = None
+            self.left_scaled_by = None
 
 
 class Ledger:
@@ -106,9 +106,9 @@ class Ledger:
     ``hooks`` detect a backward pass that adds to checked gradients.
     """
 
-    def __init__(self, hooks: list[RemovableHandle] | None = None) -> None:
+    def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self._hooks: list[RemovableHandle] = [] if hooks is None else hooks
+        self._hooks: list[RemovableHandle] = []
         self._num_watched = 0
         # Built only for a second optimizer, since it is slow for thousands of gradients.
         self._by_gradient: dict[int, Entry] = {}
@@ -118,18 +118,14 @@ class Ledger:
         self._in_doubt: set[int] = set()
         self._doubted: list[Gradients] = []  # referenced, so that no id is reused
 
-    def inner(self) -> Ledger:
-        """Return an empty ledger with the same hooks: what ends first removes them."""
-        return Ledger(self._hooks)
-
     def mark(
         self,
         gradients: Gradients,
         check: GradientCheck,
-        left: tuple[Scalar, Scalar] | None = None,
+        left_scaled_by: tuple[Scalar, Scalar] | None = None,
     ) -> Entry:
-        """Record that gradients were checked, and unscaled or ``left`` scaled."""
-        entry = Entry(gradients, check, left)
+        """Record that gradients were checked, and unscaled unless ``left_scaled_by`` is given."""
+        entry = Entry(gradients, check, left_scaled_by)
         self.take_over([entry])
         return entry
 
@@ -146,21 +142,22 @@ class Ledger:
         return None if self.is_fresh(param) else self._index().get(id(param.grad))
 
     def split(
-        self, gradients: Gradients, asked: frozenset[int] = frozenset()
+        self, gradients: Gradients, all_param_ids: frozenset[int] = frozenset()
     ) -> tuple[Gradients, list[Entry]]:
         """Return the gradients that are still scaled, and the entries of the others, in order.
 
         A parameter that is in two optimizers, or in an optimizer and a wrapper of it, is unscaled
-        only once. If several ranks decide, ``asked`` are the ids of all parameters: the entries are
-        then the same on all of them, whichever ranks have gradients.
+        only once. If several ranks decide, ``all_param_ids`` are the ids of all parameters: the
+        entries are then the same on all of them, whichever ranks have gradients.
         """
         index = self._index()
         seen = index.keys() & set(map(id, gradients.grads))
         if self._fresh:
             seen -= {id(param.grad) for param in gradients.params if self.is_fresh(param)}
         scaled = gradients.without(seen) if index else gradients
-        if asked:
-            return scaled, [entry for entry in self.entries if entry.check.asked & asked]
+        if all_param_ids:
+            entries = [each for each in self.entries if each.check.all_param_ids & all_param_ids]
+            return scaled, entries
         found = {index[key] for key in seen}
         return scaled, [entry for entry in self.entries if entry in found]  # a set is unordered
 

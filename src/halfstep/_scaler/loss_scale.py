@@ -13,7 +13,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +26,6 @@ from halfstep._gradients.scalars import (
     SMALLEST_SCALE,
     Scalar,
     any_of,
-    as_tensor,
     checked_scale,
     describe,
     float32_bits,
@@ -39,9 +38,8 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modes import is_inside_functorch
 from halfstep._pytorch.transfers import is_capturing
-from halfstep._scaler.earlier_norms import NormLimits
-from halfstep._scaler.rules import Rule
 from halfstep._scaler.scale_state import ScaleState, changed, next_state
+from halfstep._scaler.schedules import Schedule
 from halfstep._scaler.updates import LAG, Kernel, Number, PendingUpdate
 from halfstep.errors import CallOrderError
 
@@ -58,7 +56,7 @@ class LossScale:
     """The scale of the losses, with its state.
 
     Attributes:
-        first: The initial state, with the current rule.
+        first: The initial state, with the current schedule.
         state: The state after the newest update whose flags are known on the host.
         device: The device of the number, that of the first loss.
         is_created: Whether there is a number on a device.
@@ -80,7 +78,7 @@ class LossScale:
         self._is_captured = False  # whether a CUDA graph moves it, which the host does not see
         self._under_way: deque[PendingUpdate] = deque()
         self._loss_is_finite: bool | None = None  # as far as a step has read it
-        self._settled_loss: Tensor | None = None
+        self._agreed_loss: Tensor | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -190,35 +188,29 @@ class LossScale:
         """Return 1 if a loss of this iteration was not finite, else 0, on the device."""
         return is_nonfinite(self.bad_loss) if self.has_loss else torch.zeros_like(self.bad_loss)
 
-    def take_loss_flag(self) -> Tensor:
-        """Return :meth:`loss_flag`, and forget the losses."""
-        flag = self.loss_flag()
-        self.forget_losses()
-        return flag
-
     def forget_losses(self) -> None:
         """Forget whether losses since the last update were finite. Sync: none."""
-        self._settled_loss = self._loss_is_finite = None
+        self._agreed_loss = self._loss_is_finite = None
         self.has_loss = False
 
-    def settle_loss(self, is_bad: Tensor | None) -> None:
+    def agree_on_loss(self, is_bad: Tensor | None) -> None:
         """Replace this rank's flag for non-finite losses by that of all ranks. Sync: none.
 
         ``is_bad``: a bool scalar, whether any loss was not finite; None if the ranks did not
         exchange it, in which case no loss counts.
         """
-        settled = torch.zeros_like(self.bad_loss)
+        agreed = torch.zeros_like(self.bad_loss)
         if is_bad is not None:
-            settled = torch.where(is_bad, torch.nan, settled)
-        if self._settled_loss is not None:  # An earlier flag of this iteration counts too.
-            settled = settled + self._settled_loss
-        self._settled_loss = settled
+            agreed = torch.where(is_bad, torch.nan, agreed)
+        if self._agreed_loss is not None:  # An earlier flag of this iteration counts too.
+            agreed = agreed + self._agreed_loss
+        self._agreed_loss = agreed
         self.forget_later_losses()
 
     def forget_later_losses(self) -> None:
         """Drop the flag of losses that came after the ranks agreed: only this rank knows them."""
-        if self._settled_loss is not None:
-            self.bad_loss = self._settled_loss
+        if self._agreed_loss is not None:
+            self.bad_loss = self._agreed_loss
             self.has_loss, self._loss_is_finite = True, None
 
     # --- reading ----------------------------------------------------------------------------------
@@ -303,44 +295,34 @@ class LossScale:
 
     # --- moving -----------------------------------------------------------------------------------
 
-    def update(self, found_inf: bool | list[Tensor], outliers: list[Scalar]) -> None:
+    def update(self, found_inf: bool | list[Tensor]) -> None:
         """Back off, count or grow the scale after an iteration. Sync: none.
 
         ``found_inf``: whether a gradient was inf or NaN, if the host knows; else the flags.
         """
         self.forget_later_losses()
-        is_known = isinstance(found_inf, bool)
-        if outliers:
-            is_known &= not any(isinstance(outlier, Tensor) for outlier in outliers)
-        if is_known:
-            self._move(bool(found_inf), any(outliers))
+        if isinstance(found_inf, bool):
+            self._move(found_inf)
         else:
-            flags = (
-                found_inf if isinstance(found_inf, list) else [as_tensor(found_inf, self.device)]
-            )
-            self._launch(flags, outliers)
+            self._launch(found_inf)
         self.forget_losses()
 
-    def _move(self, found_inf: bool, outlier: bool) -> None:
+    def _move(self, found_inf: bool) -> None:
         """Move on the host, which knows the flags."""
         if self._under_way:
-            self._settle()
+            self.follow_device()
         self._follow_writes()
         before = self.state
         loss_is_finite = not found_inf or self.loss_is_finite()
-        self.state = next_state(
-            before, found_inf=found_inf, loss_is_finite=loss_is_finite, outlier=outlier
-        )
+        self.state = next_state(before, found_inf=found_inf, loss_is_finite=loss_is_finite)
         self.is_quiet = before.skipped_in_a_row == self.state.skipped_in_a_row == 0
         self._show()
 
-    def _launch(self, flags: list[Tensor], outliers: list[Scalar]) -> None:
+    def _launch(self, flags: list[Tensor]) -> None:
         """Let the device move the scale, and the state follow."""
         values = {"scale": self._tensor, "found_inf": any_of(flags, self.device)}
         if self.has_loss:
             values["bad_loss"] = self.bad_loss
-        if outliers:
-            values["outlier"] = any_of([as_tensor(x, self.device) for x in outliers], self.device)
         self._is_captured |= is_capturing(self.device)
         kernel = Kernel.of(self.state, self.device, is_captured=self._is_captured)
         if not self._is_captured:
@@ -349,14 +331,12 @@ class LossScale:
             increment_version((self._tensor,))
         else:
             kernel.move_(self._tensor, self.growth_tracker, values["found_inf"])
-            if outliers:
-                self.growth_tracker.mul_(values["outlier"] == 0.0)
         self._versions = self._versions_now()
         for update in self._under_way:
             update.look()
-        self._settle(most_left=LAG)
+        self.follow_device(most_left=LAG)
 
-    def _settle(self, most_left: int = 0) -> None:
+    def follow_device(self, most_left: int = 0) -> None:
         """Let the state follow the updates that are under way, but for the newest ones."""
         skipped_before = self.state.skipped_in_a_row
         if len(self._under_way) <= most_left:
@@ -389,22 +369,22 @@ class LossScale:
 
     def load(self, state: ScaleState) -> None:
         """Load a state, in place on the device. Sync: one if updates are under way."""
-        rule, count = state.rule, state.growth_tracker
+        schedule, count = state.schedule, state.growth_tracker
         self.first = replace(
-            self.first, rule=rule, hysteresis_left=rule.hysteresis, growth_tracker=count
+            self.first, schedule=schedule, hysteresis_left=schedule.hysteresis, growth_tracker=count
         )
         if self.is_created:
-            self._settle()
+            self.follow_device()
         self._take(state)
         self.forget_losses()
 
-    def set_rule(self, rule: Rule) -> None:
-        """Use another rule from now on. Sync: one if updates are under way."""
-        self.first = replace(self.first, rule=rule)
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Use another schedule from now on. Sync: one if updates are under way."""
+        self.first = replace(self.first, schedule=schedule)
         if self.is_created:
-            self._settle()
+            self.follow_device()
             self._follow_writes()
-        self._take(replace(self.state, rule=rule))
+        self._take(replace(self.state, schedule=schedule))
 
     def set(self, new_scale: object) -> None:
         """Set the scale to a number or to a 1-element tensor.
@@ -456,31 +436,24 @@ def _followed(
     """Return the states before and after an update on the device, and the number that it left."""
     found = update.found()
     if update.is_stale:
-        is_skipped = found.found_inf or found.outlier
         after = changed(
             state,
-            num_taken=state.num_taken + (not is_skipped),
-            num_skipped=state.num_skipped + is_skipped,
-            skipped_in_a_row=state.skipped_in_a_row + 1 if is_skipped else 0,
+            num_taken=state.num_taken + (not found.found_inf),
+            num_skipped=state.num_skipped + found.found_inf,
+            skipped_in_a_row=state.skipped_in_a_row + 1 if found.found_inf else 0,
         )
         return state, after, number
     if found.scale != number.scale:  # existing code has written it in place
         state, number = state.with_scale(found.scale), number._replace(scale=found.scale)
-    after = next_state(
-        state,
-        found_inf=found.found_inf,
-        loss_is_finite=found.loss_is_finite,
-        outlier=found.outlier,
-    )
+    after = next_state(state, found_inf=found.found_inf, loss_is_finite=found.loss_is_finite)
     if update.kernel is None:
         return state, after, number._replace(growth_tracker=after.growth_tracker)
-    number = update.kernel.moved(number, found.found_inf)
-    return state, after, number._replace(growth_tracker=0) if found.outlier else number
+    return state, after, update.kernel.moved(number, found.found_inf)
 
 
 def _with_valid_tracker(state: ScaleState) -> ScaleState:
     """Clamp a count that exceeds a lowered interval, so that the next step grows the scale."""
-    last = state.rule.growth_interval - 1
+    last = state.schedule.growth_interval - 1
     return changed(state, growth_tracker=last) if state.growth_tracker > last else state
 
 
@@ -490,44 +463,28 @@ OURS = "halfstep"
 """Key of the state that torch.amp does not have, stored as JSON text.
 
 It is text because torch.distributed.checkpoint flattens a dict and loads only the keys that the
-loading scaler already has: the limits of norms would be lost silently.
+loading scaler already has: the numbers of another schedule would be lost silently.
 """
 
 
-@dataclass(frozen=True)
-class Saved:
-    """The content of a checkpoint: the state of the scale, and the norm limits."""
+def state_dict_of(state: ScaleState) -> dict[str, Any]:
+    """Return a dict that json and ``torch.load(weights_only=True)`` can handle."""
+    result = state.to_dict()
+    return result | {OURS: json.dumps(result[OURS], sort_keys=True)}
 
-    scale: ScaleState
-    norm_limits: NormLimits
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict that json and ``torch.load(weights_only=True)`` can handle."""
-        result = self.scale.to_dict()
-        ours = result[OURS] | {"norm_limits": self.norm_limits.to_dict()}
-        return result | {OURS: json.dumps(ours, sort_keys=True)}
+def state_from(saved: Mapping[str, Any], first: ScaleState) -> ScaleState:
+    """Load the result of :func:`state_dict_of` or of torch.amp; ``first`` supplies missing values.
 
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any], first: ScaleState) -> Saved:
-        """Load the result of :meth:`to_dict` or of torch.amp; ``first`` supplies missing values.
-
-        Raises:
-            ValueError: A key is missing or a value is invalid.
-        """
-        try:
-            ours = dict(json.loads(saved.get(OURS) or "{}"))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"the saved scaler state cannot be used: {OURS!r} is not the JSON text that "
-                f"state_dict() has written ({error}). Delete the key to load the five values that "
-                "torch.amp knows"
-            ) from error
-        norm_limits = ours.pop("norm_limits", None)
-        scale = ScaleState.from_dict(dict(saved) | ({OURS: ours} if ours else {}), first)
-        try:
-            return cls(scale, NormLimits.from_dict(norm_limits))
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"the saved scaler state cannot be used: 'norm_limits' under {OURS!r} is damaged "
-                f"({error!r}). Delete this key to go on without it"
-            ) from error
+    Raises:
+        ValueError: A key is missing or a value is invalid.
+    """
+    try:
+        ours = dict(json.loads(saved.get(OURS) or "{}"))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the saved scaler state cannot be used: {OURS!r} is not the JSON text that "
+            f"state_dict() has written ({error}). Delete the key to load the five values that "
+            "torch.amp knows"
+        ) from error
+    return ScaleState.from_dict(dict(saved) | ({OURS: ours} if ours else {}), first)

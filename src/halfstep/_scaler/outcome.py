@@ -55,7 +55,7 @@ class Counts(NamedTuple):
     """The numbers of iterations of a scaler; kept in its ``state_dict``.
 
     Attributes:
-        taken: Iterations in which no step was skipped, and no block of ``accumulate`` overflowed.
+        taken: Iterations in which no step was skipped.
         skipped: All other iterations.
         skipped_in_a_row: Number of skipped iterations since the last taken one.
         since: Number of the first of these, counted from 1; None if the last one was taken.
@@ -121,10 +121,10 @@ class Outcome:
         self._before = loss_scale.snapshot()
         # None if only the device knows whether the step was skipped.
         self._loss_is_finite: bool | None = None
-        if not isinstance(decided.found_inf, Tensor):
-            self._loss_is_finite = not decided.found_inf or loss_scale.loss_is_finite()
+        if not isinstance(decided.skip, Tensor):
+            self._loss_is_finite = not decided.skip or loss_scale.loss_is_finite()
         self.after: Snapshot | None = None  # the state after update()
-        self._found_inf, self._outlier = decided.found_inf, decided.outlier
+        self._found_inf = decided.skip
         # The sum of squares as measured, and what the gradients were multiplied by.
         self._squares = None if measured is None else measured.squares
         self._measured_scale = None if measured is None else measured.norms.scale
@@ -155,17 +155,6 @@ class Outcome:
         """Whether ``update`` has been called since the step. Sync: none."""
         return self.after is not None
 
-    def has_its_gradients(self) -> bool:
-        """Return whether the gradients are still those of the step. Sync: none."""
-        return self._params is not None and all(
-            is_as_seen(earlier, param.grad) for param, earlier in self._witnesses
-        )
-
-    def forget_gradients(self) -> None:
-        """Release the data that is kept only for the last step of an optimizer."""
-        self._params = self._measured = self._multiplier = None
-        self._witnesses = []
-
     @property
     def taken(self) -> bool:
         """Whether the optimizer's step was taken."""
@@ -174,15 +163,14 @@ class Outcome:
     @property
     def skipped(self) -> bool:
         """Whether the optimizer's step was skipped."""
-        if "entry" in vars(self):
-            return not self.entry.taken
-        flags = (self._found_inf, self._outlier, self.is_left_out)
-        return any(bool(flag) for flag in flags if flag is not None)
+        if "_entry" in vars(self):
+            return not self._entry.taken
+        return bool(self._found_inf) or self.is_left_out
 
     @property
     def reason(self) -> Reason | None:
         """Why the step was skipped, None if it was taken."""
-        return self.entry.reason
+        return self._entry.reason
 
     @cached_property
     def rank(self) -> int | None:
@@ -197,7 +185,7 @@ class Outcome:
     @property
     def scale(self) -> float:
         """The scale that the loss was multiplied by."""
-        return self.entry.scale
+        return self._entry.scale
 
     @cached_property
     def scale_after(self) -> float:
@@ -222,7 +210,7 @@ class Outcome:
         Raises:
             CallOrderError: It was not measured, and the gradients have been replaced.
         """
-        measured = self.entry.norm
+        measured = self._entry.norm
         if not self.is_measured and self._agreements:
             raise CallOrderError(
                 "outcome.norm: the gradients of this step are spread over several ranks, and their "
@@ -269,40 +257,8 @@ class Outcome:
             return []
 
     @cached_property
-    def entry(self) -> HistoryEntry:
-        """The outcome as an entry of ``GradScaler.history()``."""
+    def _entry(self) -> HistoryEntry:
         return read_all([self])[0]
-
-    def packed(self) -> Tensor:
-        """Return float32 numbers for :meth:`unpack`; empty if all is on the host. Sync: none."""
-        found_inf = self._found_inf
-        if not isinstance(found_inf, Tensor):
-            return torch.empty(0, device="cpu")
-        row = [found_inf]
-        defaults = (self._outlier, 0.0), (self._squares, math.nan), (self._measured_scale, 1.0)
-        for value, default in defaults:
-            if not isinstance(value, Tensor):
-                value = torch.full_like(found_inf, default if value is None else value)
-            row.append(value)
-        return torch.stack(row)
-
-    def unpack(self, packed: Tensor) -> tuple[HistoryEntry, float | None]:
-        """Return the entry, and the scale after ``update`` (None before it)."""
-        if len(packed):
-            found_inf, outlier, squares, scale = packed.tolist()
-        else:
-            assert not isinstance(self._found_inf, Tensor)
-            found_inf, outlier = self._found_inf, self._outlier
-            squares = math.nan if self._squares is None else float(self._squares)
-            scale = 1.0 if self._measured_scale is None else float(self._measured_scale)
-        norm = round_to_float32(math.sqrt(squares) / scale)
-        state, loss_is_finite = self._state_of_step(bool(found_inf))
-        why = reason(state, bool(found_inf), loss_is_finite, bool(outlier))
-        if why is None and self.is_left_out:
-            why = Reason.LEFT_OUT
-        number = state.num_taken + state.num_skipped + 1
-        entry = HistoryEntry(number, self.optimizer_name, why is None, why, state.scale, norm)
-        return entry, None if self.after is None else self.scale_after
 
     def _state_of_step(self, found_inf: bool) -> tuple[ScaleState, bool]:
         """Return the state during the step, and whether the loss was finite."""
@@ -332,7 +288,7 @@ class Outcome:
             )
         if self._measured is not None:
             return self._measured.unscaled()
-        if not self.has_its_gradients():
+        if not has_its_gradients(self):
             raise CallOrderError(
                 "the gradients of this step were not measured and are gone: read norm, "
                 "norms and culprits of an outcome before zero_grad() and the next backward(), "
@@ -354,7 +310,7 @@ class Outcome:
             "_loss_is_finite": loss_is_finite,
         }
         state["after"] = None if self.after is None else state_of(self.after)
-        for what in ("_found_inf", "_outlier", "_squares", "_measured_scale"):
+        for what in ("_found_inf", "_squares", "_measured_scale"):
             value = getattr(self, what)
             state[what] = None if value is None else float(value)
         for what in ("norm", "norms", "culprits"):
@@ -365,7 +321,7 @@ class Outcome:
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore an outcome whose step was in another process, or is over."""
         self.__dict__ |= state | {"_optimizer": lambda: None, "_names": Names(), "_agreements": ()}
-        self.forget_gradients()
+        forget_gradients(self)
 
     def __repr__(self) -> str:
         """Return a one-line summary. Sync: one."""
@@ -377,12 +333,60 @@ class Outcome:
         return f"Outcome({self.optimizer_name}: {verdict}; scale {power(self.scale)}{after}{norm})"
 
 
+# --- for other files of halfstep ------------------------------------------------------------------
+
+
+def has_its_gradients(outcome: Outcome) -> bool:
+    """Return whether the gradients are still those of the step. Sync: none."""
+    return outcome._params is not None and all(
+        is_as_seen(earlier, param.grad) for param, earlier in outcome._witnesses
+    )
+
+
+def forget_gradients(outcome: Outcome) -> None:
+    """Release the data that is kept only for the last step of an optimizer."""
+    outcome._params = outcome._measured = outcome._multiplier = None
+    outcome._witnesses = []
+
+
+def pack(outcome: Outcome) -> Tensor:
+    """Return float32 numbers for :func:`unpack`; empty if all is on the host. Sync: none."""
+    found_inf = outcome._found_inf
+    if not isinstance(found_inf, Tensor):
+        return torch.empty(0, device="cpu")
+    row = [found_inf]
+    for value, default in (outcome._squares, math.nan), (outcome._measured_scale, 1.0):
+        if not isinstance(value, Tensor):
+            value = torch.full_like(found_inf, default if value is None else value)
+        row.append(value)
+    return torch.stack(row)
+
+
+def unpack(outcome: Outcome, packed: Tensor) -> tuple[HistoryEntry, float | None]:
+    """Return the entry, and the scale after ``update`` (None before it)."""
+    if len(packed):
+        found_inf, squares, scale = packed.tolist()
+    else:
+        assert not isinstance(outcome._found_inf, Tensor)
+        found_inf = outcome._found_inf
+        squares = math.nan if outcome._squares is None else float(outcome._squares)
+        scale = 1.0 if outcome._measured_scale is None else float(outcome._measured_scale)
+    norm = round_to_float32(math.sqrt(squares) / scale)
+    state, loss_is_finite = outcome._state_of_step(bool(found_inf))
+    why = reason(state, bool(found_inf), loss_is_finite)
+    if why is None and outcome.is_left_out:
+        why = Reason.LEFT_OUT
+    number = state.num_taken + state.num_skipped + 1
+    entry = HistoryEntry(number, outcome.optimizer_name, why is None, why, state.scale, norm)
+    return entry, None if outcome.after is None else outcome.scale_after
+
+
 @keep_out_of_graphs
 def read_all(outcomes: Sequence[Outcome]) -> list[HistoryEntry]:
     """Read several outcomes at once. Sync: one in total."""
     if not outcomes:
         return []
-    packed = [outcome.packed() for outcome in outcomes]
+    packed = [pack(outcome) for outcome in outcomes]
     together = torch.cat([to_device(values, packed[0].device) for values in packed]).cpu()
     parts = torch.split(together, [len(values) for values in packed])
-    return [outcome.unpack(part)[0] for outcome, part in zip(outcomes, parts, strict=True)]
+    return [unpack(outcome, part)[0] for outcome, part in zip(outcomes, parts, strict=True)]

@@ -21,10 +21,8 @@ from halfstep._common.nested import tensors_in
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import name, step_with_scale
-from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.amp import reciprocal_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import (
     Checked,
     Decided,
@@ -37,9 +35,7 @@ from halfstep._scaler.ledger import GradientCheck
 from halfstep._scaler.step import (
     gather,
     keep,
-    measure,
     new_check,
-    outlier_of,
     remember,
     remember_failure,
     require_known,
@@ -136,74 +132,53 @@ def step(
         before.checks,
         measured=before.measured,  # by clip_grad_norm_()
     )
-    checked, outlier = _limited(engine, optimizer, gathered)
+    own = None
+    if gathered.multiplier is not None:
+        # The optimizer will divide these gradients, and they are divided only once.
+        own = GradientCheck(gathered.loss_scale, found_inf_by_device(gathered.checks))
+    checked = Checked(gathered, gathered.multiplier, own)
     if is_fused:
         scale = scaler._get_scale_async() if ready else None
         make_step = partial(optimizer.step, *args, **kwargs)
         found = state["found_inf_per_device"]
         try:
-            result = _step_fused(optimizer, make_step, checked, outlier, scale, found)
+            result = _step_fused(optimizer, make_step, checked, scale, found)
         except BaseException:
             remember_failure(engine.iteration, checked)
             raise
-        decided = checked.decide(outlier)
+        decided = checked.decide()
     else:
         make_step = partial(scaler._maybe_opt_step, optimizer, state, *args, **kwargs)
-        result, decided = _step_plain(optimizer, make_step, checked, outlier)
+        result, decided = _step_plain(optimizer, make_step, checked)
     now = replace(checked.gathered, gradients=collect(parameters(optimizer)))
     decided = replace(decided, checked=replace(checked, gathered=now))
     remember(engine, optimizer, decided, engine.journal.memory(optimizer), is_fused=is_fused)
     return result
 
 
-def _limited(
-    engine: Engine, optimizer: torch.optim.Optimizer, gathered: Gathered
-) -> tuple[Checked, Scalar | None]:
-    """Compare the norm with those of earlier steps, if a limit is set; return the outlier flag."""
-    norm_limit, checked = engine.norm_limits.of(optimizer), Checked(gathered, gathered.multiplier)
-    if norm_limit is not None:
-        ranks = engine.ranks_of("step", optimizer, parameters(optimizer))
-        checked = measure(replace(gathered, ranks=ranks))
-    # The override has checked for inf and NaN already. Gradients that the optimizer will divide are
-    # recorded, because they are divided only once.
-    own = None
-    if gathered.multiplier is not None:
-        own = GradientCheck(gathered.loss_scale, found_inf_by_device(gathered.checks))
-    return replace(checked, own=own), outlier_of(checked, norm_limit)
-
-
 def _step_fused(
     optimizer: torch.optim.Optimizer,
     make_step: Callable[[], Any],
     checked: Checked,
-    outlier: Scalar | None,
     scale: Tensor | None,
     found: Mapping[torch.device, Tensor],
 ) -> Any:
     """Step with an optimizer that divides and skips by itself."""
     device = checked.gathered.loss_scale.device
     skip = scalars.combine(list(found.values()), device)
-    if outlier is not None:
-        skip = scalars.larger(skip, outlier)
     return step_with_scale(optimizer, make_step, scale, scalars.as_tensor(skip, device))
 
 
 def _step_plain(
-    optimizer: torch.optim.Optimizer,
-    make_step: Callable[[], Any],
-    checked: Checked,
-    outlier: Scalar | None,
+    optimizer: torch.optim.Optimizer, make_step: Callable[[], Any], checked: Checked
 ) -> tuple[Any, Decided]:
-    """Step with ``_maybe_opt_step``, unless the norm is an outlier. Sync: one with a limit."""
-    if outlier is not None and checked.read([outlier])[0]:
-        return None, checked.decide(outlier)
+    """Step with ``_maybe_opt_step``. Sync: none of its own."""
     stepped: list[bool] = []
     with _noting_steps(optimizer, stepped) as is_noted:
         result = make_step()
-    decided = checked.decide(outlier)
+    decided = checked.decide()
     if is_noted:
-        skip = 0.0 if stepped else 1.0
-        decided = replace(decided, found_inf=skip, skip=skip)
+        decided = replace(decided, skip=0.0 if stepped else 1.0)
     return result, decided
 
 

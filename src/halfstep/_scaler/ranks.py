@@ -1,12 +1,12 @@
-"""The ranks that decide a step together, the layout of their parameters, and state comparison."""
+"""The ranks that decide a step together, and the layout of their parameters."""
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
 
 from torch import Tensor, distributed
@@ -14,25 +14,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep._common.numbers import power
-from halfstep._common.warn import warn
 from halfstep._pytorch.distributed import (
-    default_store,
     has_comm_hook,
     has_ranks,
     is_dtensor,
     reduced_by,
-    world,
 )
-from halfstep._scaler.agreement import ALONE, CHECK_EVERY, Alone, Together, describe
+from halfstep._scaler.agreement import ALONE, Alone, Together
 from halfstep._scaler.groups import Group, Layout, listed, ranks_of
-from halfstep._scaler.loss_scale import LossScale
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-_T = TypeVar("_T")
 
 CURE = (
     "Cure: say which ranks step together: "
@@ -62,8 +56,6 @@ class Ranks:
         self._found = WeakTensorKeyDictionary()
         self._replicated = WeakTensorKeyDictionary()
         self._numbers = count()
-        self._comparison = StateComparison()
-        self.is_to_compare = False
 
     def replicated(self, params: Iterable[Tensor], process_group: ProcessGroup) -> None:
         """Record that plain parameters have the same gradients on all ranks of a group."""
@@ -88,14 +80,7 @@ class Ranks:
         if isinstance(found, Layout):
             found.require_all_ranks(call)
             return Together(found, call, has_scale, self._numbers.__next__)
-        self.is_to_compare |= found is REDUCED
         return found
-
-    def count_update(self, scale: LossScale) -> None:
-        """Count an update; ranks that decide alone compare states periodically. Sync: none."""
-        if has_ranks():
-            self.is_to_compare = False
-            self._comparison.count_update(scale)
 
     def require_same(self, call: str, state: dict[str, Any], asking: ProcessGroup) -> None:
         """Raise if a saved state differs between the ranks that save it; all of them call this."""
@@ -199,7 +184,7 @@ def _spread(meshes: Sequence[DeviceMesh]) -> Group | None:
     return Group.world() if len(ranks) == distributed.get_world_size() else Group((), ranks)
 
 
-# --- comparison of states -------------------------------------------------------------------------
+# --- saved states ---------------------------------------------------------------------------------
 
 
 def require_same(group: Group, call: str, state: Mapping[str, Any]) -> None:
@@ -214,105 +199,3 @@ def require_same(group: Group, call: str, state: Mapping[str, Any]) -> None:
             + "\nCure: load the same state on all ranks: scaler.load_state_dict(state), with the "
             "state_dict() of one rank, which torch.distributed.broadcast_object_list() sends"
         )
-
-
-class StateComparison:
-    """A periodic comparison of one scaler's state on all ranks, through the job's store.
-
-    It serves ranks that decide alone because DistributedDataParallel gives them equal gradients. It
-    uses no collective: a rank that missed an update would pair it with one of the script's.
-
-    The first rank puts its state into the store, a rank with a different state adds a note, and all
-    look for notes ``CHECK_EVERY`` updates later. By then every rank has compared, since gradients
-    were averaged in between, so all raise in the same update.
-    """
-
-    def __init__(self) -> None:
-        self._num_updates = 0
-        self._world: ref[ProcessGroup] | None = None
-        self._number: int | None = None  # of the scaler in this world
-        self._key: str | None = None  # of the comparison whose notes are checked next
-        self._is_over = False
-
-    def count_update(self, scale: LossScale) -> None:
-        """Count an update, and compare the states after every ``CHECK_EVERY`` updates. Sync: none.
-
-        All ranks raise if the states differed at the previous comparison.
-        """
-        self._num_updates += 1
-        if self._num_updates % CHECK_EVERY == 0:
-            self._require_no_notes()
-            self._begin(scale)
-
-    def _begin(self, scale: LossScale) -> None:
-        now = world()
-        if self._world is None or self._world() is not now:
-            self._world, self._number = ref(now), self._ask(_number_scaler)
-        self._key = f"halfstep/states/{self._number}/{self._num_updates}"
-        if scale.is_created:
-            self._ask(_leave, self._key, json.dumps(scale.counters()))
-
-    def _require_no_notes(self) -> None:
-        key, self._key = self._key, None
-        states = key and self._ask(_different_states, key)
-        if states:
-            raise RanksError(
-                f"update(): {CHECK_EVERY} updates ago the ranks had different states, and their "
-                "weights may differ as well:\n"
-                + Group.world().lines(states, lambda state: describe(json.loads(state)))
-                + "\nCause: gradients that were changed on some ranks after "
-                "DistributedDataParallel had averaged them, a checkpoint or update(new_scale=...) "
-                "on some ranks only, or calls of the scaler that some ranks leave out.\n"
-                "Cure: load the same checkpoint on all ranks, one from before that. If ranks end "
-                "their epochs at different steps, as in join(), give all of them equally many "
-                "batches. With process_group=torch.distributed.group.WORLD, for GradScaler or "
-                "guard, all ranks decide together, in every step; join() then needs "
-                "throw_on_early_termination=True."
-            )
-
-    def _ask(self, function: Callable[..., _T], *args: Any) -> _T | None:
-        """Call a function with the store; do nothing once that has failed."""
-        if self._is_over:
-            return None
-        try:
-            return function(default_store(), *args)
-        except RuntimeError as error:
-            self._is_over = True
-            first_line = str(error).strip().split("\n")[0]
-            warn(
-                "the states of the ranks are no longer compared, since the store of the process "
-                f"group has failed: {first_line}",
-            )
-            return None
-
-
-def _number_scaler(store: Any) -> int:
-    """Return a number for a scaler, equal on all ranks.
-
-    It counts the compared scalers of this rank, because a process may have others that never step.
-    The count is in the store, because a process may have been in other worlds before.
-    """
-    number: int = store.add(f"halfstep/states/rank {distributed.get_rank()}", 1)
-    return number
-
-
-def _leave(store: Any, key: str, state: str) -> None:
-    """Store a state, or a note if another rank has stored a different one."""
-    if store.compare_set(key, "", state) != state.encode():
-        place = store.add(f"{key}/notes", 1)
-        store.set(f"{key}/notes/{place}", json.dumps([distributed.get_rank(), state]))
-
-
-def _different_states(store: Any, key: str) -> list[str]:
-    """Return the states of all ranks; empty if they are equal."""
-    if not store.check([f"{key}/notes"]):
-        if distributed.get_rank() == 0:
-            store.delete_key(key)
-        return []
-    num_notes = store.add(f"{key}/notes", 0)
-    keys = [f"{key}/notes/{place}" for place in range(1, num_notes + 1)]
-    state, *notes = (value.decode() for value in store.multi_get([key, *keys]))
-    states = [state] * distributed.get_world_size()
-    for note in notes:
-        rank, states[rank] = json.loads(note)
-    return states

@@ -17,15 +17,15 @@ from halfstep._gradients.scalars import (
     checked_scale,
     round_to_float32,
 )
-from halfstep._scaler.rules import Dynamic, Rule, Static, rule_from_dict
+from halfstep._scaler.schedules import Dynamic, Schedule, Static, schedule_from_dict
 
 FORMAT_VERSION = 1
 """Version of the data under the key ``"halfstep"`` of a state dict."""
 
-# torch.amp's name of the growth tracker, and its keys for the numbers that belong to a rule here.
+# torch.amp's name of the growth tracker, and its keys for the numbers of a schedule.
 TORCH_TRACKER = "_growth_tracker"
-TORCH_RULE_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
-TORCH_KEYS = ("scale", *TORCH_RULE_KEYS, TORCH_TRACKER)
+TORCH_SCHEDULE_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
+TORCH_KEYS = ("scale", *TORCH_SCHEDULE_KEYS, TORCH_TRACKER)
 
 MOST_UNKNOWN = 3
 """Number of updates that may be unknown to the host when the next one is launched."""
@@ -33,14 +33,13 @@ MOST_UNKNOWN = 3
 COUNTS = {
     "growth_tracker": 0,
     "hysteresis_left": 1,
-    "overflows": 0,
     "skipped_in_a_row": 0,
     "num_taken": 0,
     "num_skipped": 0,
 }
 """The int32 fields, with their smallest values."""
 
-NO_RUN: dict[str, Any] = {"run_scale": 0.0, "overflows": 0, "resume_scale": 0.0, "held": False}
+NO_RUN = {"run_scale": 0.0, "resume_scale": 0.0, "has_backed_off": False, "reached_floor": False}
 
 
 class Reason(StrEnum):
@@ -50,7 +49,6 @@ class Reason(StrEnum):
         OVERFLOW: A gradient is inf or NaN; a smaller scale may help.
         LOSS: The loss was inf or NaN before it was scaled.
         NON_FINITE: A gradient is inf or NaN, as it was at ``min_scale``.
-        NORM: The gradients are finite, but their norm is implausibly large.
         LEFT_OUT: The gradients are finite, and the caller unscaled them and did not step. Only
             records have it.
     """
@@ -58,7 +56,6 @@ class Reason(StrEnum):
     OVERFLOW = "overflow"
     LOSS = "loss"
     NON_FINITE = "non-finite at any scale"
-    NORM = "norm"
     LEFT_OUT = "left out by the script"
 
 
@@ -66,24 +63,23 @@ class Reason(StrEnum):
 class ScaleState:
     """The complete state of one scale from one iteration to the next.
 
-    A *run* begins with an overflow and ends with the next taken step. During a run the scale may be
-    probed: one iteration at ``min_scale`` shows whether any scale would help. If all losses of the
-    run were inf or NaN, one more iteration is a *trial* of the scale at which the run began. If it
-    is skipped, the scale was too large, and the lower one stays. The earlier scale is remembered
-    until the scale grows, and tried again after the next run of this kind.
+    A *run* begins with an overflow and ends with the next taken step. A skip at ``min_scale`` shows
+    that no scale helps: the scale is where the run began again. If all losses of the run were inf
+    or NaN, or no scale helped, one more iteration is a *trial* of the scale at which the run began.
+    If it is skipped, the scale was too large, and the lower one stays. After non-finite losses the
+    earlier scale is remembered until the scale grows, and tried again after the next such run.
 
     Attributes:
         scale: The factor of the loss, rounded to float32, as on the device.
         growth_tracker: Number of consecutive taken steps since the scale last changed.
         min_scale: Lower limit for automatic changes of the scale.
         max_scale: Upper limit for automatic changes of the scale.
-        rule: How the scale changes.
+        schedule: How the scale changes.
         hysteresis_left: Number of overflows until the scale backs off, including the one that does.
         run_scale: The scale at which the run began, or that is to be restored; otherwise 0.
-        overflows: Overflows in the run that made the scale back off, since the last probe.
-        resume_scale: The scale that goes on after a probe whose step is taken, or a trial whose
-            step is skipped; otherwise 0.
-        held: Whether a probe has failed in the run: the scale stays where the run began.
+        has_backed_off: Whether the scale is below that of the beginning of the run.
+        resume_scale: In a trial, the scale that goes on if its step is skipped; otherwise 0.
+        reached_floor: Whether a step of the run was skipped at ``min_scale``.
         may_restore: Whether the scale may not be to blame: in a run, no loss was finite; outside of
             a run, the scale has not just grown.
         skipped_in_a_row: Number of iterations skipped since the last taken one.
@@ -104,12 +100,12 @@ class ScaleState:
     growth_tracker: int
     min_scale: float
     max_scale: float
-    rule: Rule
+    schedule: Schedule
     hysteresis_left: int = 1
     run_scale: float = 0.0
-    overflows: int = 0
+    has_backed_off: bool = False
     resume_scale: float = 0.0
-    held: bool = False
+    reached_floor: bool = False
     may_restore: bool = True
     skipped_in_a_row: int = 0
     num_taken: int = 0
@@ -129,15 +125,15 @@ class ScaleState:
                 resume_scale=self.resume_scale,
                 run_scale=self.run_scale,
             )
-            if self.is_trial:
-                check_ascending(run_scale=self.run_scale, scale=self.scale)
+            check_ascending(run_scale=self.run_scale, scale=self.scale)
 
     def _checked(self) -> dict[str, float | int]:
-        if not isinstance(self.rule, Static | Dynamic):
+        if not isinstance(self.schedule, Static | Dynamic):
             raise TypeError(
-                f"rule is {self.rule!r} ({type(self.rule).__name__}): pass Static() or Dynamic()"
+                f"schedule is {self.schedule!r} ({type(self.schedule).__name__}): pass Static() "
+                "or Dynamic()"
             )
-        for name in ("held", "may_restore"):
+        for name in ("has_backed_off", "reached_floor", "may_restore"):
             flag = getattr(self, name)
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} is {flag!r} ({type(flag).__name__}): pass a bool")
@@ -155,7 +151,7 @@ class ScaleState:
     def first(
         cls,
         init_scale: float,
-        rule: Rule,
+        schedule: Schedule,
         min_scale: float | None = None,
         max_scale: float | None = None,
     ) -> ScaleState:
@@ -167,7 +163,7 @@ class ScaleState:
         high = LARGEST_SCALE if max_scale is None else checked_scale("max_scale", max_scale)
         check_ascending(min_scale=low, max_scale=high)
         check_ascending(min_scale=low, init_scale=scale, max_scale=high)
-        return cls(scale, 0, low, high, rule, hysteresis_left=rule.hysteresis)
+        return cls(scale, 0, low, high, schedule, hysteresis_left=schedule.hysteresis)
 
     @property
     def can_amplify(self) -> bool:
@@ -175,27 +171,13 @@ class ScaleState:
 
         The state may be some updates old, in each of which the scale may have backed off.
         """
-        lowest = self.scale * self.rule.backoff_factor**MOST_UNKNOWN
+        lowest = self.scale * self.schedule.backoff_factor**MOST_UNKNOWN
         return max(lowest, self.min_scale) < 1.0
-
-    @property
-    def is_probe(self) -> bool:
-        """Whether this iteration runs at ``min_scale`` to show whether any scale helps."""
-        return self.resume_scale != 0.0 and self.scale <= self.min_scale
 
     @property
     def is_trial(self) -> bool:
         """Whether this iteration runs at the scale from before a run, to show if it is usable."""
-        return self.resume_scale != 0.0 and self.scale > self.min_scale
-
-    @property
-    def has_backed_off(self) -> bool:
-        """Whether the scale is below that of the beginning of the run, and not in a trial."""
-        return self.is_probe or (self.overflows > 0 and not self.held)
-
-    def skips(self) -> tuple[int, bool]:
-        """Return the number of consecutive skipped steps, and whether the scale is held."""
-        return self.skipped_in_a_row, self.held
+        return self.resume_scale != 0.0
 
     def with_scale(self, scale: float) -> ScaleState:
         """Return this state with a scale set by the user; its limits are widened to include it.
@@ -208,24 +190,26 @@ class ScaleState:
             scale=scale,
             min_scale=min(self.min_scale, scale),
             max_scale=max(self.max_scale, scale),
-            **NO_RUN,
+            **NO_RUN,  # type: ignore[arg-type]
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return torch.amp's five keys (it ignores others), and the rest under "halfstep"."""
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
         theirs = {"scale": ours.pop("scale")}
-        theirs |= {key: getattr(self.rule, key) for key in TORCH_RULE_KEYS}
+        theirs |= {key: getattr(self.schedule, key) for key in TORCH_SCHEDULE_KEYS}
         theirs[TORCH_TRACKER] = ours.pop("growth_tracker")
-        rule = {key: value for key, value in self.rule.to_dict().items() if key not in theirs}
-        return theirs | {"halfstep": {"version": FORMAT_VERSION} | ours | {"rule": rule}}
+        schedule = {
+            key: value for key, value in self.schedule.to_dict().items() if key not in theirs
+        }
+        return theirs | {"halfstep": {"version": FORMAT_VERSION} | ours | {"schedule": schedule}}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], first: ScaleState | None = None) -> ScaleState:
         """Return the state that :meth:`to_dict` or torch.amp's ``state_dict()`` saved.
 
         torch.amp saves only the scale, its factors and its interval. ``first`` supplies the rest:
-        limits, and the kind and other numbers of the rule; ``Static()`` stays. Without it they are
+        limits, kind and other numbers of the schedule; ``Static()`` stays. Without it they are
         those of :meth:`first` with ``Dynamic``.
 
         Raises:
@@ -259,51 +243,40 @@ class ScaleState:
     def _from_parts(
         cls, theirs: dict[str, Any], ours: dict[str, Any], first: ScaleState | None
     ) -> ScaleState:
-        factors = {key: theirs.pop(key) for key in TORCH_RULE_KEYS}
+        factors = {key: theirs.pop(key) for key in TORCH_SCHEDULE_KEYS}
         tracker = theirs.pop(TORCH_TRACKER)
         if not ours:
             alone = cls.first(theirs["scale"], Dynamic(**factors))
             if first is None:
                 return replace(alone, growth_tracker=tracker)
-            if isinstance(first.rule, Dynamic):
-                first = replace(first, rule=replace(first.rule, **factors))
+            if isinstance(first.schedule, Dynamic):
+                first = replace(first, schedule=replace(first.schedule, **factors))
             return replace(first.with_scale(alone.scale), growth_tracker=tracker)
-        # Earlier versions did not have it. In a run, it is not known whether any loss was finite.
-        in_run = any(ours.get(key) for key in ("run_scale", "overflows", "skipped_in_a_row"))
-        ours = {"may_restore": not in_run} | ours
         expected = {field.name for field in fields(cls)} - {"scale", "growth_tracker"}
         for key in sorted(expected ^ set(ours)):
             raise ValueError(
                 f"'halfstep' {'has no' if key in expected else 'has an unknown key'} {key!r}"
             )
-        rule = dict(ours.pop("rule"))
-        if rule.get("name") != Static.name:
-            rule |= factors
-        return cls(growth_tracker=tracker, rule=rule_from_dict(rule), **theirs, **ours)
+        schedule = dict(ours.pop("schedule"))
+        if schedule.get("name") != Static.name:
+            schedule |= factors
+        return cls(growth_tracker=tracker, schedule=schedule_from_dict(schedule), **theirs, **ours)
 
 
-def reason(
-    state: ScaleState, found_inf: bool, loss_is_finite: bool = True, outlier: bool = False
-) -> Reason | None:
+def reason(state: ScaleState, found_inf: bool, loss_is_finite: bool = True) -> Reason | None:
     """Return why an iteration in this state is skipped, None if it is taken."""
     if not found_inf:
-        return Reason.NORM if outlier else None
+        return None
     if not loss_is_finite:
         return Reason.LOSS
-    no_scale_helps = state.held or state.scale <= state.min_scale
+    no_scale_helps = state.reached_floor or state.scale <= state.min_scale
     return Reason.NON_FINITE if no_scale_helps else Reason.OVERFLOW
 
 
 # --- the next state -------------------------------------------------------------------------------
 
 
-def next_state(
-    state: ScaleState,
-    *,
-    found_inf: bool,
-    loss_is_finite: bool = True,
-    outlier: bool = False,
-) -> ScaleState:
+def next_state(state: ScaleState, *, found_inf: bool, loss_is_finite: bool = True) -> ScaleState:
     """Return the state after one iteration.
 
     Args:
@@ -312,15 +285,13 @@ def next_state(
             skipped.
         loss_is_finite: Whether the loss was finite before it was scaled. If not, the scale may not
             be to blame, and it is restored for a trial after the next step.
-        outlier: Whether the step was skipped because the norm of the gradients was implausibly
-            large. That does not change the scale.
 
     Example:
         >>> state = ScaleState.first(4.0, Dynamic(growth_interval=1))
         >>> next_state(state, found_inf=False).scale, next_state(state, found_inf=True).scale
         (8.0, 2.0)
     """
-    if not (found_inf or outlier):
+    if not found_inf:
         return _after_step(state)
     state = changed(
         state,
@@ -328,60 +299,51 @@ def next_state(
         num_skipped=state.num_skipped + 1,
         skipped_in_a_row=state.skipped_in_a_row + 1,
     )
-    if not found_inf or state.rule.backoff_factor == 1.0:
+    if state.schedule.backoff_factor == 1.0:
         return state
-    is_blameless = not loss_is_finite and state.rule.probe_after is not None
+    is_blameless = not loss_is_finite and state.schedule.trials
     return _after_overflow(changed(state, may_restore=state.may_restore and is_blameless))
 
 
 def _after_overflow(state: ScaleState) -> ScaleState:
-    rule = state.rule
-    probes = rule.probe_after is not None
     if state.is_trial:  # It failed: a smaller scale is needed.
         return changed(state, scale=state.resume_scale, resume_scale=0.0)
     if state.scale > state.min_scale and state.hysteresis_left > 1:
         return changed(state, hysteresis_left=state.hysteresis_left - 1)
     state = changed(state, run_scale=state.run_scale or state.scale)
-    if state.scale == state.min_scale:
-        if not probes:
-            return state
-        return changed(state, held=True, scale=state.run_scale, resume_scale=0.0, overflows=0)
-    overflows = state.overflows + 1
-    lower = max(round_to_float32(state.scale * rule.backoff_factor), state.min_scale)
-    if rule.probe_after is not None and overflows >= rule.probe_after:
-        return changed(state, scale=state.min_scale, resume_scale=lower, overflows=0)
-    is_waiting = state.held and probes
-    return changed(state, scale=state.scale if is_waiting else lower, overflows=overflows)
+    if state.scale > state.min_scale:
+        lower = max(round_to_float32(state.scale * state.schedule.backoff_factor), state.min_scale)
+        return changed(state, scale=lower, has_backed_off=True)
+    if not state.schedule.trials:
+        return state
+    return changed(state, scale=state.run_scale, has_backed_off=False, reached_floor=True)
 
 
 def _after_step(state: ScaleState) -> ScaleState:
-    rule = state.rule
-    is_test = state.resume_scale != 0.0
-    is_restored = state.may_restore and state.has_backed_off
-    ends_interval = state.growth_tracker + 1 >= rule.growth_interval
-    is_growing = ends_interval and not (is_test or is_restored)
-    refills = is_growing or rule.refill == "step"
+    schedule, scale = state.schedule, state.scale
+    is_restored = state.has_backed_off and (state.may_restore or state.reached_floor)
+    ends_interval = state.growth_tracker + 1 >= schedule.growth_interval
+    is_growing = ends_interval and not (state.is_trial or is_restored)
+    refills = is_growing or schedule.refill == "step"
     counts = NO_RUN | {
         "num_taken": state.num_taken + 1,
         "skipped_in_a_row": 0,
-        "hysteresis_left": rule.hysteresis if refills else state.hysteresis_left,
+        "hysteresis_left": schedule.hysteresis if refills else state.hysteresis_left,
     }
-    # A probe was taken: a smaller scale helps. Continue from the backed-off scale.
-    scale = state.resume_scale if state.is_probe else state.scale
     if is_restored:
         counts |= {"run_scale": state.run_scale, "resume_scale": scale}
-        return changed(state, **counts, scale=state.run_scale)
+        return changed(state, **counts, scale=state.run_scale, may_restore=True)
     if is_growing:
-        grown = round_to_float32(scale * rule.growth_factor)
+        grown = round_to_float32(scale * schedule.growth_factor)
         scale = grown if grown <= state.max_scale else scale
-    elif state.may_restore and not (state.held or is_test):
+    elif state.may_restore and not (state.reached_floor or state.is_trial):
         counts["run_scale"] = state.run_scale
     return changed(
         state,
         **counts,
         scale=scale,
-        growth_tracker=0 if is_test or is_growing else state.growth_tracker + 1,
-        may_restore=not is_growing and rule.probe_after is not None,
+        growth_tracker=0 if state.is_trial or is_growing else state.growth_tracker + 1,
+        may_restore=not is_growing and schedule.trials,
     )
 
 

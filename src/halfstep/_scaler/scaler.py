@@ -7,7 +7,6 @@ arXiv:1710.03740). :mod:`halfstep._scaler.engine` and :mod:`halfstep._scaler.ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,26 +28,22 @@ from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
 from halfstep._scaler import clipping, disabled, overrides, step
-from halfstep._scaler.accumulation import accumulate
 from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.events import THIS_THREAD
-from halfstep._scaler.loss_scale import Saved
+from halfstep._scaler.loss_scale import state_dict_of, state_from
+from halfstep._scaler.observers import THIS_THREAD
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
-from halfstep._scaler.rules import DEFAULT_SCALE, Dynamic, Rule, scale_and_rule
 from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.schedules import DEFAULT_SCALE, Dynamic, Schedule, scale_and_schedule
 from halfstep._scaler.torch_attributes import TorchAttributes
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-    from halfstep._tools.diagnose.diagnosis import Diagnosis
-    from halfstep._tools.diagnose.watch import Watch
 
 
 NUM_LOSSES_WITHOUT_UPDATE = 1000
@@ -75,7 +70,8 @@ class GradScaler(TorchAttributes):
         growth_interval: Number of consecutive steps after which the scale grows, >= 1.
         enabled: If False, every method works and nothing is scaled or checked: ``step`` only calls
             ``optimizer.step``. To skip inf and NaN without a scale, use :func:`halfstep.guard`.
-        rule: How the scale changes, instead of the three numbers above: ``Dynamic`` or ``Static``.
+        schedule: How the scale changes, in place of the three numbers above: ``Dynamic`` or
+            ``Static``.
         min_scale: Lower limit of the scale. Default: 1, or ``init_scale`` if that is smaller.
         max_scale: Upper limit for growth. Default: the largest float32 number.
         max_consecutive_skips: Number of consecutive skipped steps that triggers ``on_skips``, >= 1.
@@ -121,7 +117,7 @@ class GradScaler(TorchAttributes):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        rule: Rule | None = None,
+        schedule: Schedule | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
         max_consecutive_skips: int = 20,
@@ -135,8 +131,8 @@ class GradScaler(TorchAttributes):
             device = None  # GradScaler("cuda", enabled=torch.cuda.is_available()) is usual
         self._device: str | None = None if device is None else checked_device(device)
         numbers = growth_factor, backoff_factor, growth_interval
-        init_scale, rule = scale_and_rule(init_scale, rule, numbers)
-        first = ScaleState.first(init_scale, rule, min_scale, max_scale)
+        init_scale, schedule = scale_and_schedule(init_scale, schedule, numbers)
+        first = ScaleState.first(init_scale, schedule, min_scale, max_scale)
         self._engine = Engine(first, Ranks(process_group, device_mesh), self)
         self._alarm = Alarm(max_consecutive_skips, on_skips)
         if module is not None:
@@ -278,8 +274,6 @@ class GradScaler(TorchAttributes):
         Raises:
             CallOrderError: No gradients were checked since the last ``update`` (no ``step``), or a
                 tensor was passed before the first ``scale``.
-            RanksError: The states of ranks under DistributedDataParallel, which are compared every
-                100 updates, differ. The iteration has ended nevertheless.
             SkippedStepsError: Too many steps were skipped, and ``on_skips`` is "raise". The
                 iteration has ended nevertheless.
             TypeError: ``new_scale`` is neither a number nor a real tensor.
@@ -304,9 +298,8 @@ class GradScaler(TorchAttributes):
         optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
         max_norm: float,
         norm_type: float = 2.0,
-        per: clipping.Per = "all",
     ) -> Tensor:
-        """Divide gradients by the scale, if not done yet, and clip their norm, in place.
+        """Divide gradients by the scale, if not done yet, and clip their L2 norm, in place.
 
         Reads and writes the gradients once, whereas unscaling and then clipping does both twice.
         ``step(optimizer, max_norm=...)`` does the same inside the step, and with a fused optimizer
@@ -315,10 +308,8 @@ class GradScaler(TorchAttributes):
         Args:
             optimizer_or_parameters: The optimizer or parameters whose gradients are clipped.
             max_norm: The largest norm, >= 0; ``math.inf`` only measures.
-            norm_type: 2, ``math.inf``, or another p from 1 to 8.
-            per: The gradients that share one norm: ``"all"``, those of each ``"layer"`` (the
-                parameters of one module, determined by their names: see :meth:`watch`), or each
-                ``"parameter"``.
+            norm_type: 2. For other norms, call :meth:`unscale_` and then
+                ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
             The norm of all gradients together, unscaled and before clipping, as a float32 scalar on
@@ -330,56 +321,14 @@ class GradScaler(TorchAttributes):
 
         Sync: none.
         """
+        clipping.require_l2(norm_type)
         clip = clipping.clip_grad_norm_ if self._is_enabled else disabled.clip_grad_norm_
         if self._is_enabled and self._overridden():
             if not is_optimizer(optimizer_or_parameters):
                 overrides.refuse_overrides(self, "clip_grad_norm_(parameters)")
             elif overrides.is_ready(self, optimizer_or_parameters):  # type: ignore[arg-type]
                 self.unscale_(optimizer_or_parameters)  # type: ignore[arg-type]
-        return clip(
-            self._engine,
-            optimizer_or_parameters,
-            clipping.checked_max_norm(max_norm),
-            *clipping.checked_kind(norm_type, per),
-        )
-
-    @keep_out_of_graphs
-    def accumulate(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Check the gradients of each ``backward`` separately before they are accumulated.
-
-        Otherwise one bad micro-batch discards all accumulated gradients. With this, only its own
-        gradients are dropped, and the average is taken over the others.
-
-        Use one block for each ``backward`` of the iteration and divide the loss by their number.
-        After the block ``.grad`` holds the unscaled sum so far. ``step`` skips only if all blocks
-        were dropped. An overflow in a dropped block makes the scale back off.
-
-        Memory: one additional set of gradients while the block is open. Does not support gradients
-        that live in DistributedDataParallel buckets.
-
-        Raises:
-            CallOrderError: There were gradients before the first block, or the block produces none.
-            ValueError: The gradients are float16.
-
-        Sync: one for each block.
-
-        Example:
-            >>> model = torch.nn.Linear(2, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> scaler = GradScaler()
-            >>> for batch in [torch.ones(1, 2), torch.full((1, 2), torch.inf)]:
-            ...     with scaler.accumulate(optimizer):
-            ...         scaler.scale(model(batch).mean() / 2).backward()
-            >>> _ = scaler.step(optimizer)
-            >>> scaler.update()
-            >>> scaler.outcome(optimizer).taken
-            True
-        """
-        if not self._is_enabled:
-            return nullcontext()
-        require_optimizer("accumulate", optimizer)
-        overrides.refuse_overrides(self, "accumulate()")
-        return accumulate(self._engine, optimizer)
+        return clip(self._engine, optimizer_or_parameters, clipping.checked_max_norm(max_norm))
 
     @keep_out_of_graphs
     def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:
@@ -476,45 +425,6 @@ class GradScaler(TorchAttributes):
         """
         self._engine.ranks.replicated(params, process_group)
 
-    @keep_out_of_graphs
-    def diagnose(
-        self,
-        model: torch.nn.Module | None = None,
-        tell: Callable[[Diagnosis, int], object] | None = None,
-    ) -> Watch:
-        """Diagnose bad steps in a block: the op, the module, the source line and the cure.
-
-        A step is replayed at once if its loss is not finite, or if it is skipped beyond what
-        dynamic scaling normally skips at its start and after growth; :func:`halfstep.diagnose` does
-        the same for one step on request. An error about dtypes that ends the block gets a note with
-        its tensors and where they come from.
-
-        Args:
-            model: The model. Default: the first called module that has parameters.
-            tell: Called with each new diagnosis and the number of the step. Default: issue a
-                warning.
-
-        Returns:
-            A context manager; its ``found`` lists the diagnoses.
-
-        Sync: one for each step in the block.
-
-        Example:
-            >>> model = torch.nn.Linear(4, 1)
-            >>> optimizer, scaler = torch.optim.SGD(model.parameters()), GradScaler()
-            >>> with scaler.diagnose(model, tell=lambda found, step: print(step, found.verdict)):
-            ...     for batch in (torch.ones(2, 4), torch.full((2, 4), float("nan"))):
-            ...         optimizer.zero_grad()
-            ...         scaler.scale(model(batch).mean()).backward()
-            ...         _ = scaler.step(optimizer)
-            ...         scaler.update()
-            2 data
-        """
-        # Imported here: the diagnosis layer depends on the scaler.
-        from halfstep._tools.diagnose.watch import Watch
-
-        return Watch(self if self.is_enabled() else None, model, tell)
-
     def after_step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -566,23 +476,6 @@ class GradScaler(TorchAttributes):
         journal = self._engine.journal if self._is_enabled else None
         return step_scheduler(journal, scheduler, count, args)
 
-    def set_norm_limit(self, times_median: float | None, window: int = 100) -> None:
-        """Also skip steps whose gradient norm is far above the running median.
-
-        Args:
-            times_median: Skip if the norm of the unscaled gradients exceeds this multiple of the
-                median over the last ``window`` taken steps, > 1; None for no limit. Nothing is
-                skipped until half of the window has been seen.
-            window: Number of steps, >= 2.
-
-        Raises:
-            TypeError: A number has the wrong type.
-            ValueError: A number is out of range.
-
-        Sync: none. Costs one additional pass unless the optimizer handles the scale itself.
-        """
-        self._engine.norm_limits.set(times_median, window)
-
     # --- accessors --------------------------------------------------------------------------------
 
     @keep_out_of_graphs
@@ -597,40 +490,40 @@ class GradScaler(TorchAttributes):
 
     def get_growth_factor(self) -> float:
         """Return the growth factor. Sync: none."""
-        return self._rule.growth_factor
+        return self._schedule.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, >= 1. Sync: none."""
-        self._change_rule(growth_factor=new_factor)
+        self._change_schedule(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
         """Return the backoff factor. Sync: none."""
-        return self._rule.backoff_factor
+        return self._schedule.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor, in (0, 1]. Sync: none."""
-        self._change_rule(backoff_factor=new_factor)
+        self._change_schedule(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
         """Return the growth interval. Sync: none."""
-        return self._rule.growth_interval
+        return self._schedule.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval, >= 1; the next step may then grow the scale.
 
         Sync: none.
         """
-        self._change_rule(growth_interval=new_interval)
+        self._change_schedule(growth_interval=new_interval)
 
     def is_enabled(self) -> bool:
         """Return whether this object scales anything. Sync: none."""
         return self._is_enabled
 
     def __repr__(self) -> str:
-        """Return a string with scale and rule. Sync: one."""
+        """Return a string with scale and schedule. Sync: one."""
         if not self._is_enabled:
             return "GradScaler(enabled=False)"
-        return f"GradScaler(scale={power(self.get_scale())}, rule={self._rule})"
+        return f"GradScaler(scale={power(self.get_scale())}, schedule={self._schedule})"
 
     # --- saving and loading -----------------------------------------------------------------------
 
@@ -648,7 +541,7 @@ class GradScaler(TorchAttributes):
         Raises:
             RanksError: In that case, if a scale or a counter differs between them.
 
-        Sync: one, and one for each optimizer with a norm limit.
+        Sync: one.
         """
         if not self._is_enabled:
             return {}
@@ -658,7 +551,7 @@ class GradScaler(TorchAttributes):
             scale, tracker = self.get_scale(), self._get_growth_tracker()
             ours = now if scale == now.scale else now.with_scale(scale)
             now = replace(ours, growth_tracker=tracker)
-        state = Saved(now, engine.norm_limits).to_dict()
+        state = state_dict_of(now)
         group = saving_group()
         if group is not None:
             engine.ranks.require_same("state_dict()", state, group)
@@ -684,7 +577,7 @@ class GradScaler(TorchAttributes):
                 "and holds no scale. This one keeps its present values.",
             )
             return
-        self._engine.load(Saved.from_dict(state_dict, self._engine.loss_scale.first))
+        self._engine.load(state_from(state_dict, self._engine.loss_scale.first))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy; the copy creates its tensors at its first loss.
@@ -693,12 +586,8 @@ class GradScaler(TorchAttributes):
             CallOrderError: In the middle of an iteration.
         """
         iteration = self._engine.iteration
-        begun = [
-            *(step.optimizer for step in iteration.steps.values()),
-            *(blocks.optimizer for blocks in iteration.blocks.values()),
-        ]
-        if begun or iteration.ledger.entries:
-            seen = ", ".join(map(name, begun))
+        if iteration.steps or iteration.ledger.entries:
+            seen = ", ".join(name(step.optimizer) for step in iteration.steps.values())
             raise CallOrderError(
                 "a GradScaler cannot be pickled or copied between unscale_() or step() and "
                 f"update(): do it after update(). Seen since the last one: {seen}"
@@ -726,16 +615,16 @@ class GradScaler(TorchAttributes):
         return replaced | (AS_MADE.keys() & of_object)
 
     @property
-    def _rule(self) -> Rule:
-        return self._engine.loss_scale.first.rule
+    def _schedule(self) -> Schedule:
+        return self._engine.loss_scale.first.schedule
 
-    def _change_rule(self, **changes: float) -> None:
-        if not isinstance(self._rule, Dynamic):
+    def _change_schedule(self, **changes: float) -> None:
+        if not isinstance(self._schedule, Dynamic):
             raise ValueError(
-                f"the rule {self._rule} has no {next(iter(changes))}: make the GradScaler with "
-                "rule=Dynamic(...), or leave it out"
+                f"the schedule {self._schedule} has no {next(iter(changes))}: make the GradScaler "
+                "with schedule=Dynamic(...), or leave it out"
             )
-        self._engine.loss_scale.set_rule(replace(self._rule, **changes))  # type: ignore[arg-type]
+        self._engine.loss_scale.set_schedule(replace(self._schedule, **changes))  # type: ignore[arg-type]
 
 
 AS_MADE = {

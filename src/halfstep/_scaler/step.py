@@ -31,7 +31,6 @@ from halfstep._common.warn import warn
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import collect, parameters, refuse_float16
 from halfstep._gradients.norms import (
-    Norms,
     clip_coefficient,
     largest,
     norms_of,
@@ -41,7 +40,6 @@ from halfstep._gradients.optimizers import name, step_with_scale, writes_unscale
 from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.distributed import has_process_group
 from halfstep._scaler.agreement import ALONE, Alone, Together
-from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import (
     Checked,
@@ -81,9 +79,8 @@ def take(
     try:
         if not is_fused and torch.float16 in gathered.gradients.dtypes:
             refuse_half(engine, gathered)
-        norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
         is_searched = gathered.is_first and gathered.multiplier is not None
-        if is_searched or max_norm is not None or norm_limit is not None:
+        if is_searched or max_norm is not None:
             checked = measure(gathered)
         elif is_fused or (gathered.multiplier is not None and gathered.loss_scale.can_amplify):
             # Dividing by a scale below 1 may overflow, and a skipped step must leave the gradients
@@ -93,10 +90,10 @@ def take(
             checked = unscale_(gathered)
         if is_fused:
             coefficient = clip_coefficient_of(checked, max_norm)
-            decided = _agreed(decide(checked, norm_limit))
+            decided = _agreed(checked.decide())
             result = _step_fused(optimizer, make_step, decided, coefficient)
         else:
-            decided = _ready(decide(checked, norm_limit), max_norm)
+            decided = _ready(checked.decide(), max_norm)
             checked = decided.checked
             result = make_step() if decided.skip == 0.0 else None
     except BaseException as error:
@@ -182,11 +179,6 @@ def gather(
     if must_have_one and all(map(_is_none, map(_grad, params))):  # map() makes no Python calls
         raise nothing_checked(optimizer)
     loss_scale = engine.scale_of_iteration(call, owner)
-    if iteration.blocks:
-        # For example a wrapper accumulates and the wrapped optimizer steps, or all parameters are
-        # clipped.
-        for blocks in iteration.blocks_with(params):
-            blocks.put_together(iteration, ranks)
     gradients = collect(params)
     require_known(iteration.ledger, call, gradients.params)
     if earlier is not None and not is_scaled:
@@ -226,8 +218,8 @@ def _with_later_checks(
     Raises:
         CallOrderError: A backward pass has added scaled gradients to those that were unscaled.
     """
-    asked = _asked(gathered.ranks, params)
-    new, later = engine.iteration.ledger.split(gathered.gradients, asked)
+    all_param_ids = _param_ids(gathered.ranks, params)
+    new, later = engine.iteration.ledger.split(gathered.gradients, all_param_ids)
     if new.grads:
         problem = (
             f"{call}: backward() of a scaled loss came after its gradients were unscaled, and "
@@ -248,10 +240,10 @@ def _with_later_checks(
 
 def _unscaled_apart(engine: Engine, gathered: Gathered, params: list[Tensor]) -> Gathered:
     """Return the gradients that are still scaled; if others are unscaled, all, unscaled."""
-    ledger, asked = engine.iteration.ledger, _asked(gathered.ranks, params)
-    scaled, entries = ledger.split(gathered.gradients, asked)
+    ledger, all_param_ids = engine.iteration.ledger, _param_ids(gathered.ranks, params)
+    scaled, entries = ledger.split(gathered.gradients, all_param_ids)
     checks = tuple(entry.check for entry in entries)
-    rest = replace(gathered, gradients=scaled, checks=checks, asked=asked)
+    rest = replace(gathered, gradients=scaled, checks=checks, all_param_ids=all_param_ids)
     if not checks:
         return rest
     refuse_half(engine, rest)
@@ -264,7 +256,7 @@ def _unscaled_apart(engine: Engine, gathered: Gathered, params: list[Tensor]) ->
     return replace(gathered, multiplier=None, checks=checks, is_first=False)
 
 
-def _asked(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
+def _param_ids(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
     """Return the ids of all parameters; empty if this rank decides alone."""
     return frozenset(map(id, params)) if ranks.is_together else frozenset()
 
@@ -326,7 +318,7 @@ def measure(gathered: Gathered) -> Checked:
         if multiplier is not None:
             # The flags of the other ranks are reduced at the same time as their norms.
             here = scalars.flag_nonfinite(norms.total(device), device)
-            own = _check_of_scaled(gathered, multiplier, [here], norms)
+            own = _check_of_scaled(gathered, multiplier, [here])
         squares = finish()
         found = scalars.flag_nonfinite(squares, device)
     measured = Measured(norms, squares, found)
@@ -338,47 +330,24 @@ def measure(gathered: Gathered) -> Checked:
     return Checked(gathered, multiplier, own, measured)
 
 
-def _check_of_scaled(
-    gathered: Gathered, multiplier: Scalar, found: list[Tensor], norms: Norms | None = None
-) -> GradientCheck:
+def _check_of_scaled(gathered: Gathered, multiplier: Scalar, found: list[Tensor]) -> GradientCheck:
     """Return the check of gradients that remain scaled."""
     if gathered.loss_scale.can_amplify:
         found += overflows_when_divided(gathered.gradients, multiplier)
     device = gathered.loss_scale.device
-    return new_check(gathered, {device: scalars.any_of(found, device)} if found else {}, norms)
+    return new_check(gathered, {device: scalars.any_of(found, device)} if found else {})
 
 
-def new_check(
-    gathered: Gathered, found_inf: dict[torch.device, Tensor], norms: Norms | None = None
-) -> GradientCheck:
+def new_check(gathered: Gathered, found_inf: dict[torch.device, Tensor]) -> GradientCheck:
     """Return a check, shared with the other ranks if several decide."""
-    own = GradientCheck(gathered.loss_scale, found_inf, asked=gathered.asked)
+    own = GradientCheck(gathered.loss_scale, found_inf, all_param_ids=gathered.all_param_ids)
     if gathered.ranks is not ALONE:
-        gradients = gathered.gradients
-        has_gradients = len(gradients.grads) + len(gathered.checks) > 0
-        own.agreement = gathered.ranks.agree_on(own, gradients, norms, has_gradients=has_gradients)
+        has_gradients = len(gathered.gradients.grads) + len(gathered.checks) > 0
+        own.agreement = gathered.ranks.agree_on(own, has_gradients=has_gradients)
     return own
 
 
 # --- decide ---------------------------------------------------------------------------------------
-
-
-def decide(checked: Checked, norm_limit: NormLimit | None = None) -> Decided:
-    """Decide whether the step must be skipped. Sync: none.
-
-    Raises:
-        NothingCheckedError: There was no gradient to check.
-    """
-    return checked.decide(outlier_of(checked, norm_limit))
-
-
-def outlier_of(checked: Checked, norm_limit: NormLimit | None) -> Scalar | None:
-    """Return 1 if the norm before clipping exceeds a limit, else 0; None if nothing limits it."""
-    unclipped = checked.unclipped
-    if norm_limit is None or checked.measured is None or unclipped is None:
-        return None
-    norm = scalars.as_float32(unclipped.norm, checked.gathered.loss_scale.device)
-    return scalars.scalar(norm_limit.is_exceeded(norm))
 
 
 def clip_coefficient_of(checked: Checked, max_norm: float | None) -> Scalar | None:
@@ -404,23 +373,22 @@ def read(decided: Decided, norm: Scalar | None = None) -> tuple[Decided, float |
     What else the host needs for the step is read at the same time. Sync: the one of a plain step.
     """
     checked, scale = decided.checked, decided.checked.gathered.loss_scale
-    values = {"found_inf": decided.found_inf, "outlier": decided.outlier, "norm": norm}
+    values = {"skip": decided.skip, "norm": norm}
     if scale.device.type not in scalars.READABLE:
         values |= {"scale": scale.tensor, "bad_loss": scale.bad_loss if scale.has_loss else None}
     values["multiplier"] = None if norm is None else checked.multiplier
     given = {key: value for key, value in values.items() if value is not None}
     numbers = dict(zip(given, checked.read(list(given.values())), strict=True))
-    found_inf, outlier = numbers["found_inf"], numbers.get("outlier")
+    skip = numbers["skip"]
     if "scale" in numbers:
         scale.note_number(numbers["scale"])
     if "bad_loss" in numbers:
         scale.note_loss(numbers["bad_loss"] == 0.0)
     for each in checked.checks():
-        each.note(found_inf != 0.0)
+        each.note(skip != 0.0)
     if norm is not None:
         checked = replace(checked, multiplier=numbers.get("multiplier"))
-    known = Decided(checked, found_inf, max(found_inf, outlier or 0.0), outlier)
-    return known, numbers.get("norm")
+    return Decided(checked, skip), numbers.get("norm")
 
 
 # --- take -----------------------------------------------------------------------------------------
@@ -494,8 +462,7 @@ def _skip_flag(decided: Decided) -> Tensor:
     """Return the skip flag as a tensor; that of the only check if nothing else decides."""
     checked, own = decided.checked, decided.checked.own
     device = checked.gathered.loss_scale.device
-    is_only = decided.outlier is None and not checked.gathered.checks
-    if is_only and own is not None and own.agreement is None:
+    if not checked.gathered.checks and own is not None and own.agreement is None:
         flag = own.found_here.get(device)
         if flag is not None and len(own.found_here) == 1:
             return flag
@@ -509,13 +476,13 @@ def keep(
     iteration: Iteration,
     checked: Checked,
     stage: Stage,
-    left: tuple[Scalar, Scalar] | None = None,
+    left_scaled_by: tuple[Scalar, Scalar] | None = None,
     decided: Decided | None = None,
 ) -> None:
     """Record the checks and the stage of a call; without a check there is nothing to record."""
     gathered, checks = checked.gathered, checked.checks()
     if checked.own is not None:
-        iteration.ledger.mark(checked.newly_checked, checked.own, left)
+        iteration.ledger.mark(checked.newly_checked, checked.own, left_scaled_by)
     if checks and gathered.optimizer is not None:
         iteration.steps[id(gathered.optimizer)] = Remembered(
             gathered.optimizer,
@@ -524,7 +491,6 @@ def keep(
             iteration.num_losses,
             checked.unclipped,
             skip=None if decided is None else decided.skip,
-            outlier=None if decided is None else decided.outlier,
             ranks=gathered.ranks,
         )
 
@@ -538,10 +504,10 @@ def remember(
     is_fused: bool,
 ) -> None:
     """Record a decided step and its outcome. Sync: none."""
-    checked, left = decided.checked, None
+    checked, left_scaled_by = decided.checked, None
     gathered, multiplier = checked.gathered, checked.multiplier
     if checked.own is not None and multiplier is not None:
-        left = decided.skip, multiplier
+        left_scaled_by = decided.skip, multiplier
         if checked.unclipped is None:
             multiplier = scalars.where(decided.skip, multiplier, 1.0)
     if gathered.ranks is not ALONE:
@@ -554,7 +520,7 @@ def remember(
     outcome = Outcome(optimizer, engine.names, decided, multiplier, can_measure_late)
     outcome.num_losses = engine.iteration.num_losses
     engine.journal.add(memory, outcome)
-    keep(engine.iteration, checked, Stage.STEPPED, left, decided)
+    keep(engine.iteration, checked, Stage.STEPPED, left_scaled_by, decided)
     if engine.buffers.watched:
         engine.buffers.restore(decided.skip)
     if not memory.early_clipping.is_over:

@@ -52,8 +52,6 @@ class OptimizerState(Mapping[str, Any]):
         iteration = self._engine.iteration
         step = iteration.steps.get(self._key)
         if key == "stage":
-            if self._key in iteration.blocks:
-                return OptState.UNSCALED
             return STAGES[Stage.SCALED if step is None else step.stage]
         if key == "found_inf_per_device":
             return MappingProxyType({} if step is None else found_inf_by_device(step.checks))
@@ -104,8 +102,7 @@ class OptimizerStates(dict[int, OptimizerState]):
     """
 
     def __init__(self, engine: Engine) -> None:
-        keys = [*engine.iteration.steps, *engine.iteration.blocks]
-        super().__init__({key: OptimizerState(engine, key) for key in keys})
+        super().__init__({key: OptimizerState(engine, key) for key in engine.iteration.steps})
         self._engine = engine
 
     def __missing__(self, key: int) -> OptimizerState:
@@ -187,7 +184,7 @@ def _set_states(scaler: Any, value: Any) -> None:
     engine.end_iteration()
 
 
-def _number_of_rule(name: str) -> property:
+def _number_of_schedule(name: str) -> property:
     return property(
         lambda scaler: getattr(scaler, f"get_{name}")(),
         lambda scaler, value: getattr(scaler, f"set_{name}")(value),
@@ -211,9 +208,9 @@ class TorchAttributes:
     _init_growth_tracker = property(
         lambda scaler: scaler._engine.loss_scale.first.growth_tracker, _set_growth_tracker
     )
-    _growth_factor = _number_of_rule("growth_factor")
-    _backoff_factor = _number_of_rule("backoff_factor")
-    _growth_interval = _number_of_rule("growth_interval")
+    _growth_factor = _number_of_schedule("growth_factor")
+    _backoff_factor = _number_of_schedule("backoff_factor")
+    _growth_interval = _number_of_schedule("growth_interval")
     _per_optimizer_states = property(lambda scaler: OptimizerStates(scaler._engine), _set_states)
 
     _maybe_opt_step = amp.maybe_opt_step
@@ -267,22 +264,10 @@ class TorchAttributes:
         engine = self._engine
         earlier = engine.iteration.step_of(optimizer)
         require_not_stepped(earlier)
-        if id(optimizer) in engine.iteration.blocks:
-            raise CallOrderError(
-                f"step({name(optimizer)}): it takes the scaler (grad_scaler=...) to unscale its "
-                "gradients by itself, which accumulate() has already done. Call backward() without "
-                "accumulate() for this optimizer"
-            )
         if max_norm is not None:
             raise ValueError(
                 f"step({name(optimizer)}, max_norm={max_norm}): it takes the scaler "
                 "(grad_scaler=...) and unscales by itself; let it clip too"
-            )
-        if engine.norm_limits.settings is not None:
-            raise ValueError(
-                f"step({name(optimizer)}): set_norm_limit() cannot skip its steps, because it "
-                "takes the scaler (grad_scaler=...) and decides by itself. Call "
-                "set_norm_limit(None)"
             )
         params = parameters(optimizer)
         engine.scale_of_iteration("step", optimizer)
@@ -345,7 +330,7 @@ def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, 
             if flag.device in found:
                 found[flag.device].clamp_(min=flag)
     check = GradientCheck(scale, found)
-    check.agreement = ranks.agree_on(check, gradients, has_gradients=bool(gradients.grads))
+    check.agreement = ranks.agree_on(check, has_gradients=bool(gradients.grads))
     _keep_check(engine, id(optimizer), optimizer, check)
     return check.found_inf
 

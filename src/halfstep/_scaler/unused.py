@@ -27,6 +27,7 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.iteration import Iteration, Remembered, Stage
 from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.outcome import has_its_gradients
 
 NUM_LOSSES = 16
 """Number of losses whose graphs are searched for parameters, which takes a few milliseconds each.
@@ -113,7 +114,7 @@ class Unused:
                 stepped.append(step)
                 if step.num_losses == iteration.num_losses:
                     done.append(step)
-        is_usual = not (self._loose or self.waiting or iteration.blocks)
+        is_usual = not (self._loose or self.waiting)
         if is_usual and len(done) == len(steps) == len(self._journal.memories):
             return {}
         self._prune()
@@ -124,11 +125,6 @@ class Unused:
             for step in stepped
             for param in step.parameters()
             for check in step.checks
-        }
-        in_blocks = {
-            id(param)
-            for blocks in iteration.blocks.values()
-            for param in parameters(blocks.optimizer)
         }
         before: Tensor | None = None
         found: dict[int, WaitingGradient] = {}
@@ -143,12 +139,11 @@ class Unused:
             entry = iteration.ledger.of(param)
             if not scale.is_created or (entry and (key, entry.check) in used):
                 continue
-            is_divided = key in in_blocks or entry is not None
-            if not is_divided and before is None:
+            if entry is None and before is None:
                 before = scale.tensor.clone()
             earlier = None if is_view(grad) else seen([grad])[0]
             found[key] = WaitingGradient(
-                weakref.ref(param), earlier, scale, None if is_divided else before
+                weakref.ref(param), earlier, scale, before if entry is None else None
             )
         return found
 
@@ -156,15 +151,13 @@ class Unused:
         """Yield parameters whose gradients may be unused; some more than once."""
         for step in iteration.steps.values():
             yield from step.parameters()
-        for blocks in iteration.blocks.values():
-            yield from parameters(blocks.optimizer)
-        seen = iteration.steps.keys() | iteration.blocks.keys()
+        seen = iteration.steps.keys()
         for memory in self._journal.memories.values():
             outcome, optimizer = memory.outcome, memory.optimizer()
             if (
                 optimizer is not None
                 and id(optimizer) not in seen
-                and not (outcome and outcome.has_its_gradients())
+                and not (outcome and has_its_gradients(outcome))
             ):
                 yield from parameters(optimizer)
         for ref in self._loose.values():

@@ -31,13 +31,11 @@ class Found(NamedTuple):
         scale: The number that the losses were multiplied by.
         found_inf: Whether a gradient was inf or NaN.
         loss_is_finite: Whether all losses were finite.
-        outlier: Whether the norm of the gradients was implausibly large.
     """
 
     scale: float
     found_inf: bool
     loss_is_finite: bool = True
-    outlier: bool = False
 
 
 class Number(NamedTuple):
@@ -51,8 +49,8 @@ class Number(NamedTuple):
 class Kernel:
     """The move of a scale on a device: PyTorch's kernel, and a floor.
 
-    It is torch.amp's rule. What it does not know, the host corrects once the flags have arrived:
-    hysteresis, probes, trials, ``max_scale``.
+    It is torch.amp's schedule. What it does not know, the host corrects once the flags have
+    arrived: hysteresis, trials, ``max_scale``.
     """
 
     growth_factor: float
@@ -65,26 +63,26 @@ class Kernel:
     def of(
         cls, state: ScaleState, device: torch.device, *, is_captured: bool = False
     ) -> Kernel | None:
-        """Return the move that fits a state best; None if its rule never moves the scale.
+        """Return the move that fits a state best; None if its schedule never moves the scale.
 
         ``is_captured``: whether the move is part of a CUDA graph, and has to fit all states.
         """
-        rule = state.rule
-        if rule.growth_factor == rule.backoff_factor == 1.0:
+        schedule = state.schedule
+        if schedule.growth_factor == schedule.backoff_factor == 1.0:
             return None
-        may_grow = round_to_float32(state.scale * rule.growth_factor) <= state.max_scale
+        may_grow = round_to_float32(state.scale * schedule.growth_factor) <= state.max_scale
         is_forgiven = state.hysteresis_left > 1 and not (state.is_trial or is_captured)
-        growth_factor = rule.growth_factor if may_grow else 1.0
-        backoff_factor = 1.0 if is_forgiven else rule.backoff_factor
+        growth_factor = schedule.growth_factor if may_grow else 1.0
+        backoff_factor = 1.0 if is_forgiven else schedule.backoff_factor
         if not can_move_scale(device):  # the ops in the kernel's place multiply in float32
             growth_factor = round_to_float32(growth_factor)
             backoff_factor = round_to_float32(backoff_factor)
         # A state may be some updates old, in each of which the scale may have backed off.
-        lowest = state.scale * rule.backoff_factor**MOST_UNKNOWN
+        lowest = state.scale * schedule.backoff_factor**MOST_UNKNOWN
         return cls(
             growth_factor,
             backoff_factor,
-            rule.growth_interval,
+            schedule.growth_interval,
             state.min_scale,
             has_floor=is_captured or lowest < state.min_scale,
         )
@@ -151,7 +149,6 @@ class PendingUpdate:
                 values["scale"],
                 values["found_inf"] != 0.0,
                 values.get("bad_loss", 0.0) == 0.0,
-                values.get("outlier", 0.0) != 0.0,
             )
         return self._found
 

@@ -20,9 +20,7 @@ def use_scaler(accelerator: Accelerator, scaler: GradScaler | None = None) -> Gr
 
     ``accelerator.backward``, ``clip_grad_norm_``, the optimizers and ``save_state`` then use it. On
     a CPU, accelerate silently trains in float32 when ``"fp16"`` is requested; this call also
-    enables float16 there.
-
-    The policy is that of :class:`halfstep.use_policy` around the training.
+    enables float16 there. The policy is that of :class:`halfstep.use_policy` around the training.
 
     Args:
         accelerator: An Accelerator with ``mixed_precision="fp16"``.

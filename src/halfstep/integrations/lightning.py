@@ -6,18 +6,17 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import MethodType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfstep import Diagnosis, GradScaler, Policy, autocast, record
+from halfstep import GradScaler, Policy, autocast
 from halfstep._autocast import settled_policy
 from halfstep._scaler import DueSchedules
 from halfstep._scaler.access import is_unscaled
-from halfstep._tools.diagnose.watch import warn
 from halfstep.errors import CallOrderError
 from halfstep.integrations import needs
 from halfstep.sinks import prefixed
@@ -28,6 +27,9 @@ with needs("lightning"):
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
+if TYPE_CHECKING:
+    from halfstep import Diagnosis, record
+
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
@@ -35,9 +37,8 @@ class HalfstepPrecision(MixedPrecision):
     """A precision plugin of a Trainer with halfstep's autocast and, for float16, its GradScaler.
 
     ``gradient_clip_val`` clips in the pass that checks the gradients, with fused optimizers too.
-    LBFGS works: each evaluation of its closure is checked. A learning rate schedule that advances
-    with each step does not advance if the step was skipped. Hooks that see gradients before the
-    step (``on_before_optimizer_step``, ``configure_gradient_clipping``) see them unscaled.
+    LBFGS works. A learning rate schedule that advances with each step does not advance if the step
+    was skipped. Hooks that see gradients before the step see them unscaled.
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
@@ -94,8 +95,6 @@ class HalfstepPrecision(MixedPrecision):
         self._max_norm: float | None = None
         self._clips_in_step = False
 
-    # --- Lightning's calls ------------------------------------------------------------------------
-
     def connect(
         self, model: Any, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[Any, list[Optimizer], list[Any]]:
@@ -128,10 +127,11 @@ class HalfstepPrecision(MixedPrecision):
             raise CallOrderError(
                 "HalfstepPrecision does not know its module yet: call this in or after a fit"
             )
-        key = self._module.device.type, torch.is_autocast_cache_enabled()
+        device = self._module.device.type
+        key = device, torch.is_autocast_cache_enabled()
         if key not in self._contexts:  # cached, since rules for modules walk the model
             self._contexts[key] = autocast(
-                self._module.device.type,
+                device,
                 DTYPES[self.precision],
                 policy=self._policy,
                 module=self._module if self._policy and self._policy.module_rules else None,
@@ -255,7 +255,7 @@ class _AfterSteps:
     def __call__(self, scheduler: Any, metric: Any) -> None:
         configs = self._module.trainer.lr_scheduler_configs
         intervals = [config.interval for config in configs if config.scheduler is scheduler]
-        if "step" not in intervals or self._due.may_move(scheduler):
+        if "step" not in intervals or self._due.try_move(scheduler):
             self.__wrapped__(scheduler, metric)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -274,8 +274,7 @@ def _scaler_of(trainer: Trainer) -> GradScaler | None:
 class RecordRun(Callback):
     """A callback that records the training for ``halfstep report``, and logs its scalars.
 
-    The loggers of the Trainer get ``halfstep/scale``, ``halfstep/skipped``, ``halfstep/underflow``
-    and the other scalars of :mod:`halfstep.sinks`.
+    The loggers of the Trainer get the scalars of :mod:`halfstep.sinks`.
 
     Args:
         path: The folder of :class:`halfstep.record`.
@@ -298,6 +297,8 @@ class RecordRun(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start recording."""
+        from halfstep import record  # which needs the extra of the tools
+
         self.run = self._stack.enter_context(
             record(
                 self.path,
@@ -332,7 +333,7 @@ class _Logger:
 
 
 class Diagnose(Callback):
-    """A callback that diagnoses bad steps, as :meth:`halfstep.GradScaler.diagnose` does.
+    """A callback that diagnoses bad steps, as :func:`halfstep.diagnose` does around a loop.
 
     A diagnosis is issued as a warning. It is also recorded if :class:`RecordRun` is a callback too.
 
@@ -349,17 +350,18 @@ class Diagnose(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start diagnosing."""
+        from halfstep import diagnose
 
         def tell(found: Diagnosis, step: int) -> None:
             self.found.append(found)
             for callback in trainer.callbacks:
                 if isinstance(callback, RecordRun) and callback.run is not None:
-                    is_running = self.watch is None or not self.watch.is_ending
+                    is_running = not self.watch.is_ending
                     callback.run.add_diagnosis(found, step=callback.run.num_steps + is_running)
-            warn(found, step)
+            self.watch.warn(found, step)
 
         scaler = _scaler_of(trainer) or GradScaler(enabled=False)
-        self.watch = self._stack.enter_context(scaler.diagnose(pl_module, tell))
+        self.watch = self._stack.enter_context(diagnose(scaler, model=pl_module, tell=tell))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop diagnosing."""

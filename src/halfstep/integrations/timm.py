@@ -28,8 +28,6 @@ class NativeScaler:
     Raises:
         ValueError: PyTorch finds no such device.
 
-    Sync: none for the constructor; a call has that of ``GradScaler.step``.
-
     Example:
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

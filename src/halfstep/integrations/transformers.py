@@ -35,10 +35,9 @@ def use_scaler(trainer: Trainer, scaler: GradScaler | None = None) -> GradScaler
 class TrainerSink:
     """A sink of :class:`halfstep.record` that adds its scalars to the Trainer's log of the loss.
 
-    Every ``logging_steps`` the log gets ``halfstep/scale``, ``halfstep/underflow`` and the other
-    scalars of :mod:`halfstep.sinks` with their last known values, from some steps before. Loss and
-    norm are left out, since the Trainer logs them itself. ``halfstep/skipped`` counts the steps
-    skipped since the last log.
+    Every ``logging_steps`` the log gets the last known scalars of :mod:`halfstep.sinks`, without
+    loss and norm, which the Trainer logs itself. ``halfstep/skipped`` counts the steps skipped
+    since the last log.
 
     Args:
         trainer: The Trainer; its ``log`` is replaced on the object.

@@ -120,7 +120,7 @@ def _is_marked(source: str, line: Any) -> bool:
 # --- loops ----------------------------------------------------------------------------------------
 
 
-WATCH = "with scaler.diagnose(model, tell=lambda *found: told.append(found)):"
+WATCH = "with halfstep.diagnose(scaler, model=model, tell=lambda *found: told.append(found)):"
 
 
 def judge_loop(program: Program, folder: Path) -> Judged:

@@ -1,4 +1,3 @@
-# PYTHON_ARGCOMPLETE_OK: activate-global-python-argcomplete looks for this word.
 """The ``halfstep`` command.
 
 Each subcommand is a module of this package, listed in ``_build_parser``. It has ``HELP``,

@@ -83,9 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     if arguments.open and (arguments.json or arguments.md):
         raise CommandError("--open opens the page, which --json and --md do not write")
-    has_form = arguments.json or arguments.md or arguments.output or arguments.against
-    has_form = has_form or arguments.open
-    if arguments.run_path is not None and not has_form:
+    forms = (arguments.json, arguments.md, arguments.output, arguments.against, arguments.open)
+    if arguments.run_path is not None and not any(forms):
         records = records_inside(arguments.run_path)
         if len(records) > 1:
             _list(records, is_all=arguments.all)

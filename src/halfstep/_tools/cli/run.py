@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from halfstep import Policy
     from halfstep._tools.run.session import Session
 
+STORES = ("split", "float32")  # of halfstep.master_weights
+
 HELP = "run a training script, unmodified, and record each step"
 DESCRIPTION = (
     "Runs a training script, unmodified, and records each step in a folder: the loss, the "
@@ -99,10 +101,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--masters",
         nargs="?",
         const="split",
-        choices=("split", "float32", "kahan", "stochastic"),
+        type=_store,
+        choices=STORES,
         metavar="STORE",
         help="step bfloat16 and float16 parameters in float32, so that no update is lost: "
-        "split, float32, kahan or stochastic (default: split; for float16: float32)",
+        "split or float32 (default: split; for float16: float32)",
     )
     parser.add_argument(
         "--guard",
@@ -195,22 +198,22 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
             _note_options(target, rest, arguments.parser)
     amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
     additions = Additions(
-        arguments.masters,
-        arguments.guard is not None,
-        arguments.guard or None,
-        arguments.guard_ranks,
+        store=arguments.masters,
+        is_guarding=arguments.guard is not None,
+        max_norm=arguments.guard or None,
+        ranks=arguments.guard_ranks,
     )
     options = Options(
-        policy,
-        arguments.output,
-        arguments.every,
-        arguments.quiet,
-        amp,
-        arguments.diagnose,
-        arguments.children,
-        tuple(arguments.sink),
-        arguments.append,
-        additions if is_adding else None,
+        policy=policy,
+        folder=arguments.output,
+        every=arguments.every,
+        is_quiet=arguments.quiet,
+        amp=amp,
+        is_diagnosing=arguments.diagnose,
+        has_children=arguments.children,
+        sinks=tuple(arguments.sink),
+        is_appending=arguments.append,
+        additions=additions if is_adding else None,
     )
     try:
         return Session(Command(target, rest, arguments.module), options)
@@ -262,6 +265,19 @@ def _count(text: str) -> int:
             f"{text!r} is not a number of steps: write 50, or 0 for never"
         )
     return int(text)
+
+
+def _store(text: str) -> str:
+    """Return the name of a store; of a removed one, say where to find what it did."""
+    if text not in STORES:
+        from halfstep._master_weights.master_weights import REMOVED  # takes seconds
+
+        if text in REMOVED:
+            names = ", ".join(STORES)
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: choose one of {names} ({REMOVED[text][1]})"
+            )
+    return text
 
 
 def _norm(text: str) -> float:

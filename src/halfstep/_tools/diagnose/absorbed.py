@@ -17,12 +17,12 @@ from halfstep._autocast import Policy
 from halfstep._common.nested import map_plain
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.diagnose import cure_search
-from halfstep._tools.diagnose.blame import Blame, BlameTracker, scan
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.diagnose.inspect_op import in_wider, inspect
-from halfstep._tools.diagnose.observer import OpCall
-from halfstep._tools.diagnose.replay import Replayer, StepRun
-from halfstep._tools.diagnose.variant import Variant
+from halfstep._tools.replay.blame import Blame, BlameTracker, scan
+from halfstep._tools.replay.observer import OpCall
+from halfstep._tools.replay.replay import Replayer, StepRun
+from halfstep._tools.replay.variant import Variant
 
 MOST_OPS = 64
 """The largest number of ops that are followed after an overflow."""

@@ -24,7 +24,6 @@ from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import power
 from halfstep._numerics.formats import FORMATS
 from halfstep._tools.diagnose import rewrite
-from halfstep._tools.diagnose.blame import OUTSIDE, Blame, scan
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, LineEdit, fall, short_error, stands
 from halfstep._tools.diagnose.edits import (
     IN_FLOAT32,
@@ -35,15 +34,16 @@ from halfstep._tools.diagnose.edits import (
     has_row,
 )
 from halfstep._tools.diagnose.learning import Change, losses_with
-from halfstep._tools.diagnose.replay import Replayer, StepRun
 from halfstep._tools.diagnose.rounding import Origin, Origins, lost_number, makers_of, origins_in
 from halfstep._tools.diagnose.source import Placed, edited_lines, in_words
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
 from halfstep._tools.diagnose.user_calls import Edits, NotApplicable, UserCall, UserCalls, call_of
-from halfstep._tools.diagnose.user_code import Spot
-from halfstep._tools.diagnose.variant import EnteredAutocast, Variant, float32_parameters, half_of
+from halfstep._tools.replay.blame import OUTSIDE, Blame, scan
+from halfstep._tools.replay.replay import Replayer, StepRun
+from halfstep._tools.replay.variant import EnteredAutocast, Variant, float32_parameters, half_of
 from halfstep._tools.trace.ops import OpPlace
 from halfstep._tools.trace.rows import grouped
+from halfstep._tools.user_code.user_code import Spot
 
 # --- trials ---------------------------------------------------------------------------------------
 

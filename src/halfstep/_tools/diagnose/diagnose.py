@@ -11,13 +11,11 @@ from itertools import count
 import torch
 from torch import nn
 
-from halfstep._autocast.kernels import observed_by
 from halfstep._common.machine import rank
 from halfstep._common.module_names import without_wrappers
 from halfstep._pytorch import compiler, distributed
 from halfstep._tools.diagnose import cure_search
 from halfstep._tools.diagnose.absorbed import find_absorbed
-from halfstep._tools.diagnose.blame import OUTSIDE, Blame, Scan, scan
 from halfstep._tools.diagnose.cure_search import CureTrial
 from halfstep._tools.diagnose.diagnosis import (
     A_NUMBER,
@@ -29,7 +27,6 @@ from halfstep._tools.diagnose.diagnosis import (
     short_error,
     source_of,
 )
-from halfstep._tools.diagnose.dtype_error import add_explanation
 from halfstep._tools.diagnose.inspect_op import (
     InspectingTracker,
     described,
@@ -37,7 +34,11 @@ from halfstep._tools.diagnose.inspect_op import (
     named_by,
     names_in,
 )
-from halfstep._tools.diagnose.kept_calls import (
+from halfstep._tools.diagnose.rounding import find_underflow
+from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
+from halfstep._tools.dtype_errors.dtype_error import add_explanation
+from halfstep._tools.replay.blame import OUTSIDE, Blame, Scan, scan
+from halfstep._tools.replay.kept_calls import (
     KeptCall,
     Made,
     gap_in,
@@ -45,13 +46,12 @@ from halfstep._tools.diagnose.kept_calls import (
     step_of,
     why_not_again,
 )
-from halfstep._tools.diagnose.observer import waits_for_others, why_together
-from halfstep._tools.diagnose.replay import Replayer, replaying
-from halfstep._tools.diagnose.rounding import find_underflow
-from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
-from halfstep._tools.diagnose.user_code import owners_in
-from halfstep._tools.diagnose.variant import Variant, all_in_float32, half_of
+from halfstep._tools.replay.observer import waits_for_others, why_together
+from halfstep._tools.replay.replay import Replayer, replaying
+from halfstep._tools.replay.variant import Variant, all_in_float32, half_of
+from halfstep._tools.user_code.user_code import owners_in
 from halfstep.errors import RanksError
+from halfstep.events import observe_ops
 
 OF_NO_OP = (
     "no op that was seen made the inf or NaN: they were there before the step, or were made where "
@@ -61,59 +61,8 @@ TO_SEE_MORE = "return its values from the function as a plain tensor on a device
 COMPILED = "compiled code was replayed as it is written, in eager mode"
 
 
-def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -> Diagnosis:
-    """Replay a training step and name the op, the module, the line, the cause and the cure.
-
-    The step is run several times, op by op, from the current state. Afterwards, parameters,
-    buffers, gradients, random generators, the scaler and the attributes of modules are restored bit
-    for bit. Optimizers and schedules do not step. Other effects of ``step_fn``, such as printing or
-    reading files, happen in each run, so read the batch outside of it.
-
-    Args:
-        step_fn: A function without arguments that runs the step: forward, loss and backward, under
-            autocast and with a scaler as in training. It may step optimizers and accumulate several
-            batches.
-        model: The model, for the names of modules. By default, the first module with parameters
-            that is called.
-
-    Returns:
-        The diagnosis; ``print`` it.
-
-    Raises:
-        TypeError: ``step_fn`` is not a function, or ``model`` is not a module.
-        CallOrderError: A trace is running.
-        RanksError: The step needs other ranks: the model is sharded, or the step calls a
-            collective.
-        Exception: Any error of ``step_fn``, if no value was bad before it. One about dtypes has
-            an explanation as a note: its tensors, where they come from, and what was tried.
-
-    Sync: one for each op.
-
-    Example:
-        >>> import halfstep, torch
-        >>> from torch import nn
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        >>> _ = nn.init.constant_(model[1].weight, 5e4)
-        >>> x = torch.ones(2, 4)
-        >>> def step():
-        ...     with halfstep.autocast("cpu", torch.float16):
-        ...         model(x).float().mean().backward()
-        >>> _ = nn.init.constant_(model[0].bias, 10.0)
-        >>> found = diagnose(step)
-        >>> found.verdict, found.bad.name, found.bad.module
-        ('range', 'linear', '1')
-        >>> found.cure.policy, found.cure.is_finite
-        ('standard; linear@1:fp32', True)
-    """
-    # A model can be called too, but not without a batch.
-    if isinstance(step_fn, nn.Module) or not callable(step_fn):
-        raise TypeError(
-            f"diagnose({type(step_fn).__name__}): pass the function that runs a step, without "
-            "calling it: diagnose(step), diagnose(lambda: step(batch)) or diagnose(step, "
-            "model=model)"
-        )
-    if not (model is None or isinstance(model, nn.Module)):
-        raise TypeError(f"diagnose(model={type(model).__name__}): pass a torch.nn.Module")
+def diagnose_step(step_fn: Callable[[], object], model: nn.Module | None) -> Diagnosis:
+    """Diagnose a step from the current state; an error of it about dtypes gets a note."""
     for owner in (model, *owners_in(step_fn)):
         why = why_together(owner) if isinstance(owner, nn.Module) else None
         if why is not None:
@@ -134,7 +83,7 @@ def diagnosis_of(
     underflow.
     """
     replayer = Replayer(step, model, is_kept=is_kept)
-    with observed_by(replayer.observe):
+    with observe_ops(replayer.observe):
         found = _found(replayer, with_underflow=not is_kept)
     model = replayer.model
     if model is not None and any(map(compiler.is_compiled, model.modules())):
@@ -315,15 +264,15 @@ def judge(
         smaller = cure_search.smaller_scale(trial, run.scale, bad, largest)
         if smaller is not None:
             return "scale", cure_search.of_scale(smaller, is_finite=True)
-    if is_wide_finite or _is_range_alone(replayer, blame, bad, wide):
+    if not is_wide_finite and bad.is_beyond_its_dtype:
+        _note_range_alone(replayer, blame, wide)
+    if is_wide_finite or bad.is_beyond_its_dtype:
         return "range", cure_search.of_range(trial, blame, bad, call)
     return "maths", cure_search.of_maths(trial, blame, call)
 
 
-def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | None) -> bool:
-    """Return whether the op alone is finite in a wider dtype, although no replay is finite."""
-    if not bad.is_beyond_its_dtype:
-        return False
+def _note_range_alone(replayer: Replayer, blame: Blame, wide: Scan | None) -> None:
+    """Note why the op alone is finite in a wider dtype, although no replay is finite."""
     if wide is None:
         replayer.notes.append(f"no autocast was entered: {BY_THE_OP_ALONE}")
     elif wide.blame is None:
@@ -336,7 +285,6 @@ def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | N
         replayer.notes.append(
             f"in float32 the step goes bad too, later: {wide.blame.op} in {place}"
         )
-    return True
 
 
 def _largest_gradient(found: Scan, wide: Scan) -> float | None:

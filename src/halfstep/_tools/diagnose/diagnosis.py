@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import linecache
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from textwrap import dedent
 from typing import Literal, Self
 
-from halfstep._common.json import Count, Finite, Positive, decoded, to_plain
 from halfstep._common.numbers import percent, power, things
 from halfstep._common.text import one_line, preformatted
+from halfstep._tools.json import Count, Finite, Positive, decoded, to_plain
+from halfstep._tools.replay.notes import NO_END
 from halfstep._tools.trace.rows import Phase, short
+from halfstep._tools.user_code.line import Line, line_text, short_path
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
@@ -23,33 +23,11 @@ Verdict = Literal["none", "absorbed", "scale", "range", "maths", "data", "unknow
 """The cause: see :class:`Diagnosis`."""
 
 A_NUMBER = "the number nan"
+"""The text that stands for the tensor's name if a Python number is NaN."""
 BY_THE_OP_ALONE = "judged by the op alone"
 """The end of a note: no replay of the whole step in float32 was finite."""
-"""The text that stands for the tensor's name if a Python number is NaN."""
-
-NO_END = (
-    "the step called no backward and returned no tensor: it was judged by its ops alone; return "
-    "the loss, or what the step computes"
-)
 
 CureKind = Literal["policy", "scale", "dtype", "code", "data"]
-
-
-@dataclass(frozen=True)
-class Line:
-    """Line of the user's code.
-
-    Attributes:
-        file: The path of the file.
-        number: The number of the line, from 1.
-        function: The name of its function.
-        text: The line itself, without surrounding spaces.
-    """
-
-    file: str
-    number: Count
-    function: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -429,17 +407,6 @@ def short_error(error: BaseException) -> str:
     text = one_line(str(error))
     text = text if len(text) <= MOST_OF_AN_ERROR else f"{text[:MOST_OF_AN_ERROR]} ..."
     return f"{type(error).__name__}: {text}"
-
-
-def line_text(line: Line) -> str:
-    """Return a line with its location; the path is relative to the working directory."""
-    return f"{short_path(line.file)}:{line.number} in {line.function}: {line.text}"
-
-
-def short_path(file: str) -> str:
-    """Return a path relative to the working directory if it is inside, else unchanged."""
-    path = Path(file)
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else file
 
 
 def source_of(bad: BadOp | None) -> tuple[str, ...]:

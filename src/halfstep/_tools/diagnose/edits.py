@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep._autocast.rule import HALVES
+from halfstep._autocast import HALVES
 
 Expression = Callable[[Any, float], str | None]
 """A function from a value and a small number to an expression; None if none fits the value."""

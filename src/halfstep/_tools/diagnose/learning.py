@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._pytorch import modes
-from halfstep._tools.diagnose.observer import OpObserver
-from halfstep._tools.diagnose.replay import Replayer
-from halfstep._tools.diagnose.variant import Variant
+from halfstep._tools.replay.observer import OpObserver
+from halfstep._tools.replay.replay import Replayer
+from halfstep._tools.replay.variant import Variant
 
 STEPS = 4
 """The number of steps."""

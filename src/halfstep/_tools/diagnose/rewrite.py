@@ -7,10 +7,11 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from halfstep._tools.diagnose.diagnosis import LineEdit, short_path
+from halfstep._tools.diagnose.diagnosis import LineEdit
 from halfstep._tools.diagnose.edits import row_name
 from halfstep._tools.diagnose.source import Placed, Slot, Source, argument, last_name
 from halfstep._tools.trace.rows import grouped
+from halfstep._tools.user_code.line import short_path
 
 _NAMES = {"exp": "exponent", "softmax": "logits", "sigmoid": "logits"}
 """The new names for arguments of functions."""
@@ -23,7 +24,7 @@ _BINDERS = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorEx
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module, *_BINDERS)
 
 
-class Operand(NamedTuple):
+class ArgumentSlot(NamedTuple):
     """Argument of a call, by its position, name or place in the source."""
 
     call: Placed
@@ -42,11 +43,11 @@ class Rewrite(NamedTuple):
 
     root: Placed
     tree: ast.expr
-    operands: dict[str, Operand]
+    operands: dict[str, ArgumentSlot]
     parts: list[Placed]
 
 
-def is_written_out(operand: Operand) -> bool:
+def is_written_out(operand: ArgumentSlot) -> bool:
     """Return whether an argument is a literal in the source, or is left to its default.
 
     A name may stand for another number in the next step.
@@ -131,7 +132,9 @@ class _Rewriting:
             return False
         return self._source.replace(root, _written(rewrite, names))
 
-    def _operand(self, operand: Operand, root: ast.expr, *, is_used_once: bool) -> ast.expr | None:
+    def _operand(
+        self, operand: ArgumentSlot, root: ast.expr, *, is_used_once: bool
+    ) -> ast.expr | None:
         """Return an expression for an operand at the place of the root; None if there is none."""
         call = self._node(operand.call)
         node = None if call is None else _argument(call, operand)
@@ -228,7 +231,7 @@ def _is_short(node: ast.AST) -> bool:
     return not isinstance(node, (ast.Await, ast.NamedExpr, ast.Yield, ast.YieldFrom))
 
 
-def _argument(call: ast.expr, operand: Operand) -> ast.expr | None:
+def _argument(call: ast.expr, operand: ArgumentSlot) -> ast.expr | None:
     if isinstance(call, ast.Subscript):
         return call.slice if operand.slot == 1 else call.value
     if isinstance(operand.slot, str):

@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 from halfstep._common.nested import tensors_in
 from halfstep._pytorch import autograd, modes
 from halfstep._tools.diagnose.edits import row_name, writes_to_first
-from halfstep._tools.diagnose.rewrite import Filled, Operand, Rewrite, is_written_out
+from halfstep._tools.diagnose.rewrite import ArgumentSlot, Filled, Rewrite, is_written_out
 from halfstep._tools.diagnose.source import Placed, Slot, parameters_of
 from halfstep._tools.diagnose.user_calls import UserCall
-from halfstep._tools.diagnose.user_code import torch_modules, user_place, user_spot
+from halfstep._tools.user_code.user_code import torch_modules, user_place, user_spot
 
 # --- rules ----------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class _Argument(NamedTuple):
     @property
     def is_written_out(self) -> bool:
         """Whether the value is an expression without names, the same in every step."""
-        return _has_text(self.value) and is_written_out(Operand(self.call.placed, self.slot))
+        return _has_text(self.value) and is_written_out(ArgumentSlot(self.call.placed, self.slot))
 
 
 class _Result(NamedTuple):
@@ -261,7 +261,7 @@ class _Derivation:
             raise _NoForm
         tree = _Simplified().visit(tree)
         operands = {
-            name: Operand(each.call.placed, each.slot) for name, each in self._operands.items()
+            name: ArgumentSlot(each.call.placed, each.slot) for name, each in self._operands.items()
         }
         rewrite = Rewrite(root.placed, tree, operands, [part.placed for part in self.parts])
         values = {name: each.value for name, each in self._operands.items()}

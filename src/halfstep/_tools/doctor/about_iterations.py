@@ -114,12 +114,12 @@ def _schedules(program: Program, root: Root) -> Iterator[Finding]:
 
 def _never_zeroed(program: Program, root: Root) -> Iterator[Finding]:
     """Yield a finding about a loop whose gradients are never cleared."""
-    makes = program.meaning.makes_optimizer
     looped = [site for site in root.sites if site.around("loop")]
     steps = [s for s in looped if program.is_optimizer_step(s) or program.is_scaler_step(s)]
     backward = next(filter(program.is_backward, looped), None)
-    is_own = any(makes(site.call, site.scope) for site in program.sites)
-    if not (steps and backward and is_own) or any(map(_CLEARS.search, program.words)):
+    if not (steps and backward and program.makes_optimizer) or any(
+        map(_CLEARS.search, program.words)
+    ):
         return
     step = steps[0]
     optimizer = _optimizer_of(step) if program.is_scaler_step(step) else dotted(step.owner)

@@ -94,8 +94,7 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
             f"`torch.autocast` is entered in every pass of the loop in line "
             f"{loop.line}, without gradients: it drops the casts of the "
             "weights each time it ends, and makes them again",
-            "enter it once, around the loop; or hold the casts: with halfstep.hold_casts(model):",
-            "from halfstep import autocast",
+            "enter it once, around the loop, or cast the model: model.bfloat16()",
             line=around.line,
         )
 
@@ -176,7 +175,7 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
                 "float32: nothing underflows, and each overflow of the scale costs a step",
                 "leave the scaler out; or keep one that scales nothing and skips steps with NaN",
                 "from halfstep import GradScaler, Static\n"
-                f"{name} = GradScaler(init_scale=1.0, rule=Static())",
+                f"{name} = GradScaler(init_scale=1.0, schedule=Static())",
                 (name,),
                 line=scaler.line or line,
             )
@@ -257,9 +256,8 @@ def _elsewhere(program: Program, lowered: str) -> str:
 
 def _stays_on_cpu(program: Program) -> bool:
     """Return whether the file makes the optimizer, and nothing in it names a device."""
-    makes = program.meaning.makes_optimizer
-    is_own = any(makes(site.call, site.scope) for site in program.sites)
-    return is_own and not any(map(_MOVING.search, {*program.words, *program.imported}))
+    words = {*program.words, *program.imported}
+    return program.makes_optimizer and not any(map(_MOVING.search, words))
 
 
 def _moved_to(program: Program, site: Site) -> set[str] | None:

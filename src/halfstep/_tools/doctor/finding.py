@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, overload
 
 from halfstep._common.text import SEVERITIES, Severity, one_line
@@ -74,9 +74,6 @@ class Finding:
         code: The remedy as Python code to paste; empty if it takes more than a few lines.
         names: The names of the parameters, modules or variables concerned.
         file, line: The place in the source; empty and 0 for objects.
-
-    Raises:
-        ValueError: The id is not in the catalog.
     """
 
     id: str
@@ -88,10 +85,7 @@ class Finding:
     line: int = 0
 
     def __post_init__(self) -> None:
-        if self.id not in CATALOG:
-            raise ValueError(
-                f"{self.id!r} is not the id of a finding: {', '.join(sorted(CATALOG))}"
-            )
+        assert self.id in CATALOG, self.id
 
     @property
     def severity(self) -> Severity:
@@ -112,12 +106,6 @@ class Finding:
         """Return plain values, including severity and docs."""
         own = asdict(self) | {"names": list(self.names)}
         return {**own, "severity": self.severity, "docs": self.docs}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Finding:
-        """Return the finding with values from :meth:`to_json`."""
-        own = {field.name: values[field.name] for field in fields(cls)}
-        return cls(**{**own, "names": tuple(own["names"])})
 
     def __str__(self) -> str:
         place = f"{self.place}: " if self.file else ""

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from halfstep._common.numbers import power
 from halfstep._tools.doctor.finding import Finding
@@ -51,12 +51,11 @@ class Iteration:
 
     def without(self, key: str) -> Iteration:
         """Return the state after a variable was bound to another object."""
-        return replace(
-            self,
-            unscaled=frozenset(each for each in self.unscaled if key not in each),
-            stepped=frozenset(each for each in self.stepped if key not in each),
-            zeroed=frozenset(each for each in self.zeroed if key not in each),
-        )
+        kept: dict[str, Any] = {
+            name: frozenset(each for each in getattr(self, name) if key not in each)
+            for name in ("unscaled", "stepped", "zeroed")
+        }
+        return replace(self, **kept)
 
 
 @dataclass(frozen=True)

@@ -101,14 +101,16 @@ def _scalers(training: Training) -> Iterator[Finding]:
             "scale the loss; or use bfloat16, which needs no scaler, where it is fast",
             "scaler = halfstep.GradScaler()",
         )
-    is_guard = isinstance(training.scaler, GradScaler) and isinstance(training.scaler._rule, Static)
+    is_guard = isinstance(training.scaler, GradScaler) and isinstance(
+        training.scaler._schedule, Static
+    )
     if dtype == torch.bfloat16 and training.scales and not is_guard:
         yield Finding(
             "scaler-with-bf16",
             "a scaler for training in bfloat16, which has the range of float32: nothing "
             "underflows, and each overflow of the scale costs a step",
             "leave the scaler out; or keep one that scales nothing and skips steps with NaN",
-            "scaler = halfstep.GradScaler(init_scale=1.0, rule=halfstep.Static())",
+            "scaler = halfstep.GradScaler(init_scale=1.0, schedule=halfstep.Static())",
         )
     is_torch = type(training.scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
     if is_torch and training.scales:

@@ -14,14 +14,8 @@ from halfstep._tools.doctor.read_sites import Site, condition_of
 from halfstep._tools.doctor.read_values import Meaning, SourceScaler
 
 _CLIP_OWNERS = (
-    "self",
-    "optimizer",
-    "optim",
-    "accelerator",
-    "fabric",
-    "strategy",
-    "engine",
-    "trainer",
+    *("self", "optimizer", "optim"),
+    *("accelerator", "fabric", "strategy", "engine", "trainer"),
 )
 _CLIPS = re.compile(r"(dispatch_)?clip_grad")
 """A pattern for functions that clip gradients; ``dispatch_clip_grad`` is timm's."""
@@ -189,6 +183,11 @@ class Program:
         """The names of the optimizers that are stepped."""
         stepped = {dotted(site.owner) for site in self.sites if self.is_optimizer_step(site)}
         return stepped | {_first(site) for site in self.sites if self.is_scaler_step(site)}
+
+    @cached_property
+    def makes_optimizer(self) -> bool:
+        """Whether a call creates an optimizer without master weights."""
+        return any(self.meaning.makes_optimizer(site.call, site.scope) for site in self.sites)
 
     @cached_property
     def built(self) -> list[Built]:

@@ -154,15 +154,12 @@ class Conditions:
 
     def forked(self, test: ast.expr, paths: list[Path]) -> tuple[list[Path], list[Path]]:
         """Return the paths on which a condition holds, and those on which it does not."""
-        forked = [
-            [
-                replace(p, facts=f)
-                for p in paths
-                if (f := self._assume(test, arm, p.facts)) is not None
-            ]
-            for arm in (0, 1)
-        ]
-        return forked[0], forked[1]
+
+        def on(arm: int) -> list[Path]:
+            facts = [(path, self._assume(test, arm, path.facts)) for path in paths]
+            return [replace(path, facts=known) for path, known in facts if known is not None]
+
+        return on(0), on(1)
 
     def _assume(
         self, test: ast.expr, arm: int, facts: Mapping[str, int]

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from halfstep._autocast import autocast
+from halfstep._autocast.access import settings_of
 from halfstep._numerics.formats import dtype_name
 from halfstep._scaler import GradScaler
 from halfstep._tools.doctor.read_names import FileNames, NameScope, Written, dotted
@@ -44,7 +45,7 @@ class SourceScaler:
 
     is_torch: bool
     enabled: bool | None  # None if uncertain
-    is_guard: bool = False  # it only skips steps: GradScaler(1.0, rule=Static())
+    is_guard: bool = False  # it only skips steps: GradScaler(1.0, schedule=Static())
     line: int = 0  # where it is created; 0 if elsewhere
     switch: str = ""  # the source of ``enabled``
     device: str = ""  # "cuda", "cpu"; empty if uncertain
@@ -290,7 +291,7 @@ class Meaning:
         if isinstance(known, torch.autocast):
             return SourceAutocast(dtype_name(known.fast_dtype), None, True)
         if isinstance(known, autocast):
-            switches = known._settings.switches
+            switches = settings_of(known).switches
             return SourceAutocast(dtype_name(switches.dtype), switches.enabled, False)
         name = self._maker(node, scope)
         if not isinstance(node, ast.Call):

@@ -18,7 +18,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from halfstep._common.json import to_plain
+from halfstep._tools.json import to_plain
 from halfstep.errors import RecordError
 
 SCHEMA = 1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.transfers import Transfer, to_host
-from halfstep._scaler import Outcome
+from halfstep._scaler import Outcome, pack, unpack
 from halfstep._tools.record.files import Event
 
 MOST_WAITING = 64
@@ -51,7 +51,7 @@ class PendingStep:
         )
         if self.outcome is None:
             return scalars
-        return torch.cat([scalars, to_device(self.outcome.packed(), device)])
+        return torch.cat([scalars, to_device(pack(self.outcome), device)])
 
     def event(self, packed: Tensor) -> Event:
         """Return the line of the record, from the result of :meth:`packed` on the CPU."""
@@ -71,7 +71,7 @@ class PendingStep:
             "share_lost_updates": None if math.isnan(lost) else lost,
         }
         if self.outcome is not None:
-            entry, event["scale_after"] = self.outcome.unpack(packed[3:])
+            entry, event["scale_after"] = unpack(self.outcome, packed[3:])
             event["taken"], event["reason"], event["scale"] = entry.taken, entry.reason, entry.scale
             if self.outcome.is_measured:
                 event["norm"] = entry.norm

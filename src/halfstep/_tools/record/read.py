@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
-from halfstep._common.json import Count, decoded
 from halfstep._common.numbers import count, power, step_list
-from halfstep._numerics.statistics import merged
 from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.json import Count, decoded
 from halfstep._tools.record.files import files_in, has_checksum, require_schema
 from halfstep._tools.record.run import (
     BadBuffers,
@@ -37,6 +36,7 @@ from halfstep._tools.record.run import (
     Sample,
     Step,
 )
+from halfstep._tools.statistics import merged
 from halfstep._tools.trace.recording import Recording
 from halfstep._tools.trace.rows import grouped
 from halfstep.errors import RecordError

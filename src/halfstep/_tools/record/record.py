@@ -23,13 +23,13 @@ from halfstep._pytorch.listeners import (
     listening_to_torch_scaler,
 )
 from halfstep._scaler import GradScaler
-from halfstep._scaler.events import observing
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.record.files import SCHEMA, Event, LateWriter, LineWriter, file_of
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.recorder import Recorder
 from halfstep._version import __version__
 from halfstep.errors import CallOrderError
+from halfstep.events import observe
 from halfstep.sinks import Sink
 
 
@@ -120,7 +120,7 @@ class record:
             scaler = None
         recorder = Recorder(writer, models, scaler, self._every, self._sinks)
         with ExitStack() as stack:
-            stack.enter_context(observing(recorder))
+            stack.enter_context(observe(recorder))
             stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
             stack.enter_context(listening_to_backward(recorder.on_backward))
             stack.enter_context(listening_to_norms(recorder.on_norm))

@@ -28,14 +28,15 @@ from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._pytorch.devices import to_device
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._scaler.access import is_unscaled, watch_names
-from halfstep._scaler.events import OBSERVERS, is_in_step
-from halfstep._tools.diagnose.diagnosis import Diagnosis, line_text
-from halfstep._tools.diagnose.user_code import user_line
+from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.record.files import Event, LateWriter, LineWriter
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.pending import PendingStep, PendingSteps, step_scalars
 from halfstep._tools.record.sample import Sampler, UpdateCounter, sample_scalars
+from halfstep._tools.user_code.line import line_text
+from halfstep._tools.user_code.user_code import user_line
 from halfstep.errors import CallOrderError
+from halfstep.events import is_observing, is_stepping, observers
 from halfstep.sinks import Sink
 
 NUM_CULPRITS = 20
@@ -198,12 +199,12 @@ class Recorder:
         if torch.compiler.is_compiling():
             return
         self._updates.after_step(optimizer)
-        if optim.optimizer_step_depth() > 1 or is_in_step():
+        if optim.optimizer_step_depth() > 1 or is_stepping():
             return  # inside another optimizer, or reported by on_iteration()
         has_gradients = any(p.grad is not None for p in parameters(optimizer))
         if self.num_steps and not (self._num_backward or has_gradients):
             return  # a second optimizer of the same backward pass, which gave it nothing
-        if not (self._counts_plain_steps() or self._is_past_scaler(optimizer)):
+        if not (self._counts_plain_steps() or self._warn_past_scaler(optimizer)):
             return
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
@@ -228,8 +229,8 @@ class Recorder:
             self._loss = None
             self._dropped.append(self.num_steps + 1)
 
-    def _is_past_scaler(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer stepped with gradients of scaled losses, and say so.
+    def _warn_past_scaler(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Warn if an optimizer stepped with gradients of scaled losses; return whether it did.
 
         Gradients of another, unscaled loss are not told apart: then it is not claimed.
         """
@@ -303,7 +304,7 @@ class Recorder:
 
     def _is_listening(self) -> bool:
         """Return whether events count: a diagnosis removes all observers during its replay."""
-        return self in OBSERVERS and self._is_here()
+        return is_observing(self) and self._is_here()
 
     def _listens_to(self, scaler: GradScaler) -> bool:
         return (self._scaler is None or self._scaler is scaler) and self._is_here()
@@ -386,12 +387,12 @@ class Recorder:
         else:
             self._num_waits += self._sampler.is_open
             self._write_steps(self._waiting.take())
-        if self._is_next_sampled() and not self._sampler.is_open:
+        if self._choose_next() and not self._sampler.is_open:
             self._begin_sample(is_measuring=True)
         self._num_backward = 0
 
-    def _is_next_sampled(self) -> bool:
-        """Return whether to sample the next step; of optimizers in turn, one step each.
+    def _choose_next(self) -> bool:
+        """Choose whether to sample the next step; of optimizers in turn, one step each.
 
         A short run has few multiples of ``every``, and its first step often has a learning rate of
         0. So steps 1, 2, 4, 8 ... are sampled as well.
@@ -459,12 +460,12 @@ class Recorder:
         tensor = parameter if self._loss is None else self._loss
         device = "cpu" if tensor is None else tensor.device.type
         machine = device_name(device)
-        is_diagnosing = any(each.is_diagnosing for each in OBSERVERS)
+        is_diagnosing = any(each.is_diagnosing for each in observers())
         event = {"event": "device", "step": 1, "device": device, "machine": machine}
         self._write(event | {"is_diagnosing": is_diagnosing})
 
     def _write_culprits(self, outcome: Outcome) -> None:
-        if outcome.taken or outcome.reason in (Reason.NORM, Reason.LEFT_OUT):
+        if outcome.taken or outcome.reason is Reason.LEFT_OUT:
             return
         try:
             found = outcome.culprit_parameters()
@@ -532,7 +533,7 @@ def _sum(losses: Sequence[Tensor]) -> Tensor:
 
 def _may_be_skipped(outcome: Outcome) -> bool:
     """Return whether the newest state on the host ends with skips. Sync: none."""
-    return outcome.loss_scale.state.skips()[0] > 0
+    return outcome.loss_scale.state.skipped_in_a_row > 0
 
 
 def _norm_of_outcome(outcome: Outcome) -> Tensor | None:

@@ -10,10 +10,10 @@ from typing import Literal, TypeAlias, get_args
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from halfstep._common.json import LARGEST, Count, Scale, Seconds, Share
 from halfstep._numerics.formats import FORMATS
-from halfstep._numerics.statistics import Statistics
 from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.json import LARGEST, Count, Scale, Seconds, Share
+from halfstep._tools.statistics import Statistics
 from halfstep._tools.trace.recording import Recording
 
 Kind: TypeAlias = Literal["parameter", "parameter_gradient", "output", "output_gradient"]

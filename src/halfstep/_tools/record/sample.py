@@ -18,22 +18,22 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from halfstep._autocast import default_device, kernels, scopes
-from halfstep._autocast.region import listening
-from halfstep._autocast.rule import Rule
+from halfstep._autocast import Rule, default_device
 from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
 from halfstep._master_weights.lost_updates import Counted, OpenSteps
 from halfstep._numerics.formats import FORMATS, FORMATS_BY_DTYPE, dtype_name
-from halfstep._numerics.measure import counted_part, measure
-from halfstep._numerics.statistics import Statistics, merged
+from halfstep._numerics.measure import counted_part
 from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.amp import Switches
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modules import GlobalHooks
+from halfstep._tools.measure import measure
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.run import KINDS, Kind, Measured
+from halfstep._tools.statistics import Statistics, merged
+from halfstep.events import PolicyOnDevice, active_policies, count_rules, observe_contexts
 
 LOOKED_AT = 1 << 16
 """Approximate number of entries of a weight that are inspected, and copied before a step."""
@@ -76,8 +76,8 @@ class Sampler:
         self._depth = 0
         self._depth_of_region = -1  # of the innermost call that entered autocast itself
         self._devices = dict.fromkeys(("cpu", default_device()))
-        # Number of calls by device, dtype and policy number; None is PyTorch's policy.
-        self._ran_under: Counter[tuple[str, torch.dtype, int | None]] = Counter()
+        # Number of calls by device, dtype and policy; None is PyTorch's policy.
+        self._ran_under: Counter[tuple[str, torch.dtype, PolicyOnDevice | None]] = Counter()
         self.policies: dict[str, tuple[str, str]] = {}  # lower precision and text, by device type
         self._decided: Counter[Rule] = Counter()  # how often each rule decided in the step
         self.acted: dict[str, int] = {}  # the same of the rules that policies have beyond presets
@@ -88,8 +88,8 @@ class Sampler:
         self._depth, self._depth_of_region = 0, -1
         self._ran_under.clear()
         self._decided.clear()
-        self._opened.enter_context(kernels.counted_by(self._count_rule))
-        self._opened.enter_context(listening(self._enter_region))
+        self._opened.enter_context(count_rules(self._count_rule))
+        self._opened.enter_context(observe_contexts(self._enter_region))
         self._global_hooks.install()
         self._opened.callback(self._global_hooks.remove)
         self._watch_models()
@@ -210,18 +210,17 @@ class Sampler:
         self._found[kind, name] = dtype_name(tensor.dtype), statistics
 
     def _note_policy(self) -> None:
-        policies = scopes.policies()
+        policies = active_policies()
         for device in self._devices:
             if torch.is_autocast_enabled(device):
-                policy = policies.get(device)
-                number = None if policy is None else policy.number
-                self._ran_under[device, torch.get_autocast_dtype(device), number] += 1
+                dtype = torch.get_autocast_dtype(device)
+                self._ran_under[device, dtype, policies.get(device)] += 1
 
     def _settle_policies(self) -> None:
         """Keep the policy of most calls on each device."""
         counts: Counter[tuple[str, str, str]] = Counter()
-        for (device, dtype, number), num_calls in self._ran_under.items():
-            text = "torch" if number is None else str(kernels.prepared(number).policy)
+        for (device, dtype, policy), num_calls in self._ran_under.items():
+            text = "torch" if policy is None else str(policy.policy)
             counts[device, dtype_name(dtype), text] += num_calls
         for (device, name, text), _ in reversed(counts.most_common()):
             self.policies[device] = name, text
@@ -237,8 +236,8 @@ class Sampler:
         is_eager = len(self._models) > 0 and not self._models.has_compiled
         self.acted = {
             str(rule): self._decided[rule]
-            for device, dtype, number in self._ran_under
-            for rule in (() if number is None else kernels.prepared(number).added)
+            for device, dtype, policy in self._ran_under
+            for rule in (() if policy is None else policy.added)
             if rule.holds_where(device, dtype, "train") and (is_eager or self._decided[rule])
         }
 

@@ -53,26 +53,16 @@ def severity_of(place: BadPlace, summary: Summary) -> Severity:
     """Return the severity of a place; a too large scale is as bad as the skips that it caused."""
     if place.diagnosis.verdict == "none":
         return "notice"
-    if not is_matter_of_skips(place, summary):
-        return "bad"
     steps = summary.steps
+    if place.diagnosis.verdict != "scale" or not set(steps.skipped) >= set(place.steps):
+        return "bad"
     return "notice" if set(steps.later).isdisjoint(place.steps) else severity_of_skips(steps)
-
-
-def is_matter_of_skips(place: BadPlace, summary: Summary) -> bool:
-    """Return whether the only problem is a too large scale, in steps that were skipped."""
-    return place.diagnosis.verdict == "scale" and set(summary.steps.skipped) >= set(place.steps)
 
 
 def when(place: BadPlace, summary: Summary) -> str:
     """Return the steps and, if there are several processes, the ranks: ``step 3 on rank 1``."""
     steps = at_steps(place.steps)
     return steps if summary.facts.world_size == 1 else f"{steps} on {at_steps(place.ranks, 'rank')}"
-
-
-def headline(diagnosis: Diagnosis) -> str:
-    """Return the first line of a diagnosis as text."""
-    return str(diagnosis).partition("\n")[0]
 
 
 def _what(found: Diagnosis) -> Iterator[str | Code]:

@@ -16,9 +16,9 @@ from halfstep._common.numbers import (
     things,
 )
 from halfstep._common.text import Code, Sentence, Severity, names, say
-from halfstep._tools.diagnose.skips import ENDLESS, MANY
 from halfstep._tools.report.layers import power_below
 from halfstep._tools.report.summary import FEW, Facts, Origin, StepCounts, Summary
+from halfstep._tools.watch.skips import ENDLESS, MANY
 
 _DEFAULT_SCALE = 2.0**16
 NEVER_ACTED = "never acted"
@@ -32,7 +32,8 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
     if facts.error == "KeyboardInterrupt":
         yield say("notice", f"The run was interrupted by hand {when}.")
     elif facts.error is not None:
-        what = f"The run ended {when}, with an error{on_error_rank(facts)}: "
+        failed = () if facts.error_rank is None else (facts.error_rank,)
+        what = f"The run ended {when}, with an error{on_ranks(failed, facts)}: "
         is_consequence = summary.went_bad_at is not None and not summary.has_recovered
         yield say("bad", what, Code(facts.error), ".", evidence="machine", follows=is_consequence)
     elif facts.state == "no end":
@@ -42,7 +43,8 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
             "(out of memory, a job's time limit, kill -9).",
             evidence="machine",
         )
-    if lacks_end(facts):
+    has_other_end = facts.error is not None or facts.without_end != facts.ranks
+    if facts.without_end and has_other_end:
         ranks = on_ranks(facts.without_end, facts)
         yield say(
             "warning",
@@ -67,16 +69,6 @@ def on_ranks(ranks: Sequence[int], facts: Facts) -> str:
     if facts.world_size == 1 or not ranks or tuple(ranks) == facts.ranks:
         return ""
     return f" on {at_steps(ranks, 'rank')}"
-
-
-def on_error_rank(facts: Facts) -> str:
-    """Return `` on rank 1`` for the rank whose error ended the run."""
-    return "" if facts.error_rank is None else on_ranks((facts.error_rank,), facts)
-
-
-def lacks_end(facts: Facts) -> bool:
-    """Return whether ranks lack an end although another rank has one, or the run an error."""
-    return bool(facts.without_end) and (facts.error is not None or facts.without_end != facts.ranks)
 
 
 def about_loss(summary: Summary) -> Iterator[Sentence]:
@@ -206,17 +198,6 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
             "loss was finite: the scale alone seldom does that.",
             evidence="skips",
         )
-    too_large = steps.reasons.get("norm")
-    if too_large:
-        yield say(
-            "notice",
-            f"{things(too_large, 'step')} had a norm far above the median and {were(too_large)} "
-            f"left out: check the {'batch' if too_large == 1 else 'batches'}, lower the learning "
-            "rate, or raise the limit, ",
-            Code("scaler.set_norm_limit(...)"),
-            ".",
-            evidence="skips",
-        )
     left_out = steps.reasons.get("left out by the script")
     if left_out:
         yield say(
@@ -232,7 +213,7 @@ def were(num: int) -> str:
     return "was" if num == 1 else "were"
 
 
-def by_scaling(steps: StepCounts) -> str:
+def _by_scaling(steps: StepCounts) -> str:
     """Return the normal skips as text: ``by dynamic scaling (13 at the start ...)``."""
     kinds = (
         (steps.num_start_up, "at the start"),
@@ -253,9 +234,9 @@ def kinds_of_skips(steps: StepCounts) -> str:
     if not steps.num_by_scaling:
         return ""
     if not later:
-        return f", {'all ' if steps.num_skipped > 1 else ''}{by_scaling(steps)}"
+        return f", {'all ' if steps.num_skipped > 1 else ''}{_by_scaling(steps)}"
     others = f"{count(later)} {'other' if later == 1 else 'others'}"
-    return f", {count(steps.num_by_scaling)} {by_scaling(steps)} and {others}"
+    return f", {count(steps.num_by_scaling)} {_by_scaling(steps)} and {others}"
 
 
 def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
@@ -267,7 +248,7 @@ def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
     if steps.longest_in_a_row > 2:
         what += f", up to {count(steps.longest_in_a_row)} in a row"
     if steps.num_by_scaling:
-        what += f", besides {count(steps.num_by_scaling)} {by_scaling(steps)}"
+        what += f", besides {count(steps.num_by_scaling)} {_by_scaling(steps)}"
     parts = [what, *_began(summary, later), "."]
     if steps.skipped_at_end >= ENDLESS:
         parts.append(
@@ -384,7 +365,7 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
             ".",
             evidence="policy",
         )
-    elif max(scale.before_last, scale.last) <= 1 < scale.first:  # not just a probe
+    elif max(scale.before_last, scale.last) <= 1 < scale.first:  # not just before a trial
         yield say(
             "bad",
             f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "

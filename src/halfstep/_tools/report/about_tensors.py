@@ -100,7 +100,6 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     what = f"{percent(share)} of the updates were lost to rounding in {worst.dtypes[-1]}: "
     where = ("gradients were not zero, and weights did not move; the most in ", Code(worst.name))
     most = f" (which lost {percent(worst.share_lost_updates)} of its own)."
-    # The store is given, because the weights may already have "kahan", which loses some updates.
     store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
     call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
     yield say(
@@ -308,25 +307,19 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
 
 def about_zeros(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence on the parameters whose gradients are all zeros."""
-    zero = [layer for layer in summary.of_kind("parameter_gradient") if layer.is_all_zeros]
+    gradients = summary.of_kind("parameter_gradient")
+    zero = [layer for layer in gradients if layer.is_all_zeros]
     if zero:
+        is_in_fp16 = summary.is_lowered and summary.lower == "fp16"
         samples = max(layer.num_samples for layer in zero)
         yield say(
-            "bad" if are_most_lost(summary) else "warning",
+            "bad" if is_in_fp16 and 2 * len(zero) >= len(gradients) else "warning",
             "All gradient entries of ",
             *_names(zero),
             f" are zero (in {things(samples, 'sample')}): either they do not reach the loss and "
             "learn nothing, or all of them underflow, which a larger scale would show.",
             evidence=row_of(summary, zero[0]),
         )
-
-
-def are_most_lost(summary: Summary) -> bool:
-    """Return whether at least half of the gradients are all zeros in a float16 run."""
-    gradients = summary.of_kind("parameter_gradient")
-    num_zero = sum(layer.is_all_zeros for layer in gradients)
-    is_in_fp16 = summary.is_lowered and summary.lower == "fp16"
-    return is_in_fp16 and num_zero > 0 and 2 * num_zero >= len(gradients)
 
 
 def _names(layers: Sequence[Layer]) -> Iterator[str | Code]:

@@ -9,9 +9,9 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from halfstep._numerics.formats import FORMATS, FORMATS_BY_DTYPE, Format
-from halfstep._numerics.statistics import Statistics, merged
 from halfstep._tools.record.run import Kind, Measured, PolicySeen, Sample
 from halfstep._tools.report.summary import GradientTotals, Layer, ScaleWindow
+from halfstep._tools.statistics import Statistics, merged
 from halfstep._tools.trace.rows import grouped
 
 CERTAINLY_WIDER = 2**7

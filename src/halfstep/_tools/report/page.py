@@ -17,10 +17,10 @@ from markupsafe import Markup
 
 import halfstep
 from halfstep._common import numbers
-from halfstep._common.json import to_plain
 from halfstep._common.numbers import count, number, percent, power, seconds
 from halfstep._common.text import SEVERITIES, Severity
 from halfstep._numerics.formats import FORMATS
+from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import Run, Step
 from halfstep._tools.report.about_diagnoses import when
 from halfstep._tools.report.compare_runs import RunComparison

@@ -12,7 +12,6 @@ from statistics import fmean, median, quantiles
 from typing import NamedTuple, TypeAlias
 
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.diagnose.skips import ENDLESS, ScaleSearch, Search, are_a_start, are_rare
 from halfstep._tools.record.run import Culprits, Measured, Note, PolicySeen, Run, Step
 from halfstep._tools.report.layers import layers_and_gradients, lower_of
 from halfstep._tools.report.summary import (
@@ -31,6 +30,7 @@ from halfstep._tools.report.summary import (
     Summary,
 )
 from halfstep._tools.trace.rows import grouped
+from halfstep._tools.watch.skips import ENDLESS, ScaleSearch, Search, are_a_start, are_rare
 
 RECENT = 20
 """The number of steps that recent values average over."""
@@ -187,13 +187,13 @@ def _with_nan_only(run: Run, iterations: Sequence[Sequence[Step]]) -> Iterator[i
     for skipped, taken in pairwise(iterations):
         found = [] if skipped[0].step in diagnosed else bad.get(skipped[0].step, [])
         has_nan_only = any(x.num_nan for x in found) and not any(x.num_inf for x in found)
-        is_right_above = all(step.taken for step in taken) and not _is_probe(taken)
+        is_right_above = all(step.taken for step in taken) and not _precedes_trial(taken)
         if has_nan_only and is_right_above:
             yield skipped[0].step
 
 
-def _is_probe(taken: Sequence[Step]) -> bool:
-    """Return whether steps were a probe at a far lower scale, which then more than doubled."""
+def _precedes_trial(taken: Sequence[Step]) -> bool:
+    """Return whether steps were at a far lower scale, which then more than doubled."""
     scale, after = taken[-1].scale or 1.0, taken[-1].scale_after or 1.0
     return after > 2 * scale
 
@@ -244,7 +244,7 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
     by_optimizer: dict[str, dict[int, tuple[float, bool]]] = {}
     for step, scale in scaled:
         by_optimizer.setdefault(step.optimizer, {})[step.step] = scale, step.taken
-    kept = [x for used in by_optimizer.values() for x in _without_probes([*used.values()])]
+    kept = [x for used in by_optimizer.values() for x in _without_single([*used.values()])]
     seen = [scale for _, scale in scaled]
     return ScaleCourse(
         first=seen[0],
@@ -262,8 +262,8 @@ def _is_stuck(step: Step) -> bool:
     return step.reason == _STUCK and (step.loss is None or math.isfinite(step.loss))
 
 
-def _without_probes(used: Sequence[tuple[float, bool]]) -> Iterator[float]:
-    """Yield all scales except probes, which are lower for a single iteration after a skip.
+def _without_single(used: Sequence[tuple[float, bool]]) -> Iterator[float]:
+    """Yield all scales except those of single iterations after a skip, before a trial.
 
     ``used`` contains the scale of each iteration, and whether its step was taken.
     """

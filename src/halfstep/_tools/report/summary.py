@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias
 
 from halfstep._numerics.formats import FORMATS_BY_DTYPE
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.diagnose.skips import ENDLESS
 from halfstep._tools.record.run import Kind, Note, PolicySeen
+from halfstep._tools.watch.skips import ENDLESS
 
 NOTABLE = 0.01
 """The share of lost gradient entries or updates from which on it is mentioned."""
@@ -146,7 +146,7 @@ class ScaleCourse:
         first: The scale before the first step.
         last: The scale after the last step.
         before_last: The scale of the last step.
-        min: The smallest scale, without probes: single iterations at a far lower scale, after which
+        min: The smallest scale, without single iterations at a far lower scale, after which
             it rises again.
         overflowed_at: The smallest scale at which a step was skipped for overflow; None without
             overflow.

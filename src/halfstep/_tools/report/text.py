@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from halfstep._common.json import to_plain
 from halfstep._common.numbers import (
     NONE,
     bits,
@@ -30,6 +29,7 @@ from halfstep._common.text import (
     plain,
     say,
 )
+from halfstep._tools.json import to_plain
 from halfstep._tools.report import about_diagnoses, about_steps, about_tensors
 from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
 from halfstep._tools.report.summary import BadPlace, Layer, Summary
@@ -59,8 +59,6 @@ def about_loss_and_skips(summary: Summary) -> list[Sentence]:
     loss, skips = list(about_steps.about_loss(summary)), list(about_steps.about_skips(summary))
     if summary.bad_places or summary.facts.is_diagnosing:
         return [*loss, *skips]
-    if summary.steps.reasons.keys() == {"norm"}:  # no op is to blame
-        return [*_with_advice(loss), *skips]
     return _with_advice([*loss, *skips])
 
 

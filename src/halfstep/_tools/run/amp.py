@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep._autocast import Policy
-from halfstep._autocast.region import listening
 from halfstep._common.patches import Patches, subclasses, watch_steps
 from halfstep._gradients.gradients import NONE, collect, parameters
 from halfstep._gradients.optimizers import (
@@ -38,10 +37,10 @@ from halfstep._scaler import (
     access,
     backup_of,
 )
-from halfstep._scaler.events import is_in_step
 from halfstep._tools.run.amp_backward import Backward, FreshGradients
 from halfstep._tools.run.amp_forward import Forward
 from halfstep._tools.run.amp_script import ScriptState
+from halfstep.events import is_stepping, observe_contexts
 
 StepFunction = Callable[..., Any]
 
@@ -79,7 +78,7 @@ def mixed_precision(
             if scaler is not None:
                 _scale(patches, scaler, script)
             try:
-                with listening(forward.note_region), _noting_steps(script):
+                with observe_contexts(forward.note_region), _noting_steps(script):
                     yield scaler
             except SystemExit:  # the normal end of many scripts
                 _end(scaler, script)
@@ -172,7 +171,7 @@ class ScaledSteps:
 
     @compiler.keep_out_of_graphs
     def _step(self, original: StepFunction, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if is_in_step() or not self._script.is_training:
+        if is_stepping() or not self._script.is_training:
             return original(optimizer, *args, **kwargs)
         self._meet(optimizer)
         closure, rest, others = split_closure(args, kwargs)
@@ -326,13 +325,13 @@ class Schedules:
     def _step(
         self, original: Callable[..., Any], scheduler: LRScheduler, *args: Any, **kwargs: Any
     ) -> Any:
-        if self._script.is_training and not self._may_move(scheduler):
+        if self._script.is_training and not self._try_move(scheduler):
             return None
         return original(scheduler, *args, **kwargs)
 
-    def _may_move(self, scheduler: LRScheduler) -> bool:
+    def _try_move(self, scheduler: LRScheduler) -> bool:
         if optim.is_being_made(scheduler):
             self._due.note_move(scheduler)
             return True
         self._script.schedules.setdefault(type(scheduler).__name__)
-        return self._due.may_move(scheduler)
+        return self._due.try_move(scheduler)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from halfstep._autocast import Policy, autocast
-from halfstep._autocast.scopes import current as current_scope
 from halfstep._common.nested import map_leaves
 from halfstep._common.patches import TopLevelCalls, not_compiled
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._pytorch.amp import Switches
-from halfstep._tools.diagnose.replay import is_replaying
+from halfstep._tools.replay.replay import is_replaying
 from halfstep._tools.run.amp_script import ScriptState
+from halfstep.events import has_own_policies
 
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
@@ -121,7 +121,7 @@ class Forward(TopLevelCalls):
             or not torch.amp.is_autocast_available(device)
         ):
             return False
-        if current_scope().policies or torch.is_autocast_enabled(device):
+        if has_own_policies() or torch.is_autocast_enabled(device):
             self._note_own(torch.get_autocast_dtype(device))
             return False
         return True

@@ -10,7 +10,7 @@ import torch
 from halfstep._common.numbers import listed
 from halfstep._gradients.optimizers import name
 from halfstep._numerics.formats import dtype_name
-from halfstep._tools.diagnose.replay import is_replaying
+from halfstep._tools.replay.replay import is_replaying
 
 _OPTION = {torch.float16: "--amp fp16", torch.bfloat16: "--amp bf16"}
 

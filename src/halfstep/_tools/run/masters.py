@@ -38,7 +38,7 @@ from halfstep._pytorch.distributed import has_process_group, local_part, reduced
 from halfstep._pytorch.listeners import listening_to_backward
 from halfstep._pytorch.modes import unseen_by_modes
 from halfstep._scaler import Guard, GuardScaler, guard
-from halfstep._tools.diagnose.replay import is_replaying
+from halfstep._tools.replay.replay import is_replaying
 from halfstep._tools.run.amp import watch_scalers
 from halfstep.errors import CallOrderError
 

@@ -32,7 +32,7 @@ from halfstep._common.numbers import things
 from halfstep._common.text import tell
 from halfstep._pytorch import listeners
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.diagnose.dtype_error import DtypeError, explain
+from halfstep._tools.dtype_errors.dtype_error import DtypeError, explain
 from halfstep._tools.record.files import (
     LateWriter,
     LineWriter,
@@ -47,7 +47,7 @@ from halfstep.errors import HalfstepWarning, RanksError, RecordError
 from halfstep.sinks import MLflow, Sink, TensorBoard, WandB
 
 if TYPE_CHECKING:
-    from halfstep._tools.diagnose.watch import Watch
+    from halfstep._tools.watch.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Session:
         from halfstep._tools.run.amp import mixed_precision
 
         if self._options.is_diagnosing:
-            from halfstep._tools.diagnose.watch import Watch
+            from halfstep._tools.watch.watch import Watch
 
             self._watch = Watch(tell=self._tell)
         self._policy_use = self._stack.enter_context(replaced(policy))

@@ -22,17 +22,14 @@ from torch.amp import autocast_mode
 
 import halfstep
 from halfstep import Dynamic, Policy, preset
-from halfstep._autocast import kernels
-from halfstep._autocast.modules import name_modules
-from halfstep._autocast.region import Region
-from halfstep._autocast.rule import HALVES, LOWER_PRECISIONS
-from halfstep._autocast.scopes import Settings
+from halfstep._autocast import HALVES, LOWER_PRECISIONS, Region, Settings, name_modules
+from halfstep._autocast.access import settings_of, with_policy
 from halfstep._common.machine import has_device
 from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._common.warn import warn
 from halfstep._gradients.scalars import SMALLEST_SCALE
 from halfstep._pytorch import amp, compiler
-from halfstep._tools.diagnose.user_code import whole_model
+from halfstep._tools.user_code.user_code import whole_model
 
 _TorchAutocast = autocast_mode.autocast
 
@@ -170,9 +167,9 @@ def _settings(
     # Rules for modules need a model, and get one at its first call.
     policy = None if _use.policy.module_rules else _use.policy
     ours = halfstep.autocast(device_type, dtype, bool(enabled), cache_enabled, policy=policy)
-    settings = ours._settings
+    settings = settings_of(ours)
     if policy is None and settings.policy is not None:
-        settings = settings._replace(policy=kernels.prepare(_use.policy, settings.switches.device))
+        settings = with_policy(settings, _use.policy)
     # A surrounding halfstep context of the script takes precedence.
     return settings._replace(inherit=True)
 
@@ -244,11 +241,11 @@ class GradScaler(halfstep.GradScaler):
         if _is_possible(device, enabled):
             # PyTorch's scaler also ignores its device argument; the first loss decides.
             init_scale, growth_factor, backoff_factor, growth_interval = numbers
-            rule = Dynamic(growth_factor, backoff_factor, growth_interval, probe_after=None)
+            schedule = Dynamic(growth_factor, backoff_factor, growth_interval, trials=False)
             super().__init__(
                 None,
                 init_scale,
-                rule=rule,
+                schedule=schedule,
                 min_scale=min(SMALLEST_SCALE, init_scale),
                 process_group=process_group,
             )

@@ -18,11 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast import scopes
-from halfstep._autocast.plans import PolicyOnDevice
-from halfstep._autocast.region import ModuleRegion
-from halfstep._autocast.rule import Rule, around
-from halfstep._common.module_names import without_wrappers
+from halfstep._autocast import Rule
+from halfstep._common.module_names import around, without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import amp, autograd, compiler, dispatch, modes
@@ -30,6 +27,7 @@ from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._pytorch.modules import GlobalHooks
 from halfstep._tools.trace.rows import Cast, Phase, Row, Value
+from halfstep.events import PolicyOnDevice, active_policies, is_on_island
 
 # Ops that allocate results without computing them.
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -111,9 +109,6 @@ def computes_nothing(func: Any, inputs: tuple[Value, ...], outputs: tuple[Value,
 
 
 # --- places ---------------------------------------------------------------------------------------
-
-NOT_RUN = "no module of the model ran: is this the model that was called?"
-"""A note about a block in which :attr:`RunningModules.have_run` is false."""
 
 
 class ModuleCall(NamedTuple):
@@ -220,12 +215,10 @@ class RunningModules:
 
 def _rule_of_island(module: str) -> str | None:
     """Return the rule that makes a module, or one around it, an island that this thread is in."""
-    scope = scopes.current()
-    is_off = scope.settings is not None and not scope.settings.switches.enabled
-    is_inside = is_off and isinstance(scope.context, ModuleRegion)
-    for policy in scopes.policies().values():
+    is_inside = is_on_island()
+    for policy in active_policies().values():
         # The inputs of an island are cast before autocast is off.
-        if is_inside or autocast_of_caller(policy.device)[0]:
+        if is_inside or autocast_of_caller(policy.device):
             names = around(module) if is_inside else [module]
             rules = (policy.policy.island(name, policy.device, *policy.now()) for name in names)
             rule = next((rule for rule in rules if rule is not None), None)
@@ -239,13 +232,13 @@ class RuledOp:
     """An op that runs by a rule.
 
     Attributes:
-        switches: The lower precision, and whether casts of weights are kept.
+        lower: The lower precision of autocast.
         casts: The casts for the next op in it that computes something.
     """
 
     op: str
     rule: Rule
-    switches: tuple[str | None, bool]
+    lower: str
     casts: list[Cast] = field(default_factory=list)
 
 
@@ -284,10 +277,8 @@ class OpPlaces:
     @contextmanager
     def under(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[RuledOp]:
         """Attribute the ops in the block to ``op``, which runs by ``rule``."""
-        # Read now: the kernel may switch off PyTorch's cache for its casts.
-        switches = amp.autocast_switches(policy.device)
-        lower = dtype_name(switches.dtype)
-        ruled = RuledOp(op.rpartition(".")[0], rule, (lower, switches.cache))
+        lower = dtype_name(amp.autocast_switches(policy.device).dtype)
+        ruled = RuledOp(op.rpartition(".")[0], rule, lower)
         self.ruled.append(ruled)
         try:
             yield ruled
@@ -421,7 +412,7 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
         """
         here, before = self.of_thread, self.of_thread.is_cast
         here.is_cast = before or self._is_cast_by_autocast(func, device)
-        is_on = not here.is_cast and autocast_of_caller(device)[0] is not None
+        is_on = not here.is_cast and autocast_of_caller(device) is not None
         try:
             with modes.autocast_again(device) if is_on else nullcontext(), self:
                 return dispatch.decompose(func, args, kwargs)
@@ -429,7 +420,7 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
             here.is_cast = before
 
     def _is_cast_by_autocast(self, func: Any, device: str) -> bool:
-        if device in scopes.policies():
+        if device in active_policies():
             ruled = self.places.ruled
             return bool(ruled) and ruled[-1].rule.action != "leave"
         if device not in amp.autocast_devices():
@@ -438,9 +429,9 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
         return name in dispatch.overloads_with_autocast_kernel(device)
 
 
-def autocast_of_caller(device: str) -> tuple[str | None, bool]:
-    """Return autocast's lower precision outside of the mode, None if off, and whether it caches."""
+def autocast_of_caller(device: str) -> str | None:
+    """Return autocast's lower precision outside of the mode, None if it is off."""
     if device not in amp.autocast_devices():
-        return None, False
+        return None
     switches = modes.autocast_switches_of_caller(device)
-    return (dtype_name(switches.dtype) if switches.enabled else None), switches.cache
+    return dtype_name(switches.dtype) if switches.enabled else None

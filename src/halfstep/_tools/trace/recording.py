@@ -1,17 +1,17 @@
-"""A recorded trace: its ops, JSON form, avoidable costs, and differences from another trace."""
+"""A recorded trace: its ops, as a table and as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from msgspec import Struct
 
-from halfstep._common.json import decoded
 from halfstep._common.numbers import things
 from halfstep._common.text import TableLine, aligned, preformatted
+from halfstep._tools.json import decoded
 from halfstep._tools.trace.rows import (
     PHASES,
     Phase,
@@ -25,9 +25,6 @@ from halfstep._tools.trace.rows import (
     seconds_text,
     short,
 )
-
-if TYPE_CHECKING:
-    from halfstep._tools.trace.waste import Waste
 
 SCHEMA = "halfstep.trace/1"
 
@@ -121,37 +118,6 @@ class Recording:
             f"{SCHEMA!r}; this text has {schema!r}"
         )
 
-    def diff(self, other: Recording) -> TraceDiff:
-        """Return the differences in ``other``, op by op; the result prints as a table.
-
-        Args:
-            other: A trace of the same model under another policy, on another device or with another
-                version (:meth:`from_json`).
-
-        Raises:
-            TypeError: ``other`` is not a trace.
-        """
-        if not isinstance(other, Recording):
-            raise TypeError(
-                f"diff({type(other).__name__}): pass another trace, or trace.from_json(text)"
-            )
-        one, two = _totals(self.ops), _totals(other.ops)
-        nothing = OpTotal.of(())
-        every = tuple(
-            TraceDifference(*key, one.get(key, nothing), two.get(key, nothing))
-            for key in dict.fromkeys([*one, *two])
-        )
-        return TraceDiff(every, (total_text(self.ops), total_text(other.ops)))
-
-    def casts(self) -> Waste:
-        """Return avoidable casts and other causes of lost speed.
-
-        The result is a sequence of findings, most bytes first; it prints as text.
-        """
-        from halfstep._tools.trace.waste import find_waste  # imports PyTorch, unlike the rest
-
-        return find_waste(self.ops, self.environment.get("policy", "standard"))
-
 
 # --- the table ------------------------------------------------------------------------------------
 
@@ -213,130 +179,3 @@ def total_text(rows: Sequence[Row]) -> str:
     return f"{things(num_ops, 'op')} in {seconds}, {casts} of {moved} in " + seconds_text(
         sum(row.cast_seconds for row in rows)
     )
-
-
-# --- differences ----------------------------------------------------------------------------------
-
-_DIFF_HEAD = ("phase", "module", "op", "n", "compute", "rule", "casts", "cast bytes", "time")
-
-
-@dataclass(frozen=True)
-class OpTotal:
-    """All calls of one op in one module and phase, together.
-
-    Attributes:
-        num: Number of calls.
-        compute: The dtypes it computed in.
-        rules: The rules that decided; empty if none did.
-        num_casts: Number of casts made for it.
-        cast_bytes: Bytes that these casts read and wrote.
-        seconds: Total time, including casts.
-    """
-
-    num: int
-    compute: tuple[str, ...]
-    rules: tuple[str, ...]
-    num_casts: int
-    cast_bytes: int
-    seconds: float
-
-    @staticmethod
-    def of(rows: Sequence[Row]) -> OpTotal:
-        return OpTotal(
-            num=sum(not row.is_cast_only for row in rows),
-            compute=tuple(sorted({row.compute for row in rows if row.compute})),
-            rules=tuple(sorted({row.rule for row in rows if row.rule})),
-            num_casts=sum(len(row.casts) for row in rows),
-            cast_bytes=sum(row.cast_bytes for row in rows),
-            seconds=sum(row.seconds + row.cast_seconds for row in rows),
-        )
-
-
-@dataclass(frozen=True)
-class TraceDifference:
-    """One op in one module and phase, in two traces.
-
-    Attributes:
-        phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
-        module: The path of the module.
-        op: The op.
-        before: Its calls in the first trace.
-        after: Its calls in the second.
-    """
-
-    phase: Phase
-    module: str
-    op: str
-    before: OpTotal
-    after: OpTotal
-
-    @property
-    def only_time(self) -> bool:
-        """Whether only the time differs."""
-        return replace(self.before, seconds=0.0) == replace(self.after, seconds=0.0)
-
-    @property
-    def seconds_apart(self) -> float:
-        """The difference of the times."""
-        return abs(self.after.seconds - self.before.seconds)
-
-    def _cells(self) -> tuple[str, ...]:
-        def both(text: Callable[[OpTotal], str]) -> str:
-            one, other = text(self.before) or "-", text(self.after) or "-"
-            return one if one == other else f"{one} -> {other}"
-
-        return (
-            self.phase,
-            self.module or "-",
-            "cast" if self.op == "_to_copy" else cut(self.op),
-            both(lambda side: str(side.num or "")),
-            both(lambda side: runs_text(side.compute)),
-            both(lambda side: ", ".join(side.rules)),
-            both(lambda side: str(side.num_casts)),
-            both(lambda side: bytes_text(side.cast_bytes)),
-            both(lambda side: seconds_text(side.seconds)),
-        )
-
-
-@dataclass(frozen=True)
-class TraceDiff:
-    """The result of :meth:`halfstep.trace.diff`; its ``str()`` is a table.
-
-    It is true if anything but times differs.
-
-    Attributes:
-        every: Every op in every module and phase, whether it differs or not.
-        totals: One line of text for each trace.
-    """
-
-    every: tuple[TraceDifference, ...]
-    totals: tuple[str, str]
-
-    @property
-    def differences(self) -> tuple[TraceDifference, ...]:
-        """The ops whose dtype, rule, casts, bytes or number of calls differ."""
-        return tuple(each for each in self.every if not each.only_time)
-
-    @property
-    def slower_or_faster(self) -> tuple[TraceDifference, ...]:
-        """The ops that differ only in time, by over 1 % of the total, largest difference first."""
-        before = sum(each.before.seconds for each in self.every)
-        least = 0.01 * max(before, sum(each.after.seconds for each in self.every))
-        found = (each for each in self.every if each.only_time and each.seconds_apart > least)
-        return tuple(sorted(found, key=lambda each: -each.seconds_apart))
-
-    def __bool__(self) -> bool:
-        return bool(self.differences)
-
-    def __str__(self) -> str:
-        lines: list[TableLine] = [difference._cells() for difference in self.differences]
-        if self.slower_or_faster:
-            lines.append("only the time differs:")
-            lines += [each._cells() for each in self.slower_or_faster]
-        table = aligned([_DIFF_HEAD, *lines], right=()) if lines else []
-        return "\n".join([*table, f"before: {self.totals[0]}", f"after:  {self.totals[1]}"])
-
-
-def _totals(rows: Sequence[Row]) -> dict[tuple[Phase, str, str], OpTotal]:
-    groups = grouped(rows, lambda row: (row.phase, row.module, row.op))
-    return {key: OpTotal.of(group) for key, group in groups.items()}

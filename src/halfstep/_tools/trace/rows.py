@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from msgspec import Meta
 
-from halfstep._common.json import Count
+from halfstep._tools.json import Count
 
 Phase = Literal["forward", "recompute", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward")
@@ -32,25 +32,17 @@ class Value:
 
     Attributes:
         storage: The number of its storage, which views share.
-        version: Its version counter.
-        offset: Its start in the storage, in elements.
         shape: Its shape.
         dtype: The name of its dtype, ``"bfloat16"``.
         name: The name of the parameter, or of the op that computed it; empty if unknown.
-        requires_grad: Whether it receives a gradient.
         is_weight: Whether the storage belongs to a parameter of the model, or to a cast of one.
-        like: The number of the storage that it was modelled on (``empty_like``), if any.
     """
 
     storage: int
-    version: int
-    offset: int
     shape: tuple[Count, ...]
     dtype: Dtype
     name: str
-    requires_grad: bool
     is_weight: bool
-    like: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +91,6 @@ class Row:
             in the forward pass. None if no rule of halfstep did.
         ruled_op: The op that the rule was looked up for, ``"linear"``.
         autocast: The lower precision of autocast for the op, None if autocast was off.
-        cache: Whether autocast cached casts of weights.
         casts: The casts made for this op.
         device: The device type.
         seconds: Its duration, without the casts.
@@ -114,7 +105,6 @@ class Row:
     rule: str | None
     ruled_op: str | None
     autocast: str | None
-    cache: bool
     device: str
     compute: str
     outputs: tuple[Value, ...]
@@ -204,11 +194,6 @@ def short(dtype: str) -> str:
 
 def is_float(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat"))
-
-
-def is_lower(dtype: str) -> bool:
-    """Return whether autocast lowers to a dtype."""
-    return dtype in ("float16", "bfloat16")
 
 
 def itemsize(dtype: str) -> int:

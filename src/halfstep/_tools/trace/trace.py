@@ -18,17 +18,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast import scopes
-from halfstep._autocast.kernels import observed_by
-from halfstep._autocast.plans import PolicyOnDevice
-from halfstep._autocast.rule import Rule
+from halfstep._autocast import Rule
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import dtype_name
-from halfstep._pytorch import autograd, compiler
+from halfstep._pytorch import compiler
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.trace.ops import (
-    NOT_RUN,
     OpMode,
     RunningModules,
     autocast_of_caller,
@@ -42,7 +38,9 @@ from halfstep._tools.trace.recording import Recording
 from halfstep._tools.trace.rows import Cast, Row, Value, cast_bytes, computed_in
 from halfstep._version import __version__
 from halfstep.errors import CallOrderError
+from halfstep.events import PolicyOnDevice, active_policies, observe_ops
 
+_NOT_RUN = "no module of the model ran: is this the model that was called?"
 _EAGER = "compiled code ran in eager mode for the trace: ops of compiled code cannot be seen"
 
 
@@ -51,7 +49,7 @@ class trace(Recording):
 
     Autocast may be entered inside the block or around it, or not at all. A trace changes no result
     and no random number, bit for bit; every op takes longer. A process runs one trace at a time.
-    docs/trace.md explains the rows, the findings, and what is not seen.
+    docs/trace.md explains the rows and what is not seen.
 
     Args:
         model: The model; rows have the names of its modules.
@@ -97,7 +95,7 @@ class trace(Recording):
             )
         tracer = Tracer(self._model)
         with ExitStack() as stack:
-            stack.enter_context(observed_by(tracer.observe))
+            stack.enter_context(observe_ops(tracer.observe))
             stack.enter_context(tracer.active())
             self._stack = stack.pop_all()
         self._model, self._tracer, self._thread = None, tracer, threading.get_ident()
@@ -130,10 +128,10 @@ class trace(Recording):
         if self._is_compiled:
             yield _EAGER
         if self._ops and not model_has_run:
-            yield NOT_RUN
+            yield _NOT_RUN
         if len(policies) > 1:
             others = " and ".join(policies[1:])
-            yield f"other policies were used too ({others}): casts() starts from the first"
+            yield f"other policies were used too ({others})"
 
 
 def _environment(ops: tuple[Row, ...], policies: list[str]) -> dict[str, str]:
@@ -159,7 +157,6 @@ class StorageIds:
         self._numbers: ByMemory[int] = ByMemory()
         self._count = count()
         self._names: dict[int, str] = {}
-        self._models: dict[int, int] = {}
         self._weights = {self.number(parameter) for parameter in model.parameters()}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.name(self.number(tensor), without_wrappers(name))
@@ -181,25 +178,16 @@ class StorageIds:
         if source.is_weight:
             self._weights.add(result)
 
-    def note_model(self, model: Value, result: Value) -> None:
-        """Record that a tensor was created like another one."""
-        if model.dtype == result.dtype:
-            self._models[result.storage] = model.storage
-
     def value(self, tensor: Tensor) -> Value:
         number = self.number(tensor)
         # Nested tensors have no sizes, or symbolic ones; their values have real ones.
         whole = tensor.detach().values() if tensor.is_nested else tensor
         return Value(
             storage=number,
-            version=autograd.version_of(tensor),
-            offset=int(whole.storage_offset()) if whole.layout is torch.strided else 0,
             shape=tuple(whole.shape),
             dtype=dtype_name(tensor.dtype),
             name=self._names.get(number, ""),
-            requires_grad=tensor.requires_grad and torch.is_grad_enabled(),
             is_weight=number in self._weights,
-            like=self._models.get(number),
         )
 
 
@@ -290,8 +278,6 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
             self._note_cast(row, to, outputs[0].storage)
         elif not computes_nothing(func, row.inputs, outputs):
             self._note(row, outputs)
-        elif row.op == "empty_like":
-            self._ids.note_model(row.inputs[0], outputs[0])
         return result
 
     # --- where ------------------------------------------------------------------------------------
@@ -308,7 +294,6 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
             cast = self._weights.get(inputs[0].storage)
         place, phase = self.places.place(op, number, cast=cast)
         self.of_thread.of_cast = place.cast
-        autocast, cache = ruled[-1].switches if ruled else autocast_of_caller(device)
         return Row(
             number=number,
             module=place.module,
@@ -318,8 +303,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
             inputs=inputs,
             rule=place.rule,
             ruled_op=place.op if place.rule else None,
-            autocast=autocast,
-            cache=cache,
+            autocast=ruled[-1].lower if ruled else autocast_of_caller(device),
             device=device,
             compute="",
             outputs=(),
@@ -350,7 +334,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
             self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
         elif row.rule is not None:  # at the edge of an island
             self._write_casts(row, [cast])
-        elif row.autocast is not None and row.device not in scopes.policies():  # made by PyTorch
+        elif row.autocast is not None and row.device not in active_policies():  # made by PyTorch
             self.of_thread.casts.append(replace(row, casts=(cast,)))
         else:
             self._write_by_hand([replace(row, casts=(cast,))])

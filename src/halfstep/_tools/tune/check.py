@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import nn
 
 from halfstep._autocast import Policy
 from halfstep._common.numbers import power, things
-from halfstep._pytorch.compiler import compiled_from, has_backend
-from halfstep._tools.tune.compiled import INDUCTOR, CompiledCheck, check_compiled
-from halfstep._tools.tune.measurer import show_progress
 from halfstep._tools.tune.module_check import (
     OUTSIDE,
     Comparison,
@@ -30,33 +27,6 @@ from halfstep._tools.tune.passes import (
     reference_of,
     step_runner,
 )
-from halfstep._tools.tune.tolerances import require_tolerance
-
-
-@overload
-def self_check(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFn | None = None,
-    dtype: torch.dtype = torch.float16,
-    policy: Policy | str | None = None,
-    tolerance: float | None = None,
-    *,
-    compiled: Literal[False] = False,
-) -> SelfCheck: ...
-
-
-@overload
-def self_check(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFn | None = None,
-    dtype: torch.dtype = torch.float16,
-    policy: Policy | str | None = None,
-    tolerance: float | None = None,
-    *,
-    compiled: Literal[True] | str,
-) -> CompiledCheck: ...
 
 
 def self_check(
@@ -64,11 +34,9 @@ def self_check(
     batch: Any,
     loss_fn: LossFn | None = None,
     dtype: torch.dtype = torch.float16,
-    policy: Policy | str | None = None,
+    policy: Policy | str = "standard",
     tolerance: float | None = None,
-    *,
-    compiled: bool | str = False,
-) -> SelfCheck | CompiledCheck:
+) -> SelfCheck:
     """Run a model forward and backward in float32 and in lower precision, and compare.
 
     The comparison covers the outputs of each module, their gradients, and the gradients of its
@@ -86,19 +54,13 @@ def self_check(
             The loss of outputs is their ``loss``, else the output if it is one number, else the
             sum of the mean squares of its floating-point tensors.
         dtype: The lower precision, float16 or bfloat16.
-        policy: The dtypes of ops: a :class:`halfstep.Policy`, or its text; None for
-            ``"standard"``.
+        policy: The dtypes of ops: a :class:`halfstep.Policy`, or its text.
         tolerance: The largest permitted relative error of any module. None to derive tolerances
             from the dtype and the number of consecutive ops.
-        compiled: True to compare the compiled code of each module, and of the whole model, with
-            eager code in the same lower precision. A string names the backend of
-            ``torch.compile``, such as ``"aot_eager"``.
 
     Raises:
         TypeError: An argument, or the loss, has the wrong type.
-        ValueError: ``dtype`` is not a lower precision, a parameter is not float32, or
-            ``torch.compile`` has no such backend.
-        RuntimeError: The backend needs a C++ compiler, and there is none.
+        ValueError: ``dtype`` is not a lower precision, or a parameter is not float32.
 
     Sync: many.
 
@@ -112,12 +74,7 @@ def self_check(
         >>> check.passed, check.origins
         (False, ('2',))
     """
-    lowering = lowering_of("self_check", dtype, policy or "standard", "tolerance", tolerance)
-    if compiled is not False:
-        backend = _backend(compiled)
-        task = Task(compiled_from(model) or model, loss_fn)
-        with show_progress() as progress, step_runner(task, batch, lowering) as runner:
-            return check_compiled(runner, backend, progress)
+    lowering = lowering_of("self_check", dtype, policy, "tolerance", tolerance)
     with step_runner(Task(model, loss_fn), batch, lowering) as runner:
         return SelfCheck.of(compare_step(runner, reference_of(runner)), lowering)
 
@@ -182,24 +139,6 @@ class SelfCheck:
         return f"<SelfCheck {'passed' if self.passed else 'FAILED'}, {num}>"
 
 
-def _backend(compiled: bool | str) -> str:
-    """Return the backend of torch.compile that ``compiled`` selects.
-
-    Raises:
-        TypeError: It is neither a bool nor a string.
-        ValueError: There is no such backend.
-    """
-    if not isinstance(compiled, (bool, str)):
-        raise TypeError(f"self_check: compiled must be True or a backend's name, got {compiled!r}")
-    backend = INDUCTOR if compiled is True else str(compiled)
-    if not has_backend(backend):
-        raise ValueError(
-            f"self_check: torch.compile has no backend {backend!r}; "
-            "torch.compiler.list_backends() names them, 'aot_eager' needs no C++ compiler"
-        )
-    return backend
-
-
 def lowering_of(
     asker: str, dtype: torch.dtype, policy: Policy | str, name: str, error: float | None
 ) -> Lowering:
@@ -212,7 +151,15 @@ def lowering_of(
     """
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{asker}: dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")
-    require_tolerance(asker, name, error)
+    if error is not None:
+        if isinstance(error, bool) or not isinstance(error, (int, float)):
+            raise TypeError(
+                f"{asker}: {name} must be a number such as 0.01, or None, got {error!r}"
+            )
+        if not 0 < error < math.inf:
+            raise ValueError(
+                f"{asker}: {name} must be above 0 and finite, such as 0.01, got {error}"
+            )
     if not isinstance(policy, (str, Policy)):
         raise TypeError(f"{asker}: policy must be a Policy or its text, got {policy!r}")
     return Lowering(dtype, Policy.parse(policy) if isinstance(policy, str) else policy, error)

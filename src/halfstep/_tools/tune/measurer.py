@@ -18,13 +18,13 @@ from typing import Any, TypeAlias
 
 import torch
 from msgspec import Struct, convert, to_builtins
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep._autocast import Policy
-from halfstep._autocast.modules import Wrapped, unwrap
-from halfstep._common.json import decoded, to_plain
+from halfstep._autocast.access import names_removed
 from halfstep._common.machine import device_name
 from halfstep._numerics.formats import dtype_name
+from halfstep._tools.json import decoded, to_plain
 from halfstep._tools.record.files import has_checksum, line_of
 from halfstep._tools.trace.rows import Row
 from halfstep._tools.trace.trace import trace
@@ -217,7 +217,7 @@ def timed_step(runner: StepRunner, scale: float, *, lowered: bool) -> dict[str, 
         seconds[name] = seconds.get(name, 0.0) + now() - begun[name, call]
 
     begin = now()
-    hooks = module_hooks(runner.task.named_modules(), before, after)
+    hooks = module_hooks(runner.task, before, after)
     runner.step(hooks, lowered=lowered, scale=scale)
     return {STEP: now() - begin, **seconds}
 
@@ -226,7 +226,7 @@ def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
     def pass_by(name: str, call: int, _: Any) -> None:
         pass  # some modules run other ops if they have hooks, as they do in a comparison
 
-    hooks = module_hooks(runner.task.named_modules(), pass_by, pass_by)
+    hooks = module_hooks(runner.task, pass_by, pass_by)
     with trace(runner.task.model) as traced:
         runner.step(hooks, lowered=True, scale=scale)
     return traced.ops
@@ -393,7 +393,7 @@ class Measurer:
     def _runner(self, islands: Islands, number: int) -> Iterator[StepRunner]:
         lowering = replace(self.lowering, policy=with_islands(self.lowering.policy, islands))
         step = step_runner(self.task, self.batches[number], lowering)
-        with _names_removed(self.task.model if islands else None), step as runner:
+        with names_removed(self.task.model if islands else None), step as runner:
             yield runner
 
 
@@ -410,19 +410,6 @@ def with_islands(policy: Policy, islands: Sequence[str]) -> Policy:
     """Return a policy with rules that keep modules, and ops in modules, in float32."""
     rules = [f"{each.removesuffix('@') if '@' in each else '@' + each}:fp32" for each in islands]
     return policy | "; ".join(rules) if rules else policy
-
-
-@contextmanager
-def _names_removed(model: nn.Module | None) -> Iterator[None]:
-    """After the block, remove the module names that a policy has set in it."""
-    modules = [] if model is None else [m for m in model.modules() if not isinstance(m, Wrapped)]
-    try:
-        yield
-    finally:
-        for module in modules:
-            if isinstance(module, Wrapped):
-                module._path = ""
-                unwrap(module)
 
 
 def _is_nameable(op: str) -> bool:

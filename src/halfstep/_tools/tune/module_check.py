@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -109,11 +109,6 @@ def difference(seen: Tensor, wanted: Tensor, scale: float = 1.0) -> Difference:
     )
 
 
-def differences_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> Difference:
-    """Return the difference of tensors from their float32 values, taken together."""
-    return sum((difference(seen, wanted) for seen, wanted in pairs), Difference())
-
-
 def amax(tensor: Tensor) -> float:
     """Return the largest magnitude, 0 for an empty tensor. Sync: one."""
     return float(_dense(tensor).abs().max()) if tensor.numel() else 0.0
@@ -136,6 +131,9 @@ class BoundedError(NamedTuple):
 
     error: float
     tolerance: float
+
+    def __str__(self) -> str:
+        return f"{self.error:.2g} of {self.tolerance:.2g}"
 
     def severity(self) -> float:
         """Return the error relative to the tolerance; above 1 it is too large."""
@@ -177,6 +175,11 @@ class ModuleCheck:
         return self.output.error <= self.output_tolerance
 
     @property
+    def bounded_output(self) -> BoundedError:
+        """The output error."""
+        return BoundedError(self.output.error, self.output_tolerance)
+
+    @property
     def gradient(self) -> BoundedError:
         """The larger one of the gradient errors of outputs and parameters."""
         error = max(self.output_gradient.error, self.parameters.error)
@@ -188,14 +191,9 @@ class ModuleCheck:
         return bool(self.output_gradient.size or self.input_gradient.size or self.parameters.size)
 
     @property
-    def are_gradients_good(self) -> bool:
-        """Whether the gradients of its outputs and parameters are within tolerance."""
-        return self.gradient.error <= self.gradient.tolerance
-
-    @property
     def passed(self) -> bool:
         """Whether its outputs and gradients are within tolerance."""
-        return self.is_output_good and self.are_gradients_good
+        return self.is_output_good and self.gradient.error <= self.gradient.tolerance
 
     @property
     def severity(self) -> float:
@@ -205,8 +203,7 @@ class ModuleCheck:
     @property
     def worst(self) -> BoundedError:
         """The error that is largest relative to its tolerance."""
-        output = BoundedError(self.output.error, self.output_tolerance)
-        return max(output, self.gradient, key=BoundedError.severity)
+        return max(self.bounded_output, self.gradient, key=BoundedError.severity)
 
     @property
     def overflow_share(self) -> float:
@@ -300,7 +297,7 @@ class Comparison:
 OUTSIDE = "ops outside of its modules, or the loss"
 MOST_PASSING = 12
 """The largest number of passed modules that are printed."""
-HEAD = ("module", "class", "output error", "gradient error", "overflow", "underflow")
+HEAD = ("module", "class", "output error", "gradient error", "overflow", "underflow", "")
 
 
 def short_dtype(dtype: torch.dtype) -> str:
@@ -308,59 +305,31 @@ def short_dtype(dtype: torch.dtype) -> str:
     return short(dtype_name(dtype))
 
 
-def error_text(error: float, tolerance: float | None = None) -> str:
-    """Return an error and its tolerance: ``"0.0012 of 0.01"``, ``"inf"``."""
-    text = "inf" if math.isinf(error) else f"{error:.2g}"
-    return text if tolerance is None else f"{text} of {tolerance:.2g}"
-
-
-def module_name(module: str) -> str:
-    """Return the name of a module for display."""
-    return module or "(the model)"
-
-
-def check_lines(
-    rows: Sequence[ModuleCheck],
-    origins: Collection[str],
-    notes: Mapping[str, str] | None = None,
-    more: Mapping[str, Mapping[str, str]] | None = None,
-) -> list[str]:
+def check_lines(rows: Sequence[ModuleCheck], origins: Collection[str]) -> list[str]:
     """Return the lines of a table: all failed modules, and the first of the passed ones.
 
     Args:
         rows: The checks, worst first.
         origins: The names of the modules where failures begin.
-        notes: Notes about results, by module name.
-        more: Additional columns by heading, each with cells by module name.
     """
     failed = [row for row in rows if not row.passed or row.module in origins]
     passed = [row for row in rows if row not in failed]
-    shown = failed + passed[:MOST_PASSING]
-    more, notes = more or {}, notes or {}
-    cells = [
-        (
-            *_cells(row),
-            *(column.get(row.module, "-") for column in more.values()),
-            _result(row, origins, notes.get(row.module, "")),
-        )
-        for row in shown
-    ]
+    cells = [(*_cells(row), _result(row, origins)) for row in failed + passed[:MOST_PASSING]]
     left = things(len(passed) - MOST_PASSING, "module")
     rest = [f"and {left} that passed, with smaller errors"] if passed[MOST_PASSING:] else []
-    return [*aligned([(*HEAD, *more, ""), *cells], right=()), *rest]
+    return [*aligned([HEAD, *cells], right=()), *rest]
 
 
-def _result(row: ModuleCheck, origins: Collection[str], note: str) -> str:
-    result = "begins here" if row.module in origins else "ok" if row.passed else "FAIL"
-    return f"{result}: {note}" if note else result
+def _result(row: ModuleCheck, origins: Collection[str]) -> str:
+    return "begins here" if row.module in origins else "ok" if row.passed else "FAIL"
 
 
 def _cells(row: ModuleCheck) -> tuple[str, ...]:
     return (
-        module_name(row.module),
+        row.module or "(the model)",
         row.kind,
-        error_text(row.output.error, row.output_tolerance),
-        error_text(*row.gradient) if row.has_gradients else "-",
+        str(row.bounded_output),
+        str(row.gradient) if row.has_gradients else "-",
         percent(row.overflow_share) if row.overflow_share else "-",
         percent(row.underflow_share) if row.underflow_share else "-",
     )

@@ -91,9 +91,15 @@ class Task:
         Raises:
             TypeError: The result contains no floating-point numbers.
         """
-        if self.loss_fn is None:
-            return _loss_of(called_with(self.model, batch), "the model")
-        return _loss_of(self.loss_fn(self.model, batch), "loss_fn(model, batch)")
+        if self.loss_fn is not None:
+            return _loss_of(self.loss_fn(self.model, batch), "loss_fn(model, batch)")
+        if isinstance(batch, Mapping):
+            output = self.model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            output = self.model(*batch)
+        else:
+            output = self.model(batch)
+        return _loss_of(output, "the model")
 
 
 def batch_tensors(batch: Any) -> list[Tensor]:
@@ -101,15 +107,6 @@ def batch_tensors(batch: Any) -> list[Tensor]:
     found = list(tensors_in([batch]))
     ids = set(map(id, found))
     return [*found, *(tensor for tensor in tensors_reached(batch) if id(tensor) not in ids)]
-
-
-def called_with(function: Callable[..., Any], batch: Any) -> Any:
-    """Call a model with a tensor, a tuple of arguments, or a dictionary of keyword arguments."""
-    if isinstance(batch, Mapping):
-        return function(**batch)
-    if isinstance(batch, (tuple, list)):
-        return function(*batch)
-    return function(batch)
 
 
 def _loss_of(output: Any, of: str) -> Tensor:
@@ -217,9 +214,7 @@ OnCall: TypeAlias = Callable[[str, int, Any], None]
 
 
 @contextmanager
-def module_hooks(
-    named_modules: Iterable[tuple[str, nn.Module]], before: OnCall, after: OnCall
-) -> Iterator[None]:
+def module_hooks(task: Task, before: OnCall, after: OnCall) -> Iterator[None]:
     """Call functions before and after each module call of the forward pass."""
     calls, running = dict[str, int](), list[tuple[str, int]]()
 
@@ -240,7 +235,7 @@ def module_hooks(
             after(name, call, output)
 
     with ExitStack() as stack:
-        for name, module in named_modules:
+        for name, module in task.named_modules():
             hooks = (
                 module.register_forward_pre_hook(
                     lambda _, args, kwargs, name=name: enter(name, args, kwargs), with_kwargs=True
@@ -282,7 +277,7 @@ def tensor_hooks(task: Task, see: See) -> Iterator[None]:
 
     with ExitStack() as stack:
         on_input, on_output = partial(look, "input"), partial(look, "output")
-        stack.enter_context(module_hooks(task.named_modules(), on_input, on_output))
+        stack.enter_context(module_hooks(task, on_input, on_output))
         yield
 
 

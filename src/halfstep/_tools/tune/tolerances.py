@@ -12,10 +12,6 @@ unavoidable error.
 The unavoidable error is measured by rounding the output of each module once, in float32. Near the
 end of training, a gradient is the small difference of large terms: any rounding of the activations
 changes it a lot, and no single module is to blame.
-
-A module that is compiled alone gets exactly the inputs of its eager code. Its error against float32
-may therefore be at most 4 times that of eager code, which is far below the tolerances above: a
-dtype with a few bits less, or an omitted cast, exceeds it.
 """
 
 from __future__ import annotations
@@ -72,67 +68,9 @@ def tolerance_for(
     return Tolerance(min(SPREAD * output, MOST), max(of_gradient, TIMES * unavoidable))
 
 
-def tolerance_beside(
-    dtype: torch.dtype, depth: int, longest: int, size: int, eager: float, unavoidable: float
-) -> float:
-    """Return the largest permitted error of a compiled module against float32.
-
-    Args:
-        dtype: The lower precision.
-        depth: The number of consecutive ops.
-        longest: The largest dimension of any tensor: a sum over it has that many roundings.
-        size: The number of compared entries.
-        eager: The error of the eager code.
-        unavoidable: The error of float32 itself for inputs that are a few roundings off.
-
-    Example:
-        >>> tolerance_beside(torch.float16, 1, 64, 1024, 3e-4, 1e-7)
-        0.0012
-    """
-    exact = SPREAD * _rounding(torch.float32, max(depth, 1) * longest)
-    bound = max(exact, TIMES * eager, TIMES * unavoidable)
-    if eager > exact:  # it computes in lower precision; a few entries may be exact by chance
-        unit = SPREAD * _rounding(dtype, 1)
-        bound = max(bound, unit * math.sqrt(max(depth, 1) / max(size, 1)))
-    return min(bound, MOST)
-
-
-def tolerance_between(dtype: torch.dtype, depth: int, longest: int) -> float:
-    """Return the largest permitted difference of a module's outputs in two versions of a model.
-
-    Args:
-        dtype: The coarser dtype of the two versions up to these outputs.
-        depth: The number of consecutive ops.
-        longest: The largest dimension of any tensor. In float32, a sum over it has that many
-            roundings; in lower precision, sums are accumulated in float32.
-
-    Example:
-        >>> tolerance_between(torch.bfloat16, 16, 1024)
-        0.125
-    """
-    is_lower = torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
-    num = max(depth, 1) * (1 if is_lower else longest)
-    return min(SPREAD * _rounding(dtype, num), MOST)
-
-
 def _rounding(dtype: torch.dtype, num: int) -> float:
     """Return the typical relative error of consecutive roundings."""
     return torch.finfo(dtype).eps / 2 * math.sqrt(max(num, 1))
-
-
-def require_tolerance(asker: str, name: str, given: object) -> None:
-    """Check the tolerance of a user; None is valid.
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: It is not above 0, or not finite.
-    """
-    if given is None:
-        return
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
-        raise TypeError(f"{asker}: {name} must be a number such as 0.01, or None, got {given!r}")
-    if not 0 < given < math.inf:
-        raise ValueError(f"{asker}: {name} must be above 0 and finite, such as 0.01, got {given}")
 
 
 class Depths:

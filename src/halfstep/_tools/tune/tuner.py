@@ -31,7 +31,6 @@ from halfstep._tools.tune.module_check import (
     OUTSIDE,
     BoundedError,
     ModuleCheck,
-    error_text,
     origins,
     short_dtype,
 )
@@ -377,8 +376,8 @@ def _cells(island: Island) -> tuple[str, ...]:
         island.name.removesuffix("@"),
         island.kind or "-",
         island.loses_to,
-        error_text(*island.error_without),
-        error_text(*island.error_with),
+        str(island.error_without),
+        str(island.error_with),
         seconds_text(island.seconds_lowered),
         seconds_text(island.seconds),
         f"{island.num_casts:+d}",

@@ -1,0 +1,1 @@
+"""Replays of a step, op by op, and the search for the op to blame."""

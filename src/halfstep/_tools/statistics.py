@@ -1,0 +1,143 @@
+"""Statistics of tensor values: counts, extremes and a histogram, as plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
+from operator import itemgetter
+from typing import TypeVar
+
+from msgspec import Struct
+
+from halfstep._numerics.formats import FORMATS, Format
+from halfstep._tools.json import Count, Magnitude, Positive
+
+_Number = TypeVar("_Number", int, float)
+
+
+class Statistics(Struct, frozen=True, gc=False):
+    """Counts, extremes and a histogram of magnitudes.
+
+    Statistics are additive: ``merged`` combines those of several ranks, or of several calls of a
+    module, exactly.
+
+    Attributes:
+        size: Number of entries.
+        measured: Number of counted entries: all, or a sample.
+        zeros: Number of zeros.
+        nan: Number of NaNs.
+        inf: Number of entries that are inf or -inf.
+        amax: The largest finite magnitude; 0 if there is none.
+        amin: The smallest magnitude above zero; None if there is none.
+        first: The exponent of the first bin of the histogram; 0 if it has none.
+        histogram: Number of finite entries by exponent: ``e`` stands for magnitudes in (2**(e-1),
+            2**e].
+        underflow: By the name of a format, the number of nonzero entries that it rounds to zero.
+        overflow: By the name of a format, the number of finite entries that overflow in it.
+        flushed: Number of zeros due to underflow in a gradient that has passed through float16, as
+            determined by ``measure``. None for other gradients, those without values small enough
+            to tell, and other tensors.
+        square_sum: Sum of the squares of all entries; None if it was not computed.
+        updates: For a weight that an optimizer has stepped, the number of inspected entries whose
+            gradient was not zero; None for other tensors.
+        lost_updates: Number of these entries that the step did not change.
+    """
+
+    size: Count
+    measured: Count
+    zeros: Count
+    nan: Count
+    inf: Count
+    amax: Magnitude
+    amin: Positive | None
+    first: int
+    histogram: tuple[Count, ...]
+    underflow: dict[str, Count]
+    overflow: dict[str, Count]
+    flushed: Count | None = None
+    square_sum: float | None = None
+    updates: Count | None = None
+    lost_updates: Count | None = None
+
+    def share(self, count: int) -> float:
+        """Return a count as a fraction of the measured entries, 0 to 1."""
+        return count / self.measured if self.measured else 0.0
+
+    def lost(self, format: Format = FORMATS["fp16"]) -> int:
+        """Return the number of entries that underflow in a format, or have underflowed."""
+        return self.underflow[format.name] + (self.flushed or 0 if format.name == "fp16" else 0)
+
+    def underflow_if(self, factor: float, format: Format) -> int:
+        """Return the number of measured entries that would underflow if multiplied by a factor.
+
+        It is exact for powers of two (float32 subnormals count as one bin); between two powers it
+        is the count for the smaller one. Entries that are already zero are not counted.
+        """
+        last = math.floor(math.log2(format.flushed_below / factor))
+        return sum(self.histogram[: max(last + 1 - self.first, 0)])
+
+    def headroom(self, format: Format) -> float | None:
+        """Return the bits between amax and the largest value of a format; None without amax."""
+        return math.log2(format.largest / self.amax) if self.amax else None
+
+    def by_exponent(self) -> dict[int, int]:
+        """Return the non-empty bins of the histogram."""
+        return {e: count for e, count in enumerate(self.histogram, start=self.first) if count}
+
+
+def binned(by_exponent: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
+    """Return the exponent of the first bin of a histogram, and the counts of all bins."""
+    first = min(by_exponent, default=0)
+    exponents = range(first, max(by_exponent, default=-1) + 1)
+    return first, tuple([by_exponent.get(e, 0) for e in exponents])
+
+
+def merged(statistics: Iterable[Statistics]) -> Statistics:
+    """Return the combined statistics of several parts.
+
+    Raises:
+        TypeError: There are no parts.
+    """
+    parts = tuple(statistics)
+    if not parts:
+        raise TypeError("there are no statistics to merge")
+    first, histogram = _sum_of_bins([part for part in parts if part.histogram])
+    return Statistics(
+        size=sum([part.size for part in parts]),
+        measured=sum([part.measured for part in parts]),
+        zeros=sum([part.zeros for part in parts]),
+        nan=sum([part.nan for part in parts]),
+        inf=sum([part.inf for part in parts]),
+        amax=max([part.amax for part in parts]),
+        amin=min((part.amin for part in parts if part.amin is not None), default=None),
+        first=first,
+        histogram=histogram,
+        underflow=_sum([part.underflow for part in parts]),
+        overflow=_sum([part.overflow for part in parts]),
+        flushed=_sum_of_known([part.flushed for part in parts]),
+        square_sum=_sum_of_known([part.square_sum for part in parts]),
+        updates=_sum_of_known([part.updates for part in parts]),
+        lost_updates=_sum_of_known([part.lost_updates for part in parts]),
+    )
+
+
+def _sum_of_bins(parts: list[Statistics]) -> tuple[int, tuple[int, ...]]:
+    by_first: dict[int, list[tuple[int, ...]]] = {}
+    for part in parts:
+        by_first.setdefault(part.first, []).append(part.histogram)
+    first = min(by_first, default=0)
+    total = [0] * (max([part.first + len(part.histogram) for part in parts], default=0) - first)
+    for its_first, histograms in by_first.items():
+        for bin, counts in enumerate(zip_longest(*histograms, fillvalue=0), its_first - first):
+            total[bin] += sum(counts)
+    return first, tuple(total)
+
+
+def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(map(itemgetter(name), counts)) for name in FORMATS}
+
+
+def _sum_of_known(values: list[_Number | None]) -> _Number | None:
+    known = [value for value in values if value is not None]
+    return sum(known[1:], known[0]) if known else None

@@ -1,0 +1,1 @@
+"""Lines of the user's code, and what its functions refer to."""

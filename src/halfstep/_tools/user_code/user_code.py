@@ -1,0 +1,348 @@
+"""User code: the current line, its names for tensors, and objects reachable from a function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep._common.nested import tensors_in
+from halfstep._pytorch import autograd, modules, storages
+from halfstep._tools.user_code.line import Line
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_SCALER = tuple(f"{Path(__file__).parents[2]}/{room}/" for room in ("_scaler", "_gradients"))
+_OURS = (_TORCH, f"{Path(__file__).parents[2]}/", "<frozen ", "<eval_with_key>")
+_LIBRARY = f"{Path(os.__file__).parent}/"
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+
+CALLED_AGAIN: set[CodeType] = set()
+"""The code of functions that repeat a call of the user; their local ``at`` is its place."""
+
+
+class Spot(NamedTuple):
+    """Expression of a call in the user's code.
+
+    Attributes:
+        line: The line.
+        span: The first and last line, and the first and last column in bytes, of the expression;
+            None if Python does not know them.
+        modules: The names that refer to Python modules and classes in its function.
+        numbers: The names that refer to Python numbers in its function.
+    """
+
+    line: Line
+    span: tuple[int, int, int, int] | None = None
+    modules: frozenset[str] = frozenset({"torch", "F", "nn", "functional", "math"})
+    numbers: frozenset[str] = frozenset()
+
+
+class Place(NamedTuple):
+    """Instruction in the user's code, and the globals of its function."""
+
+    code: CodeType
+    instruction: int
+    names: dict[str, Any]
+
+    @property
+    def line(self) -> Line:
+        code, number = self.code, span_of(self.code, self.instruction)[0]
+        number = code.co_firstlineno if number is None else number
+        text = linecache.getline(code.co_filename, number).strip()
+        return Line(code.co_filename, number, code.co_name, text)
+
+    def is_at(self, other: Place) -> bool:
+        """Return whether both are the same instruction, even if the code was compiled again."""
+        one, two = self.code, other.code
+        is_same = one is two or (one.co_filename == two.co_filename and one == two)
+        return is_same and self.instruction == other.instruction
+
+
+@functools.lru_cache(4096)
+def span_of(code: CodeType, instruction: int) -> tuple[int | None, ...]:
+    """Return the first and last line, and the first and last column, of an instruction's code."""
+    return next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+
+
+def user_line() -> Line | None:
+    """Return the innermost running line outside PyTorch, the standard library and halfstep.
+
+    None inside a backward pass, unless it runs code of the user, such as a hook.
+    """
+    place = user_place()
+    return None if place is None else place.line
+
+
+def user_place() -> Place | None:
+    """Return the current instruction of the user's code, at the line of :func:`user_line`."""
+    frame = _user_frame()
+    if frame is None:
+        return None
+    if frame.f_code in CALLED_AGAIN:
+        at: Place | None = frame.f_locals["at"]
+        return at
+    return Place(frame.f_code, frame.f_lasti, frame.f_globals)
+
+
+def user_spot() -> Spot | None:
+    """Return the current expression of the user's code."""
+    frame, place = _user_frame(), user_place()
+    if frame is None or place is None:
+        return None
+    names = place.names if frame.f_code in CALLED_AGAIN else {**place.names, **frame.f_locals}
+    span = span_of(place.code, place.instruction)
+    if None in span:
+        return Spot(place.line)
+    modules = (n for n in place.code.co_names if isinstance(names.get(n), (ModuleType, type)))
+    numbers = (name for name, value in names.items() if isinstance(value, (int, float)))
+    return Spot(place.line, span, frozenset(modules), frozenset(numbers))  # type: ignore[arg-type]
+
+
+def _user_frame() -> FrameType | None:
+    for frame in autograd.frames():
+        code = frame.f_code
+        if code is autograd.ENGINE_CODE:
+            return None
+        if code in CALLED_AGAIN or is_users(code.co_filename):
+            return frame
+    return None
+
+
+def is_called_by_a_scaler() -> bool:
+    """Return whether a scaler called the PyTorch function that a function mode is handling."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_SCALER)
+
+
+def whole_model(module: nn.Module) -> nn.Module:
+    """Return the outermost module that contains ``module`` and whose method is calling it.
+
+    ``training_step`` is such a method. Return ``module`` if there is none.
+    """
+    whole = module
+    for frame in autograd.frames():
+        owner = _self_of(frame) if is_users(frame.f_code.co_filename) else None
+        if isinstance(owner, nn.Module) and any(whole is part for part in owner.modules()):
+            whole = owner
+    return whole
+
+
+def _self_of(frame: FrameType) -> Any:
+    """Return ``self`` of a frame without keeping its other locals alive.
+
+    Before Python 3.13, a frame caches the dictionary of ``f_locals``, here with a step's tensors.
+    """
+    code = frame.f_code
+    if "self" not in code.co_varnames:
+        return None
+    names = frame.f_locals
+    owner = names.get("self")
+    is_copy = type(names) is dict and code.co_flags & inspect.CO_OPTIMIZED
+    if is_copy and "locals" not in code.co_names:  # code that calls locals() may use it too
+        names.clear()
+    return owner
+
+
+def torch_modules() -> list[str]:
+    """Return the class names of the modules on the stack up to the user's code, innermost first."""
+    owners: list[nn.Module] = []
+    for frame in autograd.frames():
+        if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
+            break
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and all(owner is not each for each in owners):
+            owners.append(owner)
+    return [type(owner).__name__ for owner in owners]
+
+
+def is_given_to_module(value: Any) -> bool:
+    """Return whether the user's code passed a value to the PyTorch module that is running."""
+    given: list[Any] = []
+    for frame in autograd.frames():
+        if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
+            break
+        if frame.f_code is modules.CALL_CODE:  # the outermost call wins
+            given = [*frame.f_locals["args"], *frame.f_locals["kwargs"].values()]
+    return any(value is each for each in given)
+
+
+def called_by_user(tensor: Tensor) -> str | None:
+    """Return the name of a tensor in the outermost user function that has one, and its location.
+
+    The tensor itself is preferred to others in the same memory, a direct name to an item in nested
+    containers, and a parameter of a module to a name that a loop may have assigned.
+    """
+    for is_it, depth in ((is_same_view, 0), (is_part_of, 0), (is_same_view, 2)):
+        found = None
+        for code, line, names in _known_names():
+            for name, value in sorted(names.items(), key=lambda item: _is_module(item[1])):
+                path = path_to(partial(is_it, tensor), name, value, depth)
+                if path is not None:
+                    found = f"{path} in {code.co_name} ({Path(code.co_filename).name}:{line})"
+        if found is not None:
+            return found
+    return None
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)
+
+
+def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
+    """Yield the running functions of the user, each with its line and its names.
+
+    A function whose call is repeated may have returned, so only its globals are known.
+    """
+    for frame in autograd.frames():
+        code, line, around, own = frame.f_code, frame.f_lineno, frame.f_globals, frame.f_locals
+        if code in CALLED_AGAIN and own["at"] is not None:
+            at: Place = own["at"]
+            code, line, around, own = at.code, at.line.number, at.names, {}
+        if is_users(code.co_filename):
+            yield code, line, {n: around[n] for n in code.co_names if n in around} | own
+
+
+def is_of_batch(tensor: Tensor) -> bool:
+    """Return whether a tensor is passed to a module or to a loss function of PyTorch."""
+    for frame in autograd.frames():
+        is_loss = frame.f_code.co_name.endswith(("_loss", "cross_entropy", "_with_logits"))
+        if is_loss and frame.f_code.co_filename == torch.nn.functional.__file__:
+            given: Any = list(frame.f_locals.values())
+        elif frame.f_code is modules.CALL_CODE:
+            given = (frame.f_locals["args"], frame.f_locals["kwargs"])
+        else:
+            continue
+        if any(is_part_of(tensor, each) for each in tensors_in([given])):
+            return not isinstance(tensor, nn.Parameter)
+    return False
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Return whether a file belongs to the user's program or to a package that it uses."""
+    if file.startswith(_OURS):
+        return False
+    return is_of_package(file) or not file.startswith(_LIBRARY)
+
+
+def is_of_package(file: str) -> bool:
+    """Return whether a file belongs to a package that is installed."""
+    return any(part in file for part in _PACKAGES)
+
+
+def path_to(is_it: Callable[[Tensor], bool], name: str, value: Any, depth: int) -> str | None:
+    """Return the expression of a tensor in a value, such as ``batch['x']``; None if not found.
+
+    Containers are searched up to ``depth`` levels below the outermost one.
+    """
+    if isinstance(value, Tensor):
+        return name if is_it(value) else None
+    if isinstance(value, dict):
+        parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
+    elif isinstance(value, (list, tuple)) and len(value) <= 64:
+        parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    elif isinstance(value, nn.Module):
+        named = (*value.named_parameters(), *value.named_buffers())
+        parts = [(f"{name}.{path}", part) for path, part in named]
+    elif type(value).__module__ in sys.modules and hasattr(value, "__dict__"):
+        is_plain = not isinstance(value, (type, ModuleType, FunctionType))
+        parts = [(f"{name}.{key}", part) for key, part in vars(value).items()] if is_plain else []
+    else:
+        return None
+    for path, part in parts:
+        is_inner = depth > 0 and isinstance(part, (dict, list, tuple))
+        if isinstance(part, Tensor) or is_inner:
+            found = path_to(is_it, path, part, depth - 1)
+            if found is not None:
+                return found
+    return None
+
+
+def is_same_view(tensor: Tensor, other: Tensor) -> bool:
+    if tensor is other:
+        return True
+    if tensor.shape != other.shape or not is_part_of(tensor, other):
+        return False
+    is_plain = tensor.layout is torch.strided and other.layout is torch.strided
+    return not is_plain or tensor.storage_offset() == other.storage_offset()
+
+
+def is_part_of(tensor: Tensor, whole: Tensor) -> bool:
+    """Return whether two tensors share memory."""
+    if tensor is whole:
+        return True
+    one, other = storages.memory_of(tensor), storages.memory_of(whole)
+    return one is not None and other is not None and one.cdata == other.cdata
+
+
+# --- reachable objects ----------------------------------------------------------------------------
+
+_DEPTH = 3
+"""The depth of calls to search: ``lambda: train.step(batch)`` calls a method that calls another."""
+
+
+def owners_in(function: Any) -> list[nn.Module | Optimizer]:
+    """Return the modules and optimizers in a function's closure, globals and bound object.
+
+    Functions that it refers to are searched too. Nothing is called.
+    """
+    found: dict[int, nn.Module | Optimizer] = {}
+    for value in _reachable(function, _DEPTH):
+        if isinstance(value, (nn.Module, Optimizer)):
+            found[id(value)] = value
+    return list(found.values())
+
+
+def _reachable(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, (nn.Module, Optimizer)):
+        yield value
+    elif depth == 0:
+        return
+    elif isinstance(value, functools.partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            yield from _reachable(part, depth)
+    elif isinstance(value, MethodType):
+        yield from _reachable(value.__func__, depth)
+        yield from _reachable(value.__self__, depth)
+    elif isinstance(value, FunctionType):
+        for part in _named_in(value):
+            yield from _reachable(part, depth - 1)
+    elif isinstance(value, (list, tuple)):
+        for part in value[:16]:
+            yield from _reachable(part, depth - 1)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        for part in list(vars(value).values()):
+            if isinstance(part, (nn.Module, Optimizer, list, tuple)):
+                yield from _reachable(part, depth - 1)
+
+
+def _named_in(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    for name in _names(function.__code__):
+        if name in function.__globals__:
+            yield function.__globals__[name]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

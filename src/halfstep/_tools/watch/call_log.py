@@ -1,0 +1,418 @@
+"""Log of the calls that a training loop makes, with their results.
+
+Arguments are stored by reference. A tensor that a kept call returned is stored as a reference to
+that call, so a call is kept as long as its results, or calls that need them, are in use. Nothing is
+computed. Only buffers, random states, and tensors that the loop overwrites are copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import signal
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled, nn
+
+from halfstep._autocast import current_settings
+from halfstep._common.machine import RandomStates, accelerators
+from halfstep._common.module_names import replicated
+from halfstep._common.nested import map_plain, tensors_in, tensors_reached
+from halfstep._numerics.measure import is_finite, is_mask
+from halfstep._pytorch import autograd, compiler, modes, storages
+from halfstep._pytorch.storages import ByMemory
+from halfstep._tools.replay.kept_calls import (
+    Given,
+    Inside,
+    KeptCall,
+    Made,
+    devices_of_autocast,
+    is_model,
+    parts_of,
+    set_part,
+)
+from halfstep._tools.user_code.user_code import Place, user_place, whole_model
+
+MOST_CALLS = 4096
+"""The largest number of calls kept for a step; with more, all of them count as the last step's."""
+MOST_MODELS = 256
+"""The largest number of model calls with gradients that are kept since the last step."""
+MOST_EVALUATED = 16
+"""The largest number of model calls without gradients that a replay can repeat."""
+MOST_CHECKED = 256
+"""The largest number of values that are checked when a loop ends with an error."""
+MOST_COPIED = 2**28
+"""The largest total size in bytes of tensors copied in a step before the loop overwrites them."""
+
+_GAP = "something computed a tensor in it that cannot be called again"
+_GAP_OF_COMPILED = (
+    "a function that is compiled computed a tensor in it, which cannot be called again; "
+    'torch.compiler.set_stance("force_eager") before the loop runs it as it is written'
+)
+
+
+_SIMPLE = {
+    *(str, int, float, bool, complex, type(None), slice, type(Ellipsis)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+}
+
+
+class _Argument(NamedTuple):
+    """Tensor argument of a call, with the call that made it and its version."""
+
+    tensor: Tensor
+    made: Made | None
+    version: int
+
+
+class LoggedCall(NamedTuple):
+    """Call to keep, and its tensor arguments."""
+
+    call: KeptCall
+    arguments: list[_Argument]
+
+
+class _Entry(weakref.ref[Tensor]):
+    __slots__ = ("key", "made", "version")
+    key: int
+    made: Made
+    version: int
+
+
+class CallLog:
+    """The calls of this step, and those of the last step that are still in use.
+
+    Attributes:
+        written: The value that the loop last wrote to a tensor from before the step, such as a
+            factor for gradients.
+        written_at: The place in this step where the loop last wrote to a tensor, such as a weight
+            of a teacher.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._entries: dict[int, _Entry] = {}
+        self._given: dict[int, list[weakref.ref[Given]]] = {}
+        self._writes: ByMemory[KeptCall] = ByMemory()
+        self._new: list[weakref.ref[KeptCall]] = []
+        self._old: list[weakref.ref[KeptCall]] = []
+        self._models: deque[weakref.ref[KeptCall]] = deque()
+        self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
+        self._first = self._num_copied = 0
+        self.written: Made | None = None
+        self.written_at: ByMemory[Place] = ByMemory()
+        self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._buffers = BufferCopies()
+
+    def begin(self) -> None:
+        """Begin a new step. Its calls may use results of the last step, but not older ones."""
+        self._turn()
+        self.written, self.written_at, self._num_copied = None, ByMemory(), 0
+        self._evaluated.clear()
+        self._models.clear()
+        self._writes = ByMemory()
+
+    def _turn(self) -> None:
+        _forget(self._old)
+        self._old, self._new = self._new, []
+        self._first = next(self._numbers)
+        self._given.clear()
+
+    @compiler.do_not_compile_alone
+    def call(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_drawing: bool = False
+    ) -> LoggedCall | None:
+        """Return a call with placeholders for its tensors, or None if it cannot be kept."""
+        with unseen():
+            kept = self._placed(function, args, kwargs)
+            if isinstance(function, nn.Module):
+                self._note_module(kept.call, function)
+            elif is_drawing:
+                kept.call.random = RandomStates(accelerators())
+            return kept
+        return None  # unseen() has suppressed an error of a user's object
+
+    def _placed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> LoggedCall:
+        call, arguments = KeptCall(next(self._numbers), function, user_place()), list[_Argument]()
+        call.has_grad = is_grad_enabled()
+
+        def kept(value: Any) -> Any:
+            return self._kept(value, call, arguments)
+
+        call.args, call.kwargs = map_plain(kept, args), map_plain(kept, kwargs) if kwargs else None
+        for device in devices_of_autocast():
+            call.settings += (current_settings(device),)
+        return LoggedCall(call, arguments)
+
+    def _note_module(self, call: KeptCall, module: nn.Module) -> None:
+        if module not in self._wholes and is_model(module):
+            self._wholes[module] = weakref.ref(whole_model(module))
+        if call.has_grad or module.training:
+            call.random = RandomStates(accelerators())
+        call.is_training = module.training
+        call.forward = vars(replicated(module)).get("forward")
+        call.buffers = self._buffers.of(module)
+        if not is_model(module):
+            return
+        if not call.has_grad:
+            self._forget_evaluated()
+            return
+        self._models.append(weakref.ref(call))
+        if len(self._models) > MOST_MODELS:  # such as an evaluation without no_grad
+            _forget([self._models.popleft()])
+
+    def _forget_evaluated(self) -> None:
+        """Drop calls without gradients, except those since the last few such model calls."""
+        self._evaluated.append([])
+        if len(self._evaluated) > MOST_EVALUATED:
+            _forget(self._evaluated.popleft())
+
+    def _kept(self, value: Any, call: KeptCall, arguments: list[_Argument]) -> Any:
+        """Return a placeholder for a value that is not a container."""
+        if isinstance(value, Tensor):
+            made, version = self.made_by(value), autograd.version_of(value)
+            if made is not None and self.is_old(made.call) and _detaches(call):
+                made = None  # only the value is needed, not the call that computed it
+            arguments.append(_Argument(value, made, version))
+            return self._placeholder(value, made, version, call)
+        if type(value) in _SIMPLE:
+            return value
+        if isinstance(value, torch.Generator):
+            call.generators += ((value, value.get_state()),)
+            return value
+        arguments += [_Argument(tensor, None, 0) for tensor in tensors_in([value])]
+        return self._inside_of(value, call)
+
+    def _placeholder(
+        self, tensor: Tensor, made: Made | None, version: int, call: KeptCall
+    ) -> Made | Given:
+        if made is not None:
+            written = self._writes.get(tensor)
+            call.of += (made.call,) if written is None else (made.call, written)
+            return made
+        if tensor.grad_fn is not None:
+            is_used = call.has_grad and not _detaches(call)
+            call.gap = _gap_at(tensor) if is_used else call.gap
+            tensor = tensor.detach().requires_grad_(is_used)
+        known = self._given.setdefault(_number_of(tensor), [])
+        found = known[-1]() if known else None
+        if found is None or found.tensor is not tensor or found.version != version:
+            found = Given(tensor, version)
+            known.append(weakref.ref(found))
+        call.given += (found,)
+        return found
+
+    def _inside_of(self, whole: Any, call: KeptCall) -> Any:
+        """Return a placeholder for an object, or the object if no kept call made a part of it."""
+        parts = dict(parts_of(whole))
+        made = {name: found for name, part in parts.items() if (found := self.made_by(part))}
+        known = {id(parts[name]) for name in made}
+        others = [tensor for tensor in tensors_reached(whole) if id(tensor) not in known]
+        call.of += tuple(found.call for found in made.values())
+        call.given += tuple(Given(t, autograd.version_of(t)) for t in others if t.grad_fn is None)
+        for tensor in others:
+            call.gap = call.gap if tensor.grad_fn is None else _gap_at(tensor)
+        if not made:
+            return whole
+        rest = copy.copy(whole)
+        for name in made:
+            set_part(rest, name, torch.empty(0))
+        return Inside(rest, made)
+
+    def note_made(self, kept: LoggedCall, result: Any, *, is_effect: bool) -> None:
+        """Note the tensors that a call returned or wrote to."""
+        call, arguments = kept
+        call.writes = tuple(
+            position
+            for position, (tensor, made, version) in enumerate(arguments)
+            if made is not None
+            and (autograd.version_of(tensor) != version or (is_effect and not position))
+        )
+        before = {id(argument.tensor) for argument in arguments}  # x.float() may return x
+        results = tensors_reached(result)
+        made = [(index, tensor) for index, tensor in enumerate(results) if id(tensor) not in before]
+        for index, position in enumerate(call.writes, len(results)):
+            tensor = arguments[position].tensor
+            made.append((index, tensor))
+            self._writes.put(tensor, call)
+        for index, tensor in made:
+            entry = _Entry(tensor, self._drop)
+            entry.key, entry.made = id(tensor), Made(call, index)
+            entry.version = autograd.version_of(tensor)
+            self._entries[entry.key] = entry
+            call.results += ((entry, entry.version),)
+        if made:
+            self._new.append(weakref.ref(call))
+            if not call.has_grad and self._evaluated:
+                self._evaluated[-1].append(self._new[-1])
+            if len(self._new) > MOST_CALLS:
+                self._turn()
+
+    def _drop(self, entry: _Entry) -> None:
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+
+    def _note_write(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Note a value that the loop writes to an older tensor, such as a gradient."""
+        made = [found for a in args[1:] if isinstance(a, Tensor) and (found := self.made_by(a))]
+        self.written = made[0] if made else self.written
+        if any(map(_is_bad_number, args[1:])):
+            copied = (args[0].detach().clone(), *args[1:])
+            self.written = Made(self._placed(function, copied, kwargs).call, 0)
+
+    def writes_to_older(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Return whether a function writes to a tensor that no call of this step made."""
+        is_found = False
+        with unseen():
+            if args and isinstance(args[0], Tensor):
+                place = user_place()
+                if place is not None:
+                    self.written_at.put(args[0], place)
+                if self.made_by(args[0]) is None:
+                    is_found = True
+                    self._note_write(function, args, kwargs)
+                if any(map(_is_bad_number, args[1:])):
+                    # The loop itself makes a batch bad. Its values count as data from now on.
+                    is_found |= args[0].grad_fn is None
+        return is_found
+
+    def is_old(self, call: KeptCall) -> bool:
+        """Return whether a call was made before this step."""
+        return call.number < self._first
+
+    def made_by(self, tensor: Tensor) -> Made | None:
+        """Return the kept call that made a tensor, or None if there is none."""
+        entry = self._entries.get(id(tensor))
+        if entry is None or entry() is not tensor or entry.version != autograd.version_of(tensor):
+            return None
+        if tensor.grad_fn is not None and not entry.made.call.has_grad:
+            return None  # made inside an autograd function that was not captured
+        is_value = tensor.grad_fn is None or not is_grad_enabled()
+        is_old = self.is_old(entry.made.call) or entry.made.call.is_forgotten
+        return None if is_old and is_value else entry.made
+
+    def keep_values(self, values: Iterable[Any]) -> None:
+        """Copy arguments of earlier calls that this call may overwrite."""
+        for value in values:
+            if isinstance(value, Tensor):
+                for reference in self._given.get(_number_of(value), ()):
+                    given = reference()
+                    if given is not None and self._num_copied < MOST_COPIED:
+                        self._num_copied += given.keep()
+
+    def model_of(self, calls: Iterable[KeptCall]) -> nn.Module | None:
+        """Return the trained model: the first one called with gradients, else the first one called.
+
+        If a method of an enclosing module called it, return the enclosing module.
+        """
+        called = [call for call in calls if is_model(call.function)]
+        trained = (call.function for call in called if call.has_grad)
+        model = next(trained, called[0].function if called else None)
+        if not isinstance(model, nn.Module):
+            return None
+        reference = self._wholes.get(model)
+        return (reference and reference()) or model
+
+    def first_bad(self) -> Made | None:
+        """Return the first value of this step that is alive and not finite. Sync: many."""
+        with modes.unseen_by_modes():
+            entries = sorted(self._entries.values(), key=lambda entry: entry.made.call.number)
+            for entry in entries[-MOST_CHECKED:]:
+                tensor = entry()
+                if tensor is None or self.is_old(entry.made.call):
+                    continue
+                if not is_finite(tensor) and not is_mask(tensor):
+                    return entry.made
+        return None
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Hide the bookkeeping in the block from the loop, including its errors.
+
+    Inspecting a user's object or tensor may raise any error; the call is then not kept. The user's
+    modes and tensor subclasses do not see the tensor calls of the block.
+    """
+    with modes.no_function_modes(), modes.unseen_by_modes():
+        try:
+            yield
+        except Exception as error:
+            if _is_of_a_signal(error):
+                raise
+
+
+def _is_of_a_signal(error: Exception) -> bool:
+    """Return whether a signal handler raised an error, such as one for a time limit."""
+    handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _forget(references: Iterable[weakref.ref[KeptCall]]) -> None:
+    for reference in references:
+        call = reference()
+        if call is not None:
+            call.forget()
+
+
+def _number_of(tensor: Tensor) -> int:
+    """Return an id for the memory of a tensor, or for the tensor if it has no memory."""
+    return storages.number_of_memory(tensor) or id(tensor)
+
+
+def _gap_at(tensor: Tensor) -> str:
+    return _GAP_OF_COMPILED if autograd.is_made_by_compiled_code(tensor) else _GAP
+
+
+def _is_bad_number(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _detaches(call: KeptCall) -> bool:
+    return call.name in ("detach", ".data")
+
+
+class BufferCopies:
+    """The latest copies of the buffers of models."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, str]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def of(self, model: nn.Module) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
+        """Return the current buffers of a model, each with its version and a copy of its values.
+
+        The modules with buffers are looked up once per model.
+        """
+        if model not in self._owners:
+            # `_buffers` is not a dictionary in torch.jit modules.
+            self._owners[model] = [
+                (module, name)
+                for module in model.modules()
+                for name, _ in module.named_buffers(recurse=False)
+            ]
+        found = []
+        for owner, name in self._owners[model]:
+            buffer = getattr(owner, name, None)
+            if isinstance(buffer, Tensor):
+                found.append((owner, name, buffer, *self._copy_of(buffer)))
+        return found
+
+    def _copy_of(self, buffer: Tensor) -> tuple[int, Tensor]:
+        """Return version and copy of a buffer; reuse the last copy unless it was written to."""
+        known = self._copies.get(id(buffer))
+        if known is None or known[0]() is not buffer or known[1] != autograd.version_of(buffer):
+            copied = buffer.detach().clone()
+            known = (weakref.ref(buffer), autograd.version_of(buffer), copied)
+            self._copies[id(buffer)] = known
+        return known[1:]

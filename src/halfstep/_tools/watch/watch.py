@@ -1,0 +1,526 @@
+"""Watch on a training loop that diagnoses bad steps."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from halfstep._common.nested import tensors_in
+from halfstep._common.patches import Patches
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import Rounds, split_closure, with_closure
+from halfstep._pytorch import optim
+from halfstep._scaler import GradScaler, Outcome
+from halfstep._tools.diagnose.diagnose import (
+    diagnosis_of_calls,
+    is_bad_at_scale_1,
+    why_not_replayed,
+)
+from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.dtype_errors.dtype_error import add_explanation
+from halfstep._tools.replay.kept_calls import (
+    KeptCall,
+    Made,
+    copied_from,
+    is_model,
+    needed_for,
+    weights_of,
+)
+from halfstep._tools.user_code.line import Line, line_text
+from halfstep._tools.user_code.user_code import user_line
+from halfstep._tools.watch.bad_steps import Skips, are_finite, has_nan, have_finite_gradients
+from halfstep._tools.watch.capture import Capture
+from halfstep._tools.watch.live import SEE_MORE, LiveSearch
+from halfstep._tools.watch.optimizer_side import Growth, with_bad_setting
+from halfstep._tools.watch.skips import Search
+from halfstep.errors import CallOrderError, DiagnosisWarning
+from halfstep.events import is_observing, is_stepping, observe
+
+MOST_DIAGNOSES = 5
+"""The largest number of places that are diagnosed in a run."""
+MOST_TRIED = 10
+"""The largest number of steps that are diagnosed, including those that go bad at a known place."""
+MOST_CHECKED = 16
+"""The largest number of expected skips that are replayed to find NaNs that no scale can cure."""
+
+
+@dataclass
+class _WatchedStep:
+    """What is known of the step that is running.
+
+    Attributes:
+        ends_before: The calls of ``backward`` in the step before, for a further optimizer.
+        is_bad: Whether it is known to be bad; it was then diagnosed, unless ``bad_ends`` are left.
+        is_trial: Whether the closure has been evaluated; more evaluations are a line search.
+        losses: The losses that a scaler has noted and no backward pass has begun with.
+        roots: The tensors that the last backward pass began with.
+        left_out: The first bad value that the loop has read.
+        bad_ends: The calls of ``backward`` to replay when the step ends.
+    """
+
+    ends_before: list[KeptCall] = field(default_factory=list)
+    is_bad: bool = False
+    is_trial: bool = False
+    losses: list[Tensor] = field(default_factory=list)
+    roots: MutableMapping[Tensor, None] = field(default_factory=WeakTensorKeyDictionary)
+    left_out: Made | None = None
+    bad_ends: list[KeptCall] = field(default_factory=list)
+
+
+class _StepCount:
+    """Number of the steps of a loop.
+
+    Attributes:
+        num: The number of steps that have ended.
+        num_by_hand: The number of those whose updates the loop has made itself.
+        rounds: The rounds of several optimizers, each of which is one step.
+    """
+
+    def __init__(self) -> None:
+        self.num = self.num_by_hand = 0
+        self.rounds = Rounds()
+        self._is_leaving = False
+
+    def add(self, num: int) -> None:
+        self.num += num
+
+    def count(self, optimizer: Optimizer) -> None:
+        """Count a round of several optimizers as one step, and discard steps counted by hand."""
+        self.num, self.num_by_hand = self.num - self.num_by_hand, 0
+        self.num -= not self.rounds.add(optimizer)
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Count the step that the loop drops in the block as the current one."""
+        self._is_leaving = True
+        try:
+            yield
+        finally:
+            self._is_leaving = False
+
+    def current(self, num_ends: int | None) -> int:
+        """Return the number of the current step, from 1.
+
+        ``num_ends`` is the number of backward passes if nothing else has counted steps yet.
+        """
+        if num_ends is not None:
+            return self.num + num_ends + self._is_leaving
+        return self.num + (not self.rounds.is_open)
+
+
+class Watch:
+    """Watch that diagnoses the bad steps of the training loop inside a block.
+
+    A step is bad if its loss is not finite, if its gradients are not finite and no scaler would
+    skip it, or if it is skipped for an overflow that is not part of dynamic scaling. Overflows at
+    the start of a run, after the scale has grown, and of gradients that have become larger are part
+    of it, unless a replay at scale 1 is not finite or the scale keeps falling. A bad loss that the
+    loop reads and drops without a backward pass, as in
+    ``if not math.isfinite(loss.item()): sys.exit(1)``, counts too.
+
+    A bad step is replayed immediately, before its state changes, from the calls that the loop made.
+    If that is impossible, the following steps are traced live, provided a scaler skips bad steps.
+
+    Args:
+        scaler: The scaler to watch; None for all scalers, and for optimizer steps without a scaler.
+        model: The model. By default, the first module with parameters that is called.
+        tell: Called with each new diagnosis and the number of the step, counted from 1. By default,
+            a :class:`halfstep.errors.DiagnosisWarning` is issued.
+
+    Raises:
+        TypeError: ``tell`` is not callable.
+
+    Attributes:
+        found: The diagnoses, one for each place.
+        notes: Remarks for the next diagnosis.
+        is_ending: Whether a scaler is ending the step that is diagnosed.
+
+    Sync: two per step without a scaler, one per step with a scaler; one more in steps 1, 2, 4 ...
+    """
+
+    is_diagnosing = True
+
+    def __init__(
+        self,
+        scaler: GradScaler | None = None,
+        model: nn.Module | None = None,
+        tell: Callable[[Diagnosis, int], object] | None = None,
+    ) -> None:
+        if not (tell is None or callable(tell)):
+            raise TypeError(
+                f"diagnose(tell={type(tell).__name__}): pass a function that takes a diagnosis and "
+                "a number"
+            )
+        self.found: list[Diagnosis] = []
+        self.notes: list[str] = []
+        self._scaler, self._model, self._tell = scaler, model, tell or self.warn
+        self._capture = Capture(
+            self._is_here,
+            self._conclude,
+            self._before_backward,
+            self._before_update,
+            self._after_read,
+        )
+        self._skips: weakref.WeakKeyDictionary[GradScaler, Skips] = weakref.WeakKeyDictionary()
+        self._live = LiveSearch(self.notes)
+        self._growth = Growth()
+        self._steps = _StepCount()
+        self._running = _WatchedStep()
+        self._num_tried = self._num_checked = 0
+        self._was_finite = False  # the step before
+        self._is_spoiled = False  # a step was taken with bad gradients
+        self.is_ending = False
+        self._loss_scaler: GradScaler | None = None
+        self._stack = ExitStack()
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+
+    def __enter__(self) -> Self:
+        if is_observing(self):
+            raise CallOrderError("this watch is already on; make another one")
+        patches = Patches()
+        with ExitStack() as stack:
+            stack.callback(patches.undo)
+            self._capture.install(patches)
+            stack.enter_context(self._capture.keeping())
+            stack.enter_context(observe(self))
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        self.stop(kind)
+        if error is not None:
+            add_explanation(error)
+
+    def stop(self, error: type[BaseException] | None = None) -> None:
+        """Stop watching; ``error`` is the type of the error that ended the loop, if any."""
+        try:
+            self._end_live(None, is_last=True)
+            if is_observing(self) and (error is None or not issubclass(error, KeyboardInterrupt)):
+                if error is not None and self._running.left_out is None:
+                    self._running.left_out = self._capture.log.first_bad()
+                self._conclude(is_last=True)
+        finally:
+            self._stack.close()
+
+    @staticmethod
+    def warn(found: Diagnosis, step: int) -> None:
+        """Issue a :class:`halfstep.errors.DiagnosisWarning` at the user's current line.
+
+        This is what happens without ``tell``, for a ``tell`` that does more than that.
+        """
+        line = user_line() or Line("<unknown>", 1, "", "")
+        text = f"step {step} went bad\n{found}"
+        warnings.warn_explicit(text, DiagnosisWarning, line.file, line.number)
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
+        """Note a loss before it is scaled."""
+        if self._is_watching(scaler):
+            self._loss_scaler, step = scaler, self._running
+            # `halfstep run` scales inside of the backward pass, whose roots were checked.
+            losses = [loss for loss in tensors_in([outputs]) if loss not in step.roots]
+            step.losses = [loss.detach() for loss in losses]
+
+    def on_iteration(
+        self, scaler: GradScaler, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
+    ) -> None:
+        """Check the outcomes of an iteration, and diagnose the iteration if it went bad."""
+        if not outcomes or not self._is_watching(scaler):
+            return
+        kind, bad = self._skips.setdefault(scaler, Skips()).judge(outcomes)
+        skipped = [outcome for outcome in outcomes if not outcome.taken]
+        step = self._running
+        bad = skipped if step.bad_ends else [] if step.is_bad else bad
+        scale = bad[0].scale if bad else None
+        if skipped and not (bad or step.is_bad) and self._check_at_scale_1(kind):
+            bad, scale = skipped, 1.0
+        if bad and any(outcome.taken for outcome in outcomes):
+            self.notes.append("another optimizer has stepped before the replay")
+        self.is_ending = True
+        try:
+            self._end_step(scale, is_bad=bool(bad))
+        finally:
+            self.is_ending = False
+
+    def _before_backward(self, roots: Any) -> None:
+        """Diagnose a step whose loss is not finite, before its backward pass."""
+        step = self._running
+        step.left_out = None
+        if step.is_trial or step.is_bad or self._live.is_on or not self._is_here():
+            return
+        # With a scaler, check the unscaled losses that on_loss has noted.
+        given = list(tensors_in([roots]))
+        losses, step.losses = step.losses or given, []
+        step.roots = WeakTensorKeyDictionary(dict.fromkeys(given))
+        if are_finite(losses):
+            return
+        step.is_bad = True
+        ends = self._capture.ends[-1:]
+        if any(isinstance(call.function, DistributedDataParallel) for call in needed_for(ends)):
+            # Not replayed before this backward pass, whose gradients DDP's hooks count.
+            step.bad_ends = ends
+        else:
+            scaler = self._loss_scaler
+            self._look(ends, None if scaler is None else scaler.get_scale())
+
+    def _after_read(self, made: Made) -> None:
+        """Note a bad value that the loop has read."""
+        if self._running.left_out is None and not self._running.is_bad:
+            self._running.left_out = copied_from(made)
+
+    def _conclude(self, *, is_last: bool = False) -> None:
+        """Diagnose a step that the loop dropped: it read a bad value and continued, or ended."""
+        made, self._running.left_out = self._running.left_out, None
+        calls = [] if made is None else needed_for([made.call])
+        num_ends = len(self._capture.ends)
+        is_end = made is not None and made.call in self._capture.ends  # by torch.func.grad
+        is_training = is_end or any(call.has_grad and is_model(call.function) for call in calls)
+        if made is None or not is_training:
+            return
+        was_taken = self._capture.log.is_old(made.call)  # the loop read the value after the step
+        if was_taken and not self._was_finite:
+            return  # that step was already diagnosed
+        self._steps.add(-was_taken)
+        with self._steps.leaving() if not is_end else nullcontext():
+            self._look([made.call], None, root=made, is_last=is_last)
+        self._was_finite = False
+        self._is_spoiled |= is_end  # nothing keeps the loop from stepping with these gradients
+        self._steps.add(num_ends if is_end else 1)
+        if not was_taken:
+            self._capture.begin()
+
+    def _before_update(self) -> None:
+        """End a step that the loop makes by hand, before the first weight changes."""
+        if not self._steps.rounds and self._counts_plain_steps():
+            self._steps.num_by_hand += 1
+            self._end_plain_step(weights_of(needed_for(self._capture.ends)))
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Diagnose a step without a scaler, before it is taken or after its closure has run."""
+        if not self._is_outermost_step():
+            return None
+        self._pause(is_stepping=True)
+        self._growth.before_step(optimizer, self._step)
+        setting = with_bad_setting(optimizer)
+        if setting is not None:
+            self._is_spoiled = self._running.is_bad = True
+            self._report(setting)
+        if is_stepping() or not self._counts_plain_steps():
+            return None
+        closure, others, kwargs = split_closure(args[1:], kwargs)
+        # With gradients in place, an optimizer may never evaluate its closure.
+        if closure is None or self._running.is_bad:
+            self._end_plain_step(parameters(optimizer), optimizer)
+            return None
+        others, kwargs = with_closure(self._watched(closure, optimizer), others, kwargs)
+        return (args[0], *others), kwargs
+
+    def _watched(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        """Wrap a closure so that its first evaluation ends the step for the watch."""
+
+        def watched() -> Any:
+            self._pause(is_stepping=False)
+            try:
+                result = closure()
+            finally:
+                self._pause(is_stepping=True)
+            if not self._running.is_trial:  # later evaluations are trials of a line search
+                self._end_plain_step(parameters(optimizer), optimizer)
+                self._running.is_trial = True
+            return result
+
+        return watched
+
+    def _pause(self, *, is_stepping: bool) -> None:
+        """Pause capture and tracing while an optimizer steps; otherwise resume."""
+        self._capture.pause(is_paused=is_stepping)
+        self._live.pause(is_paused=is_stepping)
+
+    def _end_plain_step(
+        self, weights: Iterable[Tensor], optimizer: Optimizer | None = None
+    ) -> None:
+        step = self._running
+        ends, bad_ends, step.bad_ends = self._capture.ends or step.ends_before, step.bad_ends, []
+        if bad_ends:
+            self._look(bad_ends, None)
+        if ends and not step.is_bad and not have_finite_gradients(weights):
+            step.is_bad = True
+            self._look(ends, None)
+        if self._capture.ends:
+            if optimizer is not None:
+                self._steps.count(optimizer)
+            self._is_spoiled |= step.is_bad
+            self._end_step(None, is_bad=False)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_outermost_step():
+            return
+        self._pause(is_stepping=False)
+        self._running.is_trial = False
+        if self._counts_plain_steps() and not is_stepping() and self._capture.ends:
+            self._capture.begin()  # drops trials of a line search, or of an unknown closure
+
+    def _is_outermost_step(self) -> bool:
+        is_here = not torch.compiler.is_compiling() and self._is_here()
+        return is_here and optim.optimizer_step_depth() <= 1
+
+    def _is_watching(self, scaler: GradScaler) -> bool:
+        return (self._scaler is None or self._scaler is scaler) and self._is_here()
+
+    def _counts_plain_steps(self) -> bool:
+        return self._scaler is None and self._loss_scaler is None and self._is_here()
+
+    def _is_here(self) -> bool:
+        """Return whether this is the watched process and thread, outside of replays."""
+        is_mine = os.getpid() == self._pid and threading.get_ident() == self._thread
+        return is_mine and is_observing(self)
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    def _end_step(self, scale: float | None, *, is_bad: bool) -> None:
+        try:
+            if self._live.is_on:
+                self._end_live(scale)
+            elif is_bad:
+                self._look(self._capture.ends, scale)
+            self._was_finite = not (is_bad or self._running.is_bad)
+            self._is_spoiled &= not self._was_finite
+        finally:
+            self._steps.add(1)
+            self._running = _WatchedStep(ends_before=self._capture.ends)
+            self._capture.begin()
+            self._live.begin()
+
+    def _end_live(self, scale: float | None, *, is_last: bool = False) -> None:
+        """End the live trace of a step, if there is one, and report what it found."""
+        for found, step in self._live.end(scale, self._step, is_last=is_last):
+            if found.verdict != "unknown" or not self.found:
+                self._report(found, step)
+
+    def _look(
+        self,
+        ends: Sequence[KeptCall],
+        scale: float | None,
+        root: Made | None = None,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Diagnose a step, up to the limits of a run.
+
+        ``ends`` are the calls of ``backward``. For a bad value without a backward pass, ``root`` is
+        that value and ``ends`` is the call that made it.
+        """
+        if len(self.found) >= MOST_DIAGNOSES or self._num_tried >= MOST_TRIED:
+            return
+        self._num_tried += 1
+        is_left_out = root is not None
+        calls = needed_for(ends)
+        found, why_not = diagnosis_of_calls(calls, root, scale, self._model_of(calls))
+        if found is None and not is_left_out:
+            root = self._capture.log.first_bad()
+            for other in filter(None, (root, self._capture.log.written)):
+                if found is None:
+                    calls = needed_for([other.call])
+                    found, _ = diagnosis_of_calls(calls, other, scale, self._model_of(calls))
+        if found is not None:
+            if found.verdict == "data":
+                self._note_writes(calls)
+            elif found.verdict == "maths":
+                found = self._growth.explain(found, self._step)
+                if found is None:
+                    return
+            self._report(found)
+            return
+        self.notes.append(f"step {self._step} was not replayed: {why_not}")
+        is_skipping = (self._scaler or self._loss_scaler) is not None
+        if is_skipping and not is_last:  # later bad steps are skipped and can be traced
+            self._live.ask(self._model_of(needed_for(ends)), self._step)
+        elif not is_left_out:
+            self._report(self._seen_only(root))
+
+    def _note_writes(self, calls: Sequence[KeptCall]) -> None:
+        """Note where the loop last wrote to a bad weight or argument of the calls."""
+        bad = (tensor for tensor in weights_of(calls) if not are_finite([tensor]))
+        places = map(self._capture.log.written_at.get, bad)
+        place = next(filter(None, places), None)
+        if place is not None:
+            self.notes.append(f"the loop last wrote to it: {line_text(place.line)}")
+
+    def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
+        return self._model or self._capture.log.model_of(calls)
+
+    def _check_at_scale_1(self, kind: Search | None) -> bool:
+        """Replay a skipped step at scale 1, up to the limit of a run; return whether it is bad.
+
+        At the start and after growth, an overflow without a NaN is not replayed to see that.
+        """
+        calls = needed_for(self._capture.ends)
+        model = self._model_of(calls)
+        if self._num_checked >= MOST_CHECKED or why_not_replayed(calls, model) is not None:
+            return False
+        if kind != "fall" and (model is None or not has_nan(model)):
+            return False
+        self._num_checked += 1
+        return is_bad_at_scale_1(calls, model)
+
+    @property
+    def _step(self) -> int:
+        """The number of the current step, from 1."""
+        is_counting = bool(self._loss_scaler or self._steps.rounds or self._steps.num_by_hand)
+        return self._steps.current(None if is_counting else len(self._capture.ends))
+
+    def _seen_only(self, first: Made | None) -> Diagnosis:
+        """Return the diagnosis of a step that cannot be replayed."""
+        notes = [SEE_MORE]
+        if first is not None:
+            where = "" if first.call.at is None else f" at {line_text(first.call.at.line)}"
+            name = getattr(first.call.function, "__name__", type(first.call.function).__name__)
+            notes.insert(0, f"the first value seen that is not finite: what {name} returned{where}")
+        return Diagnosis("unknown", notes=tuple(notes))
+
+    def _report(self, found: Diagnosis, step: int | None = None) -> None:
+        notes = tuple(self.notes)
+        if found.verdict == "data" and self._was_finite:
+            notes = (*notes, f"the loss of step {self._steps.num} was finite")
+        found = replace(found, notes=(*found.notes, *notes))
+        self.notes.clear()
+        is_left = self._is_spoiled or (not self._was_finite and _is_of_the_model(found))
+        if self.found and is_left and found.verdict == "data":
+            return  # left over from a bad step whose diagnosis was reported
+        if all(_place(found) != _place(known) for known in self.found):
+            self.found.append(found)
+            self._tell(found, self._step if step is None else step)
+
+
+def _is_of_the_model(found: Diagnosis) -> bool:
+    """Return whether a tensor of the model was bad before the step."""
+    inputs = () if found.bad is None else found.bad.inputs
+    return any(operand.name == found.tensor for operand in inputs)
+
+
+def _place(found: Diagnosis) -> tuple[object, ...]:
+    bad = found.bad
+    return (found.verdict, found.tensor, bad and (bad.op, bad.module, bad.phase, bad.line))

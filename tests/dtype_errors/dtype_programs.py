@@ -1,0 +1,189 @@
+"""Hostile programs that fail with an error about dtypes; many follow public threads.
+
+They are the files of ``corpus``: simple ones, those that came first, newer ones, and those that
+import libraries, which takes seconds. ``BEGIN`` stands before each. Lines above one say::
+
+    # thread: OWNER/REPOSITORY NUMBER
+    # expect: what the explanation says; #1 in it is the number of the line that ends with #1, and
+              a $ at its end the end of a line
+    # cure: one of the cures that are offered
+    # incurable: no change of the line, or of a line around it, cures it
+    # missed: what is not said, or not cured, yet
+
+A program fails at the line that ends with ``#!``.
+"""
+
+import ast
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from halfstep._tools.dtype_errors.dtype_error import explain
+
+CORPUS = Path(__file__).parent / "corpus"
+BEGIN = """
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+
+x = torch.randn(2, 4)
+half = x.half()
+
+"""
+
+
+class Hostile(NamedTuple):
+    """A program that fails.
+
+    Attributes:
+        source: Its source without marks.
+        marks: The number of the line of each mark.
+        said: What the explanation says, in parts.
+        cures: What is offered.
+        is_curable: Whether a change of the line, or of a line around it, cures it.
+        is_missed: Whether not all of this is so yet.
+    """
+
+    source: str
+    marks: dict[str, int]
+    said: list[str]
+    cures: list[str]
+    is_curable: bool
+    is_missed: bool
+
+
+def read(file: Path) -> Hostile:
+    """Read a file of the corpus."""
+    head, _, source = file.read_text().partition("\n\n")
+    lines, marks = (BEGIN + source).rstrip("\n").split("\n"), {}
+    for number, line in enumerate(lines):
+        if mark := re.search(r"  #([!\d])$", line):
+            marks[mark[1]] = number + 1
+            lines[number] = line[: mark.start()]
+    said = re.findall("^# expect: (.*)$", head, re.M)
+    said = [re.sub(r"#(\d)", lambda mark: str(marks[mark[1]]), part) for part in said]
+    return Hostile(
+        "\n".join(lines) + "\n",
+        marks,
+        [re.sub(r"\$$", "\n", part) for part in said],
+        re.findall("^# cure: (.*)$", head, re.M),
+        "# incurable" not in head,
+        "# missed" in head,
+    )
+
+
+def programs(folder: str) -> dict[str, Hostile]:
+    """Return the programs of a folder of the corpus, by their names."""
+    files = sorted((CORPUS / folder).glob("*.py"))
+    return {file.stem.replace("_", " "): read(file) for file in files}
+
+
+FIRST, NEWER, LIBRARIES = map(programs, ("first", "newer", "libraries"))
+ALL = FIRST | NEWER | LIBRARIES
+PLAIN = programs("simple")
+
+
+# --- what is said of them -------------------------------------------------------------------------
+
+
+class Judged(NamedTuple):
+    """What was right in the explanation of a program.
+
+    Attributes:
+        has_line: Whether the line was named.
+        missing: What was not said of the tensors and their origins.
+        is_cured: Whether a program with one of the cures ran, and with each that is expected; None
+            if none can.
+        explanation: The explanation.
+    """
+
+    has_line: bool
+    missing: list[str]
+    is_cured: bool | None
+    explanation: str
+
+    @property
+    def is_right(self) -> bool:
+        return self.has_line and not self.missing and self.is_cured is not False
+
+
+def judge(program: Hostile, folder: Path) -> Judged:
+    """Run a program in a folder of its own, and once more with each of its cures."""
+    text, marks, said = program.source, program.marks, program.said
+    (file := folder / "train.py").write_text(text)
+    found = explain(raised_by(file))
+    if found is None:
+        return Judged(False, said, False, "")
+    has_line = found.where == f"train.py, line {marks['!']}"
+    missing = [part for part in said if part not in str(found)]
+    ran = set()
+    for number, cure in enumerate(found.cures):
+        for only_last in (False, True):
+            (file := folder / f"{number} {only_last}.py").write_text(
+                pasted(text, marks["!"], cure, only_last=only_last)
+            )
+            if raised_by(file) is None:  # else the next call may have the same problem
+                ran.add(cure)
+                break
+    is_cured = bool(ran) and ran.issuperset(program.cures)
+    return Judged(has_line, missing, is_cured if program.is_curable else None, str(found))
+
+
+def raised_by(file: Path) -> Exception | None:
+    try:
+        runs(file)
+    except Exception as error:
+        return error
+    return None
+
+
+def runs(file: Path) -> None:
+    """Run a program in this process."""
+    exec(compile(file.read_text(), str(file), "exec"), {"__name__": "__main__"})
+
+
+def pasted(text: str, line: int, cure: str, *, only_last: bool = False) -> str:
+    """Return a program with a cure at a line: wherever a tensor stands, or only once."""
+    lines = text.split("\n")
+    if at := re.search(r" at line (\d+)$", cure):
+        line, cure = int(at[1]), cure[: at.start()]
+    for decorator, kind, method in re.findall(r"(@halfstep\.\w+\(.*?\)) on (\w+)\.(\w+)", cure):
+        first = lines.index(f"class {kind}(torch.autograd.Function):")
+        where = next(n for n in range(first, len(lines)) if f"def {method}(" in lines[n])
+        lines.insert(where, "    " + decorator)
+    nodes = [node for node in ast.walk(ast.parse(text)) if hasattr(node, "lineno")]
+    statement = max(
+        (n for n in nodes if isinstance(n, SIMPLE) and n.lineno <= line <= n.end_lineno),
+        key=lambda n: n.lineno,
+    )
+    first, last = statement.lineno - 1, statement.end_lineno
+    if cure.endswith(" before the call"):
+        top = [node.lineno for node in ast.parse(text).body if node.lineno <= line]
+        lines.insert(top[-1] - 1, cure.removesuffix(" before the call"))
+    if cure.startswith("the call inside "):
+        indent = " " * statement.col_offset
+        lines[first:last] = ["    " + each for each in lines[first:last]]
+        lines.insert(first, f"{indent}with halfstep.{cure.removeprefix('the call inside ')}:")
+    for new, old in re.findall(
+        r"(?:^|, )(\S.*?) in place of (.*?)(?=, [^ ]+ in place of |$)", cure
+    ):
+        inside = [n for n in ast.walk(statement) if isinstance(n, ast.expr)]
+        same = [n for n in inside if ast.unparse(n) == old and not is_target(n)]
+        same.sort(key=lambda n: (-n.lineno, -n.col_offset))
+        for n in same[:1] if only_last else same:
+            row = lines[n.lineno - 1]
+            lines[n.lineno - 1] = row[: n.col_offset] + new + row[n.end_col_offset :]
+    return "\n".join(lines)
+
+
+def is_target(node: ast.expr) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Return)

@@ -1,0 +1,226 @@
+"""Errors about dtypes are explained from the frames of their traceback."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests import forked
+from tests.device import DEVICE
+from tests.dtype_errors import dtype_programs as hostile
+from tests.dtype_errors.dtype_programs import runs
+from torch import nn
+
+import halfstep
+from halfstep._tools.dtype_errors.dtype_error import explain
+
+BEGIN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfstep
+
+x = torch.randn(2, 4)
+half = x.half()
+"""
+
+
+def failing(source: str, file: Path) -> BaseException:
+    file.write_text(BEGIN + source)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        runs(file)
+    return caught.value
+
+
+SPREAD = [name for name, program in hostile.NEWER.items() if not program.is_missed][::3]
+
+
+@pytest.mark.parametrize("name", [*hostile.PLAIN, *hostile.FIRST, *SPREAD])
+def test_hostile_programs(name: str, tmp_path: Path) -> None:
+    judged = hostile.judge({**hostile.PLAIN, **hostile.ALL}[name], tmp_path)
+    assert (judged.has_line, judged.missing) == (True, [])
+    assert judged.is_cured is not False, judged.explanation
+
+
+def test_inside_of_a_package_the_line_is_the_last_of_the_user(tmp_path: Path) -> None:
+    judged = hostile.judge(hostile.LIBRARIES["LoRA of peft"], tmp_path)
+    assert judged.is_right
+    assert "\nwhich calls layer.py, line " in judged.explanation
+    assert "\n> result = self.base_layer(x" in judged.explanation
+
+
+ORIGINS = {
+    "the later of two": ("h = x\nh = h.half()\nmodel(h)", "h = h.half()"),
+    "one of two branches": (
+        "h = x.half()\nif len(h) == 2:\n    h = h.relu()\nmodel(h)",
+        "h = x.half(), or of line 13: h = h.relu()",
+    ),
+    "in the same branch": (
+        "if len(x) == 3:\n    h = x\nelse:\n    h = x.half()\n    model(h)",
+        "h = x.half()",
+    ),
+    "not a later line": ("h = x.half()\nmodel(h)\nh = half", "h = x.half()"),
+    "the next turn of a loop": (
+        "h = x.half()\nfor _ in range(2):\n    model(h)\n    h = x + 1",
+        "h = x.half(), or of line 14: h = x + 1",
+    ),
+    "what is changed in place": (
+        "h = x.half()\nh *= 2\nmodel(h)",
+        "h = x.half(), or of line 12: h *= 2",
+    ),
+    "another name": ("h = x.half()\ng = h\nmodel(g)", "h = x.half()"),
+    "a view": ('d = {"h": half.T.clone()}\nmodel(d["h"].t())', "d = {'h': half.T.clone()}"),
+}
+
+
+@pytest.mark.parametrize("name", ORIGINS)
+def test_the_line_of_an_assignment(name: str, tmp_path: Path) -> None:
+    source, text = ORIGINS[name]
+    found = explain(failing("model = nn.Linear(4, 2)\n" + source, tmp_path / "train.py"))
+    assert found is not None
+    origin = next(o.origin for o in found.operands if o.tensor.dtype is torch.float16)
+    assert origin.partition(": ")[2] == text
+
+
+def test_a_tensor_that_the_traceback_does_not_show(tmp_path: Path) -> None:
+    source = (
+        "parts = nn.Sequential(nn.Linear(4, 4))\n"
+        "with warnings.catch_warnings(action='ignore'):\n"
+        "    model = torch.ao.quantization.quantize_dynamic(parts, {nn.Linear})\n"
+        "model(half)"
+    )
+    found = explain(failing("import warnings\n" + source, tmp_path / "train.py"))
+    assert found is not None
+    assert [*map(str, found.operands)] == ["half: float16 [2, 4], of line 9: half = x.half()"]
+    assert found.notes == ("a tensor that the traceback does not show is float32",)
+    assert "half.to(torch.float32) in place of half" in found.cures
+
+
+def test_nothing_is_tried_with_other_tensors_than_those_that_failed(tmp_path: Path) -> None:
+    source = (
+        "model = nn.Linear(4, 2)\n"
+        "params = {n: p.detach().half() for n, p in model.named_parameters()}\n"
+        "torch.func.functional_call(model, params, (x,))"
+    )
+    found = explain(failing(source, tmp_path / "train.py"))
+    assert found is not None
+    assert [o.name for o in found.operands] == ["params['weight']", "params['bias']", "x"]
+    assert found.cures == ()
+
+
+@pytest.mark.parametrize("value", [-1e9, 70000])
+def test_a_number_that_does_not_fit(value: float, tmp_path: Path) -> None:
+    source = f"half.masked_fill(x > 0, {value})"
+    found = explain(failing(source, tmp_path / "train.py"))
+    assert found is not None
+    end = "min" if value < 0 else "max"
+    assert found.notes == (
+        f"{value} does not fit: float16 ends at 65,504. torch.finfo(half.dtype).{end} does",
+    )
+
+
+def test_no_program_becomes_a_miss() -> None:
+    assert len(hostile.ALL) == 100
+    assert sum(program.is_missed for program in hostile.ALL.values()) <= 7
+
+
+def test_a_module_can_be_kept(tmp_path: Path) -> None:
+    source = "model = nn.Sequential(nn.Linear(4, 4).half(), nn.Linear(4, 2))\n"
+    call = "y = model[1](model[0](x.half()))"
+    found = explain(failing(source + call, tmp_path / "train.py"))
+    assert found is not None
+    [cure] = [cure for cure in found.cures if cure.startswith("halfstep.keep")]
+    assert cure == 'halfstep.keep(model, "1", cast_back=True) before the call'
+    (file := tmp_path / "cured.py").write_text(
+        BEGIN
+        + source
+        + cure.removesuffix(" before the call")
+        + f"\n{call}\nassert y.dtype is torch.float16"
+    )
+    runs(file)
+    with pytest.raises(RuntimeError):  # the trial left nothing behind
+        runs(tmp_path / "train.py")
+
+
+def test_other_errors_are_not_explained(tmp_path: Path) -> None:
+    assert explain(failing("torch.mm(x, x)", tmp_path / "train.py")) is None
+    assert explain(RuntimeError("mat1 and mat2 must have the same dtype")) is None
+    assert explain(KeyboardInterrupt()) is None
+
+
+def test_under_a_default_device(tmp_path: Path) -> None:
+    """PyTorch's mode stands between the user's call and the op."""
+    with torch.device(DEVICE):
+        found = explain(failing("torch.nn.functional.linear(x, half)", tmp_path / "train.py"))
+    assert found is not None
+    assert [each.name for each in found.operands] == ["x", "half"]
+    assert found.cures
+
+
+@pytest.mark.parametrize(
+    ("call", "is_tried"), [("out.addmm_(x, half.T)", True), ("torch.mm(x, half.T, out=out)", False)]
+)
+def test_nothing_is_written_by_a_try(call: str, is_tried: bool, tmp_path: Path) -> None:
+    source = f"out = torch.zeros(2, 2)\n{call}"
+    found = explain(failing(source, tmp_path / "train.py"))
+    assert found is not None
+    assert bool(found.cures) is is_tried
+    out = next(each.tensor for each in found.operands if each.name == "out")
+    assert out.eq(0).all()
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_the_error_of_a_diagnosed_step_has_it_as_a_note(loop: bool) -> None:
+    model, x = nn.Linear(4, 2).half(), torch.ones(2, 4)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    def steps() -> None:
+        with halfstep.diagnose(halfstep.GradScaler("cpu"), model=model):
+            step()
+
+    run = steps if loop else lambda: halfstep.diagnose(step, model=model)
+    with pytest.raises(RuntimeError, match="must have the same dtype") as caught:
+        run()
+    [note] = caught.value.__notes__
+    assert note.startswith("halfstep: the tensors that the error is about, at test_dtype_errors.py")
+    assert "> model(x).sum().backward()" in note
+    assert "  x: float32 [2, 4], of line " in note
+    assert "  weight of Linear: float16 [2, 4], a parameter" in note
+    assert "tried, and it runs: x.to(torch.float16) in place of x" in note
+    assert explain(caught.value) is None  # halfstep run does not tell it again
+
+
+def test_an_object_that_cannot_be_read_leaves_the_error_as_it_is(tmp_path: Path) -> None:
+    source = """
+class Broken:
+    def __getattribute__(self, name):
+        raise KeyError(name)
+
+broken = Broken()
+nn.Linear(4, 2)(half)
+"""
+    error = failing(source, tmp_path / "train.py")
+    explain(error)
+    assert "same dtype" in str(error)
+
+
+def test_other_errors_of_a_diagnosed_step_have_no_note() -> None:
+    with pytest.raises(ZeroDivisionError) as caught, halfstep.diagnose(halfstep.GradScaler("cpu")):
+        print(1 / 0)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_run_tells_it_after_the_traceback(tmp_path: Path) -> None:
+    program = hostile.PLAIN["a head that was not converted"]
+    (tmp_path / "train.py").write_text(program.source)
+    alone = forked.python("train.py", cwd=tmp_path)
+    done = forked.python("-m", "halfstep", "run", "train.py", cwd=tmp_path)
+    assert done.code == alone.code == 1
+    traceback, told = done.err.split("halfstep: ", 1)
+    assert traceback.splitlines()[-3:] == alone.err.splitlines()[-3:]
+    assert told.startswith("the tensors that the error is about, at train.py, line 22:\n")
+    assert "tried, and it runs: h.to(torch.float32) in place of h" in told
+    quiet = forked.python("-m", "halfstep", "run", "-q", "train.py", cwd=tmp_path)
+    assert quiet.err == traceback

@@ -1,0 +1,151 @@
+"""Steps that go bad on the optimizer's side: its settings, and weights that explode."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep
+from halfstep._tools.watch.watch import Watch
+
+
+def watched(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    num: int = 12,
+    *,
+    before_step: Callable[[int], None] = lambda i: None,
+    scaler: halfstep.GradScaler | None = None,
+    loss_of: Callable[[Tensor], Tensor] = lambda out: (out - 1).square().mean(),
+) -> tuple[Watch, list[int]]:
+    """Train on random batches; return the watch, and the step of each diagnosis."""
+    steps: list[int] = []
+    with Watch(scaler, model, tell=lambda _, step: steps.append(step)) as watch:
+        for i in range(1, num + 1):
+            loss = loss_of(model(torch.randn(16, 8)))
+            optimizer.zero_grad()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            before_step(i)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+    return watch, steps
+
+
+def perceptron(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+    )
+
+
+@pytest.mark.parametrize("has_scaler", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", math.nan),
+        ("lr", torch.tensor(math.inf, device="cpu")),
+        ("betas", (0.9, math.nan)),
+        ("weight_decay", math.inf),
+    ],
+)
+def test_a_setting_that_is_not_finite_is_named_before_the_step(
+    name: str, value: object, has_scaler: bool
+) -> None:
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
+
+    def change(i: int) -> None:
+        if i == 5:
+            optimizer.param_groups[0][name] = value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scaler = halfstep.GradScaler(init_scale=4.0) if has_scaler else None
+        watch, steps = watched(model, optimizer, before_step=change, scaler=scaler)
+    (found,) = watch.found  # weights that are NaN in the steps after it are left over from it
+    assert steps == [5]
+    assert (found.verdict, found.tensor) == ("data", f"{name} of AdamW")
+    assert found.cure is not None
+    assert f"param_groups[0]['{name}']" in found.cure.text
+    assert str(found).startswith(f"data: {name} of AdamW was bad before the step\n")
+
+
+def test_a_number_that_no_step_computes_with_may_be_infinite() -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "max_norm": math.inf}], 1e-3)
+    watch, _ = watched(model, optimizer)
+    assert watch.found == []
+
+
+def test_a_rate_that_is_too_high_is_the_cause_not_the_op_that_overflows() -> None:
+    model = perceptron()
+    watch, steps = watched(model, torch.optim.SGD(model.parameters(), 30.0))
+    (found,) = watch.found
+    assert steps == [4]
+    assert found.cure is not None
+    assert found.cure.text.startswith("lower the learning rate of SGD, or clip the gradients")
+    assert "clip_grad_norm_" in found.cure.text
+    assert found.cure.is_finite is None
+    assert found.notes[0].startswith("the run diverges: the largest weight of SGD grew from ")
+    assert "at a learning rate of 30" in found.notes[0]
+    assert not any("clamp" in note for note in found.notes)
+
+
+def test_weights_explode_in_the_first_step_of_a_recurrent_net() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.read = nn.Parameter(torch.randn(8, 8) * 0.7), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(60):
+                x = torch.relu(x @ self.w + 1)
+            out: Tensor = self.read(x)
+            return out
+
+    torch.manual_seed(0)
+    model = Net()
+    watch, steps = watched(model, torch.optim.SGD(model.parameters(), 1e-2))
+    assert steps == [2]
+    assert watch.found[0].notes[0].startswith("the run diverges")
+
+
+def test_a_bad_op_of_a_run_that_does_not_diverge_keeps_its_cure() -> None:
+    model = perceptron()
+    nn.init.zeros_(model[-1].weight)  # grows from zero, as it should
+    num = 0
+
+    def loss_of(out: Tensor) -> Tensor:
+        nonlocal num
+        num += 1
+        return (out - 1).square().mean() + torch.log(
+            torch.zeros(()) if num == 9 else torch.ones(())
+        )
+
+    watch, _ = watched(model, torch.optim.Adam(model.parameters(), 1e-2), loss_of=loss_of)
+    (found,) = watch.found
+    assert found.cure is not None
+    assert "clamp_min" in found.cure.text
+    assert not any("diverges" in note for note in found.notes)
+
+
+def test_a_buffer_of_a_loaded_state_is_named_with_the_line_that_loaded_it() -> None:
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).eval()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state["1.running_var"][2] = math.nan
+    with Watch(None, model, tell=lambda *_: None) as watch:
+        model.load_state_dict(state)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        (model(torch.randn(16, 8)) - 1).square().mean().backward()
+        optimizer.step()
+    (found,) = watch.found
+    assert (found.verdict, found.tensor) == ("data", "1.running_var")
+    assert any("last wrote to it: " in note and "load_state_dict" in note for note in found.notes)

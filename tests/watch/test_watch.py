@@ -1,0 +1,576 @@
+"""Training loops that are watched: which steps are diagnosed, and what is replayed of them."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.device import DEVICE
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep
+from halfstep._tools.replay.replay import is_replaying
+from halfstep._tools.watch import skips
+from halfstep._tools.watch.skips import LONGEST_START
+from halfstep._tools.watch.watch import Watch
+from halfstep.errors import DiagnosisWarning
+
+pytestmark = pytest.mark.slow
+
+Losses = Callable[[Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Overflows in ``last`` if a batch is large; has batch norm, dropout and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(16, 4)
+        self.is_large = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.norm(self.first(x)).relu())
+        if self.is_large:
+            hidden = hidden * 1e5
+        return self.last(hidden)
+
+
+class Loop:
+    """A training loop with a scaler."""
+
+    def __init__(self, loss: Losses = F.cross_entropy, **options: Any) -> None:
+        self.model, self.loss = Net(), loss
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.scaler = halfstep.GradScaler(**{"init_scale": 256.0} | options)
+        self.told: list[tuple[int, str]] = []
+        self.x, self.y = torch.randn(4, 8), torch.arange(4)
+
+    def step(self, *, large: bool = False, num_batches: int = 1) -> None:
+        self.optimizer.zero_grad()
+        for index in range(num_batches):
+            self.model.is_large = large and index == num_batches - 1
+            with halfstep.autocast(DEVICE, torch.float16):
+                loss = self.loss(self.model(self.x), self.y) / num_batches
+            self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def watched(self) -> Watch:
+        def tell(found: object, step: int) -> None:
+            self.told.append((step, found.verdict))  # type: ignore[attr-defined]
+
+        return halfstep.diagnose(self.scaler, model=self.model, tell=tell)
+
+
+def large_steps(loop: Loop, large: Iterable[bool]) -> Watch:
+    with loop.watched() as watch:
+        for is_large in large:
+            loop.step(large=is_large)
+    return watch
+
+
+LOSSES: list[Losses] = [
+    F.cross_entropy,
+    lambda out, y: F.cross_entropy(out.float(), y),
+    lambda out, y: F.cross_entropy(out.view(-1, 4), y) * 0.5,
+    nn.CrossEntropyLoss(),
+    lambda out, y: (out.float() - 1).square().mean(),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_bad_step_is_replayed_with_its_loss(loss: Losses) -> None:
+    loop = Loop(loss)
+    watch = large_steps(loop, [False, False, True, False])
+    (found,) = watch.found
+    assert loop.told == [(3, "range")]
+    assert found.bad is not None
+    assert (found.bad.op, found.bad.module) == ("mul", "")
+    assert found.cure is not None
+    assert found.cure.is_finite
+    assert found.num_replays > 0
+
+
+def test_training_is_what_it_is_without_a_watch() -> None:
+    def left_by(watched: bool) -> list[Tensor]:
+        loop = Loop()
+        random.seed(0)
+        torch.manual_seed(1)
+        steps = [False, True, False, True, True, False]
+        if watched:
+            assert len(large_steps(loop, steps).found) == 1
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for is_large in steps:
+                    loop.step(large=is_large)
+        tensors = [*loop.model.parameters(), *loop.model.buffers(), torch.get_rng_state()]
+        tensors += [p.grad for p in loop.model.parameters() if p.grad is not None]
+        return [tensor.detach().clone() for tensor in tensors]
+
+    with_watch, without = left_by(True), left_by(False)
+    assert len(with_watch) == len(without)
+    for one, other in zip(with_watch, without, strict=True):
+        flat = [each.reshape(-1).view(torch.uint8) for each in (one, other)]
+        assert torch.equal(*flat)
+
+
+def test_each_batch_of_an_accumulation_is_replayed() -> None:
+    loop = Loop()
+    with loop.watched() as watch:
+        loop.step(num_batches=3)
+        loop.step(large=True, num_batches=3)
+    (found,) = watch.found
+    assert found.verdict == "range"
+
+
+def test_a_loss_that_outgrows_the_scale_is_cured_by_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(skips, "SETTLED", 1)
+    monkeypatch.setattr(skips, "MOST_FALLS", 0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    scaler = halfstep.GradScaler(init_scale=4096.0)
+    with (
+        halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        for target in (1.0, 1000.0):
+            optimizer.zero_grad()
+            with halfstep.autocast(DEVICE, torch.float16):
+                loss = F.mse_loss(model(torch.ones(5, 4)), torch.full((5, 1), target))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (found,) = watch.found
+    assert (found.verdict, found.scale) == ("scale", 4096.0)
+    assert found.cure is not None
+    assert found.cure.is_finite
+    assert found.cure.scale is not None
+    assert found.cure.scale < 4096
+
+
+class Pair(tuple[Tensor, ...]):
+    """Is not made from an iterable, as a tuple is."""
+
+    def __new__(cls, one: Tensor, other: Tensor) -> Pair:
+        return super().__new__(cls, (one, other))
+
+
+class Named(list[Tensor]):
+    def __init__(self, items: Iterable[Tensor], name: str) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [lambda x: Pair(x, x), lambda x: Named([x], "a"), lambda x: [x], lambda x: (x, None)],
+)
+def test_batches_in_containers_of_the_user(batch: Callable[[Tensor], Any]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, given: Any) -> Tensor:
+            out: Tensor = self.layer(given[0])
+            return out
+
+    model = Model()
+    optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler(init_scale=16.0)
+    with (
+        halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        for value in (1.0, math.inf):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(batch(torch.full((2, 4), value))), torch.ones(2, 1))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (found,) = watch.found
+    assert found.verdict == "data"
+
+
+def test_a_scale_that_finds_its_place_is_no_fault() -> None:
+    loop = Loop(init_scale=2.0**24, growth_interval=4)
+    with loop.watched() as watch:
+        for _ in range(30):
+            loop.step()
+    skipped = [entry for entry in loop.scaler.history() if not entry.taken]
+    assert skipped  # at the start, and after the scale has grown
+    assert watch.found == []
+
+
+def test_an_overflow_that_no_smaller_scale_cures_is_a_fault_at_the_start_too() -> None:
+    class SquareRoot(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layer(x) * 0).sqrt().sum()
+
+    model = SquareRoot()
+    optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler(init_scale=16.0)
+    with halfstep.diagnose(scaler, tell=lambda *_: None) as watch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(LONGEST_START + 2):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (found,) = watch.found
+    assert found.bad is not None
+    assert (found.verdict, found.bad.phase, found.bad.forward_op) == ("maths", "backward", "sqrt")
+
+
+def scaled_steps(
+    loss: Callable[[Tensor, int], Tensor], num: int, **options: Any
+) -> tuple[Watch, halfstep.GradScaler]:
+    """Train a layer under float16 and a scaler, whose step ``i`` has the loss ``loss(out, i)``."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = halfstep.GradScaler(on_skips=lambda report: None, **options)
+    with (
+        halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        for i in range(num):
+            optimizer.zero_grad()
+            with halfstep.autocast(DEVICE, torch.float16):
+                loss_i = loss(model(torch.ones(2, 4)), i)
+            scaler.scale(loss_i).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return watch
+
+
+def skipped_in(watch: Watch) -> list[int]:
+    """Return the numbers of the skipped steps of the scaler that is watched."""
+    (scaler,) = watch._skips
+    return [entry.step for entry in scaler.history() if not entry.taken]
+
+
+def test_a_nan_gradient_of_a_finite_loss_is_told_in_the_first_skip() -> None:
+    def loss(out: Tensor, i: int) -> Tensor:
+        return (out.float() * float(i != 2)).square().sum(dim=1).sqrt().mean()
+
+    watch = scaled_steps(loss, 4, init_scale=16.0)
+    (found,) = watch.found
+    assert found.verdict == "maths"
+    assert found.bad is not None
+    assert (found.bad.phase, found.ends) == ("backward", ("weight", "bias"))
+    assert found.bad.forward_line is not None
+    assert ".sqrt()" in found.bad.forward_line.text
+
+
+@pytest.mark.parametrize("late", [0, 1, 9])
+def test_an_overflow_long_after_growth_is_no_fault(late: int) -> None:
+    def loss(out: Tensor, i: int) -> Tensor:
+        is_large = i in (12 + late, 40 + late)  # the scale doubles after each 12 steps
+        return out.float().square().mean() * (2.0**15 if is_large else 1.0)
+
+    watch = scaled_steps(loss, 60, init_scale=16.0, growth_interval=12)
+    assert skipped_in(watch) == [13 + late, 41 + late]
+    assert watch.found == []
+
+
+def test_gradients_that_have_become_larger_are_no_fault() -> None:
+    def loss(out: Tensor, i: int) -> Tensor:
+        return out.float().mean() * (2.4e4 if i >= 15 else 1.0)
+
+    watch = scaled_steps(loss, 30, init_scale=64.0)
+    assert skipped_in(watch) == [16, 17, 18]
+    assert watch.found == []
+
+
+def test_a_scale_that_falls_on_and_on_is_a_fault() -> None:
+    def loss(out: Tensor, i: int) -> Tensor:
+        return out.float().mean() * 2.0 ** max(i - 4, 0)  # overflows from step 13 on
+
+    watch = scaled_steps(loss, 16 + skips.MOST_FALLS, init_scale=2.0**10)
+    assert len(skipped_in(watch)) > skips.MOST_FALLS
+    assert watch.found
+    assert watch.found[0].verdict == "scale"
+
+
+def test_a_late_overflow_that_no_smaller_scale_cures_is_a_fault() -> None:
+    def loss(out: Tensor, i: int) -> Tensor:
+        return out.float().sum() * (1e6 if i == 15 else 1.0)
+
+    watch = scaled_steps(loss, 20, init_scale=16.0)
+    (found,) = watch.found
+    assert (found.verdict, found.bad is not None and found.bad.phase) == ("range", "backward")
+
+
+def test_most_steps_skipped_is_no_search_for_a_scale() -> None:
+    def loss(out: Tensor, i: int) -> Tensor:
+        return (out.float() * 30).square().mean()  # overflows at half of the scales
+
+    options = {"init_scale": 4096.0, "growth_factor": 256.0, "growth_interval": 1}
+    watch = scaled_steps(loss, 60, backoff_factor=0.5, **options)
+    assert {found.verdict for found in watch.found} == {"scale"}
+
+
+def test_without_a_scaler_a_step_is_diagnosed_before_it_is_taken() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 4)
+    x[1, 1] = math.nan
+    with Watch(tell=lambda *_: None) as watch:
+        for batch in (torch.ones(2, 4), x):
+            optimizer.zero_grad()
+            with halfstep.autocast(DEVICE, torch.bfloat16):
+                loss = F.mse_loss(model(batch), torch.zeros(2, 1))
+            loss.backward()
+            optimizer.step()
+    (found,) = watch.found
+    assert found.verdict == "data"
+    # The parameters were good when it was replayed: the batch is named, not a parameter.
+    assert found.tensor not in dict(model.named_parameters())
+    assert any("the loss of step 1 was finite" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.LBFGS])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_step_whose_closure_makes_the_gradients(make: Any, by_name: bool) -> None:
+    """As Lightning steps without a scaler."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = make(model.parameters(), lr=0.1)
+    x = torch.ones(2, 4)
+    x[1, 1] = math.nan
+    told: list[int] = []
+    results = []
+    with Watch(tell=lambda _, step: told.append(step)) as watch:
+        for batch in (torch.ones(2, 4), x, torch.ones(2, 4)):
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(batch), torch.zeros(2, 1))
+                loss.backward()
+                return loss
+
+            results.append(optimizer.step(closure=closure) if by_name else optimizer.step(closure))
+    first = watch.found[0]
+    assert told[0] == 2
+    assert first.verdict == "data"
+    assert first.tensor not in dict(model.named_parameters())
+    assert [bool(result.isnan()) for result in results[:2]] == [False, True]
+
+
+class Ignoring(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+class SecondArgument(torch.optim.SGD):
+    def step(self, metric: float, closure: Any) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+def test_a_closure_that_is_never_evaluated() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = Ignoring(model.parameters(), lr=0.1)
+    told: list[int] = []
+    with Watch(tell=lambda _, step: told.append(step)) as watch:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), math.nan)).mean().backward()
+            optimizer.step(lambda: None)
+    assert told[0] == 1
+    assert watch.found[0].verdict == "data"
+
+
+def test_calls_of_a_closure_that_is_not_known_are_not_kept() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = SecondArgument(model.parameters(), lr=0.1)
+    with Watch() as watch:
+        for _ in range(3):
+            optimizer.step(1.0, lambda: model(torch.ones(2, 4)).mean().backward())
+        assert not watch._capture.ends
+
+
+def test_a_forward_that_stood_there_for_one_call() -> None:
+    """As Lightning sends a call of DistributedDataParallel to training_step."""
+
+    class Model(nn.Module):  # no forward
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def training_step(self, x: Tensor) -> Tensor:
+            return self.net(x).square().mean().sqrt()
+
+    model, watch = Model(), Watch(tell=lambda *_: None)
+    original = model.forward
+
+    def redirected(x: Tensor) -> Tensor:
+        model.forward = original
+        return model.training_step(x)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch:
+        for value in (1.0, math.nan):
+            model.forward = redirected
+            model(torch.full((2, 4), value)).backward()
+            optimizer.step()
+    (found,) = watch.found
+    assert found.verdict == "data"
+    assert found.bad is not None
+    assert found.bad.module == "net"
+    assert model.forward == original
+
+
+def test_what_cannot_be_replayed_is_traced_live_in_the_next_bad_step() -> None:
+    class Once(Net):
+        """Is large in the second and the third call, and in no replay of them."""
+
+        num_calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Once.num_calls += not is_replaying()
+            self.is_large = not is_replaying() and Once.num_calls in (2, 3)
+            return super().forward(x)
+
+    loop = Loop()
+    loop.model = Once()
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+    watch = large_steps(loop, [False, False, False, False])
+    (found,) = watch.found
+    assert loop.told == [(3, "range")]
+    assert found.num_replays == 0
+    assert found.bad is not None
+    assert found.bad.op == "mul"
+    assert found.bad.line is not None
+    assert "hidden * 1e5" in found.bad.line.text
+    assert any("live" in note for note in found.notes)
+    assert any("its replay was finite" in note for note in found.notes)
+
+
+def test_live_tracing_leaves_the_modes_of_the_user_alone() -> None:
+    class Counting(TorchDispatchMode):
+        num = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Counting.num += 1
+            return func(*args, **(kwargs or {}))
+
+    loop = Loop(lambda out, y: F.cross_entropy(out, y))
+    with Counting(), loop.watched() as watch:
+        loop.step()
+        loop.x.requires_grad_(False)
+        loop.step(large=True)
+    assert Counting.num > 0
+    assert len(watch.found) == 1
+
+
+def test_modes_for_functions_are_seen_by_replays_too() -> None:
+    class Doubling(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    loop = Loop()
+    with Doubling():
+        assert len(large_steps(loop, [False, True]).found) == 1
+
+
+def test_a_place_is_told_once() -> None:
+    loop = Loop()
+    large_steps(loop, [False, True, False, True, True])
+    assert loop.told == [(2, "range")]
+
+
+def test_without_a_tell_function_it_is_a_warning() -> None:
+    loop = Loop()
+    loop.step()
+    with pytest.warns(DiagnosisWarning, match=r"step 1 went bad\nrange of float16: mul"):
+        watched_step(loop)
+
+
+def watched_step(loop: Loop) -> None:
+    with halfstep.diagnose(loop.scaler, model=loop.model):
+        loop.step(large=True)
+
+
+def test_after_the_block_everything_is_as_before() -> None:
+    names = [(nn.Module, "__call__"), (F, "cross_entropy"), (torch.autograd, "backward")]
+    before = [getattr(owner, name) for owner, name in names]
+    loop = Loop()
+    large_steps(loop, [False, True])
+    assert [getattr(owner, name) for owner, name in names] == before
+
+
+@pytest.mark.parametrize("is_watch_first", [True, False])
+def test_a_record_and_a_watch_end_in_any_order(is_watch_first: bool, tmp_path: Path) -> None:
+    """As callbacks of Lightning do."""
+    before = torch.autograd.backward, nn.Module.__call__
+    contexts = [Watch(tell=lambda *_: None), halfstep.record(tmp_path)]
+    if not is_watch_first:
+        contexts.reverse()
+    for each in contexts:
+        each.__enter__()
+    for each in contexts:
+        each.__exit__(None, None, None)
+    assert (torch.autograd.backward, nn.Module.__call__) == before
+
+
+def test_a_disabled_scaler_can_be_watched() -> None:
+    scaler = halfstep.GradScaler(enabled=False)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch:
+        scaler.scale(F.mse_loss(model(torch.full((2, 4), math.inf)), torch.zeros(2, 1))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [found.verdict for found in watch.found] == ["data"]
+
+
+def test_evaluation_between_steps_is_not_replayed() -> None:
+    loop = Loop()
+    with loop.watched() as watch:
+        loop.step()
+        with torch.no_grad():
+            loop.model.eval()(torch.full((2, 8), math.nan))
+        loop.model.train()
+        loop.step(large=True)
+    (found,) = watch.found
+    assert found.verdict == "range"
+
+
+def test_a_teacher_that_is_called_first_is_not_taken_for_the_model() -> None:
+    teacher, student, told = nn.Linear(4, 2), nn.Linear(4, 2), []
+    nn.init.constant_(teacher.weight, math.nan)
+    with Watch(tell=lambda found, step: told.append(found)):
+        with torch.no_grad():
+            goal = teacher(torch.ones(3, 4))
+        (student(torch.ones(3, 4)) - goal).square().mean().backward()
+    assert told[0].tensor.startswith("teacher.weight in ")
+
+
+def test_a_teacher_is_named_when_the_function_that_knows_it_has_returned() -> None:
+    names: dict[str, Any] = {"torch": torch, "teacher": nn.Linear(4, 2)}
+    nn.init.constant_(names["teacher"].weight, math.nan)
+    exec("@torch.no_grad()\ndef goal_of(x):\n    return teacher(x)\n", names)
+    student, told = nn.Linear(4, 2), list[halfstep.Diagnosis]()
+    with Watch(tell=lambda found, step: told.append(found)):
+        goal = names["goal_of"](torch.ones(3, 4))
+        (student(torch.ones(3, 4)) - goal).square().mean().backward()
+    assert told[0].tensor == "teacher.weight in goal_of (<string>:3)"
