@@ -8,6 +8,10 @@ JOBS   ?= 2
 # The PyTorch of `make test-torch`: the newest that is out. constraints.txt pins that of `make test`.
 TORCH  ?= 2.15.0
 
+# Each process of pytest-xdist gets a half of the tests, in order, and takes from the other's end: most
+# files import their frameworks, start their ranks and make what their tests share once.
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
+
 # The tests of `make test-simulated`, and those of them that depend on what a device lacks.
 SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights record trace tune diagnose replay watch dtype_errors)
 BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.py gradients.py loss_scale.py overrides.py) \
@@ -38,20 +42,20 @@ test: check  ## check, then all tests that need no GPU
 	@$(MAKE) --no-print-directory pytest
 
 quick: check  ## check, then the tests that find most in two minutes
-	$(BIN)/pytest -n $(JOBS) -m "not gpu and not slow" $(ARGS)
+	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 test-torch:  ## all tests in a .venv of their own: [TORCH=2.15.0] [PYTHON=python3.13]
 	@$(MAKE) --no-print-directory pytest OTHER_TORCH=$(TORCH) \
 		VENV=.venv-torch-$(TORCH)$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 
 pytest: $(READY)
-	$(BIN)/pytest -n $(JOBS) -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler (make test runs a share of them)
 	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaler/test_fuzz.py $(ARGS)
 
 pairs: $(READY)  ## our own features in all 3,600 pairs (make test runs a share of them)
-	HALFSTEP_PAIRS=all $(BIN)/pytest -n $(JOBS) tests/test_pairs.py $(ARGS)
+	HALFSTEP_PAIRS=all $(PYTEST) tests/test_pairs.py $(ARGS)
 
 score: $(READY)  ## diagnose 286 injected faults, 200 clean steps, 500 small programs, 100 errors about dtypes, 42 formulas, 20 long clean runs (fifteen minutes)
 	$(BIN)/python -m tests.diagnose.score $(ARGS)
@@ -67,9 +71,9 @@ package:  ## build dist/ and check it as PyPI would, in a .venv of its own
 	.venv-package/bin/twine check --strict dist/*
 
 test-simulated: $(READY)  ## the tests that take a device, on a simulated one, with what real ones lack
-	$(BIN)/pytest -q -n $(JOBS) -m "not gpu and not slow" --device sim:cuda $(SIMULATED) $(ARGS)
+	$(PYTEST) -q -m "not gpu and not slow" --device sim:cuda $(SIMULATED) $(ARGS)
 	@set -e; for profile in mps xpu_arc plain slow; do \
-		$(BIN)/pytest -q -n $(JOBS) -m "not gpu and not slow" --device sim:$$profile $(BY_PROFILE) $(ARGS); \
+		$(PYTEST) -q -m "not gpu and not slow" --device sim:$$profile $(BY_PROFILE) $(ARGS); \
 	done
 
 gpu: $(READY)  ## what needs a GPU: tests, counts, times beside torch.amp; writes docs/gpu.md
@@ -100,7 +104,7 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 
 docs: $(READY)  ## the site, docs/_build/html/index.html; a warning or a failing example is an error
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
-	$(BIN)/pytest -q -n $(JOBS) tests/test_docs.py tests/test_notebook.py tests/test_errors_page.py
+	$(PYTEST) -q tests/test_docs.py tests/test_notebook.py tests/test_errors_page.py
 
 clean:  ## remove .venv and caches
 	rm -rf docs/_build docs/cookbook docs/ten_minutes.ipynb $(VENV) .venv-package .venv-torch-* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -33,6 +33,22 @@ def _no_accelerator_is_left() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "cpu, cuda, or sim:PROFILE, a simulated device: tests/simulated/profiles.py"
     parser.addoption("--device", default="cpu", help=text)
+    text = "write what tests compare with files of golden/ into them, to be reviewed as a diff"
+    parser.addoption("--accept", action="store_true", help=text)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Returns a function that compares a text with a file in ``golden``, beside the test."""
+
+    def compare(name: str, text: str) -> None:
+        file = request.path.parent / "golden" / name
+        if request.config.getoption("--accept"):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        assert text == file.read_text(encoding="utf-8"), "after a review: pytest --accept"
+
+    return compare
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,13 +1,15 @@
 """Python scripts and halfstep's commands, each in a process of its own, that start at once.
 
 To import PyTorch and halfstep takes seconds. One process, started at the first call, has imported
-them and forks for each; what is forked ends as any Python process does: exit code, traceback and
-signals are real::
+them and forks for each. What is forked ends as any Python process does: exit code, traceback,
+signals, threads and what was registered for the exit are real. Only the interpreter is not taken
+down: that would write to, and so copy, the memory of all that was imported, for most of a second::
 
     done = forked.python("train.py", "--steps", 3, cwd=folder)
     done = forked.python("-m", "halfstep", "run", "train.py", cwd=folder)
 
-A test of what is imported, or of the order in which that happens, needs ``subprocess``.
+A test of what is imported, of the order in which that happens, or of what an interpreter says when
+it is taken down, needs ``subprocess``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SERVER = """
-import atexit, gc, json, os, runpy, sys, warnings
+import atexit, gc, json, os, runpy, signal, sys, threading, warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("error")
@@ -41,7 +43,6 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 else:
     sys.exit()
-atexit.register(gc.unfreeze)  # else extensions say at the end that these objects leak
 os.chdir(call["cwd"])
 os.environ.clear()
 os.environ.update(call["environ"])
@@ -51,15 +52,32 @@ if call["warnings"]:
     warnings.simplefilter(call["warnings"])
 sys.path[1:1] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 script, *arguments = call["arguments"]
-if [script, *arguments[:1]] == ["-m", "halfstep"]:
-    sys.exit(main(arguments[1:]))
-sys.argv = [script, *arguments]
-if script == "-c":
-    sys.argv.pop(1)
-    exec(arguments[0], {"__name__": "__main__"})
-else:
-    sys.path[0] = os.path.dirname(os.path.realpath(script))
-    runpy.run_path(script, run_name="__main__")
+code, is_interrupted = 0, False
+try:
+    if [script, *arguments[:1]] == ["-m", "halfstep"]:
+        sys.exit(main(arguments[1:]))
+    sys.argv = [script, *arguments]
+    if script == "-c":
+        sys.argv.pop(1)
+        exec(arguments[0], {"__name__": "__main__"})
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        runpy.run_path(script, run_name="__main__")
+except SystemExit as end:
+    code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    if end.code is not None and not isinstance(end.code, int):
+        print(end.code, file=sys.stderr)
+except BaseException as error:
+    code, is_interrupted = 1, isinstance(error, KeyboardInterrupt)
+    sys.excepthook(type(error), error, error.__traceback__)
+threading._shutdown()
+atexit._run_exitfuncs()
+for stream in sys.stdout, sys.stderr:
+    stream.flush()
+if is_interrupted:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+os._exit(code & 255)
 """
 
 

@@ -11,7 +11,7 @@ import halfstep
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).with_name("typed_script.py")
+SCRIPT = Path(__file__).parent / "corpus" / "typed_script.py"
 
 
 def test_the_script_uses_every_public_name() -> None:

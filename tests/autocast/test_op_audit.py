@@ -27,7 +27,7 @@ def test_calls_of_our_own() -> None:
 
 def test_a_share_of_the_database() -> None:
     """In a process of its own, which forks: some kernels read outside of their tensors."""
-    command = [sys.executable, str(SCRIPT), "--share", "12"]
+    command = [sys.executable, str(SCRIPT), "--share", "40"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| compared | " in done.stdout

@@ -1,11 +1,12 @@
 """Hostile programs that fail with an error about dtypes; many follow public threads.
 
-They are the files of ``corpus``: those that came first, newer ones, and those that import
-libraries, which takes seconds. ``BEGIN`` stands before each. Lines above a program say::
+They are the files of ``corpus``: simple ones, those that came first, newer ones, and those that
+import libraries, which takes seconds. ``BEGIN`` stands before each. Lines above one say::
 
     # thread: OWNER/REPOSITORY NUMBER
     # expect: what the explanation says; #1 in it is the number of the line that ends with #1, and
               a $ at its end the end of a line
+    # cure: one of the cures that are offered
     # incurable: no change of the line, or of a line around it, cures it
     # missed: what is not said, or not cured, yet
 
@@ -44,6 +45,7 @@ class Hostile(NamedTuple):
         source: Its source without marks.
         marks: The number of the line of each mark.
         said: What the explanation says, in parts.
+        cures: What is offered.
         is_curable: Whether a change of the line, or of a line around it, cures it.
         is_missed: Whether not all of this is so yet.
     """
@@ -51,6 +53,7 @@ class Hostile(NamedTuple):
     source: str
     marks: dict[str, int]
     said: list[str]
+    cures: list[str]
     is_curable: bool
     is_missed: bool
 
@@ -69,6 +72,7 @@ def read(file: Path) -> Hostile:
         "\n".join(lines) + "\n",
         marks,
         [re.sub(r"\$$", "\n", part) for part in said],
+        re.findall("^# cure: (.*)$", head, re.M),
         "# incurable" not in head,
         "# missed" in head,
     )
@@ -82,6 +86,7 @@ def programs(folder: str) -> dict[str, Hostile]:
 
 FIRST, NEWER, LIBRARIES = map(programs, ("first", "newer", "libraries"))
 ALL = FIRST | NEWER | LIBRARIES
+PLAIN = programs("simple")
 
 
 # --- what is said of them -------------------------------------------------------------------------
@@ -93,7 +98,8 @@ class Judged(NamedTuple):
     Attributes:
         has_line: Whether the line was named.
         missing: What was not said of the tensors and their origins.
-        is_cured: Whether a program with one of the cures ran; None if none can.
+        is_cured: Whether a program with one of the cures ran, and with each that is expected; None
+            if none can.
         explanation: The explanation.
     """
 
@@ -116,10 +122,16 @@ def judge(program: Hostile, folder: Path) -> Judged:
         return Judged(False, said, False, "")
     has_line = found.where == f"train.py, line {marks['!']}"
     missing = [part for part in said if part not in str(found)]
-    is_cured = False
+    ran = set()
     for number, cure in enumerate(found.cures):
-        (file := folder / f"{number}.py").write_text(pasted(text, marks["!"], cure))
-        is_cured |= raised_by(file) is None  # else the next call may have the same problem
+        for only_last in (False, True):
+            (file := folder / f"{number} {only_last}.py").write_text(
+                pasted(text, marks["!"], cure, only_last=only_last)
+            )
+            if raised_by(file) is None:  # else the next call may have the same problem
+                ran.add(cure)
+                break
+    is_cured = bool(ran) and ran.issuperset(program.cures)
     return Judged(has_line, missing, is_cured if program.is_curable else None, str(found))
 
 

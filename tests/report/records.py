@@ -459,8 +459,8 @@ def hostile(folder: Path) -> Path:
     )
 
 
-def huge(folder: Path, num_steps: int = 1000, num_layers: int = 200) -> Path:
-    """Write a run in which every step is sampled: by default 1,000 steps, 200 tensors each."""
+def huge(folder: Path, num_steps: int, num_layers: int = 200) -> Path:
+    """Write a run in which every step is sampled, with a tensor for each layer."""
     names = [f"blocks.{n // 4}.{('attn', 'mlp', 'norm', 'proj')[n % 4]}" for n in range(num_layers)]
     pattern = [
         [

@@ -83,7 +83,7 @@ def test_markdown_has_the_diagnoses_as_code_that_nothing_in_them_ends(tmp_path):
 
 
 def test_markdown_of_a_large_run_is_short(tmp_path):
-    summary = summary_of(records.huge(tmp_path, num_steps=100))
+    summary = summary_of(records.huge(tmp_path, num_steps=20))
     assert len(summary_markdown(summary).splitlines()) < 40
 
 

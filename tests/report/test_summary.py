@@ -200,11 +200,11 @@ def test_a_summary_is_the_same_twice_and_plain(tmp_path):
 
 @pytest.mark.slow
 def test_every_layer_of_a_large_run_is_told_with_all_its_samples(tmp_path):
-    summary = summary_of(records.huge(tmp_path, num_steps=98, num_layers=200))
+    summary = summary_of(records.huge(tmp_path, num_steps=28, num_layers=200))
     assert len(summary.layers) == 200
     one_round = sum(records.bell(-8 + shift, 2).measured for shift in range(7))
     assert {(layer.num_samples, layer.measured) for layer in summary.layers} == {
-        (98, 14 * one_round)
+        (28, 4 * one_round)
     }
 
 
