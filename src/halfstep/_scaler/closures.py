@@ -127,11 +127,11 @@ class _Evaluations:
         if not self._were_unscaled:
             drop_used(engine.journal, optimizer)
         held = [(param, param.grad) for param in parameters(optimizer) if param.grad is not None]
-        is_waiting = any(id(param) in engine.unused.waiting for param, _ in held)
+        is_waiting = bool(engine.unused.by_param)
         if not (held and (self._were_unscaled or is_waiting or engine.iteration.num_losses)):
             drop_gradients(optimizer)
         elif is_pytorchs(optimizer) and not self._were_unscaled:
-            engine.unused.use(param for param, _ in held)
+            engine.unused.use("step", [param for param, _ in held], engine.owner()._refuse)
             self._held = held
         else:
             self._use_held()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep._gradients.gradients import collect, parameters
-from halfstep._gradients.optimizers import split_closure, with_closure
+from halfstep._gradients.optimizers import name, split_closure, with_closure
 from halfstep._scaler import clipping
 from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.closures import (
@@ -62,6 +62,8 @@ def step(
     """Clip if requested, and call ``optimizer.step``, with the closure if there is one."""
     closure, args, kwargs = split_closure(args, kwargs)
     if closure is None:
+        # It may have been switched off with gradients at hand.
+        engine.unused.use(f"step({name(optimizer)})", parameters(optimizer), engine.owner()._refuse)
         if max_norm is not None:
             clip_grad_norm_(engine, optimizer, clipping.checked_max_norm(max_norm))
         return optimizer.step(*args, **kwargs)

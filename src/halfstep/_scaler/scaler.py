@@ -108,9 +108,6 @@ class GradScaler(TorchAttributes):
         65536.0
     """
 
-    _steps_like_torch = False
-    """Whether steps with wrong gradients that PyTorch does not notice are warned of, and taken."""
-
     def __init__(
         self,
         device: str | torch.device | None = None,
@@ -647,6 +644,13 @@ class GradScaler(TorchAttributes):
             self.load_state_dict(saved)
 
     # --- internals --------------------------------------------------------------------------------
+
+    def _refuse(self, problem: str, *, is_lasting: bool = False) -> None:
+        """Raise for a step with wrong gradients that torch.amp takes silently.
+
+        ``is_lasting``: the loop is built that way, so that other steps have the same problem.
+        """
+        raise CallOrderError(problem)
 
     def _overridden(self) -> Set[str]:
         """Return the methods in AS_MADE that a subclass or a patch has replaced."""
