@@ -28,7 +28,6 @@ from halfstep._scaler.iteration import Decided, Gathered, Iteration, Remembered,
 from halfstep._scaler.journal import Journal, Memory
 from halfstep._scaler.ledger import GradientCheck
 from halfstep._scaler.outcome import has_its_gradients
-from halfstep._scaler.overrides import is_ready
 from halfstep._scaler.step import (
     clip_coefficient_of,
     gather,
@@ -72,12 +71,8 @@ def step_with_closure(
     result = None
     try:
         evaluations.begin(earlier)
-        step, scaler = optimizer.step, engine.owner()
-        if "_maybe_opt_step" in scaler._overridden():
-            state = scaler._per_optimizer_states[id(optimizer)]
-            step = partial(scaler._maybe_opt_step, optimizer, state)
         args, kwargs = with_closure(evaluations, args, kwargs)
-        result = step(*args, **kwargs)
+        result = optimizer.step(*args, **kwargs)
         evaluations.used()
     except UnusableEvaluationError:
         before.restore()
@@ -279,7 +274,6 @@ class _Evaluations:
 
     def _use_held(self) -> None:
         """Unscale, check and clip the gradients from before the step."""
-        self._unscale_with_overrides()
         gathered = self._gather()
         self._use(gathered, always_measures=True)
         gradients = gathered.gradients
@@ -294,18 +288,12 @@ class _Evaluations:
         if self._held:
             self._forget_last_gradients()
         self._iteration = inner
-        self._unscale_with_overrides()
         self._use(self._gather())
 
     def _gather(self) -> Gathered:
         optimizer = self._optimizer
         params = parameters(optimizer)
         return gather(self._engine, "step", optimizer, params, optimizer, needs_one=True)
-
-    def _unscale_with_overrides(self) -> None:
-        scaler = self._engine.owner()
-        if scaler._overridden() and is_ready(scaler, self._optimizer):
-            scaler.unscale_(self._optimizer)
 
     def _use(self, gathered: Gathered, always_measures: bool = False) -> None:
         """Unscale, check and clip gradients; leave the step if they are not usable.
