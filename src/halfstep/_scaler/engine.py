@@ -59,11 +59,8 @@ class Engine:
             scaled = scale.multiply(outputs, is_traced=is_traced)
         else:
             scaled = for_each(lambda each: scale.multiply(each, is_traced=is_traced), outputs)
-        if not is_traced:
-            if isinstance(outputs, Tensor):
-                iteration.newest_loss = weakref.ref(outputs)
-            if self.buffers.watched:
-                self.buffers.see_loss()
+        if self.buffers.watched and not is_traced:
+            self.buffers.see_loss()
         iteration.num_losses += 1
         return scaled
 

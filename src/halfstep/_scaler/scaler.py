@@ -159,7 +159,6 @@ class GradScaler(TorchAttributes):
         Sync: none.
         """
         if not self._is_enabled:
-            disabled.note_loss(self._engine, outputs)
             return outputs
         if not self._engine.loss_scale.is_created:
             overrides.create_scale(self, outputs)
