@@ -14,6 +14,7 @@ NAMES = re.findall(r"^def (\w+)\(\):$", SCRIPT.read_text(encoding="utf-8"), re.M
 SAID = {
     "clip_scaled": "They seem to be clipped before they are unscaled",
     "unscale_then_more": "backward() of a scaled loss came after its gradients were unscaled",
+    "two_cadences": "halfstep: a step was wrong, as it is with torch.amp: step(SGD)",
     "collapse": "steps 4 to 23 were skipped",
 }
 
@@ -31,6 +32,13 @@ def test_the_warning_names_the_line_of_the_script(halfstep_run):
     done = halfstep_run(SCRIPT, "unscale_then_more")
     line = int(re.search(r"idioms\.py:(\d+): HalfstepWarning: step\(SGD\)", done.err)[1])
     assert SCRIPT.read_text().splitlines()[line - 1].strip() == "scaler.step(opt)"
+
+
+def test_gradients_of_two_scales_are_reported_once_with_the_cure(halfstep_run):
+    done = halfstep_run(SCRIPT, "two_cadences")
+    assert done.err.count("were accumulated at scale") == 1
+    assert "use one GradScaler for each cadence" in done.err
+    assert "HalfstepWarning" not in done.err
 
 
 # A script without mixed precision that guards its steps by itself, under --amp fp16.

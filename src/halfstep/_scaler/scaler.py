@@ -212,8 +212,9 @@ class GradScaler(TorchAttributes):
         are unscaled and clipped; a skipped step leaves them unchanged.
 
         With a closure, which every optimizer takes, the gradients of each evaluation are unscaled
-        and checked. The closure calls ``scaler.scale(loss).backward()``, or only returns the loss.
-        An evaluation with inf or NaN ends the step, and the parameters are restored.
+        and checked. It zeroes the gradients, computes the loss, calls
+        ``scaler.scale(loss).backward()`` and returns the loss; or it leaves ``backward`` out. An
+        evaluation with inf or NaN ends the step, and the parameters are restored.
 
         A container, which holds several optimizers in ``optimizers`` or ``chained_optimizers``, is
         stepped as one: if any gradient is not finite, none of them steps.
