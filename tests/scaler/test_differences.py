@@ -102,6 +102,7 @@ def positional_closure(scaler: Any) -> float:
 def keyword_closure(scaler: Any) -> None:
     param, optimizer = one_parameter(torch.zeros(2))
     scaler.scale(param.sum()).backward()
+    optimizer.zero_grad()
     scaler.step(optimizer, closure=lambda: param.sum())
 
 

@@ -539,7 +539,8 @@ class World:
 
     def op_inject(self) -> None:
         params = [p for p in self.params if p.true is not None and p.look is None]
-        params = [p for p in params if not self.is_stale(p)]  # written, it would be the user's
+        # What is written to a gradient of another scale is the user's.
+        params = [p for p in params if p.scaled_by == self.state.scale and not p.is_mixed]
         bad = [math.inf, -math.inf, math.nan]
         values = [*bad, self.largest, -self.largest, 1e-40, 1e-45, 0.0]
         if params:
