@@ -16,7 +16,7 @@ is one step, so that this never explains one in lower precision; and it leaves a
 adds.
 
     python benchmarks/op_audit.py                      # all ops, both dtypes: six minutes
-    python benchmarks/op_audit.py --markdown docs/op_audit.md        # and the page
+    python benchmarks/op_audit.py --markdown benchmarks/op_audit.md  # and the page
     python benchmarks/op_audit.py --ops index nn.functional.pad --dtypes bf16
     python benchmarks/op_audit.py --policy torch --own # PyTorch's own lists, calls of our own
 """
@@ -797,7 +797,8 @@ def page(verdicts: list[Verdict], policy: str, *, is_own: bool) -> str:
     lines = [
         "# Audit of ops",
         "",
-        f"`python benchmarks/op_audit.py {'--own ' if is_own else ''}--markdown docs/op_audit.md`:",
+        f"`python benchmarks/op_audit.py {'--own ' if is_own else ''}"
+        "--markdown benchmarks/op_audit.md`:",
         f"{device_name('cpu')}, PyTorch {version}, policy `{policy}`.",
         "Calls of our own that add many terms (without `--own` also PyTorch's OpInfo database),"
         if is_own

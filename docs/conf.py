@@ -4,6 +4,7 @@ import ast
 import re
 import shutil
 import sys
+import tomllib
 from inspect import getmembers, isclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sphinx.util import logging
 import halfstep
 import halfstep.errors
 import halfstep.sinks
+from halfstep._tools.doctor.finding import CATALOG
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
@@ -22,19 +24,11 @@ from notebook import notebook  # noqa: E402
 
 EXAMPLES = DOCS.parent / "examples"
 
-# Pages below others in the sidebar: relative paths, with a title where the page's own is too long.
+# Pages below others in the sidebar.
 BELOW = {
     "install": ["versions"],
-    "concepts": ["One run, four precisions <demo>"],
-    "coming_from": ["What torch.amp does not do <beyond_torch_amp>"],
-    "scaler": ["Details <scaler_details>"],
-    "autocast": ["Details <autocast_details>", "Audit of ops <op_audit>"],
-    "half_parameters": ["language_models", "Details <half_parameters_details>"],
-    "distributed": ["Details <distributed_details>"],
-    "integrations": ["The frameworks' own tests <integrations_peers>"],
-    "run": ["record <record>"],
-    "diagnose": ["Details <diagnose_details>"],
-    "api/index": ["At a glance <../at_a_glance>"],
+    "half_parameters": ["language_models"],
+    "run": ["record"],
     "architecture": ["benchmarks", "changelog"],
 }
 
@@ -73,6 +67,7 @@ html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = [("copy.js", {"defer": "defer"})]
+html_search_scorer = str(DOCS / "scorer.js")  # guides first
 highlight_language = "none"  # what is printed is not Python
 pygments_dark_style = "a11y-high-contrast-dark"  # the default underlines modules, as if links
 html_title = f"halfstep {release}"
@@ -113,6 +108,17 @@ def link_scripts(text: str, folder: str) -> str:
     )
 
 
+def findings() -> str:
+    """Return a section for each finding of the doctor: severity, text, and its two programs."""
+    sections = []
+    for id, entry in tomllib.loads((DOCS / "doctor.toml").read_text(encoding="utf-8")).items():
+        programs = [
+            f"```py\n# {kind}\n{entry[kind]}```\n" for kind in ("wrong", "right") if kind in entry
+        ]
+        sections += [f"### {id}\n", f"**{CATALOG[id]}**: {entry['text']}", *programs]
+    return "\n".join(sections)
+
+
 def write(path: Path, text: str) -> None:
     """Write a file, unless it says so already: Sphinx reads only what changed."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -128,6 +134,8 @@ def move_links(app: Sphinx, page: str, source: list[str]) -> None:
     made = "`make docs` makes a notebook of it, `docs/ten_minutes.ipynb`"
     text = text.replace(made, "It is also [a notebook](ten_minutes.ipynb)")
     source[0] = link_scripts(text, "../examples/")
+    if page == "doctor":
+        source[0] = source[0].partition("The site has a section")[0] + findings()
     if page in BELOW:
         source[0] += (
             "\n```{toctree}\n:hidden:\n:titlesonly:\n\n" + "\n".join(BELOW[page]) + "\n```\n"

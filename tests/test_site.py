@@ -1,22 +1,44 @@
-"""The site builds without a warning and loads nothing from elsewhere; faults are warnings."""
+"""The site builds without a warning, loads nothing from elsewhere, and answers questions."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import playwright
 import pytest
 import yaml
 
 import halfstep
 from halfstep._autocast.rule import ACTIONS, PHASES
 from halfstep._autocast.written import PRESETS
+from halfstep._tools.doctor.finding import CATALOG
 
 pytestmark = pytest.mark.slow
 
 COMMANDS = ("run", "report", "check", "doctor", "tune", "policy", "help")
 
 DOCS = Path(__file__).parents[1] / "docs"
+NODE = Path(playwright.__file__).parent / "driver" / "node"
+
+# What new users asked, and the page that answers it.
+QUESTIONS = {
+    "which GPU needs a scaler?": "concepts",
+    "why is my loss scale 1?": "scaler",
+    "keep LayerNorm fp32": "autocast",
+    "gradient clipping": "scaler",
+    "resume from torch.amp checkpoint": "scaler",
+    "FSDP2": "distributed",
+    "bf16 not faster on my card": "autocast",
+    "float16 on T4, bf16 checkpoint": "language_models",
+    "how do I turn it off?": "scaler",
+    "what does it cost?": "autocast",
+    "cost overhead": "autocast",
+    "BatchNorm NaN": "scaler",
+    "mat1 and mat2 must have the same dtype": "errors",
+}
+INTERNAL = {"architecture", "benchmarks", "changelog"}
 
 
 def build(source: Path, out: Path) -> str:
@@ -27,10 +49,16 @@ def build(source: Path, out: Path) -> str:
     return done.stderr
 
 
-def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
-    assert build(DOCS, tmp_path) == ""
-    pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) > 40
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    assert build(DOCS, folder) == ""
+    return folder
+
+
+def test_the_site_needs_no_network(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 25
     for page in pages:
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(
@@ -38,25 +66,42 @@ def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
         )
         assert loaded, page
         assert not [url for url in loaded if "//" in url], page
-    front = (tmp_path / "index.html").read_text(encoding="utf-8")
+    front = (site / "index.html").read_text(encoding="utf-8")
     assert 0 < len(re.findall('<li class="toctree-l1', front)) <= 20  # entries of the sidebar
-    printed = (tmp_path / "report.html").read_text(encoding="utf-8")
+    printed = (site / "report.html").read_text(encoding="utf-8")
     assert 'class="highlight-none' in printed
     assert 'class="highlight-default' not in printed
     for page in pages:  # each has the script that adds the buttons to copy
         assert "_static/copy.js" in page.read_text(encoding="utf-8"), page
-    for style in tmp_path.rglob("*.css"):
+    for style in site.rglob("*.css"):
         assert "url(http" not in style.read_text(encoding="utf-8"), style
 
 
+def test_each_finding_of_the_doctor_has_its_section(site: Path) -> None:
+    page = (site / "doctor.html").read_text(encoding="utf-8")
+    assert [id for id in CATALOG if f'id="{id}"' not in page] == []
+
+
+def test_the_search_finds_guides_first(site: Path) -> None:
+    command = [str(NODE), str(Path(__file__).parent / "search.js"), str(site), *QUESTIONS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    first = {question: pages[0][0] for question, pages in zip(QUESTIONS, found, strict=True)}
+    assert first == QUESTIONS
+    last = [pages[-1][0] for pages in found if any(page in INTERNAL for page, *_ in pages)]
+    assert last
+    assert set(last) <= INTERNAL
+
+
 def test_the_tables_to_keep_open_are_complete() -> None:
-    page = (DOCS / "at_a_glance.md").read_text(encoding="utf-8")
+    page = (DOCS / "policies.md").read_text(encoding="utf-8")
     rows = " ".join(re.findall(r"^\| ([^|]+)", page, re.MULTILINE))
     named = set(re.findall(r"[\w.-]+", rows))
     versions = {preset for preset in PRESETS if preset.startswith("torch-2.")}
     assert {*ACTIONS, *PHASES, "fp16", "bf16", *PRESETS} - versions <= named
     assert {min(versions), max(versions)} <= named
-    assert set(COMMANDS) <= set(re.findall(r"`halfstep (\w+)", page))
+    front = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert set(COMMANDS) <= set(re.findall(r"`halfstep (\w+)", front))
 
 
 def test_a_fault_is_a_warning(tmp_path: Path) -> None:

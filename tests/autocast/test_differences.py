@@ -1,4 +1,4 @@
-"""The table of docs/autocast_details.md: what PyTorch still does, beside what halfstep does.
+"""The table of docs/coming_from.md: what PyTorch still does, beside what halfstep does.
 
 When PyTorch mends one, its half is skipped with a message: a notice, not a failure.
 """
@@ -540,10 +540,10 @@ def test_pytorch_still_has_it(row: str) -> None:
     try:
         DIFFERENCES[row].pytorch()
     except (AssertionError, pytest.fail.Exception):
-        pytest.skip(f"PyTorch {torch.__version__} mended {row}: update docs/autocast_details.md")
+        pytest.skip(f"PyTorch {torch.__version__} mended {row}: update docs/coming_from.md")
 
 
 def test_the_table_in_the_docs_has_these_rows() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "autocast_details.md").read_text(encoding="utf-8")
-    table = page.partition("## Where it differs")[2].partition("## How it works")[0]
+    page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    table = page.partition("### autocast")[2].partition("\n### ")[0]
     assert set(re.findall(r"^\| ([A-Z]\d+) ", table, re.M)) == set(DIFFERENCES)

@@ -230,7 +230,7 @@ def test_numbers_where_ops_take_tensors(inside: bool) -> None:
 
     with context if inside else contextlib.nullcontext():
         assert torch.equal(torch.vmap(f)(x), f(x))
-    gradient = torch.func.grad(lambda a: f(a).sum())(x)  # inside: see docs/autocast_details.md
+    gradient = torch.func.grad(lambda a: f(a).sum())(x)  # inside: see docs/coming_from.md
     torch.testing.assert_close(gradient, -2 * f(x) ** 2)
 
 

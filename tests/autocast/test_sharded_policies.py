@@ -1,4 +1,4 @@
-"""docs/distributed_details.md on policies and FSDP2's MixedPrecisionPolicy, on two ranks."""
+"""docs/distributed.md on policies and FSDP2's MixedPrecisionPolicy, on two ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 
-PAGE = Path(__file__).parents[2] / "docs" / "distributed_details.md"
+PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 
 
 def as_they_are(module: Any) -> None:
@@ -41,7 +41,8 @@ def in_bfloat16(module: Any) -> None:
 
 def as_documented(module: Any) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (block,) = [each for each in blocks if "def shard" in each]
     namespace: dict[str, Any] = {}
     exec(block, namespace)
     namespace["shard"](module)

@@ -263,7 +263,7 @@ def test_other_policies_add_as_pytorch_does(policy: str) -> None:
         h[ONE_ROW].backward(torch.ones(N, 8, dtype=torch.bfloat16))
     assert h.grad is not None
     if h.grad.max() != 256:
-        pytest.skip("PyTorch adds these in float32 now: docs/autocast_details.md can say so")
+        pytest.skip("PyTorch adds these in float32 now: docs/autocast.md can say so")
 
 
 # --- losses and products --------------------------------------------------------------------------

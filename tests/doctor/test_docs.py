@@ -1,6 +1,6 @@
-"""docs/doctor.md has a section for every id; its wrong example is found, its right one is not."""
+"""docs/doctor.toml has an entry for every id: its wrong program is found, its right one is not."""
 
-import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,12 +10,12 @@ import halfstep
 from halfstep._tools.doctor.doctor import check_source
 from halfstep._tools.doctor.finding import CATALOG
 
-PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
-SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |^# [A-Z]|\Z)", PAGE, re.MULTILINE | re.DOTALL))
+FILE = Path(__file__).parents[2] / "docs" / "doctor.toml"
+FINDINGS = tomllib.loads(FILE.read_text(encoding="utf-8"))
 EXAMPLES = [
-    pytest.param(id, kind, block, id=f"{id}-{kind}")
-    for id, section in SECTIONS.items()
-    for kind, block in re.findall(r"```py\n# (\w+)\n(.*?)```", section, re.DOTALL)
+    pytest.param(id, kind, entry[kind], id=f"{id}-{kind}")
+    for id, entry in FINDINGS.items()
+    for kind in list(entry)[1:]
 ]
 PREAMBLE = """\
 import torch
@@ -26,11 +26,11 @@ from halfstep import GradScaler, autocast
 """
 
 
-def test_every_id_has_its_section_in_the_order_of_the_catalog() -> None:
-    assert list(SECTIONS) == list(CATALOG)
-    for id, section in SECTIONS.items():
-        prose = re.sub(r"```.*?```", "", section, flags=re.DOTALL).strip()
-        assert 2 <= len(prose.splitlines()) <= 6, id
+def test_every_id_has_its_entry_in_the_order_of_the_catalog() -> None:
+    assert list(FINDINGS) == list(CATALOG)
+    for id, entry in FINDINGS.items():
+        assert entry.keys() <= {"text", "wrong", "right"}, id
+        assert 10 <= len(entry["text"].split()) <= 90, id
 
 
 def test_all_but_the_process_have_examples() -> None:

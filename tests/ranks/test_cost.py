@@ -76,7 +76,7 @@ def test_gradients_on_several_meshes_are_one_collective_of_all_ranks(
     assert [(each.name, each.nbytes, each.ranks) for each in found] == [(*NORM, 8), (*FOUND_INF, 8)]
 
 
-# --- what stands beside it in docs/distributed_details.md -----------------------------------------
+# --- what stands beside it in docs/distributed.md -------------------------------------------------
 
 
 def test_clipping_dtensors_with_torch_sends_a_number_for_each_of_them(

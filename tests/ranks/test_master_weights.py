@@ -435,8 +435,8 @@ def fresh_state(rank: int) -> Any:
 
 
 def export(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """As in docs/half_parameters_details.md: rank 0 gets all, the others one tensor at a time."""
-    (block,) = [each for each in blocks_of("half_parameters_details.md") if "full_tensor" in each]
+    """As in docs/half_parameters.md: rank 0 gets all, the others one tensor at a time."""
+    (block,) = [each for each in blocks_of("half_parameters.md") if "full_tensor" in each]
     namespace: dict[str, Any] = {}
     exec(block, namespace)
     exported: dict[str, Tensor] = namespace["export"](model, optimizer)

@@ -1,7 +1,7 @@
 """Where PyTorch's scalers let ranks disagree, on two ranks, and the same with halfstep.
 
 Each case has inf in a gradient of rank 1 only. The numbers, A23 to A27 and R1, are those of the
-table in docs/scaler_details.md.
+table in docs/coming_from.md.
 """
 
 from __future__ import annotations

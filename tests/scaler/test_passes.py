@@ -186,7 +186,7 @@ def test_passes_of_torch(fused: bool, step: Callable[[Setup], None], passes: int
         step(made)
         made.scaler.update()
     if ops.passes != passes:
-        pytest.skip(f"PyTorch changed: {ops.passes} G, not {passes}. Update docs/scaler_details.md")
+        pytest.skip(f"PyTorch changed: {ops.passes} G, not {passes}. Update docs/scaler.md")
 
 
 @pytest.mark.parametrize(

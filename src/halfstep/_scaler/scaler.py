@@ -58,7 +58,7 @@ class GradScaler(TorchAttributes):
     returns to where it was and a warning is raised. After skips with a non-finite loss it is
     restored for a trial, and stays if that step is taken.
 
-    It has every method of ``torch.amp.GradScaler``; docs/scaler_details.md lists the intended
+    It has every method of ``torch.amp.GradScaler``; docs/coming_from.md lists the intended
     differences.
 
     Args:
