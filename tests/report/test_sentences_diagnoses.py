@@ -8,10 +8,10 @@ from tests.report.records import bad_op, diagnosis, skip, step
 from tests.report.test_sentences import ADVICE, codes, said, said_of, the_one
 
 from halfstep._tools.diagnose.diagnosis import Cure
+from halfstep._tools.line import Line
 from halfstep._tools.record.read import read_run
 from halfstep._tools.report.about_diagnoses import MOST_PLACES
 from halfstep._tools.report.summarize import summarize
-from halfstep._tools.user_code.line import Line
 
 
 def went_bad(folder, **values):

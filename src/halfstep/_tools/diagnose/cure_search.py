@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from halfstep._autocast import Policy, autocast, preset
+from halfstep._common.formats import FORMATS
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import power
-from halfstep._numerics.formats import FORMATS
 from halfstep._tools.diagnose import rewrite
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, LineEdit, fall, short_error, stands
 from halfstep._tools.diagnose.edits import (
@@ -43,7 +43,7 @@ from halfstep._tools.replay.replay import Replayer, StepRun
 from halfstep._tools.replay.variant import EnteredAutocast, Variant, float32_parameters, half_of
 from halfstep._tools.trace.ops import OpPlace
 from halfstep._tools.trace.rows import grouped
-from halfstep._tools.user_code.user_code import Spot
+from halfstep._tools.user_code import Spot
 
 # --- trials ---------------------------------------------------------------------------------------
 

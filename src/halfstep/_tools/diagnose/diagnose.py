@@ -49,7 +49,7 @@ from halfstep._tools.replay.kept_calls import (
 from halfstep._tools.replay.observer import waits_for_others, why_together
 from halfstep._tools.replay.replay import Replayer, replaying
 from halfstep._tools.replay.variant import Variant, all_in_float32, half_of
-from halfstep._tools.user_code.user_code import owners_in
+from halfstep._tools.user_code import owners_in
 from halfstep.errors import RanksError
 from halfstep.events import observe_ops
 

@@ -13,9 +13,9 @@ from typing import Literal, Self
 from halfstep._common.numbers import percent, power, things
 from halfstep._common.text import one_line, preformatted
 from halfstep._tools.json import Count, Finite, Positive, decoded, to_plain
-from halfstep._tools.replay.notes import NO_END
+from halfstep._tools.line import Line, line_text, short_path
+from halfstep._tools.replay import NO_END
 from halfstep._tools.trace.rows import Phase, short
-from halfstep._tools.user_code.line import Line, line_text, short_path
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from halfstep._tools.diagnose.diagnosis import LineEdit
 from halfstep._tools.diagnose.edits import row_name
 from halfstep._tools.diagnose.source import Placed, Slot, Source, argument, last_name
+from halfstep._tools.line import short_path
 from halfstep._tools.trace.rows import grouped
-from halfstep._tools.user_code.line import short_path
 
 _NAMES = {"exp": "exponent", "softmax": "logits", "sigmoid": "logits"}
 """The new names for arguments of functions."""

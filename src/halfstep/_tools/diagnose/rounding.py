@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from halfstep._autocast import HALVES
-from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
-from halfstep._numerics.measure import float_values
+from halfstep._common.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.diagnose.diagnosis import Flush, short_error
 from halfstep._tools.diagnose.inspect_op import in_wider
 from halfstep._tools.diagnose.user_calls import UserCall, UserCalls
+from halfstep._tools.line import Line
+from halfstep._tools.measure import float_values
 from halfstep._tools.replay.observer import OpCall, OpObserver
 from halfstep._tools.replay.replay import Replayer
 from halfstep._tools.replay.variant import Variant
 from halfstep._tools.trace.ops import OpPlace, makes_no_values
 from halfstep._tools.trace.rows import Phase
-from halfstep._tools.user_code.line import Line
-from halfstep._tools.user_code.user_code import user_line
+from halfstep._tools.user_code import user_line
 
 _CASTS = ("_to_copy", "copy_")
 _NEAR = 4

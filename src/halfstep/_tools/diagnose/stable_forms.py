@@ -25,7 +25,7 @@ from halfstep._tools.diagnose.edits import row_name, writes_to_first
 from halfstep._tools.diagnose.rewrite import ArgumentSlot, Filled, Rewrite, is_written_out
 from halfstep._tools.diagnose.source import Placed, Slot, parameters_of
 from halfstep._tools.diagnose.user_calls import UserCall
-from halfstep._tools.user_code.user_code import torch_modules, user_place, user_spot
+from halfstep._tools.user_code import torch_modules, user_place, user_spot
 
 # --- rules ----------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.nested import map_plain, tensors_in
-from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, modes
 from halfstep._tools.diagnose.edits import (
     CALL,
@@ -24,8 +23,9 @@ from halfstep._tools.diagnose.edits import (
     writes_to_first,
 )
 from halfstep._tools.diagnose.source import Placed, parameters_of
+from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import Blame
-from halfstep._tools.user_code.user_code import (
+from halfstep._tools.user_code import (
     Place,
     is_called_by_a_scaler,
     is_given_to_module,

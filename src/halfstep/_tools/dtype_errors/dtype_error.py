@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast import autocast, current_policy, keep
+from halfstep._common.formats import dtype_name
 from halfstep._common.machine import RandomStates, accelerators
-from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import autograd
 from halfstep._tools.dtype_errors.failing_call import (
     Call,
@@ -30,7 +30,7 @@ from halfstep._tools.dtype_errors.failing_call import (
     nodes_of,
     origin_of,
 )
-from halfstep._tools.user_code.user_code import is_same_view
+from halfstep._tools.user_code import is_same_view
 
 _ABOUT_DTYPES = re.compile(
     r"must have the same (dtype|scalar type)|to have (the )?same dtype|should be the same"

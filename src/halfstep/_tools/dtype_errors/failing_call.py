@@ -29,7 +29,7 @@ from halfstep._autocast import Region, Settings
 from halfstep._autocast.access import settings_of
 from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
-from halfstep._tools.user_code.user_code import (
+from halfstep._tools.user_code import (
     Place,
     is_of_package,
     is_part_of,

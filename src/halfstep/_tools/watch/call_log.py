@@ -25,9 +25,9 @@ from halfstep._autocast import current_settings
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
-from halfstep._numerics.measure import is_finite, is_mask
 from halfstep._pytorch import autograd, compiler, modes, storages
 from halfstep._pytorch.storages import ByMemory
+from halfstep._tools.measure import is_finite, is_mask
 from halfstep._tools.replay.kept_calls import (
     Given,
     Inside,
@@ -38,7 +38,7 @@ from halfstep._tools.replay.kept_calls import (
     parts_of,
     set_part,
 )
-from halfstep._tools.user_code.user_code import Place, user_place, whole_model
+from halfstep._tools.user_code import Place, user_place, whole_model
 
 MOST_CALLS = 4096
 """The largest number of calls kept for a step; with more, all of them count as the last step's."""

@@ -34,6 +34,7 @@ from halfstep._tools.diagnose.diagnose import (
 )
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
+from halfstep._tools.line import Line, line_text
 from halfstep._tools.replay.kept_calls import (
     KeptCall,
     Made,
@@ -42,12 +43,17 @@ from halfstep._tools.replay.kept_calls import (
     needed_for,
     weights_of,
 )
-from halfstep._tools.user_code.line import Line, line_text
-from halfstep._tools.user_code.user_code import user_line
-from halfstep._tools.watch.bad_steps import Skips, are_finite, has_nan, have_finite_gradients
+from halfstep._tools.user_code import user_line
+from halfstep._tools.watch.bad_steps import (
+    Growth,
+    Skips,
+    are_finite,
+    has_nan,
+    have_finite_gradients,
+    with_bad_setting,
+)
 from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
-from halfstep._tools.watch.optimizer_side import Growth, with_bad_setting
 from halfstep._tools.watch.skips import Search
 from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.events import is_observing, is_stepping, observe

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from halfstep._common.nested import tensors_in
 from halfstep._pytorch import autograd, modules, storages
-from halfstep._tools.user_code.line import Line
+from halfstep._tools.line import Line
 
 _TORCH = f"{Path(torch.__file__).parent}/"
-_SCALER = tuple(f"{Path(__file__).parents[2]}/{room}/" for room in ("_scaler", "_gradients"))
-_OURS = (_TORCH, f"{Path(__file__).parents[2]}/", "<frozen ", "<eval_with_key>")
+_SCALER = tuple(f"{Path(__file__).parents[1]}/{room}/" for room in ("_scaler", "_gradients"))
+_OURS = (_TORCH, f"{Path(__file__).parents[1]}/", "<frozen ", "<eval_with_key>")
 _LIBRARY = f"{Path(os.__file__).parent}/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 
