@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import gt
 from typing import NamedTuple
@@ -139,15 +138,6 @@ class Origins(OpObserver):
             return True  # a cast passes on the values of its input
         here, there = self.special.get(origin.alike), exact.get(origin.alike)
         return here is not None and there is not None and any(map(gt, here, there))
-
-
-def origins_in(
-    replayer: Replayer, variant: Variant, around: AbstractContextManager[object]
-) -> Origins:
-    """Replay the step inside ``around`` and return the origins of its values."""
-    origins = Origins()
-    with replayer.run(variant, origins, around):
-        return origins
 
 
 def lost_number(origins: Origins, number: int) -> str | None:

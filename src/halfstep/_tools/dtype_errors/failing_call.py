@@ -140,7 +140,6 @@ class Call:
 
     @property
     def has_no_effects(self) -> bool:
-        """Whether it may be computed again."""
         with suppress(Exception):
             return isinstance(self.node, ast.Call) and has_no_effects(self.value(self.node.func))
         return False
@@ -184,7 +183,6 @@ class Call:
         raise LookupError(node)
 
     def arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments of a call."""
         args: list[Any] = []
         for arg in node.args:
             args += self.value(arg.value) if isinstance(arg, ast.Starred) else [self.value(arg)]

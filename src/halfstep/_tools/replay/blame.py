@@ -385,9 +385,7 @@ class Scan:
         blame: The blame; None if the step is finite.
         ends: ``"loss"``, or the names of the parameters with bad gradients.
         not_seen: The results that could not be checked.
-        first: See :class:`BlameTracker`.
         is_scaling: Whether the op to blame multiplies the loss by the scale.
-        gradients: See :class:`BlameTracker`.
     """
 
     run: StepRun

@@ -188,7 +188,6 @@ _thread = _Thread()
 
 
 def is_replaying() -> bool:
-    """Return whether this thread is running a replay."""
     return _thread.is_replaying
 
 

@@ -19,8 +19,8 @@ from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import members
 from halfstep._pytorch import amp, distributed, modes
 from halfstep._scaler import Outcome, Reason
-from halfstep._tools.diagnose.cure_search import HIDES
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
+from halfstep._tools.diagnose.trials import HIDES
 from halfstep._tools.measure import NAN, badness, is_finite
 from halfstep._tools.watch.skips import ScaleSearch, Search, are_a_start, are_rare
 

@@ -103,9 +103,6 @@ class _StepCount:
         self.rounds = Rounds()
         self._is_leaving = False
 
-    def add(self, num: int) -> None:
-        self.num += num
-
     def count(self, optimizer: Optimizer) -> None:
         """Count a round of several optimizers as one step, and discard steps counted by hand."""
         self.num, self.num_by_hand = self.num - self.num_by_hand, 0
@@ -291,7 +288,6 @@ class Watch:
             self._look(ends, None if scaler is None else scaler.get_scale())
 
     def _after_read(self, made: Made) -> None:
-        """Note a bad value that the loop has read."""
         if self._running.left_out is None and not self._running.is_bad:
             self._running.left_out = copied_from(made)
 
@@ -307,12 +303,12 @@ class Watch:
         was_taken = self._capture.log.is_old(made.call)  # the loop read the value after the step
         if was_taken and not self._was_finite:
             return  # that step was already diagnosed
-        self._steps.add(-was_taken)
+        self._steps.num -= was_taken
         with self._steps.leaving() if not is_end else nullcontext():
             self._look([made.call], None, root=made, is_last=is_last)
         self._was_finite = False
         self._is_spoiled |= is_end  # nothing keeps the loop from stepping with these gradients
-        self._steps.add(num_ends if is_end else 1)
+        self._steps.num += num_ends if is_end else 1
         if not was_taken:
             self._capture.begin()
 
@@ -361,7 +357,6 @@ class Watch:
         return watched
 
     def _pause(self, *, is_stepping: bool) -> None:
-        """Pause capture and tracing while an optimizer steps; otherwise resume."""
         self._capture.pause(is_paused=is_stepping)
         self._live.pause(is_paused=is_stepping)
 
@@ -415,7 +410,7 @@ class Watch:
             self._was_finite = not (is_bad or self._running.is_bad)
             self._is_spoiled &= not self._was_finite
         finally:
-            self._steps.add(1)
+            self._steps.num += 1
             self._running = _WatchedStep(ends_before=self._capture.ends)
             self._capture.begin()
             self._live.begin()
