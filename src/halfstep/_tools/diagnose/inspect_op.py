@@ -123,9 +123,9 @@ def _ignored(call: OpCall) -> list[str]:
 
 def named_by(call: UserCall | None, bad: BadOp) -> BadOp:
     """Return a description that names the calling function instead of a ``where`` inside it."""
-    return (
-        bad if call is None or bad.name != "where" else replace(bad, name=row_name(call.function))
-    )
+    if call is None or bad.name != "where":
+        return bad
+    return replace(bad, name=row_name(call.function))
 
 
 def described(blame: Blame) -> BadOp:

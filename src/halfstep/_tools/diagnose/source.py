@@ -83,11 +83,7 @@ def _change(placed: Placed) -> str:
 
 
 class Source:
-    """Source of a file, and the edits to insert into it.
-
-    Attributes:
-        tree: The syntax tree of the file.
-    """
+    """Source of a file, its syntax tree, and the edits to insert into it."""
 
     def __init__(self, file: str, source: str, tree: ast.Module) -> None:
         self._file = file
