@@ -71,9 +71,9 @@ def test_help_loads_the_command_line_only(words: list[str], tmp_path: Path) -> N
 
 
 READING = {
-    *("_common", "_numerics", "errors"),
-    *("cli", "json", "record", "report", "statistics", "trace"),
-    *("diagnose", "replay", "user_code", "watch"),  # of each, the files of values
+    *("_common", "errors"),
+    *("cli", "json", "line", "record", "report", "statistics", "trace"),
+    *("diagnose", "replay", "watch"),  # of each, the files of values
 }
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.user_code.line import Line
+from halfstep._tools.line import Line
 from halfstep._tools.watch.watch import Watch
 
 

@@ -13,9 +13,9 @@ from tests.report import records
 
 import halfstep
 from halfstep._tools.diagnose.diagnosis import Diagnosis, Flush
+from halfstep._tools.line import Line
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Diagnosed
-from halfstep._tools.user_code.line import Line
 from halfstep._tools.watch.diagnose import diagnose
 from halfstep.errors import CallOrderError
 

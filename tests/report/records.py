@@ -12,11 +12,11 @@ from typing import Any
 
 from msgspec.structs import asdict, replace
 
-from halfstep._numerics.formats import FORMATS
+from halfstep._common.formats import FORMATS
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, Diagnosis, Operand
+from halfstep._tools.line import Line
 from halfstep._tools.record.files import LineWriter, file_of
 from halfstep._tools.statistics import Statistics, binned
-from halfstep._tools.user_code.line import Line
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 LAYERS = ("embed", "blocks.0.attn", "blocks.0.mlp", "blocks.1.attn", "blocks.1.mlp", "head")

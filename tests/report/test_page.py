@@ -9,7 +9,7 @@ from tests.report import records
 from tests.report.markup import at, page_of
 
 from halfstep._common import numbers
-from halfstep._numerics.formats import FORMATS
+from halfstep._common.formats import FORMATS
 from halfstep._tools.report.page import MOST_SKIPS
 from halfstep._tools.report.text import sentences, summary_json
 

@@ -30,7 +30,7 @@ from halfstep._tools.record.read import read_run
 from halfstep._tools.report.about_diagnoses import MOST_PLACES
 from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.text import sentences
-from halfstep._tools.user_code.line import Line
+from halfstep._tools.line import Line
 
 
 def said_of(folder):

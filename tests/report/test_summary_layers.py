@@ -7,7 +7,7 @@ import torch
 from tests.report import records
 from tests.report.records import counted, sample, tensor
 
-from halfstep._numerics.formats import FORMATS
+from halfstep._common.formats import FORMATS
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Measured, PolicySeen, Sample
 from halfstep._tools.report.layers import (

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from halfstep._numerics.formats import dtype_name
+from halfstep._common.formats import dtype_name
 from halfstep._tools.trace.rows import Dtype, is_float, itemsize, promoted
 
 DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}

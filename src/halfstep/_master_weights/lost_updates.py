@@ -14,9 +14,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from halfstep._common.formats import dtype_name
 from halfstep._gradients.optimizers import Names, makes_step_of, members, require_optimizer
 from halfstep._master_weights.master_weights import weight_of, with_masters
-from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modes import is_fake

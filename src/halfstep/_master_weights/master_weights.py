@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep._common.formats import dtype_name
 from halfstep._common.nested import like
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import (
@@ -30,7 +31,6 @@ from halfstep._gradients.scalars import describe
 from halfstep._master_weights.chunks import step_in_chunks, steps_one_at_a_time
 from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight
 from halfstep._master_weights.stores import STORES, Split, Store
-from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import (
     has_process_group,
     is_dtensor,

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from halfstep._numerics.formats import FORMATS, Format
+from halfstep._common.formats import FORMATS, Format
 from halfstep._tools.json import Count, Magnitude, Positive
 
 _Number = TypeVar("_Number", int, float)

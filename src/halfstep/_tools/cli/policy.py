@@ -85,7 +85,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _json(policy: Policy) -> str:
-    from halfstep._numerics.formats import dtype_name
+    from halfstep._common.formats import dtype_name
 
     rules = [asdict(rule) for rule in policy.rules]
     for rule in rules:

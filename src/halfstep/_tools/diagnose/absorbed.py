@@ -107,8 +107,7 @@ class AbsorbedTracker(BlameTracker):
         self._wide.put(output, known | {_geometry(output): wide})
 
     def _wide_of(self, tensor: Tensor) -> Wide | None:
-        known = self._wide.get(tensor)
-        return None if known is None else known.get(_geometry(tensor))
+        return (self._wide.get(tensor) or {}).get(_geometry(tensor))
 
     def _in_wider(self, call: OpCall) -> list[Tensor]:
         """Compute an op from the wider values of its inputs; return no results if it cannot run."""

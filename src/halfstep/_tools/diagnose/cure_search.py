@@ -9,156 +9,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from textwrap import dedent
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from halfstep._autocast import Policy, autocast, preset
+from halfstep._common.formats import FORMATS
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import power
-from halfstep._numerics.formats import FORMATS
 from halfstep._tools.diagnose import rewrite
-from halfstep._tools.diagnose.diagnosis import BadOp, Cure, LineEdit, fall, short_error, stands
-from halfstep._tools.diagnose.edits import (
-    IN_FLOAT32,
-    LAST_RESORTS,
-    OF_RESULTS,
-    Edit,
-    edits_of,
-    has_row,
-)
-from halfstep._tools.diagnose.learning import Change, losses_with
-from halfstep._tools.diagnose.rounding import Origin, Origins, lost_number, makers_of, origins_in
+from halfstep._tools.diagnose.diagnosis import BadOp, Cure, LineEdit, fall, stands
+from halfstep._tools.diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of, has_row
+from halfstep._tools.diagnose.rounding import makers_of
 from halfstep._tools.diagnose.source import Placed, edited_lines, in_words
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
-from halfstep._tools.diagnose.user_calls import Edits, NotApplicable, UserCall, UserCalls, call_of
-from halfstep._tools.replay.blame import OUTSIDE, Blame, scan
-from halfstep._tools.replay.replay import Replayer, StepRun
-from halfstep._tools.replay.variant import EnteredAutocast, Variant, float32_parameters, half_of
+from halfstep._tools.diagnose.trials import CureTrial
+from halfstep._tools.diagnose.user_calls import Edits, UserCall, UserCalls, call_of
+from halfstep._tools.replay.blame import OUTSIDE, Blame
+from halfstep._tools.replay.variant import EnteredAutocast, float32_parameters, half_of
 from halfstep._tools.trace.ops import OpPlace
 from halfstep._tools.trace.rows import grouped
-from halfstep._tools.user_code.user_code import Spot
-
-# --- trials ---------------------------------------------------------------------------------------
+from halfstep._tools.user_code import Spot
 
 MOST_RULES = 3
 """The largest number of rules that are added to a policy before another dtype is tried."""
 SMALLEST_SCALE = 1.0
 """The smallest loss scale that is tried."""
 _SCALE_FACTORS = (2.0**-4, 2.0**-10, 0.0)
-
-
-_OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
-"""The blame for a replay that was not completed."""
-
-
-HIDES = (
-    "the clamp hides values that are too large: they get no gradient, and the training goes on "
-    "with the rest; look why they grow"
-)
-"""A remark on :data:`LAST_RESORTS`."""
-
-
-class Tried(NamedTuple):
-    """Result of a replay: its blame (None if it is finite) and the calls by the user's code."""
-
-    blame: Blame | None
-    calls: UserCalls
-
-
-class CureTrial:
-    """Replays of a bad step, each with changes; ``run`` is the replay without changes.
-
-    Attributes:
-        exact: The stable form of the formula, if one is known that cannot be pasted; its loss
-            is that of steps with other cures.
-    """
-
-    def __init__(self, replayer: Replayer, run: StepRun) -> None:
-        self.replayer = replayer
-        self.model, self.entered, self.scale = replayer.model, run.entered, run.scale
-        self._around: Change = nullcontext
-        self.exact: Change | None = None
-
-    def inside(
-        self, around: Callable[[], AbstractContextManager[object]], entered: EnteredAutocast
-    ) -> CureTrial:
-        """Return a trial whose replays run in a context that enters an autocast region."""
-        trial = copy(self)
-        trial._around, trial.entered = around, [entered]
-        trial.model = None  # rules for modules need float32 parameters, which it does not have yet
-        return trial
-
-    def note_lost_number(self, blame: Blame) -> Origins:
-        """Replay the step and return the origins; note a number near the op that rounds to zero."""
-        origins = origins_in(self.replayer, Variant(scale=self.scale), self._around())
-        note = lost_number(origins, blame.forward_number)
-        self.replayer.notes += [] if note is None else [note]
-        return origins
-
-    def origins(self, blame: Blame) -> list[Origin]:
-        """Return the earlier ops whose rounding spoils the bad op, in order."""
-        origins, exact = self.note_lost_number(blame), Variant(torch.float32, scale=self.scale)
-        wide = origins_in(self.replayer, exact, self._around())
-        return origins.spoiled(blame.forward_number, wide.special)
-
-    def is_finite(self, **changes: Any) -> bool:
-        """Return whether a replay with changes is finite; the scale is the step's by default."""
-        return self.blame(**changes) is None
-
-    def blame(
-        self, around: AbstractContextManager[object] | None = None, **changes: Any
-    ) -> Blame | None:
-        variant = Variant(**{"scale": self.scale, **changes})
-        try:
-            found = scan(self.replayer, variant, around or self._around())
-        except ValueError:  # a rule applies to a module whose parameters are not float32
-            return _OUTSIDE
-        error = found.run.error
-        if error is not None and found.blame is None:
-            if not isinstance(error, NotApplicable):
-                self.replayer.notes.append(f"a replay ended with {short_error(error)}")
-            return _OUTSIDE
-        return found.blame
-
-    def losses(self, change: Change) -> tuple[float, ...]:
-        """Return the losses of some steps on the batch with a change to the user's code."""
-        judge = None if self.exact is None else self._inside(self.exact)
-        return losses_with(self.replayer, self.scale, self._inside(change), judge)
-
-    def _inside(self, change: Change) -> Change:
-        @contextmanager
-        def both() -> Iterator[None]:
-            with self._around(), change():
-                yield
-
-        return both
-
-    def edited(self, edits: Edits, scale: float | None) -> Tried:
-        replayer = self.replayer
-        calls = UserCalls(replayer.num_ops, edits, may_end_early=replayer.is_kept)
-        blame = self.blame(calls.active(), scale=scale)
-        if not calls.do_fit:
-            return Tried(_OUTSIDE, calls)
-        if blame is None and any(edit in LAST_RESORTS for edit in calls.chosen.values()):
-            self.replayer.notes.append(HIDES)
-        return Tried(blame, calls)
-
-    def rewritten(self, forms: list[StableForm]) -> tuple[Tried, Formulas]:
-        calls, formulas = UserCalls(self.replayer.num_ops), Formulas([form.root for form in forms])
-        return Tried(self.blame(_both(calls, formulas), scale=self.scale), calls), formulas
-
-
-@contextmanager
-def _both(calls: UserCalls, formulas: Formulas) -> Iterator[None]:
-    with calls.active(), formulas:
-        yield
 
 
 def smaller_scale(
@@ -178,9 +59,10 @@ def smaller_scale(
 
 
 def of_scale(scale: float, *, is_finite: bool | None = None) -> Cure:
+    size = f"{scale:g}" if scale <= 65536 else f"2.0**{math.log2(scale):g}"
     text = (
-        f"halfstep.GradScaler(init_scale={_scale_text(scale)}, max_scale={_scale_text(scale)})  "
-        f"# in a run: scaler.update(new_scale={_scale_text(scale)})"
+        f"halfstep.GradScaler(init_scale={size}, max_scale={size})  "
+        f"# in a run: scaler.update(new_scale={size})"
     )
     return Cure("scale", text, is_finite, scale=scale)
 
@@ -340,7 +222,6 @@ def _of_policy(
 
 
 def _at_scale(scale: float) -> str:
-    """Return a remark on a cure with which the step is finite only at a smaller scale."""
     return (
         f"  # finite at a loss scale of {power(scale)}, not at the present one; a GradScaler backs "
         "off to it by itself"
@@ -564,7 +445,3 @@ def narrowest_rule(blame: Blame, model: nn.Module | None) -> Cure | None:
 def power_below(scale: float) -> float:
     """Return the largest power of two that does not exceed a scale."""
     return float(2.0 ** math.floor(math.log2(scale)))
-
-
-def _scale_text(scale: float) -> str:
-    return f"{scale:g}" if scale <= 65536 else f"2.0**{math.log2(scale):g}"

@@ -16,7 +16,6 @@ from halfstep._common.module_names import without_wrappers
 from halfstep._pytorch import compiler, distributed
 from halfstep._tools.diagnose import cure_search
 from halfstep._tools.diagnose.absorbed import find_absorbed
-from halfstep._tools.diagnose.cure_search import CureTrial
 from halfstep._tools.diagnose.diagnosis import (
     A_NUMBER,
     BY_THE_OP_ALONE,
@@ -35,6 +34,7 @@ from halfstep._tools.diagnose.inspect_op import (
     names_in,
 )
 from halfstep._tools.diagnose.rounding import find_underflow
+from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
 from halfstep._tools.replay.blame import OUTSIDE, Blame, Scan, scan
@@ -49,7 +49,7 @@ from halfstep._tools.replay.kept_calls import (
 from halfstep._tools.replay.observer import waits_for_others, why_together
 from halfstep._tools.replay.replay import Replayer, replaying
 from halfstep._tools.replay.variant import Variant, all_in_float32, half_of
-from halfstep._tools.user_code.user_code import owners_in
+from halfstep._tools.user_code import owners_in
 from halfstep.errors import RanksError
 from halfstep.events import observe_ops
 

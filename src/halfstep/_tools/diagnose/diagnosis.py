@@ -13,9 +13,9 @@ from typing import Literal, Self
 from halfstep._common.numbers import percent, power, things
 from halfstep._common.text import one_line, preformatted
 from halfstep._tools.json import Count, Finite, Positive, decoded, to_plain
-from halfstep._tools.replay.notes import NO_END
+from halfstep._tools.line import Line, line_text, short_path
+from halfstep._tools.replay import NO_END
 from halfstep._tools.trace.rows import Phase, short
-from halfstep._tools.user_code.line import Line, line_text, short_path
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
@@ -234,7 +234,16 @@ class Diagnosis:
     source: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return diagnosis_text(self)
+        lines = [_headline(self)]
+        if self.bad is not None:
+            lines += [f"  {name:<9}{value}".rstrip() for name, value in _facts(self, self.bad)]
+        if self.cure is not None:
+            lines += _cure(self.cure)
+        lines += _underflow(self.underflow)
+        lines += [f"  note     {note}" for note in self.notes]
+        lines += [f"  rank {other.rank}: {_headline(other)}" for other in self.others]
+        lines.append(f"{things(self.num_replays, 'replay')}, {self.seconds:.2f} s")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return preformatted(str(self))
@@ -260,19 +269,6 @@ MOST_FLUSHES = 10
 _MOST_ENDS = 3
 _NO_FLUSH = 0.0005
 """The largest share of flushed values that is not printed."""
-
-
-def diagnosis_text(found: Diagnosis) -> str:
-    lines = [_headline(found)]
-    if found.bad is not None:
-        lines += [f"  {name:<9}{value}".rstrip() for name, value in _facts(found, found.bad)]
-    if found.cure is not None:
-        lines += _cure(found.cure)
-    lines += list(_underflow(found.underflow))
-    lines += [f"  note     {note}" for note in found.notes]
-    lines += [f"  rank {other.rank}: {_headline(other)}" for other in found.others]
-    lines.append(f"{things(found.num_replays, 'replay')}, {found.seconds:.2f} s")
-    return "\n".join(lines)
 
 
 def _headline(found: Diagnosis) -> str:
@@ -346,15 +342,13 @@ def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
 
 def _cure(cure: Cure) -> list[str]:
     said = {
-        True: "cure (replayed: finite):",
-        False: "tried, and not enough (replayed: not finite):",
-        None: "cure (not replayed):",
+        True: "cure (replayed: finite)",
+        False: "tried, and not enough (replayed: not finite)",
+        None: "cure (not replayed)",
     }
-    lines = [said[cure.is_finite]]
-    if cure.edits:
-        where = ", ".join(f"{short_path(e.file)}:{e.first}" for e in cure.edits)
-        lines = [f"{said[cure.is_finite].removesuffix(':')}, in place of {where}:"]
-    return lines + [f"  {text}" for text in cure.text.splitlines()] + _learned(cure.losses)
+    where = ", ".join(f"{short_path(e.file)}:{e.first}" for e in cure.edits)
+    head = said[cure.is_finite] + (f", in place of {where}:" if where else ":")
+    return [head, *(f"  {text}" for text in cure.text.splitlines()), *_learned(cure.losses)]
 
 
 _STANDS = 1e-6

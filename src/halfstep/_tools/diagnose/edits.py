@@ -143,10 +143,6 @@ def _is(text: str) -> Expression:
     return lambda value, eps: text
 
 
-def _small(value: Any, eps: float) -> str:
-    return f"{eps:g}"
-
-
 def _regular(value: Any, eps: float) -> str | None:
     """Add to the diagonal of a matrix."""
     return _plus_diagonal(value, f"{eps:g} * torch.eye({{n}}{{where}})")
@@ -185,7 +181,7 @@ _DIVISORS = [
     for expression in (_limited("eps", None), _raised)
 ]
 _SCORES = (Edit((0,), _limited(f"-{_FAR}", None)),)
-_EPS = tuple(Edit(("eps",), _small, factor) for factor in (1, 1e2))
+_EPS = tuple(Edit(("eps",), lambda _, eps: f"{eps:g}", factor) for factor in (1, 1e2))
 _FINITE = tuple(
     Edit(slots, _limited(f"-{size}", size))
     for size in (_FAR, "10.0")

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep._common.formats import dtype_name
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import map_plain, tensors_in
-from halfstep._numerics.formats import dtype_name
-from halfstep._numerics.measure import float_values
 from halfstep._pytorch import distributed, storages
 from halfstep._pytorch.devices import has_float64, in_float64
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._tools.diagnose.diagnosis import A_NUMBER, BadOp, Operand, short_error
 from halfstep._tools.diagnose.edits import row_name
 from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
+from halfstep._tools.measure import float_values
 from halfstep._tools.replay.blame import OUTSIDE, Blame, BlameTracker, has_nan_number
 from halfstep._tools.replay.observer import OpCall, OpObserver
 from halfstep._tools.replay.replay import Replayer
 from halfstep._tools.replay.variant import Variant
 from halfstep._tools.trace.ops import by_name
-from halfstep._tools.user_code.user_code import (
+from halfstep._tools.user_code import (
     Place,
     called_by_user,
     is_of_batch,
@@ -123,9 +123,9 @@ def _ignored(call: OpCall) -> list[str]:
 
 def named_by(call: UserCall | None, bad: BadOp) -> BadOp:
     """Return a description that names the calling function instead of a ``where`` inside it."""
-    return (
-        bad if call is None or bad.name != "where" else replace(bad, name=row_name(call.function))
-    )
+    if call is None or bad.name != "where":
+        return bad
+    return replace(bad, name=row_name(call.function))
 
 
 def described(blame: Blame) -> BadOp:

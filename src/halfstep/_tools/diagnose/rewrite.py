@@ -10,8 +10,8 @@ from typing import NamedTuple
 from halfstep._tools.diagnose.diagnosis import LineEdit
 from halfstep._tools.diagnose.edits import row_name
 from halfstep._tools.diagnose.source import Placed, Slot, Source, argument, last_name
+from halfstep._tools.line import short_path
 from halfstep._tools.trace.rows import grouped
-from halfstep._tools.user_code.line import short_path
 
 _NAMES = {"exp": "exponent", "softmax": "logits", "sigmoid": "logits"}
 """The new names for arguments of functions."""
@@ -90,8 +90,6 @@ def in_words(rewrite: Rewrite) -> str:
 
 
 class _Rewriting:
-    """Rewriting of formulas in the source of a file."""
-
     def __init__(self, source: Source, file: str) -> None:
         self._source, self._file = source, file
         nodes = list(ast.walk(source.tree))
@@ -199,15 +197,9 @@ class _Rewriting:
             return False
         if statement in around:
             return statement is self._statement(root)
-        body = self._body(statement)
-        later = [each for each in body[body.index(statement) :] if each in around]
-        return bool(later)
-
-    def _body(self, statement: ast.stmt) -> list[ast.stmt]:
-        """Return the statements of the block that a statement is in."""
-        parent = self._parents[statement]
-        blocks = [value for _, value in ast.iter_fields(parent) if isinstance(value, list)]
-        return next(block for block in blocks if statement in block)
+        fields = (value for _, value in ast.iter_fields(self._parents[statement]))
+        block = next(each for each in fields if isinstance(each, list) and statement in each)
+        return any(each in around for each in block[block.index(statement) :])
 
     def _is_rebound(self, node: ast.expr, here: ast.stmt, there: ast.stmt) -> bool:
         """Return whether a name in an expression has another value at a later statement."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import gt
 from typing import NamedTuple
@@ -16,19 +15,19 @@ import torch
 from torch import Tensor
 
 from halfstep._autocast import HALVES
-from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
-from halfstep._numerics.measure import float_values
+from halfstep._common.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.diagnose.diagnosis import Flush, short_error
 from halfstep._tools.diagnose.inspect_op import in_wider
 from halfstep._tools.diagnose.user_calls import UserCall, UserCalls
+from halfstep._tools.line import Line
+from halfstep._tools.measure import float_values
 from halfstep._tools.replay.observer import OpCall, OpObserver
 from halfstep._tools.replay.replay import Replayer
 from halfstep._tools.replay.variant import Variant
 from halfstep._tools.trace.ops import OpPlace, makes_no_values
 from halfstep._tools.trace.rows import Phase
-from halfstep._tools.user_code.line import Line
-from halfstep._tools.user_code.user_code import user_line
+from halfstep._tools.user_code import user_line
 
 _CASTS = ("_to_copy", "copy_")
 _NEAR = 4
@@ -139,15 +138,6 @@ class Origins(OpObserver):
             return True  # a cast passes on the values of its input
         here, there = self.special.get(origin.alike), exact.get(origin.alike)
         return here is not None and there is not None and any(map(gt, here, there))
-
-
-def origins_in(
-    replayer: Replayer, variant: Variant, around: AbstractContextManager[object]
-) -> Origins:
-    """Replay the step inside ``around`` and return the origins of its values."""
-    origins = Origins()
-    with replayer.run(variant, origins, around):
-        return origins
 
 
 def lost_number(origins: Origins, number: int) -> str | None:

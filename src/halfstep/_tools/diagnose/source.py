@@ -16,9 +16,9 @@ from torch import nn
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._tools.diagnose.diagnosis import LineEdit
 from halfstep._tools.diagnose.edits import CALL, USUAL_NAMES, row_name
+from halfstep._tools.line import short_path
 from halfstep._tools.trace.rows import grouped
-from halfstep._tools.user_code.line import short_path
-from halfstep._tools.user_code.user_code import Spot
+from halfstep._tools.user_code import Spot
 
 Slot = int | str
 
@@ -44,19 +44,13 @@ class Placed:
 def edited_lines(placed: list[Placed]) -> list[LineEdit] | None:
     """Return each edited statement once, or None if a call is not found in its file."""
     found: list[LineEdit] = []
-    for file, edits in grouped(placed, lambda each: each.spot.line.file).items():
-        lines = _edited_file(file, edits)
-        if lines is None:
+    for file, of_file in grouped(placed, lambda each: each.spot.line.file).items():
+        source = Source.of(file)
+        edits = source.edited() if source is not None and all(map(source.put, of_file)) else None
+        if edits is None:
             return None
-        found += lines
+        found += edits
     return found
-
-
-def _edited_file(file: str, placed: list[Placed]) -> list[LineEdit] | None:
-    text = Source.of(file)
-    if text is None or not all(map(text.put, placed)):
-        return None
-    return text.edited()
 
 
 @functools.lru_cache(8)
@@ -65,13 +59,6 @@ def _parsed(source: str) -> ast.Module | None:
         return ast.parse(source)
     except (SyntaxError, ValueError):
         return None
-
-
-def _can_be_parsed(source: str, edits: list[LineEdit]) -> bool:
-    lines = source.splitlines()
-    for edit in reversed(edits):
-        lines[edit.first - 1 : edit.last] = edit.text.splitlines()
-    return _parsed("\n".join(lines)) is not None
 
 
 def in_words(placed: list[Placed]) -> str:
@@ -96,11 +83,7 @@ def _change(placed: Placed) -> str:
 
 
 class Source:
-    """Source of a file, and the edits to insert into it.
-
-    Attributes:
-        tree: The syntax tree of the file.
-    """
+    """Source of a file, its syntax tree, and the edits to insert into it."""
 
     def __init__(self, file: str, source: str, tree: ast.Module) -> None:
         self._file = file
@@ -125,9 +108,9 @@ class Source:
         node = self.node(placed.spot, placed.function)
         if node is None:
             return False
-        if placed.slot == CALL:
-            return self._wrap(node, placed.expression)
         slot = placed.slot
+        if slot == CALL:
+            return self._wrap(node, placed.expression)
         if isinstance(slot, int):
             target = argument(node, slot, placed)
             return target is not None and self._wrap_each(target, placed)
@@ -135,8 +118,10 @@ class Source:
 
     def edited(self) -> list[LineEdit] | None:
         """Return the edited statements; None if the file could not be parsed with them."""
-        edits = list(self._edits())
-        return edits if _can_be_parsed(self._bytes.decode(), edits) else None
+        edits, lines = list(self._edits()), self._bytes.decode().splitlines()
+        for edit in reversed(edits):
+            lines[edit.first - 1 : edit.last] = edit.text.splitlines()
+        return None if _parsed("\n".join(lines)) is None else edits
 
     def _edits(self) -> Iterator[LineEdit]:
         for first, last in sorted(self._statements):

@@ -25,7 +25,7 @@ from halfstep._tools.diagnose.edits import row_name, writes_to_first
 from halfstep._tools.diagnose.rewrite import ArgumentSlot, Filled, Rewrite, is_written_out
 from halfstep._tools.diagnose.source import Placed, Slot, parameters_of
 from halfstep._tools.diagnose.user_calls import UserCall
-from halfstep._tools.user_code.user_code import torch_modules, user_place, user_spot
+from halfstep._tools.user_code import torch_modules, user_place, user_spot
 
 # --- rules ----------------------------------------------------------------------------------------
 
@@ -221,8 +221,7 @@ class Formulas(TorchFunctionMode):
             result = func(*args, **kwargs)
         # Such as x.contiguous(), a tensor may be its own result.
         if call is not None and isinstance(result, Tensor) and id(result) not in call.versions:
-            version = autograd.version_of(result)
-            self._made[id(result)] = _Result(call, result, version)
+            self._made[id(result)] = _Result(call, result, autograd.version_of(result))
         return result
 
     def _form(self, call: _Call) -> StableForm | None:
@@ -282,13 +281,10 @@ class _Derivation:
         filled: ast.expr = _WithLogs(of_name, of_log).visit(ast.parse(rule, mode="eval").body)
         for call in ast.walk(filled):
             if isinstance(call, ast.Call):
-                call.keywords = [
-                    keyword for keyword in call.keywords if not _is_default(keyword.value)
-                ]
+                call.keywords = [each for each in call.keywords if not _is_default(each.value)]
         return filled
 
     def operand(self, given: _Argument) -> ast.expr:
-        """Return the expression of an argument."""
         value = given.value
         if given.is_written_out:
             return ast.Constant(value)

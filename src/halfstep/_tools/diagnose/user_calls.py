@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.nested import map_plain, tensors_in
-from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, modes
 from halfstep._tools.diagnose.edits import (
     CALL,
@@ -23,9 +22,10 @@ from halfstep._tools.diagnose.edits import (
     in_place,
     writes_to_first,
 )
-from halfstep._tools.diagnose.source import Placed, parameters_of
+from halfstep._tools.diagnose.source import Placed, Slot, parameters_of
+from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import Blame
-from halfstep._tools.user_code.user_code import (
+from halfstep._tools.user_code import (
     Place,
     is_called_by_a_scaler,
     is_given_to_module,
@@ -54,6 +54,17 @@ class UserCall(NamedTuple):
         return self.place.is_at(other.place) and self.function == other.function
 
 
+class _Running(NamedTuple):
+    """Call of a function that is made now, with edits."""
+
+    name: str
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+_Changed = Callable[[int, Edit, Slot, Any], Any]
+"""A function that applies an edit, with its index and slot, to a value."""
 Edits = tuple[tuple[UserCall, tuple[Edit, ...]], ...]
 """Pairs of a known call and its alternative edits, one of which is applied."""
 
@@ -83,8 +94,8 @@ class UserCalls(TorchFunctionMode):
         self._calls: list[UserCall] = []
         self._is_inside, self.do_fit = False, True
         self.chosen: dict[int, Edit] = {}
-        self._texts: dict[tuple[int, int | str], str] = {}
-        self.placed: dict[tuple[int, int | str], Placed] = {}
+        self._texts: dict[tuple[int, Slot], str] = {}
+        self.placed: dict[tuple[int, Slot], Placed] = {}
 
     def call_of(self, number: int) -> UserCall | None:
         """Return the call that ran an op."""
@@ -97,7 +108,7 @@ class UserCalls(TorchFunctionMode):
         first, self._is_inside = self._num_ops(), True
         try:
             if any(where.function == name for where, _ in self._edits):
-                return self._edited(name, func, args, kwargs)
+                return self._edited(_Running(name, func, args, kwargs))
             return func(*args, **kwargs)
         finally:
             last, self._is_inside = self._num_ops(), False
@@ -128,53 +139,44 @@ class UserCalls(TorchFunctionMode):
         finally:
             self._is_inside = True
 
-    def _edited(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _edited(self, running: _Running) -> Any:
         place = user_place()
         if place is None:
-            return func(*args, **kwargs)
-        call = UserCall(place, name, range(0))
+            return running.function(*running.args, **running.kwargs)
+        call = UserCall(place, running.name, range(0))
         here = [number for number, (where, _) in enumerate(self._edits) if where.is_at(call)]
         for number in here:
             if number not in self.chosen:
-                self.chosen[number] = _best(self._edits[number][1], name, func, args, kwargs)
+                self.chosen[number] = _best(self._edits[number][1], running)
         edits = [(number, self.chosen[number]) for number in here]
         try:
-            changed = partial(self._changed, name, func, args)
-            return _carried_out(edits, func, args, kwargs, changed)
+            return _carried_out(edits, running, partial(self._changed, running))
         except Exception:  # an error of the edit must not interrupt the user's function
             self.do_fit = False
             if self._may_end_early:
                 raise
-            return func(*args, **kwargs)
+            return running.function(*running.args, **running.kwargs)
 
-    def _changed(
-        self,
-        name: str,
-        func: Any,
-        args: tuple[Any, ...],
-        number: int,
-        edit: Edit,
-        slot: int | str,
-        value: Any,
-    ) -> Any:
+    def _changed(self, running: _Running, number: int, edit: Edit, slot: Slot, value: Any) -> Any:
         """Apply an edit to a value, and note the source expression of the edit."""
         key = number, slot
         text = self._texts.get(key)
         if text is None:
-            text = self._texts[key] = _text(edit, name, slot, value)
+            text = self._texts[key] = _text(edit, running.name, slot, value)
             spot = user_spot()
             if spot is None:
                 raise NotApplicable
             module, *around = torch_modules() or [""]
             told = (module and edit.told) or text
-            if not _is_in_call(slot, value, args, told, around):
+            if not _is_in_call(slot, value, running.args, told, around):
                 module = ""
-            self.placed[key] = Placed(spot, name, slot, told, parameters_of(func), module)
+            parameters = parameters_of(running.function)
+            self.placed[key] = Placed(spot, running.name, slot, told, parameters, module)
         return evaluated(text, value)
 
 
 def _is_in_call(
-    slot: int | str, value: Any, args: tuple[Any, ...], told: str, around: Sequence[str]
+    slot: Slot, value: Any, args: tuple[Any, ...], told: str, around: Sequence[str]
 ) -> bool:
     """Return whether an edit inside a module can be made where the module is called or constructed.
 
@@ -186,7 +188,7 @@ def _is_in_call(
     return is_given_to_module(args[0] if slot == CALL and args else value)
 
 
-def _text(edit: Edit, function: str, slot: int | str, value: Any) -> str:
+def _text(edit: Edit, function: str, slot: Slot, value: Any) -> str:
     text = edit.text(value)
     if text is not None and slot == 0 and writes_to_first(function):
         text = in_place(text)
@@ -195,15 +197,9 @@ def _text(edit: Edit, function: str, slot: int | str, value: Any) -> str:
     return text
 
 
-def _carried_out(
-    edits: Sequence[tuple[int, Edit]],
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    changed: Callable[[int, Edit, int | str, Any], Any],
-) -> Any:
-    """Call a function with edits; ``changed`` applies one of them to a value."""
-    given, named, of_result = list(args), dict(kwargs), []
+def _carried_out(edits: Sequence[tuple[int, Edit]], running: _Running, changed: _Changed) -> Any:
+    """Call a function with edits, each of which ``changed`` applies."""
+    given, named, of_result = list(running.args), dict(running.kwargs), []
     for number, edit in edits:
         slots = edit.slots_in(given, named)
         if not slots:
@@ -212,21 +208,19 @@ def _carried_out(
             if slot == CALL:
                 of_result.append((number, edit))
                 continue
-            holder, key = _holder(slot, given, named, func)
+            holder, key = _holder(slot, given, named, running.function)
             holder[key] = changed(number, edit, slot, holder[key])
-    result = func(*given, **named)
+    result = running.function(*given, **named)
     for number, edit in of_result:
         result = changed(number, edit, CALL, result)
     return result
 
 
-def _best(
-    edits: tuple[Edit, ...], name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Edit:
+def _best(edits: tuple[Edit, ...], running: _Running) -> Edit:
     """Return the first edit that makes the call by itself finite, else the first that fits."""
     best = None
     for edit in edits if len(edits) > 1 else ():
-        is_cure = _is_finite_with(edit, name, func, args, kwargs)
+        is_cure = _is_finite_with(edit, running)
         if is_cure:
             return edit
         if is_cure is not None:
@@ -234,9 +228,7 @@ def _best(
     return best or edits[0]
 
 
-def _is_finite_with(
-    edit: Edit, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool | None:
+def _is_finite_with(edit: Edit, running: _Running) -> bool | None:
     """Return whether a call with an edit, and its gradients, are finite; None if it does not fit.
 
     The call runs on copies, hidden from observers and modes.
@@ -249,15 +241,16 @@ def _is_finite_with(
             return torch.Generator(value.device).set_state(value.get_state())
         return value
 
-    def changed(number: int, edit: Edit, slot: int | str, value: Any) -> Any:
-        return evaluated(_text(edit, name, slot, value), value)
+    def changed(number: int, edit: Edit, slot: Slot, value: Any) -> Any:
+        return evaluated(_text(edit, running.name, slot, value), value)
 
     random = RandomStates(accelerators())
     hooks = autograd.saving_as_always()  # a checkpoint counts saved tensors
     try:
         with modes.no_function_modes(), modes.unseen_by_modes(), hooks:
-            args, kwargs = map_plain(alone, (args, kwargs))
-            result = _carried_out([(0, edit)], func, args, kwargs, changed)
+            args, kwargs = map_plain(alone, (running.args, running.kwargs))
+            copied = running._replace(args=args, kwargs=kwargs)
+            result = _carried_out([(0, edit)], copied, changed)
             outputs = list(tensors_in([result]))
             leaves = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
             ends = [output for output in outputs if output.requires_grad]
@@ -276,9 +269,7 @@ def call_of(calls: UserCalls, blame: Blame) -> UserCall | None:
     return calls.call_of(blame.reader) or calls.call_of(blame.forward_number)
 
 
-def _holder(
-    slot: int | str, given: list[Any], named: dict[str, Any], function: Any
-) -> tuple[Any, Any]:
+def _holder(slot: Slot, given: list[Any], named: dict[str, Any], function: Any) -> tuple[Any, Any]:
     """Return the list or dictionary that holds an argument, and its index or name."""
     if isinstance(slot, str):
         if slot in parameters_of(function)[: len(given)]:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep._common.formats import FORMATS, dtype_name
 from halfstep._common.numbers import things
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import Names, members
 from halfstep._master_weights.master_weights import has_master_weights
-from halfstep._numerics.formats import FORMATS, dtype_name
 from halfstep._scaler import GradScaler, Static
 from halfstep._tools.doctor.finding import Finding
 

@@ -13,7 +13,7 @@ import torch
 
 from halfstep._autocast import autocast
 from halfstep._autocast.access import settings_of
-from halfstep._numerics.formats import dtype_name
+from halfstep._common.formats import dtype_name
 from halfstep._scaler import GradScaler
 from halfstep._tools.doctor.read_names import FileNames, NameScope, Written, dotted
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast import autocast, current_policy, keep
+from halfstep._common.formats import dtype_name
 from halfstep._common.machine import RandomStates, accelerators
-from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import autograd
 from halfstep._tools.dtype_errors.failing_call import (
     Call,
@@ -30,7 +30,7 @@ from halfstep._tools.dtype_errors.failing_call import (
     nodes_of,
     origin_of,
 )
-from halfstep._tools.user_code.user_code import is_same_view
+from halfstep._tools.user_code import is_same_view
 
 _ABOUT_DTYPES = re.compile(
     r"must have the same (dtype|scalar type)|to have (the )?same dtype|should be the same"
@@ -127,15 +127,10 @@ def explain(error: BaseException) -> DtypeError | None:
     None too for one that has its explanation as a note. The failing call is tried again with other
     dtypes. Sync: that of the call.
     """
-    is_known = _ABOUT_DTYPES.search(str(error)) is not None
-    if (
-        not isinstance(error, (RuntimeError, TypeError, ValueError))
-        or not is_known
-        or is_explained(error)
-    ):
-        return None
-    with suppress(Exception):  # of objects of the user that are read; the error comes first
-        return _explained(error)
+    is_of_torch = isinstance(error, (RuntimeError, TypeError, ValueError))
+    if is_of_torch and _ABOUT_DTYPES.search(str(error)) and not is_explained(error):
+        with suppress(Exception):  # of objects of the user that are read; the error comes first
+            return _explained(error)
     return None
 
 
@@ -174,19 +169,18 @@ def _explained(error: BaseException) -> DtypeError | None:
             notes += (f"a tensor that the traceback does not show is {dtype_name(hidden)}",)
         if "without overflow" in str(error):
             notes += tuple(_what_fits(own, operands[0]))
-        again = None
+        again, cures = None, list[str]()
         if made or user.has_no_effects or found is failing:
             again = _again(made or (user if user.has_no_effects else inner[0]))
-        cures: tuple[str, ...] = ()
         if again is not None:
-            cures = tuple(_cures(again, made or own, operands, function, hidden))
-        if again is not None and made is None and user.has_no_effects:
-            cures += tuple(_keeps(again, user, users))
+            cures += _cures(again, made or own, operands, function, hidden)
+            if made is None and user.has_no_effects:
+                cures += _keeps(again, user, users)
     if made is not None and isinstance(made.other, ast.Call):
-        cures = tuple(f"{cure} at line {made.other.lineno}" for cure in cures)
+        cures = [f"{cure} at line {made.other.lineno}" for cure in cures]
     where, text = _told(own)
     inside = () if own is user else _told(user)
-    return DtypeError(where, text, operands, notes, cures, inside)
+    return DtypeError(where, text, operands, notes, tuple(cures), inside)
 
 
 def _is_one_dtype(found: list[Named]) -> bool:
@@ -419,7 +413,6 @@ def _cures(
 
 
 def _cast(name: str, dtype: torch.dtype) -> str:
-    """Return the expression that casts a tensor with a name."""
     is_sum = isinstance(ast.parse(name, mode="eval").body, (ast.BinOp, ast.UnaryOp, ast.IfExp))
     return f"({name}).to({dtype})" if is_sum else f"{name}.to({dtype})"
 

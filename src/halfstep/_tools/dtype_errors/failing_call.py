@@ -29,7 +29,7 @@ from halfstep._autocast import Region, Settings
 from halfstep._autocast.access import settings_of
 from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
-from halfstep._tools.user_code.user_code import (
+from halfstep._tools.user_code import (
     Place,
     is_of_package,
     is_part_of,
@@ -140,7 +140,6 @@ class Call:
 
     @property
     def has_no_effects(self) -> bool:
-        """Whether it may be computed again."""
         with suppress(Exception):
             return isinstance(self.node, ast.Call) and has_no_effects(self.value(self.node.func))
         return False
@@ -184,7 +183,6 @@ class Call:
         raise LookupError(node)
 
     def arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments of a call."""
         args: list[Any] = []
         for arg in node.args:
             args += self.value(arg.value) if isinstance(arg, ast.Starred) else [self.value(arg)]

@@ -29,12 +29,12 @@ from halfstep._pytorch.devices import to_device
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._scaler.access import is_unscaled, watch_names
 from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.line import line_text
 from halfstep._tools.record.files import Event, LateWriter, LineWriter
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.pending import PendingStep, PendingSteps, step_scalars
 from halfstep._tools.record.sample import Sampler, UpdateCounter, sample_scalars
-from halfstep._tools.user_code.line import line_text
-from halfstep._tools.user_code.user_code import user_line
+from halfstep._tools.user_code import user_line
 from halfstep.errors import CallOrderError
 from halfstep.events import is_observing, is_stepping, observers
 from halfstep.sinks import Sink

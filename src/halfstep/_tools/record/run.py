@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from halfstep._numerics.formats import FORMATS
+from halfstep._common.formats import FORMATS
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.json import LARGEST, Count, Scale, Seconds, Share
 from halfstep._tools.statistics import Statistics

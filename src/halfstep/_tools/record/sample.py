@@ -19,17 +19,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._autocast import Rule, default_device
+from halfstep._common.formats import FORMATS, FORMATS_BY_DTYPE, dtype_name
 from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
 from halfstep._master_weights.lost_updates import Counted, OpenSteps
-from halfstep._numerics.formats import FORMATS, FORMATS_BY_DTYPE, dtype_name
-from halfstep._numerics.measure import counted_part
 from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.amp import Switches
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modules import GlobalHooks
-from halfstep._tools.measure import measure
+from halfstep._tools.measure import counted_part, measure
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.run import KINDS, Kind, Measured
 from halfstep._tools.statistics import Statistics, merged

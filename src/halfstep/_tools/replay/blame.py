@@ -21,18 +21,18 @@ from torch import Tensor, nn
 
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
-from halfstep._numerics.measure import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
 from halfstep._pytorch import modes
 from halfstep._pytorch.dispatch import overload_of
 from halfstep._pytorch.parts import is_made_of_others, parts_of
 from halfstep._pytorch.storages import ByMemory
-from halfstep._tools.replay.notes import ABSORBED, NO_END
+from halfstep._tools.measure import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
+from halfstep._tools.replay import ABSORBED, NO_END
 from halfstep._tools.replay.observer import OpCall, OpKey, OpObserver
 from halfstep._tools.replay.replay import Replayer, StepRun
 from halfstep._tools.replay.variant import Variant
 from halfstep._tools.trace.ops import OpPlace, by_name, makes_no_values, only_allocates
 from halfstep._tools.trace.rows import Phase
-from halfstep._tools.user_code.user_code import called_by_user
+from halfstep._tools.user_code import called_by_user
 
 OUTSIDE = -1
 """The number in the blame for a tensor that was bad before the replay."""
@@ -385,9 +385,7 @@ class Scan:
         blame: The blame; None if the step is finite.
         ends: ``"loss"``, or the names of the parameters with bad gradients.
         not_seen: The results that could not be checked.
-        first: See :class:`BlameTracker`.
         is_scaling: Whether the op to blame multiplies the loss by the scale.
-        gradients: See :class:`BlameTracker`.
     """
 
     run: StepRun

@@ -24,7 +24,7 @@ from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._pytorch import autograd, modes
 from halfstep._scaler import GradScaler, Static
-from halfstep._tools.user_code.user_code import CALLED_AGAIN, Place
+from halfstep._tools.user_code import CALLED_AGAIN, Place
 
 LARGEST_COPY = 2**26
 """The size in bytes of the largest tensor that is copied before the loop writes to it."""

@@ -23,15 +23,15 @@ from halfstep._common.nested import tensors_in, values_reached
 from halfstep._common.patches import Around, Patches, subclasses, watch_steps
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import split_closure
-from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import amp, autograd, modes
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import begin_anew
-from halfstep._tools.replay.notes import LEFT_GRADIENTS
+from halfstep._tools.measure import is_finite
+from halfstep._tools.replay import LEFT_GRADIENTS
 from halfstep._tools.replay.observer import FoundModules, ObserverMode, OpObserver
 from halfstep._tools.replay.undo import UndoLog
 from halfstep._tools.replay.variant import EnteredAutocast, Variant, autocast_as
-from halfstep._tools.user_code.user_code import owners_in
+from halfstep._tools.user_code import owners_in
 from halfstep.events import PolicyOnDevice, unobserved
 
 
@@ -188,7 +188,6 @@ _thread = _Thread()
 
 
 def is_replaying() -> bool:
-    """Return whether this thread is running a replay."""
     return _thread.is_replaying
 
 

@@ -90,7 +90,6 @@ class UndoLog:
         return list(self._grads.values())
 
     def note_grads(self, leaves: Iterable[Tensor]) -> None:
-        """Save the ``grad`` of leaves."""
         with modes.no_function_modes():  # a mode that casts would return the grad of a copy
             for leaf in leaves:
                 self._grads.setdefault(id(leaf), (leaf, leaf.grad))

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from halfstep._numerics.formats import FORMATS, FORMATS_BY_DTYPE, Format
+from halfstep._common.formats import FORMATS, FORMATS_BY_DTYPE, Format
 from halfstep._tools.record.run import Kind, Measured, PolicySeen, Sample
 from halfstep._tools.report.summary import GradientTotals, Layer, ScaleWindow
 from halfstep._tools.statistics import Statistics, merged

@@ -17,9 +17,9 @@ from markupsafe import Markup
 
 import halfstep
 from halfstep._common import numbers
+from halfstep._common.formats import FORMATS
 from halfstep._common.numbers import count, number, percent, power, seconds
 from halfstep._common.text import SEVERITIES, Severity
-from halfstep._numerics.formats import FORMATS
 from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import Run, Step
 from halfstep._tools.report.about_diagnoses import when

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from halfstep._numerics.formats import FORMATS
+from halfstep._common.formats import FORMATS
 from halfstep._tools.record.run import Kind
 from halfstep._tools.report.drawing import Axis, Tick, bars
 from halfstep._tools.report.summary import NOTABLE, Layer, Summary

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from halfstep._numerics.formats import FORMATS_BY_DTYPE
+from halfstep._common.formats import FORMATS_BY_DTYPE
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.record.run import Kind, Note, PolicySeen
 from halfstep._tools.watch.skips import ENDLESS

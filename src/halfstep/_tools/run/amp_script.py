@@ -7,9 +7,9 @@ from functools import cache
 
 import torch
 
+from halfstep._common.formats import dtype_name
 from halfstep._common.numbers import listed
 from halfstep._gradients.optimizers import name
-from halfstep._numerics.formats import dtype_name
 from halfstep._tools.replay.replay import is_replaying
 
 _OPTION = {torch.float16: "--amp fp16", torch.bfloat16: "--amp bf16"}

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from halfstep._common.formats import dtype_name
 from halfstep._common.numbers import percent, things
 from halfstep._common.patches import Patches, watch_steps
 from halfstep._gradients.gradients import parameters
@@ -31,13 +32,12 @@ from halfstep._master_weights.master_weights import (
     has_master_weights,
     master_weights,
 )
-from halfstep._numerics.formats import dtype_name
-from halfstep._numerics.measure import counted_part
 from halfstep._pytorch import compiler, optim
 from halfstep._pytorch.distributed import has_process_group, local_part, reduced_by, world
 from halfstep._pytorch.listeners import listening_to_backward
 from halfstep._pytorch.modes import unseen_by_modes
 from halfstep._scaler import Guard, GuardScaler, guard
+from halfstep._tools.measure import counted_part
 from halfstep._tools.replay.replay import is_replaying
 from halfstep._tools.run.amp import watch_scalers
 from halfstep.errors import CallOrderError

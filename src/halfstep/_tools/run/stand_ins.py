@@ -29,7 +29,7 @@ from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._common.warn import warn
 from halfstep._gradients.scalars import SMALLEST_SCALE
 from halfstep._pytorch import amp, compiler
-from halfstep._tools.user_code.user_code import whole_model
+from halfstep._tools.user_code import whole_model
 
 _TorchAutocast = autocast_mode.autocast
 

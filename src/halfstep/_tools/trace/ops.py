@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast import Rule
+from halfstep._common.formats import dtype_name
 from halfstep._common.module_names import around, without_wrappers
 from halfstep._common.nested import tensors_in
-from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import amp, autograd, compiler, dispatch, modes
 from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.dispatch import schema_of

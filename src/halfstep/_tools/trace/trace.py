@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast import Rule
+from halfstep._common.formats import dtype_name
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
-from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import compiler
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.trace.ops import (

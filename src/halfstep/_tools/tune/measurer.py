@@ -22,8 +22,8 @@ from torch import Tensor
 
 from halfstep._autocast import Policy
 from halfstep._autocast.access import names_removed
+from halfstep._common.formats import dtype_name
 from halfstep._common.machine import device_name
-from halfstep._numerics.formats import dtype_name
 from halfstep._tools.json import decoded, to_plain
 from halfstep._tools.record.files import has_checksum, line_of
 from halfstep._tools.trace.rows import Row

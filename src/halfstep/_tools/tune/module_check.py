@@ -13,9 +13,9 @@ from msgspec import Struct
 from msgspec.structs import astuple
 from torch import Tensor, nn
 
+from halfstep._common.formats import dtype_name
 from halfstep._common.numbers import percent, things
 from halfstep._common.text import aligned
-from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.devices import widest_float
 from halfstep._tools.trace.rows import grouped, short
 

@@ -25,9 +25,9 @@ from halfstep._autocast import current_settings
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.module_names import replicated
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
-from halfstep._numerics.measure import is_finite, is_mask
 from halfstep._pytorch import autograd, compiler, modes, storages
 from halfstep._pytorch.storages import ByMemory
+from halfstep._tools.measure import is_finite, is_mask
 from halfstep._tools.replay.kept_calls import (
     Given,
     Inside,
@@ -38,7 +38,7 @@ from halfstep._tools.replay.kept_calls import (
     parts_of,
     set_part,
 )
-from halfstep._tools.user_code.user_code import Place, user_place, whole_model
+from halfstep._tools.user_code import Place, user_place, whole_model
 
 MOST_CALLS = 4096
 """The largest number of calls kept for a step; with more, all of them count as the last step's."""
@@ -163,18 +163,14 @@ class CallLog:
         call.buffers = self._buffers.of(module)
         if not is_model(module):
             return
-        if not call.has_grad:
-            self._forget_evaluated()
+        if not call.has_grad:  # drop the others, except those since the last few such calls
+            self._evaluated.append([])
+            if len(self._evaluated) > MOST_EVALUATED:
+                _forget(self._evaluated.popleft())
             return
         self._models.append(weakref.ref(call))
         if len(self._models) > MOST_MODELS:  # such as an evaluation without no_grad
             _forget([self._models.popleft()])
-
-    def _forget_evaluated(self) -> None:
-        """Drop calls without gradients, except those since the last few such model calls."""
-        self._evaluated.append([])
-        if len(self._evaluated) > MOST_EVALUATED:
-            _forget(self._evaluated.popleft())
 
     def _kept(self, value: Any, call: KeptCall, arguments: list[_Argument]) -> Any:
         """Return a placeholder for a value that is not a container."""
@@ -286,7 +282,6 @@ class CallLog:
         return is_found
 
     def is_old(self, call: KeptCall) -> bool:
-        """Return whether a call was made before this step."""
         return call.number < self._first
 
     def made_by(self, tensor: Tensor) -> Made | None:

@@ -16,9 +16,9 @@ from torch import Tensor, is_grad_enabled, nn
 
 from halfstep._common.nested import tensors_reached
 from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
-from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, compiler, modes, modules, optim
 from halfstep._scaler import GradScaler
+from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.kept_calls import (
     VIEWS,
     KeptCall,
@@ -28,7 +28,7 @@ from halfstep._tools.replay.kept_calls import (
     name_of,
     scale,
 )
-from halfstep._tools.user_code.user_code import is_called_by_a_scaler
+from halfstep._tools.user_code import is_called_by_a_scaler
 from halfstep._tools.watch.bad_steps import are_finite
 from halfstep._tools.watch.call_log import CallLog, LoggedCall, unseen
 

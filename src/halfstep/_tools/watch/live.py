@@ -54,11 +54,9 @@ class LiveSearch:
         return self._trace is not None
 
     def ask(self, model: nn.Module | None, bad_step: int) -> None:
-        """Trace the steps after one that could not be replayed."""
         self._waiting, self._num_left, self._bad_step = [model], MOST_LIVE, bad_step
 
     def begin(self) -> None:
-        """Begin the trace of a step if one was asked for."""
         while self._waiting:
             model = self._waiting.pop()
             if model is not None and is_compiled_together(model):
@@ -77,7 +75,7 @@ class LiveSearch:
     def pause(self, *, is_paused: bool) -> None:
         """Pause the trace, as during the step of an optimizer, or resume it."""
         if self._trace is not None:
-            self._trace.pause(is_paused=is_paused)
+            self._trace.mode.is_paused = is_paused
 
     def end(
         self, scale: float | None, step: int, *, is_last: bool
@@ -104,6 +102,7 @@ class LiveTrace:
     """Trace of the ops of this thread from :meth:`begin` to :meth:`end`.
 
     Attributes:
+        mode: The mode that shows ops to the tracker.
         came_from_elsewhere: Whether the inf or NaN came from another rank; set by :meth:`end`.
     """
 
@@ -115,11 +114,7 @@ class LiveTrace:
         )
         self._stack, self._patches = ExitStack(), Patches()
         undo = _NoUndoLog()
-        self._mode = ObserverMode(FoundModules(model, undo), undo, self._tracker)
-
-    def pause(self, *, is_paused: bool) -> None:
-        """Pause the trace, as during the step of an optimizer, or resume it."""
-        self._mode.is_paused = is_paused
+        self.mode = ObserverMode(FoundModules(model, undo), undo, self._tracker)
 
     def begin(self) -> bool:
         """Begin the trace; return False if another dispatch mode is active."""
@@ -129,8 +124,8 @@ class LiveTrace:
             stack.callback(self._patches.undo)
             watch_backward(self._patches, self._tracker)
             self._patches.wrap(torch.autograd, "backward", self._backward)
-            stack.enter_context(observe_ops(self._mode.places.under))
-            stack.enter_context(self._mode.active())
+            stack.enter_context(observe_ops(self.mode.places.under))
+            stack.enter_context(self.mode.active())
             self._stack = stack.pop_all()
         return True
 
@@ -144,7 +139,7 @@ class LiveTrace:
 
     def end(self, scale: float | None) -> Diagnosis | None:
         """End the trace and return the diagnosis; None if nothing was bad or no op is to blame."""
-        if modes.dispatch_modes()[-1:] == [self._mode]:
+        if modes.dispatch_modes()[-1:] == [self.mode]:
             self._stack.close()
         blame = self._tracker.root()
         if blame is None:

@@ -34,6 +34,7 @@ from halfstep._tools.diagnose.diagnose import (
 )
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
+from halfstep._tools.line import Line, line_text
 from halfstep._tools.replay.kept_calls import (
     KeptCall,
     Made,
@@ -42,12 +43,17 @@ from halfstep._tools.replay.kept_calls import (
     needed_for,
     weights_of,
 )
-from halfstep._tools.user_code.line import Line, line_text
-from halfstep._tools.user_code.user_code import user_line
-from halfstep._tools.watch.bad_steps import Skips, are_finite, has_nan, have_finite_gradients
+from halfstep._tools.user_code import user_line
+from halfstep._tools.watch.bad_steps import (
+    Growth,
+    Skips,
+    are_finite,
+    has_nan,
+    have_finite_gradients,
+    with_bad_setting,
+)
 from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
-from halfstep._tools.watch.optimizer_side import Growth, with_bad_setting
 from halfstep._tools.watch.skips import Search
 from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.events import is_observing, is_stepping, observe
@@ -96,9 +102,6 @@ class _StepCount:
         self.num = self.num_by_hand = 0
         self.rounds = Rounds()
         self._is_leaving = False
-
-    def add(self, num: int) -> None:
-        self.num += num
 
     def count(self, optimizer: Optimizer) -> None:
         """Count a round of several optimizers as one step, and discard steps counted by hand."""
@@ -285,7 +288,6 @@ class Watch:
             self._look(ends, None if scaler is None else scaler.get_scale())
 
     def _after_read(self, made: Made) -> None:
-        """Note a bad value that the loop has read."""
         if self._running.left_out is None and not self._running.is_bad:
             self._running.left_out = copied_from(made)
 
@@ -301,12 +303,12 @@ class Watch:
         was_taken = self._capture.log.is_old(made.call)  # the loop read the value after the step
         if was_taken and not self._was_finite:
             return  # that step was already diagnosed
-        self._steps.add(-was_taken)
+        self._steps.num -= was_taken
         with self._steps.leaving() if not is_end else nullcontext():
             self._look([made.call], None, root=made, is_last=is_last)
         self._was_finite = False
         self._is_spoiled |= is_end  # nothing keeps the loop from stepping with these gradients
-        self._steps.add(num_ends if is_end else 1)
+        self._steps.num += num_ends if is_end else 1
         if not was_taken:
             self._capture.begin()
 
@@ -355,7 +357,6 @@ class Watch:
         return watched
 
     def _pause(self, *, is_stepping: bool) -> None:
-        """Pause capture and tracing while an optimizer steps; otherwise resume."""
         self._capture.pause(is_paused=is_stepping)
         self._live.pause(is_paused=is_stepping)
 
@@ -409,7 +410,7 @@ class Watch:
             self._was_finite = not (is_bad or self._running.is_bad)
             self._is_spoiled &= not self._was_finite
         finally:
-            self._steps.add(1)
+            self._steps.num += 1
             self._running = _WatchedStep(ends_before=self._capture.ends)
             self._capture.begin()
             self._live.begin()

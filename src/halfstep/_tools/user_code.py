@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from halfstep._common.nested import tensors_in
 from halfstep._pytorch import autograd, modules, storages
-from halfstep._tools.user_code.line import Line
+from halfstep._tools.line import Line
 
 _TORCH = f"{Path(torch.__file__).parent}/"
-_SCALER = tuple(f"{Path(__file__).parents[2]}/{room}/" for room in ("_scaler", "_gradients"))
-_OURS = (_TORCH, f"{Path(__file__).parents[2]}/", "<frozen ", "<eval_with_key>")
+_SCALER = tuple(f"{Path(__file__).parents[1]}/{room}/" for room in ("_scaler", "_gradients"))
+_OURS = (_TORCH, f"{Path(__file__).parents[1]}/", "<frozen ", "<eval_with_key>")
 _LIBRARY = f"{Path(os.__file__).parent}/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 
@@ -189,17 +189,14 @@ def called_by_user(tensor: Tensor) -> str | None:
     for is_it, depth in ((is_same_view, 0), (is_part_of, 0), (is_same_view, 2)):
         found = None
         for code, line, names in _known_names():
-            for name, value in sorted(names.items(), key=lambda item: _is_module(item[1])):
+            ordered = sorted(names.items(), key=lambda each: isinstance(each[1], nn.Module))
+            for name, value in ordered:
                 path = path_to(partial(is_it, tensor), name, value, depth)
                 if path is not None:
                     found = f"{path} in {code.co_name} ({Path(code.co_filename).name}:{line})"
         if found is not None:
             return found
     return None
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, nn.Module)
 
 
 def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:

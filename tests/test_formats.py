@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from halfstep._numerics.formats import FORMATS, Format
+from halfstep._common.formats import FORMATS, Format
 
 
 def rounded(value: float, format: Format) -> float:

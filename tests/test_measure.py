@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep._numerics import measure as measure_module
-from halfstep._numerics.formats import FORMATS
+from halfstep._common.formats import FORMATS
+from halfstep._tools import measure as measure_module
 from halfstep._tools.measure import measure
 from halfstep._tools.statistics import Statistics, binned, merged
 

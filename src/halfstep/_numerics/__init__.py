@@ -1,1 +1,0 @@
-"""Number formats, and values of tensors."""

@@ -1,1 +1,0 @@
-"""Lines of the user's code, and what its functions refer to."""
