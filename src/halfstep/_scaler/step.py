@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._common.warn import warn
+from halfstep._common.text import warn
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import collect, parameters, refuse_float16
 from halfstep._gradients.norms import (

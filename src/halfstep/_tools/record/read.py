@@ -37,8 +37,7 @@ from halfstep._tools.record.run import (
     Step,
 )
 from halfstep._tools.statistics import merged
-from halfstep._tools.trace.recording import Recording
-from halfstep._tools.trace.rows import grouped
+from halfstep._tools.trace.rows import Recording, grouped
 from halfstep.errors import RecordError
 
 LONGEST_REASON = 120

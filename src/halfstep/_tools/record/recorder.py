@@ -19,7 +19,7 @@ from torch import Tensor
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power, things
-from halfstep._common.warn import warn
+from halfstep._common.text import warn
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.norms import norms_of
 from halfstep._gradients.optimizers import Rounds

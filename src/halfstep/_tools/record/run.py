@@ -14,7 +14,7 @@ from halfstep._numerics.formats import FORMATS
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.json import LARGEST, Count, Scale, Seconds, Share
 from halfstep._tools.statistics import Statistics
-from halfstep._tools.trace.recording import Recording
+from halfstep._tools.trace.rows import Recording
 
 Kind: TypeAlias = Literal["parameter", "parameter_gradient", "output", "output_gradient"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

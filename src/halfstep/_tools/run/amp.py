@@ -1,8 +1,8 @@
 """Mixed precision for an unmodified training script that has none (``halfstep run --amp``).
 
-``amp_forward`` runs the model under autocast, ``amp_backward`` scales losses and unscales
-gradients, and ``amp_script`` prints messages. This module routes optimizer steps through the scaler
-and holds back learning-rate schedules after skipped steps.
+``amp_forward`` runs the model under autocast and prints messages, ``amp_backward`` scales losses
+and unscales gradients. This module routes optimizer steps through the scaler and holds back
+learning-rate schedules after skipped steps.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from halfstep._scaler import (
     backup_of,
 )
 from halfstep._tools.run.amp_backward import Backward, FreshGradients
-from halfstep._tools.run.amp_forward import Forward
-from halfstep._tools.run.amp_script import ScriptState
+from halfstep._tools.run.amp_forward import Forward, ScriptState
 from halfstep.events import is_stepping, observe_contexts
 
 StepFunction = Callable[..., Any]

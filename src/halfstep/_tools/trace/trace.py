@@ -34,8 +34,7 @@ from halfstep._tools.trace.ops import (
     op_name,
     written_to,
 )
-from halfstep._tools.trace.recording import Recording
-from halfstep._tools.trace.rows import Cast, Row, Value, cast_bytes, computed_in
+from halfstep._tools.trace.rows import Cast, Recording, Row, Value, cast_bytes, computed_in
 from halfstep._version import __version__
 from halfstep.errors import CallOrderError
 from halfstep.events import PolicyOnDevice, active_policies, observe_ops

@@ -27,13 +27,15 @@ from halfstep._pytorch.modules import registers_of
 from halfstep._tools.tune.module_check import (
     KINDS,
     Comparison,
+    Depths,
     Difference,
     ModuleCheck,
     amax,
     difference,
     is_leaf,
+    outputs_rounded,
+    tolerance_for,
 )
-from halfstep._tools.tune.tolerances import Depths, outputs_rounded, tolerance_for
 
 # --- the task -------------------------------------------------------------------------------------
 
