@@ -17,10 +17,19 @@ from torch.optim.optimizer import (
 from halfstep._gradients.optimizers import Names, makes_step_of, members, require_optimizer
 from halfstep._master_weights.master_weights import weight_of, with_masters
 from halfstep._numerics.formats import dtype_name
+from halfstep._numerics.measure import counted_part
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import optimizer_step_depth
+
+LOOKED_AT = 1 << 16
+"""Approximate number of entries of a weight that are inspected, and copied before a step."""
+
+
+def looked_at(values: Tensor) -> Tensor:
+    """Return equally spaced rows of a weight or gradient."""
+    return counted_part(values, LOOKED_AT)
 
 
 class Counted(NamedTuple):
@@ -29,6 +38,11 @@ class Counted(NamedTuple):
     param: Tensor
     dtype: torch.dtype  # of the weight behind it
     counts: Tensor  # number of updates and of lost ones, [2], int64
+
+    def in_full(self) -> Tensor:
+        """Return the counts in the inspected part, extrapolated to the size of the tensor."""
+        values = local_part(self.param)
+        return self.counts.float() * (values.numel() / max(looked_at(values).numel(), 1))
 
 
 class _Before(NamedTuple):

@@ -59,7 +59,6 @@ class Model(_Event, tag="model", frozen=True):
     name: str  # the class name
     parameters: Count  # the number of entries
     modules: tuple[str, ...]  # in the order of execution
-    note: str | None = None
     rank: int | None = None  # set if the first rank lacks this model, as in a pipeline
 
 

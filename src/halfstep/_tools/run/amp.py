@@ -324,13 +324,10 @@ class Schedules:
     def _step(
         self, original: Callable[..., Any], scheduler: LRScheduler, *args: Any, **kwargs: Any
     ) -> Any:
-        if self._script.is_training and not self._try_move(scheduler):
-            return None
-        return original(scheduler, *args, **kwargs)
-
-    def _try_move(self, scheduler: LRScheduler) -> bool:
-        if optim.is_being_made(scheduler):
+        if self._script.is_training and optim.is_being_made(scheduler):
             self._due.note_move(scheduler)
-            return True
-        self._script.schedules.setdefault(type(scheduler).__name__)
-        return self._due.try_move(scheduler)
+        elif self._script.is_training:
+            self._script.schedules.setdefault(type(scheduler).__name__)
+            if not self._due.try_move(scheduler):
+                return None
+        return original(scheduler, *args, **kwargs)
