@@ -33,8 +33,7 @@ from examples.train_text import GPT, SIZES, GPTConfig
 import halfstep
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_reached
-from halfstep._master_weights.chunks import chunks_of
-from halfstep._master_weights.exchange import Exchange, Scratch
+from halfstep._master_weights.exchange import Exchange, Scratch, chunks_of
 from halfstep._master_weights.stores import STORES
 
 FLOAT32, PLAIN = "torch.autocast of float32", "no masters"

@@ -11,7 +11,7 @@ import torch
 from tests.lacking import NoFloat64, lacking
 
 from halfstep._gradients import scalars
-from halfstep._pytorch import amp, devices, transfers
+from halfstep._pytorch import amp, devices
 from halfstep._pytorch.devices import Card, card_of
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def test_where_float64_is_missing_the_cpu_has_it() -> None:
 
 def test_a_device_that_cannot_tell_of_arrivals_is_waited_for(monkeypatch) -> None:
     lacking(monkeypatch, has_arrivals=False)
-    found = transfers.to_host(torch.tensor([1.0, 2.0]))
+    found = devices.to_host(torch.tensor([1.0, 2.0]))
     assert found.has_arrived()
     assert found.wait().tolist() == [1.0, 2.0]
 
@@ -141,7 +141,7 @@ def test_other_devices_have_events_and_pinned_memory(monkeypatch) -> None:
 
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch, "empty_like", pinned)
-    found = transfers.to_host(SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
+    found = devices.to_host(SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
     assert asked == ["copied", "cuda", "recorded"]
     assert not found.has_arrived()
     assert isinstance(found.wait(), Pinned)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from halfstep._pytorch import amp, devices, transfers
+from halfstep._pytorch import amp, devices
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -67,7 +67,7 @@ def test_which_kernels_add_in_float32() -> None:
 def test_other_answers_hold() -> None:
     assert devices.has_float64(CUDA)
     assert devices.can_move_scale(CUDA)
-    found = transfers.to_host(torch.tensor([1.0, 2.0], device=CUDA))
+    found = devices.to_host(torch.tensor([1.0, 2.0], device=CUDA))
     assert found.values.is_pinned()
     assert found.wait().tolist() == [1.0, 2.0]
     assert found.has_arrived()

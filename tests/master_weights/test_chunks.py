@@ -8,8 +8,8 @@ from tests.device import DEVICE
 from torch import nn
 
 from halfstep import master_weights
-from halfstep._master_weights import chunks
-from halfstep._master_weights.chunks import chunks_of
+from halfstep._master_weights import exchange
+from halfstep._master_weights.exchange import chunks_of
 
 BF16 = torch.bfloat16
 
@@ -29,7 +29,7 @@ def give_gradients(params: list[nn.Parameter], seed: int) -> None:
 
 
 def test_chunks_of_limited_size_in_turn(many: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CACHED", 400)
+    monkeypatch.setattr(exchange, "CACHED", 400)
     params, optimizer, sizes = many
     optimizer.add_param_group({"params": params[20:]})
     master_weights(optimizer)
@@ -43,7 +43,7 @@ def test_chunks_of_limited_size_in_turn(many: Any, monkeypatch: pytest.MonkeyPat
 def test_a_closure_is_called_once_before_the_first_chunk(
     many: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "CACHED", 500)
+    monkeypatch.setattr(exchange, "CACHED", 500)
     params, optimizer, sizes = many
     master_weights(optimizer)
     calls = []
@@ -72,7 +72,7 @@ def test_a_small_model_is_one_chunk(many: Any) -> None:
 def test_a_chunk_fits_the_cache_of_a_cpu_and_is_a_tenth_elsewhere(
     device: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "CACHED", 30)
+    monkeypatch.setattr(exchange, "CACHED", 30)
     params = params_of(*[10] * 82, device=device)
     give_gradients(params, 0)
     params[0].grad = None
@@ -103,7 +103,7 @@ class Counts(torch.optim.Optimizer):
 def test_an_optimizer_that_is_not_of_pytorch_steps_all_parameters_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chunks, "CACHED", 10)
+    monkeypatch.setattr(exchange, "CACHED", 10)
     params = params_of(7, 5, 8)
     optimizer = master_weights(Counts(params))
     give_gradients(params, 0)

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfstep
 from halfstep import lost_updates, master_weights
-from halfstep._master_weights import chunks, exchange
+from halfstep._master_weights import exchange
 from halfstep._master_weights import master_weights as module
 from halfstep._master_weights.exchange import _flat
 from halfstep._master_weights.stores import Split, new_memory
@@ -1099,7 +1099,7 @@ def test_all_are_float32_where_another_step_was_put(many: Any) -> None:
 def test_all_are_float32_where_another_step_is_that_of_the_class(
     many: Any, is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "CACHED", 1)
+    monkeypatch.setattr(exchange, "CACHED", 1)
     params, optimizer, sizes = many
     original, calls = torch.optim.SGD.step, []
     optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
 from halfstep import master_weights
-from halfstep._master_weights.chunks import chunks_of
+from halfstep._master_weights.exchange import chunks_of
 from halfstep._master_weights.stores import STORES
 from halfstep._pytorch.distributed import in_place_of, is_dtensor, local_part
 
@@ -216,7 +216,7 @@ def chunks(rank: int) -> list[list[int]]:
     for param in params:
         param.grad = torch.zeros_like(param)
     numbers = {id(param): number for number, param in enumerate(params)}
-    with patch("halfstep._master_weights.chunks.CACHED", 8):
+    with patch("halfstep._master_weights.exchange.CACHED", 8):
         return [[numbers[id(param)] for param in chunk] for (chunk,) in chunks_of([params])]
 
 

@@ -153,7 +153,7 @@ def test_each_optimizer_has_its_own_share(tmp_path):
 
 
 def test_a_large_weight_is_looked_at_in_part_and_counts_in_full(tmp_path, monkeypatch):
-    monkeypatch.setattr("halfstep._tools.record.sample.LOOKED_AT", 64)
+    monkeypatch.setattr("halfstep._master_weights.lost_updates.LOOKED_AT", 64)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 128, bias=False), nn.Linear(128, 1, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)

@@ -60,7 +60,6 @@ def model_event(modules: Iterable[str] = LAYERS, **values: Any) -> Event:
         "name": "GPT",
         "parameters": 43_000_000,
         "modules": list(modules),
-        "note": None,
     } | values
 
 
@@ -437,7 +436,7 @@ def hostile(folder: Path) -> Path:
         folder,
         [
             header(command=[HOSTILE], machine=HOSTILE, device=HOSTILE, torch=HOSTILE),
-            model_event(names, name=HOSTILE, note=HOSTILE),
+            model_event(names, name=HOSTILE),
             policy(text=HOSTILE),
             rules(1, {"![x](http://x)|`": 0, HOSTILE: 2}),
             *(step(n) for n in range(1, 20)),

@@ -10,8 +10,7 @@ from halfstep._tools.record.read import read_run
 from halfstep._tools.report.page import render
 from halfstep._tools.report.page_tables import MOST_MODULES, precision_map
 from halfstep._tools.report.summarize import summarize
-from halfstep._tools.trace.recording import Recording
-from halfstep._tools.trace.rows import Row
+from halfstep._tools.trace.rows import Recording, Row
 
 
 def row(number, module, compute, seconds):

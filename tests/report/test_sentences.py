@@ -26,11 +26,11 @@ from tests.report.records import (
 import halfstep
 from halfstep._common.text import Code, code, names, plain, say
 from halfstep._tools.diagnose.diagnosis import Cure
+from halfstep._tools.line import Line
 from halfstep._tools.record.read import read_run
 from halfstep._tools.report.about_diagnoses import MOST_PLACES
 from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.text import sentences
-from halfstep._tools.line import Line
 
 
 def said_of(folder):

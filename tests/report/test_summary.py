@@ -180,10 +180,10 @@ def test_policies_are_told_when_they_change(tmp_path):
     )
 
 
-def test_notes_of_models_and_recorders_are_told_once(tmp_path):
+def test_notes_of_recorders_are_told_once(tmp_path):
     notes = [records.note(3, "compiled"), records.note(8, "compiled")]
-    summary = written(tmp_path, [records.model_event(note="shared"), records.step(9), *notes])
-    assert [(note.step, note.text) for note in summary.notes] == [(1, "shared"), (3, "compiled")]
+    summary = written(tmp_path, [records.step(9), *notes])
+    assert [(note.step, note.text) for note in summary.notes] == [(3, "compiled")]
 
 
 def test_a_run_with_only_a_header(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep._tools.tune.tolerances import (
+from halfstep._tools.tune.module_check import (
     MOST,
     Depths,
     outputs_rounded,

@@ -1,4 +1,4 @@
-"""Sentences as values with a severity and marked names, and formatting of text."""
+"""Sentences as values with a severity and marked names, formatting of text, and warnings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import re
 import shutil
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Literal, TextIO, TypeAlias
+
+from halfstep.errors import HalfstepWarning
 
 Severity: TypeAlias = Literal["good", "notice", "warning", "bad"]
 SEVERITIES: tuple[Severity, ...] = ("bad", "warning", "notice", "good")
@@ -204,3 +208,22 @@ def aligned(
         return (" " * indent + "  ".join(cells)).rstrip()
 
     return [text(line) for line in lines if isinstance(line, str) or shown]
+
+
+# --- warnings that name the line of the user's code -----------------------------------------------
+
+
+_NOT_THE_USERS = ("halfstep.", "torch.")
+
+
+def warn(text: str, category: type[Warning] = HalfstepWarning) -> None:
+    """Issue a warning at the innermost running line outside of halfstep and PyTorch.
+
+    Between that line and the caller may be functions of PyTorch, such as that of a scheduler around
+    ``optimizer.step``. Besides, accelerate hides warnings from PyTorch's modules.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)

@@ -22,6 +22,34 @@ from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import optimizer_step_depth
 
+LOOKED_AT = 1 << 16
+"""Approximate number of entries of a weight that are inspected, and copied before a step."""
+NUM_ROWS = 16
+"""Minimum number of rows in a sample."""
+ROW = 1024
+"""Length of the rows into which a vector is split."""
+
+
+def looked_at(values: Tensor, limit: int | None = None) -> Tensor:
+    """Return all entries, or equally spaced rows of a large tensor.
+
+    Args:
+        values: The entries.
+        limit: Number of entries above which a tensor is large; None for :data:`LOOKED_AT`.
+    """
+    limit = limit or LOOKED_AT
+    if values.numel() <= limit:
+        return values
+    if values.ndim < 2:
+        flat = values.reshape(-1)
+        rows = flat[: flat.numel() // ROW * ROW].view(-1, ROW)
+    else:
+        # In a convolution weight the last dimension is only a part of a row.
+        is_matrix_of_rows = values.shape[-1] > 7
+        rows = values.reshape(-1, values.shape[-1]) if is_matrix_of_rows else values.flatten(1)
+    sample = rows[:: max(rows.shape[0] // max(limit // rows.shape[1], NUM_ROWS), 1)]
+    return sample[:, :: max(sample.numel() // (NUM_ROWS * limit), 1)]  # shortens long rows
+
 
 class Counted(NamedTuple):
     """The updates of one parameter in one step, counted."""
@@ -29,6 +57,11 @@ class Counted(NamedTuple):
     param: Tensor
     dtype: torch.dtype  # of the weight behind it
     counts: Tensor  # number of updates and of lost ones, [2], int64
+
+    def in_full(self) -> Tensor:
+        """Return the counts in the inspected part, extrapolated to the size of the tensor."""
+        values = local_part(self.param)
+        return self.counts.float() * (values.numel() / max(looked_at(values).numel(), 1))
 
 
 class _Before(NamedTuple):

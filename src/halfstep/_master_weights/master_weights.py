@@ -28,8 +28,13 @@ from halfstep._gradients.optimizers import (
     with_closure,
 )
 from halfstep._gradients.scalars import describe
-from halfstep._master_weights.chunks import step_in_chunks, steps_one_at_a_time
-from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight
+from halfstep._master_weights.exchange import (
+    Exchange,
+    Scratch,
+    float32_weight,
+    step_in_chunks,
+    steps_one_at_a_time,
+)
 from halfstep._master_weights.stores import STORES, Split, Store
 from halfstep._pytorch.distributed import (
     has_process_group,

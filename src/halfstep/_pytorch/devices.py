@@ -1,4 +1,4 @@
-"""What PyTorch has for each type of device, and what a GPU's card computes: facts with sources.
+"""What PyTorch has for each type of device, copies to the host, and what a GPU's card computes.
 
 A path that avoids a missing kernel is chosen by this table, not by trying. Only a device that
 PyTorch does not know is asked, once, for pinned memory and events. Files are PyTorch's,
@@ -144,6 +144,87 @@ def can_move_scale(device: torch.device) -> bool:
 @cache
 def _card_has_float64(device: torch.device) -> bool:
     return bool(torch.xpu.get_device_properties(device).has_fp64)
+
+
+# --- copies on their way to the host --------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """A copy on the host, to be read once it has arrived.
+
+    Attributes:
+        values: The copy.
+        arrival: The event after it; None if it is there already.
+    """
+
+    values: torch.Tensor
+    arrival: torch.Event | None = None
+
+    def has_arrived(self) -> bool:
+        """Return whether ``values`` can be read. Sync: none."""
+        return self.arrival is None or self.arrival.query()
+
+    def wait(self) -> torch.Tensor:
+        """Return the copy once it has arrived. Sync: one."""
+        if self.arrival is not None and not self.arrival.query():
+            self.arrival.synchronize()
+        return self.values
+
+
+def to_host(tensor: torch.Tensor) -> Transfer:
+    """Start copying a tensor of an accelerator into pinned memory; return one on the CPU itself.
+
+    Sync: none; one on a device that cannot tell when a copy has arrived.
+    """
+    device = tensor.device.type
+    if device == "cpu":
+        return Transfer(tensor)
+    if not facts(device).has_arrivals:
+        return Transfer(tensor.cpu())
+    values = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    values.copy_(tensor, non_blocking=True)
+    arrival = torch.Event(device)
+    arrival.record()
+    return Transfer(values, arrival)
+
+
+class HostCopy:
+    """The newest copy of a small tensor that has arrived on the host.
+
+    A CPU tensor is used directly. An accelerator's is copied asynchronously and arrives some steps
+    later. Sync: none, except as in :func:`to_host`.
+    """
+
+    def __init__(self) -> None:
+        self._values: torch.Tensor | None = None
+        self._under_way: Transfer | None = None
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Start a copy; do nothing while an earlier one is still in flight."""
+        if tensor.device.type == "cpu":
+            self._values = tensor
+            return
+        self._receive()
+        if self._under_way is None and not is_capturing(tensor.device):
+            self._under_way = to_host(tensor)
+
+    def latest(self, *, wait: bool = False) -> torch.Tensor | None:
+        """Return the newest copy on the CPU, None if none has arrived; ``wait``: one sync."""
+        if wait and self._under_way is not None:
+            self._under_way.wait()
+        self._receive()
+        return self._values
+
+    def _receive(self) -> None:
+        if self._under_way is not None and self._under_way.has_arrived():
+            self._values, self._under_way = self._under_way.values, None
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether ops on a device are recorded for a CUDA graph."""
+    # In a graph, the copy would be repeated at every replay, and the event could not be queried.
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 # --- cards ----------------------------------------------------------------------------------------

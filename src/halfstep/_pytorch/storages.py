@@ -1,14 +1,15 @@
-"""Tensor memory: its users, its streams, and aliases."""
+"""Tensor memory: its users, its streams, aliases, and the plain tensors that hold values."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.multiprocessing.reductions
 
+from halfstep._pytorch import distributed, modes
 from halfstep._pytorch.dispatch import callable_of
 from halfstep._pytorch.modes import is_fake, no_torch_function
 
@@ -133,3 +134,50 @@ def computed_from(source: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     stand_in: torch.Tensor = _unsafe_view(source, source.shape)
     stand_in.data = values
     return stand_in
+
+
+# --- plain tensors of a tensor of any kind --------------------------------------------------------
+
+
+_NOT_SUBCLASSED = torch.Tensor.__torch_dispatch__
+_OF_TRACERS = ("FakeTensor", "FunctionalTensor", "ProxyTensor")
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """Return the plain tensors that hold the values of a tensor; None if they are inaccessible.
+
+    Inside of ``torch.func`` this is the wrapped tensor, with all samples of ``vmap``; for a DTensor
+    the local part; for a sparse tensor its values; for a subclass the tensors named by
+    ``__tensor_flatten__``. Call it inside of :func:`modes.outside_of_transforms`.
+    """
+    if modes.is_inside_functorch(tensor):
+        return parts_of(torch._C._functorch.get_unwrapped(tensor))
+    if tensor.is_meta or modes.is_fake(tensor):
+        return None
+    if distributed.is_dtensor(tensor):
+        return parts_of(distributed.local_part(tensor))
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        inner = [parts_of(getattr(tensor, name)) for name in names]
+        return [part for parts in inner if parts is not None for part in parts]
+    if is_made_of_others(type(tensor)):
+        return None
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values()]
+    if tensor.layout is not torch.strided:
+        is_compressed = "sparse" in str(tensor.layout)
+        return [tensor.detach().values()] if is_compressed else None
+    return [tensor.detach().values() if tensor.is_nested else tensor.detach()]
+
+
+def is_made_of_others(cls: type) -> bool:
+    """Return whether a class of tensors implements ops with ops on other tensors."""
+    return (
+        getattr(cls, "__torch_dispatch__", _NOT_SUBCLASSED) != _NOT_SUBCLASSED
+        and cls.__name__ not in _OF_TRACERS
+    )
+
+
+def any_made_of_others(classes: Iterable[Any]) -> bool:
+    """Return whether :func:`is_made_of_others` is true for any of several classes."""
+    return any(cls is not torch.Tensor and is_made_of_others(cls) for cls in classes)

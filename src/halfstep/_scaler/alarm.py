@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from halfstep._common.numbers import power, things
-from halfstep._common.warn import warn
+from halfstep._common.text import warn
 from halfstep._gradients.scalars import checked_count
 from halfstep._scaler.culprits import Culprit
 from halfstep._scaler.journal import Journal

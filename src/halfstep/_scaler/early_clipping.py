@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power
-from halfstep._common.warn import warn
+from halfstep._common.text import warn
 from halfstep._gradients.optimizers import name
-from halfstep._pytorch.transfers import HostCopy
+from halfstep._pytorch.devices import HostCopy
 
 NUM_STEPS = 3
 """Number of finite first steps of each optimizer that are compared: clipping happens from the

@@ -35,9 +35,8 @@ from halfstep._gradients.scalars import (
 )
 from halfstep._pytorch.amp import increment_version
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._pytorch.devices import to_device
+from halfstep._pytorch.devices import is_capturing, to_device
 from halfstep._pytorch.modes import is_inside_functorch
-from halfstep._pytorch.transfers import is_capturing
 from halfstep._scaler.scale_state import ScaleState, changed, next_state
 from halfstep._scaler.schedules import Schedule
 from halfstep._scaler.updates import LAG, Kernel, Number, PendingUpdate

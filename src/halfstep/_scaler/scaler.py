@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power
-from halfstep._common.warn import warn
+from halfstep._common.text import warn
 from halfstep._gradients.optimizers import (
     handles_scale,
     name,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from halfstep._gradients.scalars import round_to_float32
 from halfstep._pytorch.amp import update_scale_
-from halfstep._pytorch.devices import can_move_scale
-from halfstep._pytorch.transfers import Transfer, to_host
+from halfstep._pytorch.devices import Transfer, can_move_scale, to_host
 from halfstep._scaler.scale_state import MOST_UNKNOWN, ScaleState
 
 LAG = MOST_UNKNOWN - 1

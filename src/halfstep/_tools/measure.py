@@ -17,16 +17,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from halfstep._common.formats import FORMATS
+from halfstep._master_weights.lost_updates import looked_at
 from halfstep._pytorch import distributed, modes, storages
 from halfstep._tools.statistics import Statistics, binned
 
 LARGE = {"cpu": 2**16}
 """Maximum number of entries that are all counted, by device type: a CPU counts slowly."""
 LARGE_ELSEWHERE = 2**24
-NUM_ROWS = 16
-"""Minimum number of rows in a sample."""
-ROW = 1024
-"""Length of the rows into which a vector is split."""
 
 
 def float_values(tensor: Tensor) -> Tensor | None:
@@ -45,27 +42,6 @@ def float_values(tensor: Tensor) -> Tensor | None:
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     return values if values.is_floating_point() else None
-
-
-def counted_part(values: Tensor, limit: int | None = None) -> Tensor:
-    """Return the counted entries: all, or equally spaced rows of a large tensor.
-
-    Args:
-        values: The entries.
-        limit: Number of entries above which a tensor is large; None for the limit of its device.
-    """
-    limit = limit or LARGE.get(values.device.type, LARGE_ELSEWHERE)
-    if values.numel() <= limit:
-        return values
-    if values.ndim < 2:
-        flat = values.reshape(-1)
-        rows = flat[: flat.numel() // ROW * ROW].view(-1, ROW)
-    else:
-        # In a convolution weight the last dimension is only a part of a row.
-        is_matrix_of_rows = values.shape[-1] > 7
-        rows = values.reshape(-1, values.shape[-1]) if is_matrix_of_rows else values.flatten(1)
-    sample = rows[:: max(rows.shape[0] // max(limit // rows.shape[1], NUM_ROWS), 1)]
-    return sample[:, :: max(sample.numel() // (NUM_ROWS * limit), 1)]  # shortens long rows
 
 
 def extremes(tensor: Tensor) -> tuple[float, float] | None:
@@ -140,7 +116,7 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
     values = float_values(tensor)
     if values is None:
         return None
-    sample, amax = counted_part(values), None
+    sample, amax = looked_at(values, LARGE.get(values.device.type, LARGE_ELSEWHERE)), None
     if sample is not values:
         low, high = torch.stack(torch.aminmax(values)).tolist()
         amax = max(-low, high)

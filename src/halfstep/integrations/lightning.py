@@ -271,7 +271,24 @@ def _scaler_of(trainer: Trainer) -> GradScaler | None:
     return scaler if isinstance(scaler, GradScaler) else None
 
 
-class RecordRun(Callback):
+class _ThroughTraining(Callback):
+    """A callback with contexts that last until the training ends."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the contexts."""
+        self._stack.close()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave the contexts, with the exception as the reason."""
+        self._stack.__exit__(type(exception), exception, exception.__traceback__)
+
+
+class RecordRun(_ThroughTraining):
     """A callback that records the training for ``halfstep report``, and logs its scalars.
 
     The loggers of the Trainer get the scalars of :mod:`halfstep.sinks`.
@@ -291,9 +308,9 @@ class RecordRun(Callback):
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int = 50) -> None:
+        super().__init__()
         self.path, self.every = path, every
         self.run: record | None = None  # the current recording
-        self._stack = ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start recording."""
@@ -308,18 +325,7 @@ class RecordRun(Callback):
                 sinks=[_Logger(logger) for logger in trainer.loggers],
             )
         )
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop recording."""
-        self.run = None
-        self._stack.close()
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Stop recording, with the exception as the reason."""
-        self.run = None
-        self._stack.__exit__(type(exception), exception, exception.__traceback__)
+        self._stack.callback(setattr, self, "run", None)
 
 
 class _Logger:
@@ -332,7 +338,7 @@ class _Logger:
         self._logger.log_metrics(prefixed(scalars), step)
 
 
-class Diagnose(Callback):
+class Diagnose(_ThroughTraining):
     """A callback that diagnoses bad steps, as :func:`halfstep.diagnose` does around a loop.
 
     A diagnosis is issued as a warning. It is also recorded if :class:`RecordRun` is a callback too.
@@ -345,8 +351,8 @@ class Diagnose(Callback):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.found: list[Diagnosis] = []
-        self._stack = ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start diagnosing."""
@@ -362,13 +368,3 @@ class Diagnose(Callback):
 
         scaler = _scaler_of(trainer) or GradScaler(enabled=False)
         self.watch = self._stack.enter_context(diagnose(scaler, model=pl_module, tell=tell))
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop diagnosing."""
-        self._stack.close()
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Stop diagnosing; an error about dtypes gets a note."""
-        self._stack.__exit__(type(exception), exception, exception.__traceback__)

@@ -76,7 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         parts = [] if machine is None else ["\n".join(_machine_lines(machine))]
         if arguments.scripts:
-            parts.append(str(checkup) if checkup else _all_well(arguments.scripts))
+            first, *others = arguments.scripts
+            files = f"{len(arguments.scripts)} files" if others else first
+            parts.append(str(checkup) if checkup else f"good: {files}: nothing found")
         tell("\n\n".join(parts))
     return 0 if checkup.is_well else 1
 
@@ -149,11 +151,6 @@ def _measured() -> MachineReport:
         )
     finally:
         print("\r              \r", end="", file=sys.stderr)
-
-
-def _all_well(scripts: list[Path]) -> str:
-    files = str(scripts[0]) if len(scripts) == 1 else f"{len(scripts)} files"
-    return f"good: {files}: nothing found"
 
 
 def _machine_lines(machine: MachineReport) -> Iterator[str]:

@@ -81,7 +81,12 @@ def doctor(
         if not callable(step_fn):
             raise TypeError(f"doctor(step_fn={step_fn!r}): pass the function that does a step")
         given, read = _with_function(given, step_fn)
-    return Checkup([*objects.findings(given), *_flags(given), *read])
+    found = [*objects.findings(given), *read]
+    device = next((param.device for param in given.held), None)
+    if device is not None:
+        card = card_of(device) if device.type == "cuda" else None
+        found += hardware.findings(device.type, given.dtype, card)
+    return Checkup(found)
 
 
 def _with_function(given: Training, step_fn: Callable[..., Any]) -> tuple[Training, list[Finding]]:
@@ -115,14 +120,6 @@ def _with_function(given: Training, step_fn: Callable[..., Any]) -> tuple[Traini
 
 def _of(objects: Iterable[object], *kinds: type) -> tuple[Any, ...]:
     return tuple({id(each): each for each in objects if isinstance(each, kinds)}.values())
-
-
-def _flags(training: Training) -> Iterator[Finding]:
-    device = next((param.device for param in training.held), None)
-    if device is None:
-        return
-    card = card_of(device) if device.type == "cuda" else None
-    yield from hardware.findings(device.type, training.dtype, card)
 
 
 def _checked(name: str, value: Any, *kinds: type) -> Any:

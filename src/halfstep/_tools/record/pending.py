@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep._pytorch.devices import to_device
-from halfstep._pytorch.transfers import Transfer, to_host
+from halfstep._pytorch.devices import Transfer, to_device, to_host
 from halfstep._scaler import Outcome, pack, unpack
 from halfstep._tools.record.files import Event
 

@@ -37,8 +37,7 @@ from halfstep._tools.record.run import (
     Step,
 )
 from halfstep._tools.statistics import merged
-from halfstep._tools.trace.recording import Recording
-from halfstep._tools.trace.rows import grouped
+from halfstep._tools.trace.rows import Recording, grouped
 from halfstep.errors import RecordError
 
 LONGEST_REASON = 120
@@ -376,15 +375,11 @@ def _joined_steps(ranks: Iterable[RankRecord]) -> Iterator[Step]:
     for step in first.steps:
         alike = {first.number: step}
         for other, its in waiting.items():
-            _leave_out(its, before=step.step)
+            while its and its[0].step < step.step:
+                its.popleft()
             if its and its[0].step == step.step:
                 alike[other] = its.popleft()
         yield _joined_step(step, alike)
-
-
-def _leave_out(steps: deque[Step], before: int) -> None:
-    while steps and steps[0].step < before:
-        steps.popleft()
 
 
 def _joined_step(first: Step, alike: Mapping[int, Step]) -> Step:
@@ -414,19 +409,14 @@ def _mean(values: list[float]) -> float | None:
 
 def _first_disagreement(first: Sequence[Step], other: RankRecord) -> Note | None:
     """Return the first step that another rank has made in another way than the first rank."""
-    notes = (_disagreement(*steps, other.number) for steps in zip(first, other.steps, strict=False))
-    return next((note for note in notes if note is not None), None)
-
-
-def _disagreement(mine: Step, its: Step, number: int) -> Note | None:
-    """Return how the step of a rank differs from the first rank's; None if it does not."""
-    if (mine.taken, mine.scale_after) == (its.taken, its.scale_after):
-        return None
-    text = (
-        f"ranks disagree from step {mine.step} on: rank {number} {_verdict(its)}, "
-        f"the first rank {_verdict(mine)}"
-    )
-    return Note(mine.step, text)
+    for mine, its in zip(first, other.steps, strict=False):
+        if (mine.taken, mine.scale_after) != (its.taken, its.scale_after):
+            text = (
+                f"ranks disagree from step {mine.step} on: rank {other.number} {_verdict(its)}, "
+                f"the first rank {_verdict(mine)}"
+            )
+            return Note(mine.step, text)
+    return None
 
 
 def _verdict(step: Step) -> str:
@@ -439,14 +429,14 @@ def _verdict(step: Step) -> str:
 def _joined_models(ranks: Iterable[RankRecord]) -> list[Model]:
     """Return the models of the first rank, and those that only others have."""
     first, *others = ranks
-    known = [_looks(model) for model in first.of(Model)]
+    known = [(model.name, model.parameters, model.modules) for model in first.of(Model)]
     own = ((rank.number, model) for rank in others for model in rank.of(Model))
-    new = (replace(each, rank=rank) for rank, each in own if _looks(each) not in known)
+    new = (
+        replace(model, rank=rank)
+        for rank, model in own
+        if (model.name, model.parameters, model.modules) not in known
+    )
     return [*first.of(Model), *new]
-
-
-def _looks(model: Model) -> tuple[object, ...]:
-    return model.name, model.parameters, model.modules
 
 
 def _first_error(ranks: Iterable[RankRecord]) -> tuple[str | None, int | None]:
@@ -467,14 +457,10 @@ def _first_error(ranks: Iterable[RankRecord]) -> tuple[str | None, int | None]:
 
 def _joined_samples(ranks: Iterable[RankRecord]) -> Iterator[Sample]:
     """Yield one sample for each step that any rank has sampled, in order."""
-    alike = grouped(_by_step(ranks, Sample), lambda sample: sample.step)
-    return map(_joined_sample, alike.values())
-
-
-def _joined_sample(samples: Sequence[Sample]) -> Sample:
-    if len(samples) == 1:
-        return samples[0]
-    measured = (tensor for sample in samples for tensor in sample.tensors)
-    tensors = grouped(measured, lambda each: (each.kind, each.name, each.dtype))
-    together = (Measured.of(*key, merged(alike)) for key, alike in tensors.items())
-    return replace(samples[0], tensors=tuple(together))
+    for first, *others in grouped(_by_step(ranks, Sample), lambda sample: sample.step).values():
+        if others:
+            measured = (tensor for sample in (first, *others) for tensor in sample.tensors)
+            tensors = grouped(measured, lambda each: (each.kind, each.name, each.dtype))
+            together = (Measured.of(*key, merged(alike)) for key, alike in tensors.items())
+            first = replace(first, tensors=tuple(together))
+        yield first

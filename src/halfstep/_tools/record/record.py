@@ -24,7 +24,7 @@ from halfstep._pytorch.listeners import (
 )
 from halfstep._scaler import GradScaler
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.record.files import SCHEMA, Event, LateWriter, LineWriter, file_of
+from halfstep._tools.record.files import SCHEMA, LateWriter, LineWriter, file_of
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.recorder import Recorder
 from halfstep._version import __version__
@@ -132,7 +132,23 @@ class record:
     def _writer(self) -> LineWriter | LateWriter:
         """Return what writes the record of this process, with its first line written."""
         writer = LineWriter(file_of(self.path, rank()))
-        writer.write(_header(self._every, self._started))
+        writer.write(
+            {
+                "event": "run",
+                "schema": SCHEMA,
+                "halfstep": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "rank": rank(),
+                "world_size": num_ranks(),
+                "device": None,  # written at the first step: the script chooses the device
+                "machine": device_name("cpu"),
+                "cores": os.cpu_count(),
+                "started": self._started.isoformat(timespec="seconds"),
+                "command": sys.argv,
+                "every": self._every,
+            }
+        )
         return writer
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -197,24 +213,6 @@ class record:
     def num_skipped(self) -> int:
         """Number of iterations with a step known to be skipped; complete after the block."""
         return 0 if self._recorder is None else len(self._recorder.skipped)
-
-
-def _header(every: int, started: datetime) -> Event:
-    return {
-        "event": "run",
-        "schema": SCHEMA,
-        "halfstep": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "rank": rank(),
-        "world_size": num_ranks(),
-        "device": None,  # written at the first step: the script chooses the device
-        "machine": device_name("cpu"),
-        "cores": os.cpu_count(),
-        "started": started.isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "every": every,
-    }
 
 
 def _text(error: BaseException | None) -> str | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power, things
-from halfstep._common.warn import warn
+from halfstep._common.text import warn
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.norms import norms_of
 from halfstep._gradients.optimizers import Rounds
@@ -183,10 +183,13 @@ class Recorder:
         for outcome, loss in zip(outcomes, self._losses_of(outcomes), strict=True):
             norm = self._norm_of(outcome.optimizer)
             if norm is None and self._sampler.is_open and not outcome.is_measured:
-                norm = _norm_of_outcome(outcome)
+                # Unknown if the optimizer unscaled the gradients itself, or if they are gone.
+                with suppress(CallOrderError):
+                    norm = torch.tensor(outcome.norm, dtype=torch.float32)
             name = outcome.optimizer_name
             self._add_step(self.num_steps + 1, outcome.optimizer, name, outcome, loss, norm)
-            if _may_be_skipped(outcome):
+            # Without a wait: whether the newest state on the host ends with skips.
+            if outcome.loss_scale.state.skipped_in_a_row > 0:
                 self._write_culprits(outcome)
                 self._write_buffers(self.num_steps + 1)
         self.num_steps += 1
@@ -529,18 +532,6 @@ class Recorder:
 def _sum(losses: Sequence[Tensor]) -> Tensor:
     """Return the sum on the device of the last one."""
     return torch.stack([to_device(loss, losses[-1].device) for loss in losses]).sum()
-
-
-def _may_be_skipped(outcome: Outcome) -> bool:
-    """Return whether the newest state on the host ends with skips. Sync: none."""
-    return outcome.loss_scale.state.skipped_in_a_row > 0
-
-
-def _norm_of_outcome(outcome: Outcome) -> Tensor | None:
-    try:
-        return torch.tensor(outcome.norm, dtype=torch.float32)
-    except CallOrderError:
-        return None  # the optimizer unscaled the gradients itself, or they are gone
 
 
 def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:

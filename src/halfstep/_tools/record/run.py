@@ -14,7 +14,7 @@ from halfstep._common.formats import FORMATS
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.json import LARGEST, Count, Scale, Seconds, Share
 from halfstep._tools.statistics import Statistics
-from halfstep._tools.trace.recording import Recording
+from halfstep._tools.trace.rows import Recording
 
 Kind: TypeAlias = Literal["parameter", "parameter_gradient", "output", "output_gradient"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -59,7 +59,6 @@ class Model(_Event, tag="model", frozen=True):
     name: str  # the class name
     parameters: Count  # the number of entries
     modules: tuple[str, ...]  # in the order of execution
-    note: str | None = None
     rank: int | None = None  # set if the first rank lacks this model, as in a pipeline
 
 

@@ -22,20 +22,17 @@ from halfstep._autocast import Rule, default_device
 from halfstep._common.formats import FORMATS, FORMATS_BY_DTYPE, dtype_name
 from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
-from halfstep._master_weights.lost_updates import Counted, OpenSteps
+from halfstep._master_weights.lost_updates import Counted, OpenSteps, looked_at
 from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.amp import Switches
 from halfstep._pytorch.devices import to_device
-from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modules import GlobalHooks
-from halfstep._tools.measure import counted_part, measure
+from halfstep._tools.measure import measure
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.run import KINDS, Kind, Measured
 from halfstep._tools.statistics import Statistics, merged
 from halfstep.events import PolicyOnDevice, active_policies, count_rules, observe_contexts
 
-LOOKED_AT = 1 << 16
-"""Approximate number of entries of a weight that are inspected, and copied before a step."""
 OUTERMOST = "(model)"
 """The name of the outermost module."""
 COMPILED = (
@@ -320,7 +317,7 @@ class UpdateCounter:
     def __init__(self, say: Callable[[str], None], is_listening: Callable[[], bool]) -> None:
         self._say, self._is_listening = say, is_listening
         self._hook: RemovableHandle | None = None
-        self._steps = OpenSteps(_part)
+        self._steps = OpenSteps(looked_at)
         self._counted: dict[int, Counted] = {}
 
     def begin(self) -> None:
@@ -358,8 +355,7 @@ class UpdateCounter:
         if not found:
             return None
         device = found[-1].counts.device
-        in_full = [each.counts.float() * _size_to_part(each.param) for each in found]
-        total = torch.stack([to_device(each, device) for each in in_full]).sum(0)
+        total = torch.stack([to_device(each.in_full(), device) for each in found]).sum(0)
         return total[1] / total[0]
 
     def end(self, measured: list[Measured], params: Iterable[tuple[str, Tensor]]) -> list[Measured]:
@@ -383,14 +379,3 @@ class UpdateCounter:
             else each
             for each in measured
         ]
-
-
-def _part(values: Tensor) -> Tensor:
-    """Return the inspected entries of a weight or gradient."""
-    return counted_part(values, LOOKED_AT)
-
-
-def _size_to_part(param: Tensor) -> float:
-    """Return the ratio of a tensor's size to that of its inspected part."""
-    values = local_part(param)
-    return values.numel() / max(_part(values).numel(), 1)

@@ -23,8 +23,7 @@ from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._pytorch import modes
 from halfstep._pytorch.dispatch import overload_of
-from halfstep._pytorch.parts import is_made_of_others, parts_of
-from halfstep._pytorch.storages import ByMemory
+from halfstep._pytorch.storages import ByMemory, is_made_of_others, parts_of
 from halfstep._tools.measure import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
 from halfstep._tools.replay import ABSORBED, NO_END
 from halfstep._tools.replay.observer import OpCall, OpKey, OpObserver

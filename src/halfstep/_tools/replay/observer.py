@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halfstep._common.module_names import replicated
 from halfstep._common.nested import tensors_in
 from halfstep._pytorch import compiler, distributed, modes
-from halfstep._pytorch.parts import any_made_of_others
+from halfstep._pytorch.storages import any_made_of_others
 from halfstep._tools.replay.undo import UndoLog
 from halfstep._tools.trace.ops import OpMode, OpPlace, RunningModules, op_name, written_to
 from halfstep._tools.trace.rows import Phase

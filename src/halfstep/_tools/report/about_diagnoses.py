@@ -22,7 +22,10 @@ _REPLAYED = {
 
 def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
     """Yield sentences on which ops made steps bad, with the cures."""
+    weights, first = {x.name for x in summary.of_kind("parameter")}, summary.went_bad_at
     for place in summary.bad_places[:MOST_PLACES]:
+        # An op that reads a weight which an earlier bad step has left with inf or NaN.
+        follows = first is not None and first < place.steps[0] and place.diagnosis.tensor in weights
         yield say(
             severity_of(place, summary),
             when(place, summary).capitalize(),
@@ -30,7 +33,7 @@ def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
             ".",
             cure=_cure(place.diagnosis.cure),
             evidence="diagnoses",
-            follows=_follows(place, summary),
+            follows=follows,
         )
     left = summary.bad_places[MOST_PLACES:]
     if left:
@@ -40,13 +43,6 @@ def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
             f"{things(len(left), 'more place')} went bad in other steps.",
             evidence="diagnoses",
         )
-
-
-def _follows(place: BadPlace, summary: Summary) -> bool:
-    """Return whether the op read a weight that an earlier bad step had left with inf or NaN."""
-    weights = {layer.name for layer in summary.of_kind("parameter")}
-    first = summary.went_bad_at
-    return first is not None and first < place.steps[0] and place.diagnosis.tensor in weights
 
 
 def severity_of(place: BadPlace, summary: Summary) -> Severity:

@@ -130,30 +130,23 @@ def about_rise(summary: Summary) -> Iterator[Sentence]:
         )
 
 
-_IF_IT_DEPENDS_ON_THE_SCALE = (
-    " If the loss depends on the scale, as a gradient penalty may, start at a smaller init_scale.",
-)
-
-
 def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
     weights_are_bad = any(x.inf or x.nan for x in summary.of_kind("parameter"))
     overflowed = next((x for x in summary.of_kind("output") if x.inf), None)
     if overflowed is None or weights_are_bad:
-        return (
+        cure = (
             " Check the batch of that step, the learning rate, and log(), division and sqrt() at 0 "
-            "in the loss, which should run in float32.",
-            *(_IF_IT_DEPENDS_ON_THE_SCALE if summary.has_scaler else ()),
+            "in the loss, which should run in float32."
         )
+        of_scale = (
+            " If the loss depends on the scale, as a gradient penalty may, start at a smaller "
+            "init_scale."
+        )
+        return (cure, of_scale) if summary.has_scaler else (cure,)
     call = island(overflowed.name, summary)
-    keep = (
-        ()
-        if call is None
-        else (
-            ": keep that module in float32, ",
-            call,
-            ", unless its inputs had inf already",
-        )
-    )
+    keep: tuple[str | Code, ...] = ()
+    if call is not None:
+        keep = ": keep that module in float32, ", call, ", unless its inputs had inf already"
     outputs = summary.of_kind("output")
     later = outputs[outputs.index(overflowed) + 1 :]
     # What these would do with finite inputs is not known: a replay finds it.
@@ -255,12 +248,18 @@ def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
             f" The skips do not end: the last {count(steps.skipped_at_end)} iterations were all "
             "skipped, and nothing was learned in them."
         )
+    has_other_cause = (
+        _explained(summary).issuperset(later)
+        or steps.reasons.get("loss", 0) >= num
+        or (summary.scale is not None and bool(summary.scale.stuck))
+        or summary.follows_from(later[0])
+    )
     return say(
         severity_of_skips(steps),
         *parts,
         cure=_cure(summary, later),
         evidence="skips",
-        follows=_has_other_cause(summary),
+        follows=has_other_cause,
     )
 
 
@@ -276,17 +275,6 @@ def _explained(summary: Summary) -> set[int]:
     """Return the steps of which a diagnosis names the cause."""
     places = (p for p in summary.bad_places if p.diagnosis.verdict not in ("none", "unknown"))
     return {step for place in places for step in place.steps}
-
-
-def _has_other_cause(summary: Summary) -> bool:
-    """Return whether these skips are consequences of problems that other sentences describe."""
-    steps, scale = summary.steps, summary.scale
-    return (
-        _explained(summary).issuperset(steps.later)
-        or steps.reasons.get("loss", 0) >= steps.num_skipped_later
-        or (scale is not None and bool(scale.stuck))
-        or summary.follows_from(steps.later[0])
-    )
 
 
 def known_origins(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, int]]:
@@ -330,23 +318,21 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
         )
         return
     known = known_origins(summary, later)
-    cures: list[tuple[str | Code, ...]] = []
     call = island(known[0][0].module, summary) if known else None
     gradients = summary.gradients
     is_possible = gradients is None or not gradients.window.is_empty
+    yield " What helps:"
     if is_possible and scale and scale.overflowed_at is not None and scale.overflowed_at > 1:
         below = power_below(scale.overflowed_at)
         first = "" if below >= _DEFAULT_SCALE else f"init_scale={literal(below)}, "
-        option = Code(f"halfstep.GradScaler({first}max_scale={literal(below)})")
-        cures.append((" stay below the scales that overflow, ", option))
+        yield " stay below the scales that overflow, "
+        yield Code(f"halfstep.GradScaler({first}max_scale={literal(below)})")
+        yield ", or"
     elif call is not None:  # where the scale alone is too large, other modules overflow next
-        cures.append((" keep that module in float32, ", call))
-    cures.append((" use bf16 where the device has it",))
-    yield " What helps:"
-    for position, cure in enumerate(cures):
-        yield "" if not position else ", or" if position == len(cures) - 1 else ","
-        yield from cure
-    yield "."
+        yield " keep that module in float32, "
+        yield call
+        yield ", or"
+    yield " use bf16 where the device has it."
 
 
 def about_scale(summary: Summary) -> Iterator[Sentence]:

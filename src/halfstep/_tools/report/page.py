@@ -62,7 +62,7 @@ EVIDENCE = {
 
 def render(summary: Summary, run: Run) -> str:
     """Return the page of a run, with numbers from the summary and drawings from the run."""
-    said = sentences(summary)
+    said, command = sentences(summary), summary.facts.command
     worst = min((sentence.severity for sentence in said), key=SEVERITIES.index)
     maps = heat(summary, run)
     table = layer_table(summary) if summary.layers else None
@@ -72,8 +72,8 @@ def render(summary: Summary, run: Run) -> str:
         sentences=said,
         severity=worst,
         verdict=SEVERITY_WORDS[worst][1],
-        script_name=_script_name(summary),
-        command=shlex.join(summary.facts.command),
+        script_name=PurePath(command[0]).name if command and command[0] else "Recorded run",
+        command=shlex.join(command),
         places=[(when(place, summary), str(place.diagnosis)) for place in summary.bad_places],
         tiles=tiles(summary),
         figure=partial(figure, summary),
@@ -149,11 +149,6 @@ def _island(data: Any) -> Markup:
 
 
 # --- words ----------------------------------------------------------------------------------------
-
-
-def _script_name(summary: Summary) -> str:
-    command = summary.facts.command
-    return PurePath(command[0]).name if command and command[0] else "Recorded run"
 
 
 def _date(started: str) -> str:

@@ -11,8 +11,7 @@ from halfstep._common.formats import FORMATS
 from halfstep._tools.record.run import Kind
 from halfstep._tools.report.drawing import Axis, Tick, bars
 from halfstep._tools.report.summary import NOTABLE, Layer, Summary
-from halfstep._tools.trace.recording import Recording
-from halfstep._tools.trace.rows import Row, grouped, short
+from halfstep._tools.trace.rows import Recording, Row, grouped, short
 
 KIND_TITLES: dict[Kind, str] = {
     "output": "Outputs",

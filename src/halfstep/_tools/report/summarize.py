@@ -12,7 +12,7 @@ from statistics import fmean, median, quantiles
 from typing import NamedTuple, TypeAlias
 
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.record.run import Culprits, Measured, Note, PolicySeen, Run, Step
+from halfstep._tools.record.run import Culprits, Measured, PolicySeen, Run, Step
 from halfstep._tools.report.layers import layers_and_gradients, lower_of
 from halfstep._tools.report.summary import (
     OTHER_CAUSES,
@@ -73,12 +73,14 @@ def summarize(run: Run) -> Summary:
         have_weights_moved=_have_weights_moved(run),
         layers=layers,
         gradients=gradients,
-        notes=_notes(run),
+        notes=tuple({note.text: note for note in reversed(run.notes)}.values())[::-1],
     )
 
 
 def _facts(run: Run) -> Facts:
-    header, distances = run.header, _distances(run.steps)
+    header, times = run.header, {step.step: step.time for step in run.steps}
+    distances = [after - before for before, after in pairwise(times.values())]
+    quartiles = quantiles(distances, n=4) if len(distances) >= 4 else None
     state: State = "ended" if run.has_ended else "no end"
     return Facts(
         halfstep=header.halfstep,
@@ -89,9 +91,9 @@ def _facts(run: Run) -> Facts:
         cores=header.cores,
         command=header.command,
         started=header.started,
-        duration=max((step.time for step in run.steps), default=0.0),
+        duration=max(times.values(), default=0.0),
         seconds_per_step=median(distances) if distances else None,
-        seconds_quartiles=_quartiles(distances),
+        seconds_quartiles=(quartiles[0], quartiles[2]) if quartiles else None,
         every=header.every,
         world_size=header.world_size or len(run.ranks),
         ranks=run.ranks,
@@ -102,19 +104,6 @@ def _facts(run: Run) -> Facts:
         without_end=run.without_end,
         is_diagnosing=header.is_diagnosing,
     )
-
-
-def _distances(steps: Iterable[Step]) -> list[float]:
-    """Return the seconds between steps."""
-    times = {step.step: step.time for step in steps}
-    return [after - before for before, after in pairwise(times.values())]
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
-    if len(values) < 4:
-        return None
-    low, _, high = quantiles(values, n=4)
-    return low, high
 
 
 def _policies(run: Run) -> tuple[PolicySeen, ...]:
@@ -187,15 +176,10 @@ def _with_nan_only(run: Run, iterations: Sequence[Sequence[Step]]) -> Iterator[i
     for skipped, taken in pairwise(iterations):
         found = [] if skipped[0].step in diagnosed else bad.get(skipped[0].step, [])
         has_nan_only = any(x.num_nan for x in found) and not any(x.num_inf for x in found)
-        is_right_above = all(step.taken for step in taken) and not _precedes_trial(taken)
-        if has_nan_only and is_right_above:
+        scale, after = taken[-1].scale or 1.0, taken[-1].scale_after or 1.0
+        precedes_trial = after > 2 * scale  # these steps were at a far lower scale
+        if has_nan_only and all(step.taken for step in taken) and not precedes_trial:
             yield skipped[0].step
-
-
-def _precedes_trial(taken: Sequence[Step]) -> bool:
-    """Return whether steps were at a far lower scale, which then more than doubled."""
-    scale, after = taken[-1].scale or 1.0, taken[-1].scale_after or 1.0
-    return after > 2 * scale
 
 
 def _by_scaler(
@@ -246,6 +230,12 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
         by_optimizer.setdefault(step.optimizer, {})[step.step] = scale, step.taken
     kept = [x for used in by_optimizer.values() for x in _without_single([*used.values()])]
     seen = [scale for _, scale in scaled]
+    # A loss that was bad before, as with a guard, is not caused by the backward pass.
+    stuck = (
+        step
+        for step, _ in scaled
+        if step.reason == _STUCK and (step.loss is None or math.isfinite(step.loss))
+    )
     return ScaleCourse(
         first=seen[0],
         last=last,
@@ -253,13 +243,8 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
         min=min(*kept, last),
         max=max(*seen, last),
         overflowed_at=overflowed_at,
-        stuck=tuple(dict.fromkeys(step.step for step, _ in scaled if _is_stuck(step))),
+        stuck=tuple(dict.fromkeys(step.step for step in stuck)),
     )
-
-
-def _is_stuck(step: Step) -> bool:
-    """Return whether gradients were bad at the smallest scale, not the loss, as with a guard."""
-    return step.reason == _STUCK and (step.loss is None or math.isfinite(step.loss))
 
 
 def _without_single(used: Sequence[tuple[float, bool]]) -> Iterator[float]:
@@ -336,7 +321,7 @@ def _values(weight: Measured) -> tuple[object, ...]:
     return weight.amax, weight.amin, weight.zeros, weight.nan, weight.inf, weight.histogram
 
 
-# --- where skips began, notes ---------------------------------------------------------------------
+# --- where skips began ----------------------------------------------------------------------------
 
 
 def _origins(run: Run) -> tuple[Origin, ...]:
@@ -386,12 +371,6 @@ def _place(diagnosis: Diagnosis) -> tuple[object, ...]:
     bad = diagnosis.bad
     where = None if bad is None else (bad.name, bad.op, bad.module, bad.phase)
     return (diagnosis.verdict, where, diagnosis.tensor)
-
-
-def _notes(run: Run) -> tuple[Note, ...]:
-    of_models = (Note(model.step, model.note) for model in run.models if model.note)
-    notes = (*of_models, *run.notes)
-    return tuple({note.text: note for note in reversed(notes)}.values())[::-1]
 
 
 # --- where each skipped step began ----------------------------------------------------------------

@@ -32,7 +32,7 @@ from halfstep._common.text import (
 from halfstep._tools.json import to_plain
 from halfstep._tools.report import about_diagnoses, about_steps, about_tensors
 from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
-from halfstep._tools.report.summary import BadPlace, Layer, Summary
+from halfstep._tools.report.summary import Layer, Summary
 
 FOLLOWED = "What followed"
 """The heading of the consequences of a problem, in all forms."""
@@ -56,22 +56,13 @@ _KINDS = {
 
 def about_loss_and_skips(summary: Summary) -> list[Sentence]:
     """Return sentences on bad and skipped steps and, if the op is unknown, how to find it."""
-    loss, skips = list(about_steps.about_loss(summary)), list(about_steps.about_skips(summary))
-    if summary.bad_places or summary.facts.is_diagnosing:
-        return [*loss, *skips]
-    return _with_advice([*loss, *skips])
-
-
-def _with_advice(said: Sequence[Sentence]) -> list[Sentence]:
-    """Add how to get a diagnosis to the first cause that is a warning or worse."""
-    advised = list(said)
-    for index, sentence in enumerate(said):
-        if _is_problem(sentence) and not sentence.follows:
-            call = Code("halfstep run --diagnose train.py")
-            advice = (" To find the op and its cure, run ", call, ".")
-            advised[index] = replace(sentence, cure=sentence.cure + advice)
-            break
-    return advised
+    said = [*about_steps.about_loss(summary), *about_steps.about_skips(summary)]
+    causes = [n for n, each in enumerate(said) if _is_problem(each) and not each.follows]
+    if causes and not (summary.bad_places or summary.facts.is_diagnosing):
+        first, call = said[causes[0]], Code("halfstep run --diagnose train.py")
+        advice = (" To find the op and its cure, run ", call, ".")
+        said[causes[0]] = replace(first, cure=first.cure + advice)
+    return said
 
 
 _TOPICS = (
@@ -202,10 +193,16 @@ def _label(sentence: Sentence) -> str:
 
 def summary_markdown(summary: Summary) -> str:
     """Return a short summary for the log of a CI job: sentences, key numbers, worst layers."""
+    # A diagnosis is an indented code block, which its text cannot end.
+    diagnoses = (
+        f"### Diagnosis, {about_diagnoses.when(place, summary)}\n\n"
+        + "\n".join(f"    {one_line(line)}" for line in str(place.diagnosis).splitlines())
+        for place in summary.bad_places
+    )
     parts = [
         f"## halfstep report: {code(summary.path)}",
         "\n".join(f"- **{_label(s)}**: {s.markdown}" for s in sentences(summary)),
-        *(_diagnosis(place, summary) for place in summary.bad_places),
+        *diagnoses,
         _table(("what", "value"), _key_numbers(summary)),
     ]
     worst = _worst(summary)
@@ -216,12 +213,6 @@ def summary_markdown(summary: Summary) -> str:
         )
         parts.append(_table(head, (_layer_row(layer) for layer in worst)))
     return "\n\n".join(parts)
-
-
-def _diagnosis(place: BadPlace, summary: Summary) -> str:
-    """Return a diagnosis as an indented code block, which its text cannot end."""
-    lines = (f"    {one_line(line)}" for line in str(place.diagnosis).splitlines())
-    return "\n".join((f"### Diagnosis, {about_diagnoses.when(place, summary)}", "", *lines))
 
 
 def comparison_markdown(comparison: RunComparison) -> str:

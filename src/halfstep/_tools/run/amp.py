@@ -1,8 +1,8 @@
 """Mixed precision for an unmodified training script that has none (``halfstep run --amp``).
 
-``amp_forward`` runs the model under autocast, ``amp_backward`` scales losses and unscales
-gradients, and ``amp_script`` prints messages. This module routes optimizer steps through the scaler
-and holds back learning-rate schedules after skipped steps.
+``amp_forward`` runs the model under autocast and prints messages, ``amp_backward`` scales losses
+and unscales gradients. This module routes optimizer steps through the scaler and holds back
+learning-rate schedules after skipped steps.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from halfstep._scaler import (
     backup_of,
 )
 from halfstep._tools.run.amp_backward import Backward, FreshGradients
-from halfstep._tools.run.amp_forward import Forward
-from halfstep._tools.run.amp_script import ScriptState
+from halfstep._tools.run.amp_forward import Forward, ScriptState
 from halfstep.events import is_stepping, observe_contexts
 
 StepFunction = Callable[..., Any]
@@ -325,13 +324,10 @@ class Schedules:
     def _step(
         self, original: Callable[..., Any], scheduler: LRScheduler, *args: Any, **kwargs: Any
     ) -> Any:
-        if self._script.is_training and not self._try_move(scheduler):
-            return None
-        return original(scheduler, *args, **kwargs)
-
-    def _try_move(self, scheduler: LRScheduler) -> bool:
-        if optim.is_being_made(scheduler):
+        if self._script.is_training and optim.is_being_made(scheduler):
             self._due.note_move(scheduler)
-            return True
-        self._script.schedules.setdefault(type(scheduler).__name__)
-        return self._due.try_move(scheduler)
+        elif self._script.is_training:
+            self._script.schedules.setdefault(type(scheduler).__name__)
+            if not self._due.try_move(scheduler):
+                return None
+        return original(scheduler, *args, **kwargs)

@@ -22,7 +22,7 @@ from halfstep._gradients.optimizers import members
 from halfstep._gradients.scalars import CPU, as_tensor, combine
 from halfstep._pytorch import autograd, compiler
 from halfstep._scaler import GradScaler, LossScale, access
-from halfstep._tools.run.amp_script import ScriptState
+from halfstep._tools.run.amp_forward import ScriptState
 
 
 class ScaledPass:

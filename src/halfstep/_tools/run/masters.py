@@ -25,7 +25,7 @@ from halfstep._common.numbers import percent, things
 from halfstep._common.patches import Patches, watch_steps
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import is_bypassed, members, name
-from halfstep._master_weights.lost_updates import StepUpdates
+from halfstep._master_weights.lost_updates import StepUpdates, looked_at
 from halfstep._master_weights.master_weights import (
     LOWER,
     StoreName,
@@ -37,7 +37,6 @@ from halfstep._pytorch.distributed import has_process_group, local_part, reduced
 from halfstep._pytorch.listeners import listening_to_backward
 from halfstep._pytorch.modes import unseen_by_modes
 from halfstep._scaler import Guard, GuardScaler, guard
-from halfstep._tools.measure import counted_part
 from halfstep._tools.replay.replay import is_replaying
 from halfstep._tools.run.amp import watch_scalers
 from halfstep.errors import CallOrderError
@@ -276,16 +275,15 @@ class _SmallUpdates:
         if number.bit_count() == 1:
             has_closure = any(map(callable, (*args[1:], *kwargs.values())))
             with suppress(Exception), unseen_by_modes():  # counting must not end a run
-                self._open = _OfParameters(optimizer, has_closure, _part)
+                self._open = _OfParameters(optimizer, has_closure, looked_at)
 
     def after_step(self, *_: object) -> None:
         if self._open is not None:
             with suppress(Exception), unseen_by_modes():
-                for param, dtype, counts in self._open.counted():
-                    if dtype in LOWER:
-                        values, device = local_part(param), counts.device
-                        in_full = counts * (values.numel() / max(_part(values).numel(), 1))
-                        self._total[device] = self._total.get(device, 0) + in_full
+                for each in self._open.counted():
+                    if each.dtype in LOWER:
+                        device = each.counts.device
+                        self._total[device] = self._total.get(device, 0) + each.in_full()
                 self._num_counted += 1
             self._open = None
 
@@ -299,8 +297,3 @@ class _SmallUpdates:
             f"{things(self._num_counted, 'sampled step')} changed no 16-bit weight; the masters "
             "have kept them"
         )
-
-
-def _part(values: Tensor) -> Tensor:
-    """Return the inspected entries of a weight or gradient."""
-    return counted_part(values, 1 << 16)

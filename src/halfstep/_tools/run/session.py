@@ -267,7 +267,10 @@ class Session:
                 self._record.late.begin()  # says that no step was made, and why the program ended
             self._record.__exit__(type(failure) if failure else None, failure, None)
             if self._command is not None and not has_run:
-                self._remove_folder()
+                with suppress(OSError):  # a folder with files of other ranks or runs is not empty
+                    self._shown_folder.rmdir()
+                    if self._has_made_folder:
+                        self._shown_folder.parent.rmdir()
             elif self._command is not None and not self._options.is_quiet:
                 if self._explanation is not None:
                     self._say_of_rank(str(self._explanation))
@@ -290,12 +293,6 @@ class Session:
             file for file in self._folder.glob(pattern) if file.stat().st_mtime >= self._began
         ]
         return [file for file in changed if file != own]
-
-    def _remove_folder(self) -> None:
-        with suppress(OSError):  # a folder with files of other ranks or runs is not empty
-            self._shown_folder.rmdir()
-            if self._has_made_folder:
-                self._shown_folder.parent.rmdir()
 
     def _last_line(self, of_others: Sequence[Path]) -> str:
         steps, skipped = self._record.num_steps, self._record.num_skipped

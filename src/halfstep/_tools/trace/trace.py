@@ -34,8 +34,7 @@ from halfstep._tools.trace.ops import (
     op_name,
     written_to,
 )
-from halfstep._tools.trace.recording import Recording
-from halfstep._tools.trace.rows import Cast, Row, Value, cast_bytes, computed_in
+from halfstep._tools.trace.rows import Cast, Recording, Row, Value, cast_bytes, computed_in
 from halfstep._version import __version__
 from halfstep.errors import CallOrderError
 from halfstep.events import PolicyOnDevice, active_policies, observe_ops
@@ -324,14 +323,14 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         if source.is_weight:
             self._weights[source.storage], self._sources[row.number] = row.number, source
         size = cast_bytes(source.shape, source.dtype, to)
-        cast = Cast(row.number, source, to, result, size, False, None)
+        cast = Cast(row.number, source, to, result, size, False)
         if ruled:
             ruled[-1].casts.append(cast)
         elif row.phase == "backward":
             of = self.of_thread.of_cast
             if of is None:  # the engine casts the gradient of a cast from the cache
                 of = self._cached_like(source)
-            self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
+            self._write_casts(row, [replace(cast, by_hand=of in self._by_hand)])
         elif row.rule is not None:  # at the edge of an island
             self._write_casts(row, [cast])
         elif row.autocast is not None and row.device not in active_policies():  # made by PyTorch

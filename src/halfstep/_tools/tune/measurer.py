@@ -333,7 +333,11 @@ class Measurer:
             if self.known.get(key) is None and not self._is_warm:
                 self._is_warm = bool(measure())
             rounds.append(self._once(key, f"time, {number + 1} of {ROUNDS}", measure))
-        return {kind: _medians([each[kind] for each in rounds]) for kind in kinds}
+        runs = {kind: [each[kind] for each in rounds] for kind in kinds}
+        return {
+            kind: {name: median(run[name] for run in of if name in run) for name in of[0]}
+            for kind, of in runs.items()
+        }
 
     def casts(self, islands: Islands) -> tuple[int, int]:
         """Return the number and the bytes of the casts in a step on the first batch."""
@@ -395,10 +399,6 @@ class Measurer:
         step = step_runner(self.task, self.batches[number], lowering)
         with names_removed(self.task.model if islands else None), step as runner:
             yield runner
-
-
-def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: median(run[name] for run in runs if name in run) for name in runs[0]}
 
 
 def module_of(island: str) -> str:

@@ -27,13 +27,15 @@ from halfstep._pytorch.modules import registers_of
 from halfstep._tools.tune.module_check import (
     KINDS,
     Comparison,
+    Depths,
     Difference,
     ModuleCheck,
     amax,
     difference,
     is_leaf,
+    outputs_rounded,
+    tolerance_for,
 )
-from halfstep._tools.tune.tolerances import Depths, outputs_rounded, tolerance_for
 
 # --- the task -------------------------------------------------------------------------------------
 
@@ -281,23 +283,6 @@ def tensor_hooks(task: Task, see: See) -> Iterator[None]:
         yield
 
 
-class TensorCopies:
-    """Copies of tensors, one for each version of a tensor."""
-
-    def __init__(self) -> None:
-        # The tensors are kept so that their ids are not reused.
-        self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the current values of a tensor."""
-        if tensor.is_inference():  # it has no version counter
-            return tensor.clone()
-        key = id(tensor), autograd.version_of(tensor)
-        if key not in self._known:
-            self._known[key] = tensor, tensor.detach().clone()
-        return self._known[key][1]
-
-
 HEADROOM = 8.0
 """The factor by which the largest scaled gradient stays below the largest float16 value."""
 BACKOFF = 4.0
@@ -384,7 +369,17 @@ def step_runner(task: Task, batch: Any, lowering: Lowering) -> Iterator[StepRunn
 
 def reference_of(runner: StepRunner) -> Reference:
     """Run a step in float32 and return its values. Sync: one for each tensor that is seen."""
-    reference, depths, copies = Reference(), Depths(), TensorCopies()
+    reference, depths = Reference(), Depths()
+    # One copy for each version of a tensor, which is kept so that its id is not reused.
+    copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def copy_of(tensor: Tensor) -> Tensor:
+        if tensor.is_inference():  # it has no version counter
+            return tensor.clone()
+        key = id(tensor), autograd.version_of(tensor)
+        if key not in copies:
+            copies[key] = tensor, tensor.detach().clone()
+        return copies[key][1]
 
     def see(place: TensorPlace, tensor: Tensor) -> None:
         if place.kind == "output":
@@ -392,7 +387,7 @@ def reference_of(runner: StepRunner) -> Reference:
             reference.depths[place.module] = max(known, depths.of(tensor))
         elif place.kind != "input":
             reference.largest_gradient = max(reference.largest_gradient, _finite(amax(tensor)))
-        reference.values[place] = copies.of(tensor)
+        reference.values[place] = copy_of(tensor)
 
     loss = _seen_step(runner, see, lowered=False, scale=1.0)
     reference.loss, reference.total_depth = float(loss.detach()), depths.of(loss)
