@@ -166,7 +166,7 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
         is_cache_on = torch.is_autocast_cache_enabled()
         try:
             casts: Any = args
-            if not are_for_pytorch(args):
+            if not note_weights(args):
                 casts = [cast_weights(arg, device, dtype) for arg in args]
             torch.set_autocast_cache_enabled(False)  # only PyTorch's cache, for the other arguments
             return pytorch(keys, *casts, **kwargs)
@@ -506,11 +506,10 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
     return value
 
 
-def are_for_pytorch(args: Iterable[Any]) -> bool:
-    """Return whether PyTorch is to cast all arguments of an op.
+def note_weights(args: Iterable[Any]) -> bool:
+    """Note first uses of weights; return whether PyTorch is to cast all arguments of an op.
 
-    False if it takes more than a glance at each to decide. A first use of a weight is noted.
-    Sync: none.
+    False if it takes more than a glance at each to decide. Sync: none.
     """
     for arg in args:
         kind = type(arg)

@@ -8,7 +8,7 @@ from functools import cache, cached_property, partial
 import torch
 
 from halfstep._autocast.casts import carry_out, lower_unlike_pytorch, lower_with_pytorch
-from halfstep._autocast.policy import Policy, meant_by, preset
+from halfstep._autocast.policy import Policy, fingerprint, meant_by, preset, rules_within
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
 from halfstep._autocast.written import split_preset
 from halfstep._pytorch import dispatch
@@ -48,8 +48,8 @@ class PolicyOnDevice:
     @cached_property
     def fingerprint(self) -> str:
         """A short text that is equal in every process for the same rules in effect."""
-        within = self.policy.rules_within(self.module)
-        return self.policy.fingerprint + ("@" + "; ".join(map(str, within)) if within else "")
+        within = rules_within(self.policy, self.module)
+        return fingerprint(self.policy) + ("@" + "; ".join(map(str, within)) if within else "")
 
     def phase(self) -> Phase:
         return "eval" if self.has_phases and not torch.is_grad_enabled() else "train"
