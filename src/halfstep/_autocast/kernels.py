@@ -21,6 +21,8 @@ import torch
 
 from halfstep._autocast import scopes, weight_cache
 from halfstep._autocast.casts import pytorch_kernel
+from halfstep._autocast.native import Products
+from halfstep._autocast.native import products as native_products
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.policy import Policy, check, meant_by, rules_within, whole_module_rule
 from halfstep._autocast.rule import Phase, Rule
@@ -76,8 +78,10 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
             check(policy.rules)
             number = len(_prepared)
             on_device = PolicyOnDevice(policy, device, module, native, number, only_observed)
+            here = native_products.setdefault(device, Products(device))
             if not only_observed:
                 _register(_permanent, on_device.ops(), _kernel, device)
+                here.add({op: _kernel(op, device) for op in on_device.products()})
             autograd.wrap_recomputed(scopes.under_the_same_policies)
             weight_cache.follow_writes()
             _prepared.append(on_device)
