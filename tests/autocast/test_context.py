@@ -183,20 +183,28 @@ def test_float32_lowers_nothing() -> None:
         assert F.linear(torch.ones(2, 2, dtype=BF16), torch.ones(2, 2, dtype=BF16)).dtype == FP32
 
 
-def test_the_cache_switch_reaches_pytorch_and_comes_back() -> None:
+def test_pytorchs_cache_is_off_inside_and_on_again_outside() -> None:
+    """PyTorch's switch is always off; ours is inherited by contexts inside."""
     assert torch.is_autocast_cache_enabled()
-    with autocast(DEVICE, cache_enabled=False):
-        assert not torch.is_autocast_cache_enabled()
-        with autocast(DEVICE):
+    for keeps in (False, True):
+        with autocast(DEVICE, cache_enabled=keeps) as context:
+            assert context._cache_enabled is keeps
             assert not torch.is_autocast_cache_enabled()
-    assert torch.is_autocast_cache_enabled()
+            with autocast(DEVICE, enabled=False), autocast(DEVICE) as inner:
+                assert inner._cache_enabled is keeps
+                assert not torch.is_autocast_cache_enabled()
+            with torch.autocast(DEVICE):
+                assert not torch.is_autocast_cache_enabled()
+        assert torch.is_autocast_cache_enabled()
 
 
 def test_the_cache_switch_of_outside_comes_back() -> None:
     torch.set_autocast_cache_enabled(False)
-    with autocast(DEVICE, cache_enabled=True):
-        assert torch.is_autocast_cache_enabled()
+    with autocast(DEVICE, cache_enabled=True), autocast(DEVICE) as inner:
+        assert inner._cache_enabled
     assert not torch.is_autocast_cache_enabled()
+    with autocast(DEVICE) as context:
+        assert not context._cache_enabled
     torch.set_autocast_cache_enabled(True)
 
 

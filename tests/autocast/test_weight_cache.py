@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from halfstep._autocast import autocast, weight_cache
+from halfstep._autocast import autocast, native, weight_cache
 from halfstep._pytorch import dispatch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -34,6 +34,11 @@ Change = Callable[[nn.Parameter], object]
 @pytest.fixture(autouse=True)
 def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "SMALL", 0)
+
+
+@pytest.fixture(autouse=True)
+def with_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "NUM_WATCHED", 1_000_000)
 
 
 @pytest.fixture
@@ -66,7 +71,7 @@ def product(weight: Tensor, dtype: torch.dtype = BF16) -> Tensor:
 
 def in_context(weight: nn.Parameter) -> list[Any]:
     """Return what is known of the casts of a weight at this moment."""
-    return [*weight_cache._used.casts[id(weight)][1].values()]
+    return [*weight_cache.used.casts[id(weight)][1].values()]
 
 
 def used(weight: nn.Parameter, times: int = 3) -> nn.Parameter:

@@ -11,7 +11,7 @@ from halfstep._autocast.context import (
 from halfstep._autocast.modules import keep, name_modules
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.region import Region, current_policy, current_settings
-from halfstep._autocast.rule import HALVES, LOWER_PRECISIONS, Action, Rule
+from halfstep._autocast.rule import HALVES, LOWER_PRECISIONS, Action, Rule, holds_where
 from halfstep._autocast.scopes import Settings
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "default_device",
+    "holds_where",
     "keep",
     "name_modules",
     "preset",

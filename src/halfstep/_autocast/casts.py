@@ -5,6 +5,7 @@ A kernel calls its op with the Autocast key excluded, so that component ops are 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast import products, sums, weight_cache
+from halfstep._autocast import native, products, sums, weight_cache
 from halfstep._autocast.rule import HALVES, Rule
 from halfstep._autocast.written import rules_of
 from halfstep._common.nested import map_tensors, tensors_in
@@ -157,25 +158,40 @@ def contracts(equation: str) -> bool:
     return not shared - {",", "."} <= set(output)
 
 
+pytorchs: set[Kernel] = set()
+"""The kernels that :func:`lower_with_pytorch` has made."""
+
+
 @cache
 def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
-    """Return a kernel that uses PyTorch's, which is faster, for everything but cached weights."""
+    """Return a kernel that uses PyTorch's for everything but cached weights and other detours.
+
+    It tells :mod:`halfstep._autocast.native` whenever PyTorch's alone would not do.
+    """
     pytorch, detour = pytorch_kernel(name, device), _detours(name, device)
 
     def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+        # On in a plain torch.autocast: it began before ours, or is under use_policy.
         is_cache_on = torch.is_autocast_cache_enabled()
         try:
             casts: Any = args
-            if not are_for_pytorch(args):
+            if not note_weights(args):
                 casts = [cast_weights(arg, device, dtype) for arg in args]
-            torch.set_autocast_cache_enabled(False)  # only PyTorch's cache, for the other arguments
+                if any(map(operator.is_not, casts, args)):
+                    native.thread.was_used = True
+            if is_cache_on:
+                native.thread.was_used = True
+                torch.set_autocast_cache_enabled(False)  # PyTorch's, for the other arguments
             return pytorch(keys, *casts, **kwargs)
         except Detour as raised:
             met = type(raised)
         finally:
-            torch.set_autocast_cache_enabled(is_cache_on)
+            if is_cache_on:
+                torch.set_autocast_cache_enabled(True)
+        native.pin(device)
         return detour(met, keys, args, kwargs)
 
+    pytorchs.add(lower)
     return lower
 
 
@@ -195,9 +211,24 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
     detour = _detours(name, device)
     written = dispatch.written_by(overload(name))  # statistics, which must not be copies
     to = lowered if dtype in HALVES else cast
+    below = dispatch.keys_below(dispatch.autocast_key(device))
+    redispatch = dispatch.redispatch_of(overload(name))
+    takes_numbers = dispatch.takes_numbers(overload(name))
 
     def cast_to(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
+            if not kwargs and not takes_numbers:
+                for arg in args:
+                    kind = type(arg)
+                    if kind is Tensor or kind is nn.Parameter:
+                        if arg.dtype is not dtype or arg.layout is not torch.strided:
+                            break
+                    elif kind not in _NO_TENSORS and not (
+                        kind is list and arg and type(arg[0]) is int
+                    ):
+                        break
+                else:
+                    return redispatch(keys & below, *args)
             try:
                 if use_cache:
                     args = tuple(cast_weights(arg, device, dtype) for arg in args)
@@ -316,7 +347,8 @@ def _add_in_fp32(name: str, device: str) -> Kernel:
     def add_in_backward(keys: Keys, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         call: Any = op
         needs = is_rounded and x.dtype in HALVES and x.requires_grad and torch.is_grad_enabled()
-        if needs and adds((x, *args), kwargs):
+        # F.embedding calls index_select below autograd.
+        if needs and adds((x, *args), kwargs) and not dispatch.is_below_autograd(device):
             if modes.has_transforms():
                 return add_in_forward(keys, x, *args, **kwargs)
             if products.is_plain((x, *args)):
@@ -506,11 +538,10 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
     return value
 
 
-def are_for_pytorch(args: Iterable[Any]) -> bool:
-    """Return whether PyTorch is to cast all arguments of an op.
+def note_weights(args: Iterable[Any]) -> bool:
+    """Note first uses of weights; return whether PyTorch is to cast all arguments of an op.
 
-    False if it takes more than a glance at each to decide. A first use of a weight is noted.
-    Sync: none.
+    False if it takes more than a glance at each to decide. Sync: none.
     """
     for arg in args:
         kind = type(arg)
@@ -518,7 +549,9 @@ def are_for_pytorch(args: Iterable[Any]) -> bool:
             is_plain = arg.dtype is not torch.float64 and arg.layout is torch.strided
             if not is_plain:
                 return False
-            if not (weight_cache.is_small(arg) or weight_cache.note_first_use(arg)):
+            # is_small() of a strided one, without the call.
+            is_small = arg.is_cpu and arg.nbytes < weight_cache.SMALL and not arg.is_nested
+            if not (is_small or weight_cache.note_first_use(arg)):
                 return False
         elif kind is Tensor:
             if arg.dtype is torch.float64 or arg.layout is not torch.strided:

@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple, TypeVar
 
-from halfstep._autocast.rule import DTYPE_NAMES, HALVES, PHASES, Action, Phase, Rule, Rules
+from halfstep._autocast.rule import (
+    DTYPE_NAMES,
+    HALVES,
+    PHASES,
+    Action,
+    Phase,
+    Rule,
+    Rules,
+    holds_within,
+)
 from halfstep._common.module_names import around
 
 _HALVES = {name: dtype for name, dtype in DTYPE_NAMES.items() if dtype in HALVES}
@@ -180,7 +189,7 @@ def explain(
         )
         deciding = {rule for _, rule in rules}
         named = (rule for rule in reversed(policy.rules) if rule.names(overload))
-        about = [rule for rule in named if rule.holds_within(module)]
+        about = [rule for rule in named if holds_within(rule, module)]
         overruled = tuple(rule for rule in about if rule not in deciding)
         alike.setdefault((rules, overruled), []).append(overload)
     decisions = tuple(Decision(tuple(o), *key) for key, o in alike.items())  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, Self, TypeVar, overload
 import torch
 from torch import nn
 
-from halfstep._autocast import kernels, scopes
+from halfstep._autocast import kernels, native, scopes, weight_cache
 from halfstep._autocast.casts import is_eligible
 from halfstep._autocast.modules import name_modules
 from halfstep._autocast.policy import Policy, preset
@@ -152,7 +152,9 @@ def _settle(
     # Most contexts are created repeatedly with a few combinations of arguments.
     key = None
     if enabled is True and cache_enabled is None and module is None and dtype is not None:
-        key = device_type, dtype, torch.is_autocast_cache_enabled(), policy, kernels.native
+        # weight_cache.is_on(), without the call.
+        keeps = weight_cache.used.is_on or torch.is_autocast_cache_enabled()
+        key = device_type, dtype, keeps, policy, kernels.native
         try:
             return _settled[key]
         except (KeyError, TypeError):  # TypeError: unhashable, and rejected below
@@ -188,7 +190,7 @@ def _checked(
             f"autocast lowers to torch.float16 or torch.bfloat16, got dtype={dtype!r}; {cure}"
         )
     if cache_enabled is None:
-        cache_enabled = torch.is_autocast_cache_enabled()
+        cache_enabled = weight_cache.is_on()
     for name, value in (("enabled", enabled), ("cache_enabled", cache_enabled)):
         if not isinstance(value, int):  # a bool is one
             raise TypeError(f"autocast: {name} is True or False, got {value!r}")
@@ -318,6 +320,8 @@ class use_policy:
         with _lock:
             scopes.ambient = self._ambient = self._within(scopes.ambient)
             _entered.append(self._ambient)
+        for policy in self._policies:  # contexts of torch.autocast in any thread tell us nothing
+            native.hold(policy.device)
         return self
 
     @compiler.do_not_compile_alone
@@ -334,6 +338,8 @@ class use_policy:
             del _entered[max(n for n, each in enumerate(_entered) if each is self._ambient)]
             scopes.ambient = _entered[-1] if _entered else scopes.NO_POLICIES
         self._ambient = None
+        for policy in self._policies:
+            native.release(policy.device)
         scope = scopes.current()
         if scope.context is self:
             scopes.leave(scope)

@@ -18,14 +18,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
 from halfstep._autocast import scopes, weight_cache
-from halfstep._autocast.casts import is_eligible, pytorch_kernel
+from halfstep._autocast.casts import pytorch_kernel
+from halfstep._autocast.native import Products
+from halfstep._autocast.native import products as native_products
 from halfstep._autocast.plans import PolicyOnDevice
-from halfstep._autocast.policy import Policy, check, meant_by
+from halfstep._autocast.policy import Policy, check, meant_by, rules_within, whole_module_rule
 from halfstep._autocast.rule import Phase, Rule
-from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._pytorch import autograd, compiler, dispatch
 from halfstep._pytorch.dispatch import Kernel, Keys, overload
 from halfstep.errors import CallOrderError
@@ -72,16 +72,17 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
     Raises:
         ValueError: a rule names an op that does not exist.
     """
-    key = (policy, device, native, policy.rules_within(module), only_observed)
+    key = (policy, device, native, rules_within(policy, module), only_observed)
     with _lock:
         if key not in _numbers:
             check(policy.rules)
             number = len(_prepared)
             on_device = PolicyOnDevice(policy, device, module, native, number, only_observed)
+            here = native_products.setdefault(device, Products(device))
             if not only_observed:
                 _register(_permanent, on_device.ops(), _kernel, device)
+                here.add({op: _kernel(op, device) for op in on_device.products()})
             autograd.wrap_recomputed(scopes.under_the_same_policies)
-            autograd.wrap_lobpcg(_find_eigenvectors)
             weight_cache.follow_writes()
             _prepared.append(on_device)
             _numbers[key] = number
@@ -101,7 +102,7 @@ def number_within(active: PolicyOnDevice, module: str) -> int | None:
 def _within(
     active: PolicyOnDevice, module: str, dtype: torch.dtype, phase: Phase
 ) -> tuple[Rule | None, int | None]:
-    rule = active.policy.whole_module_rule(module, active.device, dtype, phase)
+    rule = whole_module_rule(active.policy, module, active.device, dtype, phase)
     if rule is not None and rule.action == "fp32":
         return rule, None
     number = prepare(active.policy, active.device, module, only_observed=active.only_observed)
@@ -284,21 +285,3 @@ def _kernel(name: str, device: str) -> Kernel:
         return plan.get(name, pytorch)(keys, *args, **kwargs)
 
     return kernel
-
-
-# --- inside torch.lobpcg --------------------------------------------------------------------------
-
-
-def _find_eigenvectors(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a part of ``torch.lobpcg`` as one op, by the rule for ``torch.linalg.eigh``."""
-    tensors = list(tensors_in(args))
-    device = tensors[0].device.type
-    policy = scopes.policies().get(device) if torch.is_autocast_enabled(device) else None
-    rule = None if policy is None or policy.is_pytorchs else policy.rule("linalg_eigh.default")
-    # The backward pass may run without the policy. Its matrix then has another dtype than the
-    # results of such a rule.
-    is_backward = len({tensor.dtype for tensor in tensors}) > 1
-    if not is_backward and (rule is None or rule.action != "fp32"):
-        return function(*args)
-    with torch_autocast(device, enabled=False):
-        return function(*map_tensors(lambda t: t.float() if is_eligible(t, device) else t, args))

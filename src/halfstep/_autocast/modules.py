@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from halfstep._autocast import scopes
 from halfstep._autocast.islands import InDtype, active, find_tensors, in_the_same_dtype
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import ModuleRegion, settings_within
@@ -25,7 +26,7 @@ from halfstep._autocast.scopes import Settings
 from halfstep._common.module_names import matching, without_wrappers
 from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._common.numbers import things
-from halfstep._pytorch import amp, autograd, distributed
+from halfstep._pytorch import autograd, distributed
 
 
 def keep(
@@ -332,7 +333,7 @@ def _run_alone(module: Any, island: Island, run: Any, args: Any, kwargs: Any) ->
     device = _device_of(module, args, kwargs)
     with ExitStack() as stack:
         if device is not None and torch.is_autocast_enabled(device):
-            off = amp.autocast_switches(device)._replace(enabled=False)
+            off = scopes.switches(device)._replace(enabled=False)
             stack.enter_context(ModuleRegion(Settings(off, policy=None, inherit=False)))
         mode = InDtype(dtype, others, stand_ins) if others else None
         if mode is not None:

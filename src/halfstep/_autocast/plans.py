@@ -7,8 +7,9 @@ from functools import cache, cached_property, partial
 
 import torch
 
-from halfstep._autocast.casts import carry_out, lower_unlike_pytorch, lower_with_pytorch
-from halfstep._autocast.policy import Policy, meant_by, preset
+from halfstep._autocast import sums
+from halfstep._autocast.casts import carry_out, lower_unlike_pytorch, lower_with_pytorch, pytorchs
+from halfstep._autocast.policy import Policy, fingerprint, meant_by, preset, rules_within
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
 from halfstep._autocast.written import split_preset
 from halfstep._pytorch import dispatch
@@ -48,8 +49,8 @@ class PolicyOnDevice:
     @cached_property
     def fingerprint(self) -> str:
         """A short text that is equal in every process for the same rules in effect."""
-        within = self.policy.rules_within(self.module)
-        return self.policy.fingerprint + ("@" + "; ".join(map(str, within)) if within else "")
+        within = rules_within(self.policy, self.module)
+        return fingerprint(self.policy) + ("@" + "; ".join(map(str, within)) if within else "")
 
     def phase(self) -> Phase:
         return "eval" if self.has_phases and not torch.is_grad_enabled() else "train"
@@ -63,9 +64,12 @@ class PolicyOnDevice:
         return self._rule(op, *self.now())
 
     def ops(self) -> set[str]:
-        """Return the overloads that any plan contains."""
-        phases = PHASES if self.has_phases else PHASES[:1]
-        return {op for dtype in LOWER_PRECISIONS for p in phases for op in self.plan_for(dtype, p)}
+        """Return the overloads that no kernel of PyTorch runs as some plan does."""
+        return {op for plan in self._plans() for op in plan if plan[op] not in pytorchs}
+
+    def products(self) -> set[str]:
+        """Return the other overloads of plans: PyTorch's kernels run them alike, as a rule."""
+        return {op for plan in self._plans() for op in plan} - self.ops()
 
     def table(self) -> frozenset[str]:
         """Return the overloads that have a rule in the policy or an autocast kernel in PyTorch."""
@@ -73,6 +77,10 @@ class PolicyOnDevice:
 
     def _rule(self, op: str, dtype: torch.dtype, phase: Phase) -> Rule | None:
         return self.policy.rule(op, self.device, dtype, phase, self.module)
+
+    def _plans(self) -> list[Plan]:
+        phases = PHASES if self.has_phases else PHASES[:1]
+        return [self.plan_for(dtype, phase) for dtype in LOWER_PRECISIONS for phase in phases]
 
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
         kernels = {op: self._kernel(op, dtype, phase, self.native) for op in sorted(self.table())}
@@ -82,6 +90,9 @@ class PolicyOnDevice:
         rule = self._rule(op, dtype, phase) or _leaving(op)
         theirs = _action_of_pytorch(op, self.device, dtype)
         if (native and _is_native(rule, theirs)) or (rule.action, theirs) == ("leave", "leave"):
+            return None
+        is_left = native and (rule.action, theirs) == ("fp32-sums", "leave")
+        if is_left and sums.adds_nothing_rounded(op, self.device):
             return None
         is_native = native and rule.action == theirs == "lower"
         if is_native and lower_unlike_pytorch(rule, op, self.device, dtype) is None:

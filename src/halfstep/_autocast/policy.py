@@ -15,7 +15,7 @@ import torch
 
 from halfstep._autocast import comparison, products, written
 from halfstep._autocast.comparison import Explanation, PolicyDiff
-from halfstep._autocast.rule import Action, Phase, Rule, is_in_place
+from halfstep._autocast.rule import Action, Phase, Rule, holds_where, holds_within, is_in_place
 from halfstep._autocast.written import PRESETS, rules_of
 from halfstep._common.text import did_you_mean, preformatted
 from halfstep._pytorch import compiler, dispatch
@@ -149,30 +149,13 @@ class Policy:
         self, module: str, device: str, dtype: torch.dtype, phase: Phase = "train"
     ) -> Rule | None:
         """Return the rule that makes a module, given by name, an island, or None."""
-        rule = self.whole_module_rule(module, device, dtype, phase)
+        rule = whole_module_rule(self, module, device, dtype, phase)
         return rule if rule is not None and rule.action == "fp32" else None
-
-    def whole_module_rule(
-        self, module: str, device: str, dtype: torch.dtype, phase: Phase = "train"
-    ) -> Rule | None:
-        """Return the rule that decides for a module as a whole, given by name, or None."""
-        for rule in reversed(self.module_rules):
-            is_meant = rule.is_for_whole_module and rule.is_about(module)
-            if is_meant and rule.holds_where(device, dtype, phase):
-                return rule
-        return None
 
     @cached_property
     def module_rules(self) -> tuple[Rule, ...]:
         """The rules that apply only in some modules."""
         return tuple(rule for rule in self.rules if rule.module is not None)
-
-    def rules_within(self, module: str) -> tuple[Rule, ...]:
-        """Return the rules about ops that apply in a module but not everywhere."""
-        if not module:
-            return ()
-        ops = (rule for rule in self.module_rules if not rule.is_for_whole_module)
-        return tuple(rule for rule in ops if rule.holds_within(module))
 
     def action(
         self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
@@ -242,11 +225,6 @@ class Policy:
 
     # --- being a value ----------------------------------------------------------------------------
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """A short text that is equal in every process for the same rules."""
-        return hashlib.sha256(repr(self.rules).encode()).hexdigest()[:16]
-
     # Cached: hashing some 200 rules costs 20 us, and every entered context needs the hash.
     @cached_property
     def _hash(self) -> int:
@@ -263,6 +241,31 @@ class Policy:
     def __reduce__(self) -> tuple[object, ...]:
         # Caches are not pickled: hashes of strings differ between processes.
         return Policy, (self.rules,)
+
+
+def whole_module_rule(
+    policy: Policy, module: str, device: str, dtype: torch.dtype, phase: Phase
+) -> Rule | None:
+    """Return the rule that decides for a module as a whole, given by name, or None."""
+    for rule in reversed(policy.module_rules):
+        is_meant = rule.is_for_whole_module and rule.is_about(module)
+        if is_meant and holds_where(rule, device, dtype, phase):
+            return rule
+    return None
+
+
+def rules_within(policy: Policy, module: str) -> tuple[Rule, ...]:
+    """Return the rules about ops that apply in a module but not everywhere."""
+    if not module:
+        return ()
+    ops = (rule for rule in policy.module_rules if not rule.is_for_whole_module)
+    return tuple(rule for rule in ops if holds_within(rule, module))
+
+
+@cache
+def fingerprint(policy: Policy) -> str:
+    """Return a short text that is equal in every process for the same rules."""
+    return hashlib.sha256(repr(policy.rules).encode()).hexdigest()[:16]
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
-from halfstep._autocast import kernels, scopes
+from halfstep._autocast import kernels, native, scopes
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.scopes import Settings
 from halfstep._pytorch import amp, compiler, modes
@@ -59,6 +59,8 @@ class Region:
         if len(self._traced) and torch.compiler.is_compiling():
             self._traced.pop().__exit__(kind, error, traceback)
             return
+        if isinstance(error, RuntimeError) and self._settings.policy is not None:
+            native.explain(error, self._settings.switches.device)
         scope = scopes.thread.state.scope
         if scope.context is self:  # so the scope has no nesting depth
             _exit(scope)
@@ -124,7 +126,7 @@ def current_settings(device_type: str, *, enabled: bool | None = None) -> Settin
     ``enabled`` overrides whether autocast is on.
     """
     active = scopes.policies().get(device_type)
-    switches = amp.autocast_switches(device_type)
+    switches = scopes.switches(device_type)
     if enabled is not None:
         switches = switches._replace(enabled=enabled)
     if active is not None:
@@ -145,7 +147,7 @@ def settings_within(module: str, device_type: str) -> Settings | None:
     number = kernels.number_within(active, module)
     if number == active.number:
         return None
-    switches = amp.autocast_switches(device_type)
+    switches = scopes.switches(device_type)
     return Settings(switches._replace(enabled=number is not None), number, inherit=False)
 
 
@@ -163,16 +165,22 @@ def _enter(context: object, settings: Settings) -> None:
         if found is None or amp.has_function_mode():
             found = _policies(policies, switches.device, number, inherit)
         policies = found
-    outside = amp.exchange_autocast_switches(switches)
+    # Compiled code is guarded by PyTorch's cache switch, so it is never on under a policy.
+    outside = amp.exchange_autocast_switches(switches, cache=switches.cache and not policies)
+    if number is not None and switches.device not in outer.policies:
+        native.begin(switches.device)
     scopes.enter(outer, policies, context, settings, outside)
     _increment_nesting()
 
 
 def _exit(scope: scopes.Scope) -> None:
-    outer, switches = scope.outer, scope.switches
+    outer, switches, settings = scope.outer, scope.switches, scope.settings
     assert outer is not None
     assert switches is not None
     scopes.leave(scope)
+    has_policy = settings is not None and settings.policy is not None
+    if has_policy and switches.device not in outer.policies:
+        native.end(switches.device)
     # As in torch.autocast: PyTorch's kernels for other devices may have cached casts of weights.
     if _decrement_nesting() == 0:
         amp.clear_autocast_cache()
@@ -233,7 +241,8 @@ def in_graph(settings: Settings, *, is_users: bool = True) -> Iterator[None]:
     _prepare_graph(settings.policy, is_users)
     # Use attributes: before 2.13 torch.compile cannot unpack a named tuple.
     switches = settings.switches
-    with torch_autocast(switches.device, switches.dtype, switches.enabled, switches.cache):
+    cache = switches.cache and settings.policy is None
+    with torch_autocast(switches.device, switches.dtype, switches.enabled, cache):
         _enter_scope(switches.device, settings.policy, settings.inherit)
         try:
             yield

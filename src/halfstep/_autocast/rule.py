@@ -177,20 +177,10 @@ class Rule:
     ) -> bool:
         """Return whether the rule applies to ``op``, an overload such as ``"exp.default"``."""
         return (
-            self.holds_where(device, dtype, phase) and self.names(op) and self.holds_within(module)
+            holds_where(self, device, dtype, phase)
+            and self.names(op)
+            and holds_within(self, module)
         )
-
-    def holds_where(self, device: str, dtype: torch.dtype, phase: Phase) -> bool:
-        """Return whether the conditions of the rule are met."""
-        return (
-            self.device in (None, device)
-            and self.dtype in (None, dtype)
-            and self.phase in (None, phase)
-        )
-
-    def holds_within(self, module: str) -> bool:
-        """Return whether the rule names a module, or one that contains it."""
-        return self.module is None or any(map(self.is_about, around(module)))
 
     def is_about(self, module: str) -> bool:
         """Return whether the rule names this module itself."""
@@ -216,6 +206,20 @@ class Rule:
             if (value := getattr(self, name))
         )
         return f"Rule({self.op!r}, {self.action!r}{extra})"
+
+
+def holds_where(rule: Rule, device: str, dtype: torch.dtype, phase: Phase) -> bool:
+    """Return whether the conditions of a rule are met."""
+    return (
+        rule.device in (None, device)
+        and rule.dtype in (None, dtype)
+        and rule.phase in (None, phase)
+    )
+
+
+def holds_within(rule: Rule, module: str) -> bool:
+    """Return whether a rule names a module, or one that contains it."""
+    return rule.module is None or any(map(rule.is_about, around(module)))
 
 
 def unknown_action(action: object) -> str:

@@ -116,6 +116,11 @@ def current() -> Scope:
     return scope
 
 
+def switches(device: str) -> amp.Switches:
+    """Return the switches of this thread, as for a new context that is to be like this one."""
+    return amp.autocast_switches(device)._replace(cache=weight_cache.is_on())
+
+
 def policies() -> Policies:
     """Return the active policies of this thread."""
     return current().policies or ambient
@@ -134,6 +139,8 @@ def enter(
     state.scope = tuple.__new__(Scope, (policies, outer, context, settings, switches, None))
     if policies is not state.followed:
         _follow(state, policies)
+    if settings is not None:
+        weight_cache.used.is_on = settings.switches.cache
 
 
 def enter_in_graph(outer: Scope, policies: Policies) -> None:
@@ -148,9 +155,11 @@ def leave(scope: Scope) -> None:
     state.scope = outer
     if scope.nesting is None and outer.policies is not state.followed:
         _follow(state, outer.policies)
+    used = weight_cache.used
+    used.is_on = outer.settings is not None and outer.settings.switches.cache
     # Outside of all autocasts and graphs, or at the end of a recomputation: drop the casts of
     # weights.
-    if outer.settings is None and outer.nesting is None:
+    if used.casts and outer.settings is None and outer.nesting is None:
         weight_cache.clear()
 
 

@@ -67,6 +67,11 @@ def is_rounded(name: str, device: str) -> bool:
     return name.partition(".")[0].rstrip("_") not in facts(device).adds_in_float32
 
 
+def adds_nothing_rounded(name: str, device: str) -> bool:
+    """Return whether only the backward pass of an op adds, and PyTorch's kernel in float32."""
+    return name.partition(".")[0] in _BACKWARD and not is_rounded(name, device)
+
+
 def are_products_rounded(name: str, device: str, dtype: torch.dtype) -> bool:
     """Return whether PyTorch's kernel for an op of products rounds their partial sums.
 
@@ -107,6 +112,10 @@ def adds(name: str, device: str) -> Callable[[Sequence[Any], Mapping[str, Any]],
     op, _, of_op = name.partition(".")
     if op.rstrip("_") == "scatter":
         return lambda args, kwargs: "reduce" in of_op
+    if op == "index":  # masks repeat no entry
+        return lambda args, kwargs: any(
+            i is not None and i.dtype not in (torch.bool, torch.uint8) for i in args[1]
+        )
     if op == "unfold":  # a view: what overlaps can be written to by no one
         return lambda args, kwargs: args[2] > args[3]
     if op.rstrip("_") in facts(device).adds_rows_in_float32:

@@ -42,7 +42,7 @@ def can_be_kept(weight: Tensor) -> bool:
         weight.layout is torch.strided
         and not weight.is_nested
         and not is_small(weight)
-        and torch.is_autocast_cache_enabled()
+        and is_on()
         and not modes.is_tracing()
     )
 
@@ -163,9 +163,19 @@ class _UsedWeights(threading.local):
 
     def __init__(self) -> None:
         self.casts: dict[int, tuple[Tensor, Casts]] = {}
+        self.is_on = False  # whether the innermost context of halfstep asks to keep casts
 
 
-_used = _UsedWeights()
+used = _UsedWeights()
+
+
+def is_on() -> bool:
+    """Return whether casts are to be kept in this thread.
+
+    PyTorch's switch is off in the contexts of halfstep: its cache may be stale, and sums gradients
+    in lower precision.
+    """
+    return used.is_on or torch.is_autocast_cache_enabled()
 
 
 def cast_in_context(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -176,7 +186,7 @@ def cast_in_context(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """
     if note_first_use(weight) or not (can_be_kept(weight) and _is_kept_by_torch(weight)):
         return None
-    return _used.casts[id(weight)][1].cast(weight, dtype)
+    return used.casts[id(weight)][1].cast(weight, dtype)
 
 
 def note_first_use(weight: Tensor) -> bool:
@@ -184,12 +194,12 @@ def note_first_use(weight: Tensor) -> bool:
 
     Then PyTorch casts it, in less time. Most weights are used once in training. Sync: none.
     """
-    if id(weight) in _used.casts:
+    if id(weight) in used.casts:
         return False
     casts = Casts()
     if weight.is_cuda:
         casts.note_capture(weight)
-    _used.casts[id(weight)] = weight, casts
+    used.casts[id(weight)] = weight, casts
     return True
 
 
@@ -204,14 +214,13 @@ def _is_kept_by_torch(weight: Tensor) -> bool:
 
 def forget(weight: Tensor) -> None:
     """Drop the casts of a weight that was written to."""
-    if id(weight) in _used.casts:
-        _used.casts[id(weight)][1].clear()
+    if id(weight) in used.casts:
+        used.casts[id(weight)][1].clear()
 
 
 def clear() -> None:
     """Free the casts of this thread, at the end of its outermost context."""
-    if _used.casts:
-        _used.casts.clear()
+    used.casts.clear()
 
 
 # --- writes that change no mark -------------------------------------------------------------------

@@ -160,9 +160,12 @@ def set_autocast_switches(switches: Switches) -> None:
     _set_cache_enabled(cache)
 
 
-def exchange_autocast_switches(switches: Switches) -> Switches:
-    """Set the switches of this thread, and return the previous ones for the same device type."""
-    device_type, dtype, enabled, cache = switches
+def exchange_autocast_switches(switches: Switches, *, cache: bool) -> Switches:
+    """Set the switches of this thread, and return the previous ones for the same device type.
+
+    ``cache`` takes the place of that among them.
+    """
+    device_type, dtype, enabled, _ = switches
     before = _get_dtype(device_type), _is_enabled(device_type), _is_cache_enabled()
     _set_enabled(device_type, enabled)
     if dtype is not before[0]:

@@ -6,15 +6,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache, partial, wraps
+from functools import cache
 from types import FrameType
 from typing import Any
 
 import torch
-import torch._lobpcg as _lobpcg
 import torch.utils.checkpoint
-
-from halfstep._pytorch import compiler
 
 # (function): calls it at the end of the running backward pass, unless that raises. A backward pass
 # inside another one, as in reentrant checkpointing, counts as a part of it.
@@ -184,20 +181,6 @@ def version_of(tensor: torch.Tensor) -> int:
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set the version counter of a tensor, which autograd compares for saved tensors."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-@cache
-def wrap_lobpcg(around: Callable[..., Any]) -> None:
-    """Make ``torch.lobpcg`` call ``around(function, *args)``, forward and backward.
-
-    Done once, permanently. PyTorch wrote the op in Python: the dispatcher sees its products only.
-    torch.jit.script goes on to compile PyTorch's functions.
-    """
-    for name in ("_lobpcg", "_symeig_backward"):
-        original = getattr(_lobpcg, name)
-        wrapper = wraps(original)(partial(around, original))
-        compiler.script_instead(wrapper, original)
-        setattr(_lobpcg, name, wrapper)
 
 
 @cache

@@ -39,6 +39,12 @@ def keys_below(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
     return torch._C._dispatch_keyset_full_after(key)
 
 
+def is_below_autograd(device_type: str) -> bool:
+    """Return whether this thread runs a kernel of a device, where autograd does not see its ops."""
+    key = torch._C.DispatchKey.__members__["Autograd" + autocast_key(device_type).name[8:]]
+    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(key))
+
+
 def overload(name: str) -> torch._ops.OpOverload:
     """Return an overload: ``torch.ops.aten.softmax.int`` for ``"softmax.int"``.
 

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from halfstep._autocast import Rule, default_device
+from halfstep._autocast import Rule, default_device, holds_where
 from halfstep._common.formats import FORMATS, FORMATS_BY_DTYPE, dtype_name
 from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
@@ -234,7 +234,7 @@ class Sampler:
             str(rule): self._decided[rule]
             for device, dtype, policy in self._ran_under
             for rule in (() if policy is None else policy.added)
-            if rule.holds_where(device, dtype, "train") and (is_eager or self._decided[rule])
+            if holds_where(rule, device, dtype, "train") and (is_eager or self._decided[rule])
         }
 
 
