@@ -185,11 +185,6 @@ def test_checkpoints_are_recomputed_under_it(use_reentrant: bool) -> None:
     assert seen == [BF16, BF16]
 
 
-def test_vmap() -> None:
-    with use_policy(SOFTMAX_LOW), theirs():
-        assert torch.vmap(softmax)(torch.ones(2, 3)).dtype is BF16
-
-
 def test_compiled_code_is_made_for_each_policy() -> None:
     compiled = torch.compile(lambda x: softmax(x) * 1, backend="aot_eager")
 

@@ -32,6 +32,13 @@ def test_the_warning_names_the_line_of_the_script(halfstep_run):
     assert script.read_text().splitlines()[line - 1].strip() == "scaler.step(opt)"
 
 
+def test_gradients_of_two_scales_are_reported_once_with_the_cure(halfstep_run):
+    done = halfstep_run(IDIOMS / "two_cadences.py")
+    assert done.err.count("were accumulated at scale") == 1
+    assert "use one GradScaler for each cadence" in done.err
+    assert "HalfstepWarning" not in done.err
+
+
 # A script without mixed precision that guards its steps by itself, under --amp fp16.
 GUARDED = """
 import sys, torch

@@ -561,7 +561,13 @@ class Early:
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("which", EARLY)
 def test_an_optimizer_that_needs_gradients_from_before(which: str, enabled: bool) -> None:
+    """SAM, which evaluates its closure at another place; not those that only want its value."""
     ours, plain = Early(which, GradScaler(init_scale=SCALE, enabled=enabled)), Early(which)
+    if enabled and EARLY[which][1] is not None:
+        with pytest.raises(CallOrderError, match="A closure must zero the gradients, compute the"):
+            ours.step(batches(4, 6, 3)[0])
+        assert torch.equal(ours.weights(), plain.weights())
+        return
     for batch in batches(4, 6, 3):
         ours.step(batch)
         plain.step(batch)
@@ -569,11 +575,9 @@ def test_an_optimizer_that_needs_gradients_from_before(which: str, enabled: bool
 
 
 @pytest.mark.parametrize("clips", ["torch", "clip_grad_norm_", "max_norm"])
-@pytest.mark.parametrize("which", ["LookSAM", "line search"])
-def test_gradients_from_before_are_clipped(which: str, clips: str) -> None:
-    ours, plain = Early(which, GradScaler(init_scale=SCALE), clips), Early(which, None, clips)
-    if which == "LookSAM":  # max_norm= clips the gradients of the closure too
-        ours.optimizer.every = plain.optimizer.every = 4
+def test_gradients_from_before_are_clipped(clips: str) -> None:
+    ours, plain = (Early("LookSAM", each, clips) for each in (GradScaler(init_scale=SCALE), None))
+    ours.optimizer.every = plain.optimizer.every = 4  # max_norm= clips those of the closure too
     for batch in batches(4, 6, 3)[:3]:
         ours.step(batch)
         plain.step(batch)
@@ -595,19 +599,9 @@ def test_gradients_that_are_not_finite_before_or_in_the_closure(factors: Any) ->
     assert not torch.equal(early.weights(), before)
 
 
-@pytest.mark.parametrize("loss", [math.inf, torch.tensor(math.nan)])
-def test_the_value_of_a_loss_is_checked(loss: Any) -> None:
-    param, optimizer, scaler = with_scaler(Polyak)
-    scaler.scale(param.sum()).backward()
-    assert scaler.step(optimizer, lambda: loss) is None
-    scaler.update()
-    assert torch.equal(param, torch.ones(2))
-    assert scaler.outcome(optimizer).reason == "loss"
-    assert scaler.get_scale() == SCALE / 2  # until the next step
-
-
 @pytest.mark.parametrize("in_evaluation", [False, True])
-def test_a_step_that_raises_can_be_repeated_with_gradients_from_before(in_evaluation: bool) -> None:
+def test_a_step_that_raises_in_a_closure(in_evaluation: bool) -> None:
+    """It leaves no gradients, and can be repeated with new ones."""
     param, _, scaler = with_scaler()
     optimizer = Sharpness([param], lr=1.0)
     scaler.scale(param.sum()).backward()
@@ -620,7 +614,8 @@ def test_a_step_that_raises_can_be_repeated_with_gradients_from_before(in_evalua
     with pytest.raises(KeyboardInterrupt):
         scaler.step(optimizer, closure)
     assert torch.equal(param, torch.ones(2))
-    assert torch.equal(param.grad, torch.ones(2))
+    assert param.grad is None
+    scaler.scale(param.sum()).backward()
     scaler.step(optimizer, lambda: param.sum())
     scaler.update()
     torch.testing.assert_close(param.detach(), torch.zeros(2))
@@ -724,36 +719,28 @@ def test_an_optimizer_that_leaves_out_its_closure_beside_another_optimizer(zeroe
             trained(GradScaler(init_scale=SCALE))
 
 
-# --- micro-batches before the step --------------------------------------------------------------
+# --- gradients that the closure does not zero -----------------------------------------------------
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("before", ["backward", "stays", "zero_grad", "zero_"])
-@pytest.mark.parametrize("make", ["SGD", "Adam", "Adam fused", "AdamW"])
-def test_a_closure_adds_to_micro_batches_from_before(make: str, before: str, enabled: bool) -> None:
-    """As without a scaler; ``stays``: they wait over the update of another optimizer."""
-
+@pytest.mark.parametrize("zeroes", ["zero_grad", "zero_"])
+@pytest.mark.parametrize("make", ["SGD", "Adam", "Adam fused", "LBFGS"])
+def test_a_closure_that_zeroes_gradients_from_before(make: str, zeroes: str, enabled: bool) -> None:
     def trained(scaler: Any) -> torch.Tensor:
         torch.manual_seed(0)
-        model, other = torch.nn.Linear(3, 1), torch.nn.Parameter(torch.ones(2))
-        optimizer, second = MAKERS[make](list(model.parameters())), torch.optim.SGD([other])
+        model = torch.nn.Linear(3, 1)
+        optimizer = MAKERS[make](list(model.parameters()))
 
         def backward(loss: torch.Tensor) -> torch.Tensor:
             (scaler.scale(loss) if scaler else loss).backward()
             return loss
 
         for x in batches(4, 6, 3):
-            optimizer.zero_grad()
-            backward(model(x[:3]).square().mean() / 2)
-            if before == "stays" and scaler:
-                scaler.step(second, lambda: other.sum())
-                scaler.update()
-                scaler.update(scaler.get_scale() * 2)
+            backward(model(x[:3]).square().mean())
 
             def closure(x: torch.Tensor = x) -> torch.Tensor:
-                if before.startswith("zero"):
-                    optimizer.zero_grad(set_to_none=before == "zero_grad")
-                return backward(model(x[3:]).square().mean() / 2)
+                optimizer.zero_grad(set_to_none=zeroes == "zero_grad")
+                return backward(model(x[3:]).square().mean())
 
             if scaler:
                 scaler.step(optimizer, closure)
@@ -765,35 +752,47 @@ def test_a_closure_adds_to_micro_batches_from_before(make: str, before: str, ena
     assert torch.equal(trained(GradScaler(init_scale=SCALE, enabled=enabled)), trained(None))
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_closure_that_only_returns_the_loss_adds_to_new_gradients_only(enabled: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_zeroed_before_the_step(set_to_none: bool) -> None:
     param, optimizer = one_parameter(torch.ones(2))
-    scaler = GradScaler(init_scale=SCALE, enabled=enabled)
-    for _ in range(2):  # in the second iteration nothing has been set to zero
-        scaler.step(optimizer, lambda: param.sum())
+    scaler = GradScaler(init_scale=SCALE)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none)
+        scaler.scale(torch.nn.Parameter(torch.ones(2)).sum()).backward()
+
+        def closure() -> torch.Tensor:
+            loss = param.sum()
+            scaler.scale(loss).backward()
+            return loss
+
+        scaler.step(optimizer, closure)
         scaler.update()
-    assert torch.equal(param, torch.full((2,), -1.0))
-    optimizer.zero_grad()
-    scaler.scale(param.sum()).backward()
-    scaler.step(optimizer, lambda: param.sum())
-    assert torch.equal(param, torch.full((2,), -3.0))
+    assert torch.equal(param, torch.full((2,), -2.0))
 
 
-@pytest.mark.parametrize("maker", ["LBFGS", "Twice"])
-def test_a_sum_that_only_the_first_evaluation_would_have_is_an_error(maker: str) -> None:
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("maker", ["SGD", "Adam fused", "LBFGS", "Twice"])
+def test_a_closure_that_adds_to_gradients_from_before(maker: str, returns: bool) -> None:
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = MAKERS[maker]([param])
     scaler = GradScaler(init_scale=SCALE)
     scaler.scale(param.sum()).backward()
 
     def closure() -> torch.Tensor:
-        scaler.scale(param.square().sum()).backward()
-        return param.square().sum()
+        loss = param.square().sum()
+        if not returns:
+            scaler.scale(loss).backward()
+        return loss
 
-    with pytest.raises(CallOrderError, match=r"Call zero_grad\(\) first in the closure"):
+    with pytest.raises(CallOrderError) as caught:
         scaler.step(optimizer, closure)
+    assert str(caught.value) == (
+        f"step({type(optimizer).__name__}, closure): there are gradients from before the step, and "
+        "the closure keeps them or adds to them. A closure must zero the gradients, compute the "
+        "loss, call scaler.scale(loss).backward() and return the loss"
+    )
     assert torch.equal(param, torch.ones(2))
-    assert torch.equal(param.grad, torch.full((2,), SCALE if maker == "LBFGS" else 1.0))
+    assert param.grad is None
     scaler.step(optimizer, lambda: optimizer.zero_grad() or param.square().sum())
     scaler.update()
     assert scaler.outcome(optimizer).taken
@@ -879,7 +878,7 @@ def raising(param: Any, optimizer: Any, scaler: GradScaler) -> Any:
 WRONG = {
     backward_by_itself: (CallOrderError, r"closure called backward\(\) on a loss that was not"),
     no_backward: (CallOrderError, "none of its 1 parameter has a gradient"),
-    nothing: (TypeError, r"the closure returned NoneType and scaled no loss\. Return the loss"),
+    nothing: (CallOrderError, "scaled no loss and returned a NoneType without a gradient"),
     update_inside: (CallOrderError, r"the closure called step\(\) or update\(\)"),
     raising: (KeyboardInterrupt, "in the closure"),
 }

@@ -77,6 +77,7 @@ class Param:
         relative: ``.grad`` is as good as this times ``bound``, plus ``absolute``.
         scaled_by: What ``.grad`` is multiplied by.
         look: The look that has seen this ``.grad`` in this iteration.
+        is_mixed: Whether gradients of several scales were added up: nothing divides the sum.
     """
 
     def __init__(self, rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -99,7 +100,7 @@ class Param:
         self.relative = 8 * max(self.info.eps, F32.eps) + SUBNORMAL * scaled_by
         self.absolute = 0.0
         self.look: Look | None = None
-        self.is_in_doubt = False
+        self.is_in_doubt = self.is_mixed = False
 
     def add(self, true: list[float], scaled_by: float) -> None:
         """Add a gradient that ``.grad`` has been increased by."""
@@ -151,7 +152,7 @@ class Param:
         """Compare ``.grad``, and see that the parameter is finite."""
         assert all(map(math.isfinite, self.tensor.view(-1).tolist())), "a parameter is not finite"
         assert (self.tensor.grad is None) == (self.true is None), "a gradient came or went"
-        if self.true is not None:
+        if self.true is not None and not self.is_mixed:
             self.check(self.grad(), self.scaled_by)
 
 
@@ -201,6 +202,7 @@ class Opt:
         self.stage = "scaled"
         self.looks: list[Look] = []
         self.norm: float | None = None  # before they were clipped
+        self.num_losses = 0  # scaled before the last call for it
 
     def shares(self, params: Iterable[Param]) -> bool:
         return not set(self.params).isdisjoint(params)
@@ -257,7 +259,7 @@ class World:
         shapes = [(3,), (2, 2), (2,), (1,)]
         self.params = [Param(rng, shape, rng.choice(dtypes)) for shape in shapes]
         self.opts = self.make_optimizers()
-        self.is_exploding = False
+        self.is_exploding = self.has_cadences = False
         self.seen: dict[Param, list[float]] | None = None
         self.schedule = rng.choice(SCHEDULES)(rng)
         self.on_skips = rng.choice(["raise", str, str])
@@ -292,24 +294,24 @@ class World:
         return GradScaler(None, scale, schedule=schedule, min_scale=low, max_scale=high, **kwargs)
 
     def take(self, scaler: GradScaler, first: ScaleState) -> None:
-        """Go on with a scaler that has not scaled anything yet."""
+        """Go on with a scaler that has not scaled anything yet, nor stepped an optimizer."""
+        self.known: set[Opt] = set()
         self.scaler, self.first = scaler, first
         self.on_device = self.bad_loss = False
         self.num_losses = 0
 
     def begin(self) -> None:
-        """Begin an iteration. Gradients may be left, and follow the scale."""
-        self.scaler._engine.unused.use()  # as a step or a backward pass does, for all at once
+        """Begin an iteration. Gradients may be left, but none that the scaler cannot know."""
+        drops_all = self.rng.random() < (0.2 if self.has_cadences else 0.7)
+        for param in self.params:
+            param.is_in_doubt = False
+            if drops_all or not self.is_known_unused(param):
+                param.forget()
+            param.look = None
         self.looks: list[Look] = []
         self.num_losses, self.bad_loss = 0, False
         for opt in self.opts:
             opt.begin()
-        drops_all = self.rng.random() < 0.8
-        for param in self.params:
-            param.is_in_doubt = False
-            is_scaled = param.look is None
-            if drops_all or not is_scaled or not self.has_followed(param):
-                param.forget()
 
     def is_first(self, optimizer: torch.optim.Optimizer) -> bool:
         """Say whether the step is one of the first, which are measured."""
@@ -318,21 +320,18 @@ class World:
         is_measuring = memory is None or memory.early_clipping.is_measuring
         return engine.loss_scale.state.scale != 1.0 and is_measuring
 
-    def has_followed(self, param: Param) -> bool:
-        """Say whether a gradient that was left is multiplied by the present scale; note it."""
-        scale = self.state.scale
-        if param.true is None or param.scaled_by == scale:
-            return True
-        journal = self.scaler._engine.journal
-        is_known = any(journal.last(o.optimizer) for o in self.opts if param in o.params)
-        entries = [abs(entry) for entry in param.grad() if entry]
-        # A gradient that came to the end of its dtype on the way is no longer the true one.
-        is_exact = all(2.0**-90 < entry < 2.0**90 for entry in entries)
-        if not (is_known and is_exact):
+    def is_known_unused(self, param: Param) -> bool:
+        """Say whether the scaler must know, as an iteration ends, that no step used a gradient."""
+        opts = [opt for opt in self.opts if param in opt.params]
+        if any(opt.stage == "stepped" and param.look in opt.looks for opt in opts):
             return False
-        param.scaled_by = scale
-        param.relative += 4 * max(param.info.eps, F32.eps)
-        return True
+        known = [opt for opt in opts if opt in self.known]
+        return any(o.stage != "stepped" or o.num_losses != self.num_losses for o in known)
+
+    def is_stale(self, param: Param) -> bool:
+        """Say whether a gradient is not multiplied by the present scale."""
+        is_other = param.look is None and param.scaled_by != self.state.scale
+        return param.true is not None and (param.is_mixed or (is_other and any(param.grad())))
 
     @property
     def is_between(self) -> bool:
@@ -361,7 +360,9 @@ class World:
             self.keep_look(look)
             looks = [*looks, look]
         if opt is not None and looks:
-            opt.looks, opt.stage = looks, stage
+            opt.looks, opt.stage, opt.num_losses = looks, stage, self.num_losses
+            if stage == "stepped":
+                self.known.add(opt)
 
     def unscaled(self, params: Iterable[Param]) -> None:
         for param in params:
@@ -372,6 +373,8 @@ class World:
 
         If some have been unscaled with another optimizer, the others are unscaled now.
         """
+        if any(self.is_stale(param) for param in params):
+            raise CallOrderError
         if not (opt and opt.looks):
             self.require_scale()
         if any(param.is_in_doubt for param in params):
@@ -502,7 +505,9 @@ class World:
         """Scale a loss for each parameter, and go backward."""
         rng, scale = self.rng, self.state.scale
         for param in params:
-            if param.look is not None or param.scaled_by != scale:
+            if self.is_stale(param) and rng.random() < 0.7:
+                param.is_mixed = True
+            elif param.look is not None or param.scaled_by != scale or self.is_stale(param):
                 param.forget()
         weights = [self.weights(param) for param in params]
         has_bad_gradient = bad != 0.0 and rng.random() < 0.5
@@ -534,6 +539,8 @@ class World:
 
     def op_inject(self) -> None:
         params = [p for p in self.params if p.true is not None and p.look is None]
+        # What is written to a gradient of another scale is the user's.
+        params = [p for p in params if p.scaled_by == self.state.scale and not p.is_mixed]
         bad = [math.inf, -math.inf, math.nan]
         values = [*bad, self.largest, -self.largest, 1e-40, 1e-45, 0.0]
         if params:
@@ -558,6 +565,7 @@ class World:
                 param.forget()
             else:
                 param.true, param.bound = [0.0] * param.size, [0.0] * param.size
+                param.is_mixed = False
 
     def op_unscale(self) -> None:
         opt = self.rng.choice(self.opts)
@@ -615,6 +623,8 @@ class World:
         params = opt.with_gradient()
         entries = [abs(entry) for param in params for entry in param.grad()]
         if not all(entry < 1e15 for entry in entries) or not any(entries):
+            return
+        if any(self.is_stale(param) for param in params):
             return
         self.log.append(f"torch's clip_grad_norm_({opt.name}, {max_norm})")
         torch.nn.utils.clip_grad_norm_([param.tensor for param in params], max_norm)
@@ -772,6 +782,21 @@ class World:
             self.op_update()
         if self.is_between:
             self.iteration(self.rng.choice(self.opts), self.rng.choice([None, None, math.inf]))
+
+    def op_cadences(self) -> None:
+        """One optimizer steps in every iteration, another one accumulates over them."""
+        if self.looks:
+            self.op_update()
+        if not self.is_between:
+            return
+        often, rarely = self.rng.sample(self.opts, 2)
+        self.has_cadences = True
+        for _ in range(self.rng.randint(1, 3)):
+            self.backward([*dict.fromkeys([*often.params, *rarely.params])])
+            self.step(often)
+            self.op_update()
+        self.has_cadences = False
+        self.step(rarely)
 
     def iteration(self, opt: Opt, bad: float | None = None) -> None:
         self.drop_all()
@@ -968,6 +993,7 @@ OPERATIONS = {
     World.op_closure: 2.0,
     World.op_retry: 1.0,
     World.op_iteration: 5.0,
+    World.op_cadences: 1.0,
     World.op_run_of_nan: 0.4,
     World.op_update: 9.0,
     World.op_new_scale: 1.0,

@@ -316,26 +316,29 @@ def test_an_override_that_does_not_step_is_a_skipped_step() -> None:
     assert scaler.outcome(optimizer).skipped
 
 
-def test_clipping_and_closures_call_the_override() -> None:
-    for use in (
-        lambda scaler, param, optimizer: scaler.step(optimizer, max_norm=0.5),
-        lambda scaler, param, optimizer: scaler.clip_grad_norm_(optimizer, 0.5),
-        lambda scaler, param, optimizer: scaler.step(optimizer, lambda: param.sum()),
-    ):
-        param, optimizer, scaler = small(allows_float16)
-        use(scaler, param, optimizer)
-        assert scaler.seen[1] == 1 / 8
-    param, optimizer, scaler = small(decides_itself)
-    scaler.step(optimizer, lambda: param.sum())
-    assert len(scaler.seen) == 2
-    assert torch.equal(param, torch.full((2,), -1.0))  # the gradient from before is added
-
-
-def test_calls_that_would_leave_an_override_out() -> None:
-    param, optimizer, scaler = small(allows_float16)
-    with pytest.raises(CallOrderError, match=r"leave out _unscale_grads_\(\)"):
-        scaler.clip_grad_norm_([param], 1.0)
-    scaler.step(optimizer)
+@pytest.mark.parametrize("make", [allows_float16, decides_itself, shares_flags])
+def test_what_torch_amp_does_not_have_is_refused(make: Any) -> None:
+    param, optimizer, scaler = small(make)
+    calls: dict[Callable[[], Any], str] = {
+        lambda: scaler.step(
+            optimizer, max_norm=0.5
+        ): "call scaler.unscale_(optimizer) and torch.nn",
+        lambda: scaler.clip_grad_norm_(optimizer, 0.5): "call scaler.unscale_(optimizer) and torch",
+        lambda: scaler.clip_grad_norm_(
+            [param], 0.5
+        ): "call scaler.unscale_(optimizer) and torch.nn",
+        lambda: scaler.step(optimizer, lambda: param.sum()): "without a closure",
+        lambda: scaler.step(optimizer, closure=lambda: param.sum()): "without a closure",
+    }
+    for call, cure in calls.items():
+        with pytest.raises(
+            CallOrderError, match=r"overrides .*\(\), so it steps as torch.amp"
+        ) as error:
+            call()
+        assert cure in str(error.value)
+    assert torch.equal(param.grad, torch.full((2,), 8.0))
+    assert scaler.step(optimizer, None) is None  # accelerate passes None
+    assert torch.equal(param, torch.zeros(2))
     with pytest.raises(CallOrderError, match="already been called"):
         scaler.step(optimizer)
 

@@ -207,11 +207,12 @@ def test_switching_off() -> None:
     scaler: Any = GradScaler()
     scaler._enabled = True
     param, optimizer = backward(scaler)
+    scaler.step(optimizer)
     scaler._enabled = False
     assert not scaler.is_enabled()
     assert scaler.scale(3.0) == 3.0
     scaler.step(optimizer)
-    assert torch.equal(param, -torch.ones(2))
+    assert torch.equal(param, torch.full((2,), -2.0))
     scaler._enabled = False
     with pytest.raises(TypeError, match="Make a new"):
         scaler._enabled = True

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.amp import reciprocal_of
-from halfstep._pytorch.devices import has_float64, to_device
+from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modes import is_inside_functorch, is_jit_tracing, num_dispatch_modes
 
 CPU = torch.device("cpu")
@@ -218,13 +218,6 @@ def where(flag: Scalar, then: Scalar, otherwise: float) -> Scalar:
     if isinstance(flag, Tensor):
         return torch.where(flag > 0, then, otherwise)
     return then if flag else otherwise
-
-
-def ratio(after: Tensor, before: Tensor) -> Tensor:
-    """Return ``after / before``, rounded once, like :func:`reciprocal`."""
-    if has_float64(after.device):
-        return (after.double() / before.double()).float()
-    return after / before
 
 
 def describe(tensor: Tensor) -> str:

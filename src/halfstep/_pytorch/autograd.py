@@ -176,10 +176,6 @@ def goes_backward(function: Any) -> bool:
     return name in names.get(getattr(function, "__module__", None) or "", ())
 
 
-# (tensor): whether it is a view of another tensor.
-is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
-
-
 def version_of(tensor: torch.Tensor) -> int:
     """Return the version counter of a tensor; 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -11,14 +10,15 @@ import torch
 from torch import Tensor
 
 from halfstep._gradients.gradients import collect, parameters
-from halfstep._gradients.optimizers import split_closure, with_closure
+from halfstep._gradients.optimizers import name, split_closure, with_closure
 from halfstep._scaler import clipping
 from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.closures import (
+    are_left,
     before_backward,
     drop_used,
-    is_value,
     note_used,
+    seen_of,
 )
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Checked, Decided, Gathered
@@ -27,12 +27,6 @@ from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.schedules import Static
 from halfstep.errors import RanksError
-
-
-def note_loss(engine: Engine, outputs: Any) -> None:
-    """Remember a loss, for a closure that leaves ``backward`` to the scaler."""
-    if isinstance(outputs, Tensor) and not torch.compiler.is_compiling():
-        engine.iteration.newest_loss = weakref.ref(outputs)
 
 
 def clip_grad_norm_(
@@ -62,6 +56,8 @@ def step(
     """Clip if requested, and call ``optimizer.step``, with the closure if there is one."""
     closure, args, kwargs = split_closure(args, kwargs)
     if closure is None:
+        # It may have been switched off with gradients at hand.
+        engine.unused.use(f"step({name(optimizer)})", parameters(optimizer), engine.owner()._refuse)
         if max_norm is not None:
             clip_grad_norm_(engine, optimizer, clipping.checked_max_norm(max_norm))
         return optimizer.step(*args, **kwargs)
@@ -70,19 +66,14 @@ def step(
     @torch.enable_grad()
     def evaluate() -> Any:
         params = parameters(optimizer)
-        before = [param.grad for param in params]
         reached: list[Tensor] = []
+        before = seen_of(params)
         with before_backward(params, reached.append):
             loss = closure()
-        after = [param.grad for param in params]
-        made_new = reached or any(
-            new is not None and new is not old for old, new in zip(before, after, strict=True)
-        )
-        has_value = any(grad is not None for grad in before) and is_value(loss, engine.iteration)
-        if isinstance(loss, Tensor) and not (made_new or has_value):
-            # The closure leaves backward() to the scaler.
+        if isinstance(loss, Tensor) and loss.requires_grad and not reached:
             drop_used(engine.journal, optimizer)
-            loss.backward()  # type: ignore[no-untyped-call]
+            if not are_left(before, params):  # the closure leaves backward() to the scaler
+                loss.backward()  # type: ignore[no-untyped-call]
         if max_norm is not None:
             clip_grad_norm_(engine, optimizer, clipping.checked_max_norm(max_norm))
         note_used(optimizer, memory)

@@ -21,7 +21,7 @@ from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.unused import Unused
+from halfstep._scaler.unused import UnusedGradients
 from halfstep.errors import CallOrderError, NothingCheckedError
 
 
@@ -40,14 +40,14 @@ class Engine:
         self.journal = Journal()
         self.names = Names()
         self.buffers = Buffers()
-        self.unused = Unused(self.journal)
+        self.unused = UnusedGradients(self.journal, self.loss_scale)
         self._left_out: list[Outcome] = []
 
     # --- losses -----------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
         """Multiply all tensors in ``outputs`` by the scale. Sync: none."""
-        iteration, unused = self.iteration, self.unused
+        iteration = self.iteration
         is_traced = torch.compiler.is_dynamo_compiling()
         if iteration.ledger.entries:
             iteration.ledger.watch()
@@ -59,15 +59,8 @@ class Engine:
             scaled = scale.multiply(outputs, is_traced=is_traced)
         else:
             scaled = for_each(lambda each: scale.multiply(each, is_traced=is_traced), outputs)
-        if is_traced:
-            unused.has_compiled_losses = True
-        else:
-            if unused.is_searching or unused.waiting:
-                unused.see_loss(scaled, scale)
-            if isinstance(outputs, Tensor):
-                iteration.newest_loss = weakref.ref(outputs)
-            if self.buffers.watched:
-                self.buffers.see_loss()
+        if self.buffers.watched and not is_traced:
+            self.buffers.see_loss()
         iteration.num_losses += 1
         return scaled
 
@@ -110,26 +103,25 @@ class Engine:
         found_inf: bool | list[Tensor] = any(known)
         if None in known:
             found_inf = [flag for each in iteration.checks for flag in each.flags().values()]
-        waiting = self.unused.before_change(iteration, self.loss_scale)
+        unused = self.unused.before_change(iteration)
         self._left_out = self._left_out_by_caller() if OBSERVERS else []
         self.loss_scale.update(found_inf)
-        if waiting or self.unused.waiting:
-            self.unused.wait(waiting)
+        self.unused.after_change(unused)
         self.end_iteration()
 
     def set_scale(self, new_scale: object, *, iteration_ends: bool = True) -> None:
         """Set the scale by hand; this ends the iteration by default. Sync: none."""
-        waiting = self.unused.before_change(self.iteration, self.loss_scale)
+        unused = self.unused.before_change(self.iteration, iteration_ends=iteration_ends)
         self.loss_scale.set(new_scale)
-        self.unused.wait(waiting, iteration_ends=iteration_ends)
+        self.unused.after_change(unused)
         if iteration_ends:
             self.end_iteration()
 
     def load(self, state: ScaleState) -> None:
         """Load a saved state; the iteration continues. Sync: none."""
-        waiting = self.unused.before_change(self.iteration, self.loss_scale)
+        unused = self.unused.before_change(self.iteration, iteration_ends=False)
         self.loss_scale.load(state)
-        self.unused.wait(waiting, iteration_ends=False)
+        self.unused.after_change(unused)
 
     def end_iteration(self) -> None:
         """Clear the state of the iteration, complete its outcomes and notify the observers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -255,7 +254,6 @@ class Iteration:
     def __init__(self) -> None:
         self.steps: dict[int, Remembered] = {}
         self.num_losses = 0
-        self.newest_loss: weakref.ref[Tensor] | None = None
         self.ledger = Ledger()
 
     @property

@@ -8,8 +8,8 @@ in PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -25,7 +25,6 @@ from halfstep._pytorch.amp import reciprocal_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.iteration import (
     Checked,
-    Decided,
     Gathered,
     Stage,
     found_inf_by_device,
@@ -44,14 +43,20 @@ from halfstep._scaler.step import (
 )
 from halfstep.errors import CallOrderError
 
+CLIP = (
+    "call scaler.unscale_(optimizer) and torch.nn.utils.clip_grad_norm_() before "
+    "scaler.step(optimizer)"
+)
+NO_CLOSURE = "call scaler.scale(loss).backward() before scaler.step(optimizer), without a closure"
 
-def refuse_overrides(scaler: Any, call: str) -> None:
-    """Raise if a call that unscales by itself would leave an override out."""
-    left_out = scaler._overridden() & {"unscale_", "_unscale_grads_"}
-    if left_out:
+
+def refuse(scaler: Any, call: str, cure: str) -> None:
+    """Raise if methods are overridden, for a call that torch.amp's scaler does not have."""
+    overridden = scaler._overridden()
+    if overridden:
         raise CallOrderError(
-            f"{call} unscales by itself and would leave out {', '.join(sorted(left_out))}(), which "
-            f"{type(scaler).__name__} overrides. Call scaler.unscale_(optimizer) instead"
+            f"{call}: {type(scaler).__name__} overrides {', '.join(sorted(overridden))}(), so it "
+            f"steps as torch.amp's scaler, which does not have this. Instead, {cure}"
         )
 
 
@@ -101,111 +106,78 @@ def step(
     optimizer: torch.optim.Optimizer,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    max_norm: float | None,
     *,
     is_fused: bool,
 ) -> Any:
     """Step like torch.amp; see ``GradScaler.step``."""
     engine = scaler._engine
+    params = parameters(optimizer)
     require_not_stepped(engine.iteration.step_of(optimizer))
-    require_known(engine.iteration.ledger, "step", parameters(optimizer))
+    require_known(engine.iteration.ledger, "step", params)
     scaler._check_scale_growth_tracker("step")
-    if max_norm is not None:
-        scaler.clip_grad_norm_(optimizer, max_norm)
-    ready = is_ready(scaler, optimizer)
-    if ready and is_fused:
+    is_scaled = is_ready(scaler, optimizer)
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if is_scaled and is_fused:
         found = scaler._check_inf_per_device(optimizer)
-        state: Any = scaler._per_optimizer_states[id(optimizer)]
         if found and not state["found_inf_per_device"]:
             state["found_inf_per_device"] = found  # the override has only returned it
-    elif ready:
+    elif is_scaled:
         scaler.unscale_(optimizer)
-    state = scaler._per_optimizer_states[id(optimizer)]
     before = engine.iteration.step_of(optimizer)
     if before is None or not before.checks:
         raise nothing_checked(optimizer)
-    gathered = Gathered(
-        optimizer,
-        engine.loss_scale,
-        collect(parameters(optimizer)),
-        engine.loss_scale.number() if is_fused and ready else None,
-        before.checks,
-        measured=before.measured,  # by clip_grad_norm_()
-    )
-    own = None
-    if gathered.multiplier is not None:
+    scale, multiplier, own = engine.loss_scale, None, None
+    if is_fused and is_scaled:
         # The optimizer will divide these gradients, and they are divided only once.
-        own = GradientCheck(gathered.loss_scale, found_inf_by_device(gathered.checks))
-    checked = Checked(gathered, gathered.multiplier, own)
+        multiplier = scale.number()
+        own = GradientCheck(scale, found_inf_by_device(before.checks))
+    gathered = Gathered(optimizer, scale, collect(params), multiplier, before.checks)
+    checked = Checked(gathered, multiplier, own)
+    skip: float | None = None
     if is_fused:
-        scale = scaler._get_scale_async() if ready else None
-        make_step = partial(optimizer.step, *args, **kwargs)
-        found = state["found_inf_per_device"]
+        divisor = scaler._get_scale_async() if is_scaled else None
+        flag = scalars.combine(list(state["found_inf_per_device"].values()), scale.device)
+        flag = scalars.as_tensor(flag, scale.device)
         try:
-            result = _step_fused(optimizer, make_step, checked, scale, found)
+            result = step_with_scale(
+                optimizer, partial(optimizer.step, *args, **kwargs), divisor, flag
+            )
         except BaseException:
             remember_failure(engine.iteration, checked)
             raise
-        decided = checked.decide()
     else:
-        make_step = partial(scaler._maybe_opt_step, optimizer, state, *args, **kwargs)
-        result, decided = _step_plain(optimizer, make_step, checked)
-    now = replace(checked.gathered, gradients=collect(parameters(optimizer)))
-    decided = replace(decided, checked=replace(checked, gathered=now))
+        with _noting_steps(optimizer) as stepped:
+            result = scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
+        skip = None if stepped is None else float(not stepped)
+    decided = replace(checked, gathered=replace(gathered, gradients=collect(params))).decide()
+    if skip is not None:
+        decided = replace(decided, skip=skip)
     remember(engine, optimizer, decided, engine.journal.memory(optimizer), is_fused=is_fused)
     return result
 
 
-def _step_fused(
-    optimizer: torch.optim.Optimizer,
-    make_step: Callable[[], Any],
-    checked: Checked,
-    scale: Tensor | None,
-    found: Mapping[torch.device, Tensor],
-) -> Any:
-    """Step with an optimizer that divides and skips by itself."""
-    device = checked.gathered.loss_scale.device
-    skip = scalars.combine(list(found.values()), device)
-    return step_with_scale(optimizer, make_step, scale, scalars.as_tensor(skip, device))
-
-
-def _step_plain(
-    optimizer: torch.optim.Optimizer, make_step: Callable[[], Any], checked: Checked
-) -> tuple[Any, Decided]:
-    """Step with ``_maybe_opt_step``. Sync: none of its own."""
-    stepped: list[bool] = []
-    with _noting_steps(optimizer, stepped) as is_noted:
-        result = make_step()
-    decided = checked.decide()
-    if is_noted:
-        decided = replace(decided, skip=0.0 if stepped else 1.0)
-    return result, decided
-
-
 @contextmanager
-def _noting_steps(optimizer: Any, stepped: list[bool]) -> Iterator[bool]:
-    """Append to ``stepped`` when ``step`` is called on an optimizer or its class.
+def _noting_steps(optimizer: Any) -> Iterator[list[bool] | None]:
+    """Yield a list that gets an item when ``optimizer.step`` is called, None if that is not seen.
 
-    Wrappers may have no hooks, and a ``step`` that was replaced may not call them. Yields whether a
-    call would be noted: not if there are neither hooks nor a ``__dict__``.
+    Wrappers may have no hooks, and a ``step`` that was replaced may not call them.
     """
-    made, of_object = optimizer.step, getattr(optimizer, "__dict__", {})
-    before = of_object.get("step")
+    made, of_object = optimizer.step, getattr(optimizer, "__dict__", None)
+    stepped: list[bool] = []
+    if of_object is None:
+        yield None
+        return
 
     @wraps(made)
     def noting(*args: Any, **kwargs: Any) -> Any:
         stepped.append(True)
         return made(*args, **kwargs)
 
-    with ExitStack() as stack:
-        hook = None
-        with suppress(AttributeError):
-            hook = optimizer.register_step_post_hook(lambda *_: stepped.append(True))
-            stack.callback(hook.remove)
-        of_object["step"] = noting
-        try:
-            yield optimizer.step is noting or hook is not None
-        finally:
-            if of_object.get("step") is noting:
-                del of_object["step"]
-                of_object |= {} if before is None else {"step": before}
+    before = {"step": made} if "step" in of_object else {}
+    of_object["step"] = noting
+    try:
+        yield stepped
+    finally:
+        if of_object.get("step") is noting:
+            del of_object["step"]
+            of_object |= before

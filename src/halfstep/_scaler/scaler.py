@@ -18,7 +18,6 @@ from halfstep._common.numbers import power
 from halfstep._common.warn import warn
 from halfstep._gradients.optimizers import (
     handles_scale,
-    is_optimizer,
     name,
     require_optimizer,
     split_closure,
@@ -105,9 +104,6 @@ class GradScaler(TorchAttributes):
         65536.0
     """
 
-    _steps_like_torch = False
-    """Whether steps with wrong gradients that PyTorch does not notice are warned of, and taken."""
-
     def __init__(
         self,
         device: str | torch.device | None = None,
@@ -160,7 +156,6 @@ class GradScaler(TorchAttributes):
         Sync: none.
         """
         if not self._is_enabled:
-            disabled.note_loss(self._engine, outputs)
             return outputs
         if not self._engine.loss_scale.is_created:
             overrides.create_scale(self, outputs)
@@ -214,8 +209,9 @@ class GradScaler(TorchAttributes):
         are unscaled and clipped; a skipped step leaves them unchanged.
 
         With a closure, which every optimizer takes, the gradients of each evaluation are unscaled
-        and checked. The closure calls ``scaler.scale(loss).backward()``, or only returns the loss.
-        An evaluation with inf or NaN ends the step, and the parameters are restored.
+        and checked. It zeroes the gradients, computes the loss, calls
+        ``scaler.scale(loss).backward()`` and returns the loss; or it leaves ``backward`` out. An
+        evaluation with inf or NaN ends the step, and the parameters are restored.
 
         A container, which holds several optimizers in ``optimizers`` or ``chained_optimizers``, is
         stepped as one: if any gradient is not finite, none of them steps.
@@ -242,21 +238,24 @@ class GradScaler(TorchAttributes):
             return disabled.step(self._engine, optimizer, args, kwargs, max_norm)
         if not (hasattr(optimizer, "param_groups") or handles_scale(optimizer)):
             require_optimizer("step", optimizer)
-        if max_norm is not None and not (type(max_norm) is float and max_norm >= 0.0):
-            max_norm = clipping.checked_max_norm(max_norm)
+        if max_norm is not None:
+            if not (type(max_norm) is float and max_norm >= 0.0):
+                max_norm = clipping.checked_max_norm(max_norm)
+            overrides.refuse(self, f"step(max_norm={max_norm})", overrides.CLIP)
         before, THIS_THREAD.stepping = THIS_THREAD.stepping, self
         try:
             if args or kwargs:
-                closure, args, kwargs = split_closure(args, kwargs)
+                closure, others, kwargs = split_closure(args, kwargs)
                 if closure is not None:
+                    overrides.refuse(self, "step(closure)", overrides.NO_CLOSURE)
                     return step_with_closure(
-                        self._engine, optimizer, closure, args, kwargs, max_norm
+                        self._engine, optimizer, closure, others, kwargs, max_norm
                     )
             is_fused = handles_scale(optimizer)
             if is_fused and takes_scaler(optimizer):
                 return self._step_with_scaler(optimizer, args, kwargs, max_norm)
             if self._overridden():
-                return overrides.step(self, optimizer, args, kwargs, max_norm, is_fused=is_fused)
+                return overrides.step(self, optimizer, args, kwargs, is_fused=is_fused)
             return step.take(self._engine, optimizer, args, kwargs, max_norm, is_fused=is_fused)
         finally:
             THIS_THREAD.stepping = before
@@ -323,11 +322,8 @@ class GradScaler(TorchAttributes):
         """
         clipping.require_l2(norm_type)
         clip = clipping.clip_grad_norm_ if self._is_enabled else disabled.clip_grad_norm_
-        if self._is_enabled and self._overridden():
-            if not is_optimizer(optimizer_or_parameters):
-                overrides.refuse_overrides(self, "clip_grad_norm_(parameters)")
-            elif overrides.is_ready(self, optimizer_or_parameters):  # type: ignore[arg-type]
-                self.unscale_(optimizer_or_parameters)  # type: ignore[arg-type]
+        if self._is_enabled:
+            overrides.refuse(self, "clip_grad_norm_()", overrides.CLIP)
         return clip(self._engine, optimizer_or_parameters, clipping.checked_max_norm(max_norm))
 
     @keep_out_of_graphs
@@ -605,6 +601,13 @@ class GradScaler(TorchAttributes):
             self.load_state_dict(saved)
 
     # --- internals --------------------------------------------------------------------------------
+
+    def _refuse(self, problem: str, *, is_lasting: bool = False) -> None:
+        """Raise for a step with wrong gradients that torch.amp takes silently.
+
+        ``is_lasting``: the loop is built that way, so that other steps have the same problem.
+        """
+        raise CallOrderError(problem)
 
     def _overridden(self) -> Set[str]:
         """Return the methods in AS_MADE that a subclass or a patch has replaced."""

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._common.warn import warn
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import collect, parameters, refuse_float16
 from halfstep._gradients.norms import (
@@ -171,8 +170,8 @@ def gather(
     """
     iteration = engine.iteration
     earlier = iteration.steps.get(id(optimizer))
-    if engine.unused.waiting:
-        engine.unused.use(params)
+    if engine.unused.by_param:
+        engine.unused.use(f"{call}({name(owner)})", params, engine.owner()._refuse)
     ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
     is_scaled = earlier is None or earlier.stage is Stage.SCALED
     must_have_one = needs_one and is_scaled and not ranks.is_together
@@ -227,9 +226,7 @@ def _with_later_checks(
             "still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
             "give this iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
         )
-        if not engine.owner()._steps_like_torch:
-            raise CallOrderError(problem)
-        warn(problem)
+        engine.owner()._refuse(problem)
     # The new gradients may have been checked with another optimizer or a list of parameters.
     for entry in later:
         entry.unscale_what_was_left()

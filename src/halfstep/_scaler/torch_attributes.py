@@ -168,8 +168,7 @@ def _set_enabled(scaler: Any, value: Any) -> None:
             "GradScaler()"
         )
     if not value and scaler.is_enabled():
-        scaler.update(1.0)  # remaining gradients continue without a scale
-        scaler._engine.unused.use()
+        scaler.update(1.0)
         scaler._is_enabled = False
 
 
@@ -271,7 +270,7 @@ class TorchAttributes:
             )
         params = parameters(optimizer)
         engine.scale_of_iteration("step", optimizer)
-        engine.unused.use(params)
+        engine.unused.use(f"step({name(optimizer)})", params, engine.owner()._refuse)
         steps = engine.iteration.steps
         steps[id(optimizer)] = earlier or Remembered(optimizer)
         try:

@@ -1,254 +1,181 @@
-"""Gradients that no step has used when a scale changes, rescaled when they are used.
+"""The scale of gradients that no step has used, and the error if it has moved when one does.
 
-They will be divided by the scale at the time of use. An optimizer has such gradients if it
-accumulates over the updates of another one, or if it steps after ``update(new_scale)``.
-
-They stay unchanged until the scaler itself uses them, or a backward pass of a scaled loss adds to
-them: before that, the user may have unscaled them by hand, or never scaled them.
+An optimizer has such gradients if it accumulates over the updates of another one, or if the scale
+is set before its step. It is known from its first step on. A gradient that the user has written
+or replaced since is the user's, and one that is zero has every scale.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import Seen, collect_local, is_as_seen, parameters, seen
-from halfstep._gradients.scalars import ratio
-from halfstep._pytorch.autograd import after_backward, is_view, leaves_of
+from halfstep._gradients.optimizers import name
+from halfstep._gradients.scalars import Scalar
+from halfstep._pytorch.autograd import after_backward
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler.iteration import Iteration, Remembered, Stage
+from halfstep._pytorch.devices import to_device
+from halfstep._scaler.iteration import Iteration, Stage
 from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import has_its_gradients
 
-NUM_LOSSES = 16
-"""Number of losses whose graphs are searched for parameters, which takes a few milliseconds each.
-Optimizers that appear later are known from their first step on."""
 
-NUM_UPDATES = 100
-"""Number of updates after which parameters that were never stepped are forgotten."""
-
-
-@dataclass(frozen=True, eq=False)
-class WaitingGradient:
-    """A gradient that has not been used since a scale change.
+@dataclass(eq=False)
+class Unused:
+    """The unused gradient of a parameter.
 
     Attributes:
-        earlier: The gradient at that time; None for a view. Views of a bucket or flat buffer share
-            its version counter, and after the first backward pass DistributedDataParallel moves
-            them to other buckets.
-        scale: The scale that the gradient must be multiplied by when it is used.
-        before: The scale that it is multiplied by now, a float32 scalar; None if it was unscaled.
+        optimizer: The name of its optimizer.
+        loss_scale: That of the losses.
+        grad: The gradient as it was.
+        scale: The number by which it was multiplied when the scale moved; 1 if it was unscaled.
+        newest: The scale of what ``backward`` has added to it last; at first ``scale``.
+        is_mixed: Whether that was another one.
+        hook: Detects what ``backward`` adds.
     """
 
-    param: weakref.ref[Tensor]
-    earlier: Seen | None
-    scale: LossScale
-    before: Tensor | None
+    optimizer: str
+    loss_scale: LossScale
+    grad: Seen
+    scale: Scalar
+    newest: Scalar
+    is_mixed: bool | Tensor = False
+    hook: RemovableHandle | None = None
 
-    def untouched(self) -> Tensor | None:
-        """Return the parameter if its gradient has not been written since, else None."""
-        param = self.param()
-        grad = None if param is None else param.grad
-        if grad is None:
-            return None
-        is_same = is_view(grad) if self.earlier is None else is_as_seen(self.earlier, grad)
-        return param if is_same else None
+    def is_left(self, param: Tensor) -> bool:
+        """Return whether nobody has replaced or written the gradient."""
+        return is_as_seen(self.grad, param.grad)
+
+    def is_wrong(self, param: Tensor) -> bool | Tensor:
+        """Return whether the present scale is not that of the gradient. Sync: none."""
+        is_other = self.loss_scale.number() != self.newest
+        if is_other is not False:
+            for values in collect_local([param]).values:  # zeros have every scale
+                is_other = is_other & to_device(values.any(), self.loss_scale.device)
+        return self.is_mixed | is_other
+
+    def before_adding(self, param: Tensor) -> None:
+        """Note, once the running backward pass has ended, that it has added to the gradient."""
+        if self.is_left(param):
+            now, is_mixed = self.loss_scale.number(), self.is_wrong(param)
+            note = partial(self._after_adding, param, now, is_mixed)
+            # DistributedDataParallel writes gradients in a callback that it queues later.
+            after_backward(lambda: after_backward(note))
+
+    def _after_adding(self, param: Tensor, newest: Scalar, is_mixed: bool | Tensor) -> None:
+        (ref, version), grad = self.grad, param.grad
+        if grad is not None and grad is ref() and grad._version != version:
+            self.grad, self.newest, self.is_mixed = (ref, grad._version), newest, is_mixed
+
+    def problem(self) -> str:
+        """Return what is wrong with the gradient. Sync: some on a device."""
+        then, newest, now = float(self.scale), float(self.newest), self.loss_scale.value()
+        if then == 1.0:
+            what, cause = "were unscaled", "update() came before a step used them"
+        else:
+            what, cause = f"were accumulated at scale {then:g}", "the scale moved before their step"
+        more = f"others at {newest:g}" if newest != then else f"the scale is {now:g} now"
+        return (
+            f"gradients of {self.optimizer} {what}, and {more}.\n"
+            f"Cause: {cause}. For example, the optimizer steps in every k-th iteration of another "
+            "one that has the same GradScaler.\n"
+            "Cure: use one GradScaler for each cadence: the discriminator that steps in every k-th "
+            "iteration gets a GradScaler of its own. Otherwise call zero_grad() after each update()"
+        )
 
 
-class Unused:
-    """The unused gradients of a scaler, and the search for them. Sync: none."""
+class UnusedGradients:
+    """The unused gradients of the known optimizers."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, loss_scale: LossScale) -> None:
         self._journal = journal  # contains all optimizers that have stepped
-        self.is_searching = True  # whether graphs of losses are searched
-        self._num_losses = 0
-        # By id: parameters that losses depend on and no known optimizer has.
-        self._loose: dict[int, weakref.ref[Tensor]] = {}
-        self._num_updates = 0
-        self.waiting: dict[int, WaitingGradient] = {}  # by the id of the parameter
-        # Whether compiled code scaled losses, so that their backward passes cannot be identified.
-        self.has_compiled_losses = False
-        self._running: LossScale | None = None  # the scale of the loss in backward
-        self._hooks: list[RemovableHandle] = []
+        self._loss_scale = loss_scale
+        self.by_param: dict[int, Unused] = {}  # by id
 
-    def see_loss(self, scaled: Any, scale: LossScale) -> None:
-        """Search the graph of a scaled loss, and watch its backward pass, if necessary."""
-        losses = list(tensors_in([scaled]))
-        if self.is_searching:
-            self._num_losses += 1
-            self.is_searching = self._num_losses < NUM_LOSSES
-            leaves = leaves_of(losses)
-            found = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
-            self._loose |= {id(leaf): weakref.ref(leaf) for leaf in found}
-        if self.waiting:
-            self._notice_backward_of(losses, scale)
-
-    def _notice_backward_of(self, losses: list[Tensor], scale: LossScale) -> None:
-        def begin(_: Tensor) -> None:
-            self._running = scale
-            after_backward(self._end_backward)
-
-        for loss in losses:
-            if loss.requires_grad:
-                loss.register_hook(begin)  # type: ignore[no-untyped-call]
-
-    def _end_backward(self) -> None:
-        self._running = None
-
-    def before_change(self, iteration: Iteration, scale: LossScale) -> dict[int, WaitingGradient]:
-        """Return the gradients to rescale later if the scale changes, by id of the parameter."""
-        steps = iteration.steps.values()
-        stepped: list[Remembered] = []
-        done: list[Remembered] = []  # steps since which no loss was scaled
-        for step in steps:
-            if step.stage is Stage.STEPPED:
-                stepped.append(step)
-                if step.num_losses == iteration.num_losses:
-                    done.append(step)
-        is_usual = not (self._loose or self.waiting)
-        if is_usual and len(done) == len(steps) == len(self._journal.memories):
-            return {}
-        self._prune()
-        ids_done = {id(param) for step in done for param in step.parameters()}
+    def before_change(
+        self, iteration: Iteration, *, iteration_ends: bool = True
+    ) -> list[tuple[Tensor, Unused]]:
+        """Return what is unused if the scale changes now. Sync: none."""
+        steps, memories = iteration.steps, self._journal.memories
+        stepped = [step for step in steps.values() if step.stage is Stage.STEPPED]
+        done = {id(s.optimizer) for s in stepped if s.num_losses == iteration.num_losses}
+        if len(done) == len(steps) == len(memories) or not self._loss_scale.is_created:
+            return []
         # A step has used what was unscaled before or by it, but not what was unscaled afterwards.
-        used = {
-            (id(param), check)
-            for step in stepped
-            for param in step.parameters()
-            for check in step.checks
-        }
-        before: Tensor | None = None
-        found: dict[int, WaitingGradient] = {}
-        for param in self._candidates(iteration):
-            key, grad = id(param), param.grad
-            if grad is None or key in ids_done or key in found:
+        used = {(id(p), check) for s in stepped for p in s.parameters() for check in s.checks}
+        found = []
+        for key, memory in list(memories.items()):
+            optimizer, outcome = memory.optimizer(), memory.outcome
+            if optimizer is None or outcome is None or key in done:
                 continue
-            waiting = self.waiting.get(key)
-            if waiting is not None and waiting.untouched() is param:
-                found[key] = waiting
+            if key not in steps and has_its_gradients(outcome):
                 continue
-            entry = iteration.ledger.of(param)
-            if not scale.is_created or (entry and (key, entry.check) in used):
-                continue
-            if entry is None and before is None:
-                before = scale.tensor.clone()
-            earlier = None if is_view(grad) else seen([grad])[0]
-            found[key] = WaitingGradient(
-                weakref.ref(param), earlier, scale, before if entry is None else None
-            )
+            scale: Scalar | None = None
+            for param in parameters(optimizer):
+                grad, earlier = param.grad, self.by_param.get(id(param))
+                if grad is None or (earlier is not None and earlier.is_left(param)):
+                    continue
+                entry = iteration.ledger.of(param)
+                if entry is not None and (not iteration_ends or (id(param), entry.check) in used):
+                    continue
+                if scale is None:
+                    scale = self._loss_scale.number()
+                multiplier = scale if entry is None else 1.0
+                as_seen = seen([grad])[0]
+                arguments = name(optimizer), self._loss_scale, as_seen, multiplier, multiplier
+                found.append((param, Unused(*arguments)))
         return found
 
-    def _candidates(self, iteration: Iteration) -> Iterator[Tensor]:
-        """Yield parameters whose gradients may be unused; some more than once."""
-        for step in iteration.steps.values():
-            yield from step.parameters()
-        seen = iteration.steps.keys()
-        for memory in self._journal.memories.values():
-            outcome, optimizer = memory.outcome, memory.optimizer()
-            if (
-                optimizer is not None
-                and id(optimizer) not in seen
-                and not (outcome and has_its_gradients(outcome))
-            ):
-                yield from parameters(optimizer)
-        for ref in self._loose.values():
-            if (param := ref()) is not None:
-                yield param
+    def after_change(self, found: list[tuple[Tensor, Unused]]) -> None:
+        """Remember what :meth:`before_change` has found if the scale has moved. Sync: none."""
+        now = self._loss_scale.number() if found else None
+        for param, unused in found:
+            if isinstance(now, Tensor) or unused.scale != now:
+                self._forget(param)
+                self.by_param[id(param)] = unused
+                if param.requires_grad:
+                    hook = _hook(weakref.ref(unused), weakref.ref(param))
+                    unused.hook = param.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _prune(self) -> None:
-        """Forget parameters whose optimizers have stepped, and after NUM_UPDATES all of them."""
-        self._num_updates += 1
-        if self._num_updates >= NUM_UPDATES:
-            self._loose = {}
-        if self._loose:
-            optimizers = [memory.optimizer() for memory in self._journal.memories.values()]
-            known = {
-                id(p)
-                for optimizer in optimizers
-                if optimizer is not None
-                for p in parameters(optimizer)
-            }
-            alive = {key: ref for key, ref in self._loose.items() if ref() is not None}
-            self._loose = {key: ref for key, ref in alive.items() if key not in known}
+    def use(self, call: str, params: list[Tensor], refuse: Callable[..., None]) -> None:
+        """Call ``refuse`` if gradients are about to be used at another scale than theirs.
 
-    def wait(self, found: dict[int, WaitingGradient], *, iteration_ends: bool = True) -> None:
-        """Keep the gradients found by :meth:`before_change`, whose scale has now changed.
-
-        ``iteration_ends``: the iteration's record of unscaled gradients is lost, so keep these too.
+        Sync: one on a device if there are gradients that were unused when the scale last changed.
         """
-        if not (found or self.waiting or self._hooks or self._running):
-            return
-        self.waiting = {
-            key: one
-            for key, one in found.items()
-            if iteration_ends or one.before is not None or key in self.waiting
-        }
-        self._end_backward()  # a backward pass that raised did not report its end
-        self._unhook()
-        ref = weakref.ref(self)
+        found = [(param, self.by_param.get(id(param))) for param in params]
+        left = [(param, unused) for param, unused in found if unused and unused.is_left(param)]
+        flags = [(unused.is_wrong(param), unused) for param, unused in left]
+        on_device = [flag for flag, _ in flags if isinstance(flag, Tensor)]
+        is_wrong = bool(torch.stack(on_device).any()) if on_device else False
+        if is_wrong or any(flag is True for flag, _ in flags):
+            problem = next(unused.problem() for flag, unused in flags if flag)
+            refuse(f"{call}: {problem}", is_lasting=True)
+        for param in params:
+            self._forget(param)
 
-        @unserializable_hook  # type: ignore[untyped-decorator]
-        @keep_out_of_graphs
-        def note(_: Tensor) -> None:
-            unused = ref()
-            if unused is not None:
-                unused.before_adding()
+    def _forget(self, param: Tensor) -> None:
+        unused = self.by_param.pop(id(param), None)
+        if unused is not None and unused.hook is not None:
+            unused.hook.remove()
 
-        for one in self.waiting.values():
-            param = one.param()
-            if param is not None and param.requires_grad:
-                self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]
 
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+def _hook(unused: weakref.ref[Unused], param: weakref.ref[Tensor]) -> Any:
+    """Return the hook of a parameter, which keeps nothing alive."""
 
-    def before_adding(self) -> None:
-        """Rescale the waiting gradients of a scale before its loss adds to one of them."""
-        if self.has_compiled_losses:
-            self._use(self.waiting)
-        elif self._running is not None:
-            # All at once: views of one buffer need few kernels.
-            self._use(key for key, one in self.waiting.items() if one.scale is self._running)
-        self._end_backward()
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    @keep_out_of_graphs
+    def note(_: Tensor) -> None:
+        its_gradient, its_param = unused(), param()
+        if its_gradient is not None and its_param is not None:
+            its_gradient.before_adding(its_param)
 
-    def use(self, params: Iterable[Tensor] | None = None) -> None:
-        """Rescale waiting gradients, all or those of ``params``, by the change of their scale.
-
-        2 G, except on the CPU if the scale is unchanged; elsewhere that is not known. Sync: none.
-        """
-        if self.waiting:
-            self._use(self.waiting if params is None else map(id, params))
-
-    @torch.no_grad()
-    def _use(self, keys: Iterable[int]) -> None:
-        wanted = set(keys)
-        ready: dict[tuple[LossScale, Tensor | None], list[Tensor]] = defaultdict(list)
-        waiting: dict[int, WaitingGradient] = {}
-        for key, one in self.waiting.items():
-            param = one.untouched()
-            if param is None:
-                continue
-            if key in wanted:
-                ready[one.scale, one.before].append(param)
-            else:
-                waiting[key] = one
-        self.waiting = waiting
-        if not waiting:
-            self._unhook()
-        for (scale, before), params in ready.items():
-            now = scale.tensor
-            if before is None:
-                collect_local(params).multiply_(now)
-            elif before.device.type != "cpu" or not torch.equal(before, now):
-                collect_local(params).multiply_(ratio(now, before))
+    return note

@@ -329,8 +329,8 @@ class Meaning:
         if not isinstance(node, ast.Call) or not name.endswith("GradScaler"):
             return None
         first = 0 if _device_in(name) else 1  # after the device
-        rule = argument(node, "rule")
-        is_static = isinstance(rule, ast.Call) and dotted(rule.func).endswith("Static")
+        schedule = argument(node, "schedule")
+        is_static = isinstance(schedule, ast.Call) and dotted(schedule.func).endswith("Static")
         given, scale = argument(node, "enabled", first + 4), argument(node, "init_scale", first)
         return SourceScaler(
             name.startswith("torch."),

@@ -279,6 +279,8 @@ class Session:
         use, is_needed = self._policy_use, self._options.amp is None  # --amp enters its own
         if use is not None and self._record.num_steps and (is_needed or use.has_autocast):
             yield from use.problems()
+        if use is not None and use.wrong_step is not None:
+            yield f"a step was wrong, as it is with torch.amp: {use.wrong_step}"
 
     def _records_of_others(self) -> list[Path]:
         """Return the files that other processes of the program have written."""

@@ -42,6 +42,7 @@ class PolicyUse(TopLevelCalls):
     Attributes:
         policy: The policy.
         has_autocast: Whether the script has made a ``torch.autocast`` that is on.
+        wrong_step: What is wrong with steps of the script's scaler, which were taken as in PyTorch.
     """
 
     losses = ()
@@ -49,6 +50,7 @@ class PolicyUse(TopLevelCalls):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.policy, self.has_autocast = policy, False
+        self.wrong_step: str | None = None
         self._missing = dict.fromkeys(
             policy.module_rules, "no model was called outside of a compiled function"
         )
@@ -217,8 +219,6 @@ class GradScaler(halfstep.GradScaler):
     wrongly, this one warns and does the same.
     """
 
-    _steps_like_torch = True
-
     def __init__(
         self,
         device: str = "cuda",
@@ -252,6 +252,12 @@ class GradScaler(halfstep.GradScaler):
         else:
             super().__init__(enabled=False)  # like PyTorch, without validating the numbers
         self._device = device
+
+    def _refuse(self, problem: str, *, is_lasting: bool = False) -> None:
+        if is_lasting:
+            _use.wrong_step = _use.wrong_step or problem.replace("\n", " ")
+        else:
+            warn(problem)
 
 
 def _is_possible(device: str, enabled: bool) -> bool:
