@@ -108,8 +108,7 @@ def maker(cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], impl: str | 
 
 
 @pytest.mark.parametrize(("cls", "kwargs", "impl"), ATOM)
-@pytest.mark.parametrize("unscale_first", [False, True])
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(("unscale_first", "value"), [(False, -math.inf), (True, math.nan)])
 def test_optimizers_against_float32(
     cls: type[torch.optim.Optimizer],
     kwargs: dict[str, Any],
@@ -199,50 +198,6 @@ def test_two_models_optimizers_and_losses() -> None:
             assert scaler.get_scale() == SCALE / 2
     assert_same_weights(results[0][0], results[1][0])
     assert_same_weights(results[0][1], results[1][1])
-
-
-def test_static_scale() -> None:
-    model = mlp(4, 8, 2)
-    optimizer = SGD(model.parameters())
-    scaler = GradScaler(init_scale=128.0, growth_factor=1.0, backoff_factor=1.0, growth_interval=1)
-    for i, batch in enumerate(make_batches()):
-        scaler.scale(mse(model, batch)).backward()
-        if i == 3:
-            break_gradient(model)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert scaler.get_scale() == 128.0
-    assert_same_weights(model, train_plainly(SGD, skip=3))
-
-
-def test_the_scale_does_not_overflow() -> None:
-    scaler = GradScaler(init_scale=2.0**126, growth_factor=2.0, growth_interval=1)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
-    (param,) = optimizer.param_groups[0]["params"]
-    scales = []
-    for _ in range(3):
-        scaler.scale(param.sum())
-        param.grad = torch.zeros(1)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    assert scales == [2.0**127] * 3
-
-
-def test_four_four_eight_two() -> None:
-    scaler = GradScaler(init_scale=4.0, growth_factor=2.0, backoff_factor=0.25, growth_interval=2)
-    param = torch.nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scales = []
-    for value in (1.0, 1.0, math.inf):
-        optimizer.zero_grad()
-        scaler.scale(param.sum()).backward()
-        param.grad.mul_(value)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    assert scales == [4.0, 8.0, 2.0]
 
 
 def test_step_returns_what_the_optimizer_returned() -> None:
