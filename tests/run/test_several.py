@@ -85,8 +85,7 @@ def test_ranks_that_hold_parts_are_guarded_together(norm, pool):
         assert first == second != third
 
 
-@pytest.mark.parametrize("ranks", [None, "together"])
-def test_ranks_that_cannot_be_guarded_are_told_the_option(ranks, pool):
-    for text in pool.run(several.guarded, ranks, True, 0.5):
+def test_ranks_that_cannot_be_guarded_are_told_the_option(pool):
+    for text in pool.run(several.guarded, None, True, 0.5):
         assert "--guard-ranks=alone" in text
-        assert ("nothing says which ranks" if ranks is None else "averaged by hand") in text
+        assert "nothing says which ranks" in text
