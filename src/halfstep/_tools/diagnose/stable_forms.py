@@ -193,7 +193,7 @@ class Formulas(TorchFunctionMode):
         applied: The calls that end formulas and return the values of the stable forms.
     """
 
-    def __init__(self, applied: Sequence[UserCall] = ()) -> None:
+    def __init__(self, applied: Sequence[UserCall]) -> None:
         super().__init__()
         self._applied = applied
         self._made: dict[int, _Result] = {}

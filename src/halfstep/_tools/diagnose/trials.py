@@ -106,12 +106,35 @@ class CureTrial:
         return found.blame
 
     def losses(self, change: Change) -> tuple[float, ...]:
-        """Return the losses of some steps on the batch with a change to the user's code."""
-        judge = None if self.exact is None else self._inside(self.exact)
-        return losses_with(self.replayer, self.scale, self._inside(change), judge)
+        """Return the loss before and after each of some steps of gradient descent on the batch.
 
-    def _inside(self, change: Change) -> Change:
-        return lambda: _in_all(self._around(), change())
+        The code of the user is changed in them. Each parameter moves against its gradient by a
+        hundredth of its norm, so that neither the scale nor the size of the loss matters. Nothing
+        is left of it: each step is a replay. Empty if a loss is not finite, or if there is no loss
+        or no parameter to move.
+        """
+        moves: dict[int, tuple[Tensor, Tensor]] = {}
+        losses: list[float] = []
+        for _ in range(STEPS + 1):
+            ends = self._ends(change, moves)
+            judged = ends if self.exact is None else self._ends(self.exact, moves)
+            if ends.has_failed or judged.has_failed or not math.isfinite(judged.loss):
+                return ()
+            losses.append(judged.loss)
+            with modes.unseen_by_modes(), torch.no_grad(), suppress(Exception):
+                for leaf, gradient in ends.gradients.values():
+                    move = _move(leaf, gradient)
+                    before = moves.get(id(leaf), (leaf, torch.zeros_like(move)))[1]
+                    moves[id(leaf)] = leaf, before + move
+            if not moves:
+                return ()
+        return tuple(losses)
+
+    def _ends(self, change: Change, moves: dict[int, tuple[Tensor, Tensor]]) -> _Ends:
+        ends, around = _Ends(), _in_all(_moved(moves), self._around(), change())
+        with self.replayer.run(Variant(scale=self.scale), ends, around) as run:
+            ends.has_failed = run.error is not None
+        return ends
 
     def edited(self, edits: Edits, scale: float | None) -> Tried:
         replayer = self.replayer
@@ -147,44 +170,11 @@ _LEAST_SIZE = 0.01
 """The size of the entries of a parameter that is smaller, such as a bias of zeros."""
 
 
-def losses_with(
-    replayer: Replayer, scale: float | None, change: Change, judge: Change | None = None
-) -> tuple[float, ...]:
-    """Return the loss before and after each of some steps of gradient descent on the batch.
-
-    Each parameter moves against its gradient by a hundredth of its norm, so that neither the scale
-    nor the size of the loss matters. Nothing is left of it: each step is a replay. With ``judge``,
-    the losses are those of that change. Empty if a loss is not finite, or if there is no loss or
-    no parameter to move.
-    """
-    moves: dict[int, tuple[Tensor, Tensor]] = {}
-    losses: list[float] = []
-    for _ in range(STEPS + 1):
-        ends = _Ends()
-        with replayer.run(Variant(scale=scale), ends, _moved(moves, change())) as run:
-            error = run.error
-        judged = ends if judge is None else _Ends()
-        if judge is not None:
-            with replayer.run(Variant(scale=scale), judged, _moved(moves, judge())) as run:
-                error = error or run.error
-        if error is not None or not math.isfinite(judged.loss):
-            return ()
-        losses.append(judged.loss)
-        with modes.unseen_by_modes(), torch.no_grad(), suppress(Exception):
-            for leaf, gradient in ends.gradients.values():
-                move = _move(leaf, gradient)
-                before = moves.get(id(leaf), (leaf, torch.zeros_like(move)))[1]
-                moves[id(leaf)] = leaf, before + move
-        if not moves:
-            return ()
-    return tuple(losses)
-
-
 class _Ends(OpObserver):
     """Observer of the first loss of a step, and of the gradients of its parameters."""
 
     def __init__(self) -> None:
-        self.loss = math.nan
+        self.loss, self.has_failed = math.nan, False
         self.gradients: dict[int, tuple[Tensor, Tensor]] = {}
 
     def see_loss(self, loss: Tensor) -> None:
@@ -205,12 +195,9 @@ def _move(leaf: Tensor, gradient: Tensor) -> Tensor:
 
 
 @contextmanager
-def _moved(
-    moves: dict[int, tuple[Tensor, Tensor]], around: AbstractContextManager[object]
-) -> Iterator[None]:
+def _moved(moves: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Move parameters for the time of a replay, which restores them."""
     with torch.no_grad():
         for leaf, move in moves.values():
             leaf.add_(move)
-    with around:
-        yield
+    yield
