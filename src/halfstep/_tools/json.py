@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -52,14 +52,14 @@ def _decoder(kind: Any) -> Decoder[Any]:
     return Decoder(kind, strict=False)  # strict decoding would reject "nan" as a float
 
 
-def to_plain(value: Any, non_finite: Callable[[float], str | None] = str) -> Any:
-    """Return a value with non-finite numbers as strings or None; a ``Struct`` becomes a dict."""
+def to_plain(value: Any) -> Any:
+    """Return a value with non-finite numbers as strings; a ``Struct`` becomes a dict."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else non_finite(value)
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item, non_finite) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(item, non_finite) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, Struct):
-        return to_plain(asdict(value), non_finite)
+        return to_plain(asdict(value))
     return value

@@ -134,7 +134,8 @@ class Sampler:
             self._depth == 0
             and self._is_searching
             and self._models.name(module) is None
-            and _is_trained(module)
+            and torch.is_grad_enabled()
+            and any(parameter.requires_grad for parameter in module.parameters())
             and not _is_being_built(module)
         ):
             if self._models.add(module):
@@ -261,10 +262,6 @@ def _do_nothing(*args: Any) -> None:
 def _is_traced() -> bool:
     """Return whether the code is being traced or compiled, so that tensors have no values."""
     return torch.compiler.is_compiling() or modes.is_jit_tracing()
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
 
 def _is_being_built(module: nn.Module) -> bool:

@@ -249,18 +249,18 @@ def origins(rows: Iterable[ModuleCheck]) -> list[str]:
         begin = [r for r in rows if not r.is_output_good and r.input.error <= r.output_tolerance]
     else:
         handed = [r for r in rows if not r.module and _is_handed_bad_gradients(r)]
-        begin = handed or [row for row in rows if _spoils_gradients(row)]
+        begin = handed or [
+            row
+            for row in rows
+            if max(row.input_gradient.error, row.parameters.error) > row.gradient_tolerance
+            and not _is_handed_bad_gradients(row)
+        ]
     names = [row.module for row in begin]
     return [name for name in names if not any(is_within(other, name) for other in names)]
 
 
 def _is_handed_bad_gradients(row: ModuleCheck) -> bool:
     return row.output_gradient.error > row.gradient_tolerance
-
-
-def _spoils_gradients(row: ModuleCheck) -> bool:
-    worst = max(row.input_gradient.error, row.parameters.error)
-    return worst > row.gradient_tolerance and not _is_handed_bad_gradients(row)
 
 
 def is_leaf(module: nn.Module) -> bool:
