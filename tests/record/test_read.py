@@ -27,7 +27,6 @@ STATISTICS = Statistics(
     histogram=(1, 1, *[0] * 30, 4),
     underflow={"fp16": 2, "bf16": 0, "e4m3": 2, "e5m2": 2},
     overflow={"fp16": 0, "bf16": 0, "e4m3": 0, "e5m2": 0},
-    square_sum=math.inf,
 )
 HEADER = {"event": "run", "schema": 1, "halfstep": "1", "rank": 0, "every": 5}
 FIRST = HEADER | {"started": "2026-01-01T00:00:00+00:00"}

@@ -295,7 +295,6 @@ def test_a_sampled_step_is_what_is_in_the_tensors(tmp_path: Path) -> None:
     assert run.samples[0].scale == 8.0
     weight = found["parameter_gradient", "0.weight"]
     assert weight.amax == gradient.abs().max().item()
-    assert weight.square_sum == pytest.approx(gradient.square().sum().item())
     assert found["output", "0"].dtype == "float16"
     assert found["output_gradient", "0"].amax == 8.0  # the scale
     assert found["parameter", "0.weight"].size == 6
