@@ -325,8 +325,13 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
             ruled[-1].casts.append(cast)
         elif row.phase == "backward":
             of = self.of_thread.of_cast
-            if of is None:  # the engine casts the gradient of a cast from the cache
-                of = self._cached_like(source)
+            if of is None:  # the engine casts the gradient of a weight's cast from the cache
+                alike = (
+                    number
+                    for number in self.places.casts_with_gradients()
+                    if number in self._sources and self._sources[number].shape == source.shape
+                )
+                of = next(alike, None)
             self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
         elif row.rule is not None:  # at the edge of an island
             self._write_casts(row, [cast])
@@ -334,13 +339,6 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
             self.of_thread.casts.append(replace(row, casts=(cast,)))
         else:
             self._write_by_hand([replace(row, casts=(cast,))])
-
-    def _cached_like(self, gradient: Value) -> int | None:
-        """Return the number of the weight's cast from the cache that has a gradient."""
-        for number in self.places.casts_with_gradients():
-            if number in self._sources and self._sources[number].shape == gradient.shape:
-                return number
-        return None
 
     def _note(self, row: Row, outputs: tuple[Value, ...]) -> None:
         compute, casts = computed_in(row.inputs, outputs), self._pending(row)

@@ -450,14 +450,13 @@ def check_lines(rows: Sequence[ModuleCheck], origins: Collection[str]) -> list[s
     """
     failed = [row for row in rows if not row.passed or row.module in origins]
     passed = [row for row in rows if row not in failed]
-    cells = [(*_cells(row), _result(row, origins)) for row in failed + passed[:MOST_PASSING]]
+    cells = [
+        (*_cells(row), "begins here" if row.module in origins else "ok" if row.passed else "FAIL")
+        for row in failed + passed[:MOST_PASSING]
+    ]
     left = things(len(passed) - MOST_PASSING, "module")
     rest = [f"and {left} that passed, with smaller errors"] if passed[MOST_PASSING:] else []
     return [*aligned([HEAD, *cells], right=()), *rest]
-
-
-def _result(row: ModuleCheck, origins: Collection[str]) -> str:
-    return "begins here" if row.module in origins else "ok" if row.passed else "FAIL"
 
 
 def _cells(row: ModuleCheck) -> tuple[str, ...]:
