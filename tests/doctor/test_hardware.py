@@ -65,7 +65,6 @@ def test_all_dtypes_are_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(shares) >= hardware.FEWEST_ROUNDS
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    assert measure_speeds("cpu", 0.01, ("matmul",)).gflops.keys() == {"matmul"}
 
 
 def test_operations_are_counted_as_torch_counts_them() -> None:

@@ -27,7 +27,6 @@ STATISTICS = Statistics(
     histogram=(1, 1, *[0] * 30, 4),
     underflow={"fp16": 2, "bf16": 0, "e4m3": 2, "e5m2": 2},
     overflow={"fp16": 0, "bf16": 0, "e4m3": 0, "e5m2": 0},
-    square_sum=math.inf,
 )
 HEADER = {"event": "run", "schema": 1, "halfstep": "1", "rank": 0, "every": 5}
 FIRST = HEADER | {"started": "2026-01-01T00:00:00+00:00"}
@@ -64,7 +63,7 @@ def test_a_second_segment_goes_on(tmp_path):
     assert [s.step for s in run.steps] == [1, 2, 3, 4]
     assert [s.time for s in run.steps] == [1.0, 2.0, 61.0, 62.0]
     assert run.samples[0].step == 4
-    assert run.num_segments == 2
+    assert len(run.starts) == 2
     assert (run.error, run.has_ended) == (None, False)
 
 
@@ -181,7 +180,7 @@ def test_a_header_with_a_damaged_part_still_begins_its_segment(tmp_path):
     write(tmp_path, [FIRST, step(1), SECOND | {"cores": "many"}, step(1)])
     run = read_run(tmp_path)
     assert [(s.step, s.time) for s in run.steps] == [(1, 1.0), (2, 61.0)]
-    assert (run.header.halfstep, run.num_segments) == ("unknown", 2)
+    assert (run.header.halfstep, len(run.starts)) == ("unknown", 2)
     assert "line 3 of rank0.jsonl is damaged" in run.notes[0].text
 
 
@@ -191,7 +190,7 @@ def test_a_header_that_is_no_unicode_is_left_out(tmp_path):
     with (tmp_path / "rank0.jsonl").open("ab") as file:
         file.write(held + b',"crc":"%08x"}\n' % zlib.crc32(held))
     run = read_run(tmp_path)
-    assert (len(run.steps), run.num_segments) == (1, 1)
+    assert (len(run.steps), len(run.starts)) == (1, 1)
     assert "line 3 of rank0.jsonl is damaged" in run.notes[0].text
 
 

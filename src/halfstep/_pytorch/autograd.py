@@ -84,15 +84,10 @@ def frames() -> Iterator[FrameType]:
         while frame is not None:
             yield frame
             frame = frame.f_back
-        if not _is_thread_of_autograd():
-            return
+        if not isinstance(threading.current_thread(), threading._DummyThread):
+            return  # Python started this thread, not autograd
         waiting = [each for each in sys._current_frames().values() if each.f_code is ENGINE_CODE]
         frame = waiting[0] if len(waiting) == 1 else None
-
-
-def _is_thread_of_autograd() -> bool:
-    # Python did not start it.
-    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def is_in_nested_backward() -> bool:

@@ -209,10 +209,8 @@ class HostCopy:
         if self._under_way is None and not is_capturing(tensor.device):
             self._under_way = to_host(tensor)
 
-    def latest(self, *, wait: bool = False) -> torch.Tensor | None:
-        """Return the newest copy on the CPU, None if none has arrived; ``wait``: one sync."""
-        if wait and self._under_way is not None:
-            self._under_way.wait()
+    def latest(self) -> torch.Tensor | None:
+        """Return the newest copy on the CPU, None if none has arrived."""
         self._receive()
         return self._values
 

@@ -102,8 +102,8 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
 
     Args:
         tensor: Any shape, dtype and layout. float64 is measured in float32.
-        is_gradient: Also compute the norm and, if the values have passed through float16, count the
-            zeros due to underflow. Rows and columns that are all zero are not counted, since an
+        is_gradient: Also count the zeros due to underflow, if the values have passed through
+            float16. Rows and columns that are all zero are not counted, since an
             unused embedding or a dead unit produces them. For this reason the count is 0 for a
             vector.
 
@@ -126,12 +126,9 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
     statistics = _counted(sample, values.numel(), amax)
     if not is_gradient:
         return statistics
-    wide = torch.promote_types(values.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(values, dtype=wide).float().item()
-    flushed = None
-    if _is_from_float16(values, sample, statistics.amin):
-        flushed = _zeros_in_live_rows(sample) if sample.ndim > 1 else 0
-    return replace(statistics, flushed=flushed, square_sum=norm**2)
+    if not _is_from_float16(values, sample, statistics.amin):
+        return statistics
+    return replace(statistics, flushed=_zeros_in_live_rows(sample) if sample.ndim > 1 else 0)
 
 
 def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:

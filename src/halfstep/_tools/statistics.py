@@ -38,7 +38,6 @@ class Statistics(Struct, frozen=True, gc=False):
         flushed: Number of zeros due to underflow in a gradient that has passed through float16, as
             determined by ``measure``. None for other gradients, those without values small enough
             to tell, and other tensors.
-        square_sum: Sum of the squares of all entries; None if it was not computed.
         updates: For a weight that an optimizer has stepped, the number of inspected entries whose
             gradient was not zero; None for other tensors.
         lost_updates: Number of these entries that the step did not change.
@@ -56,7 +55,6 @@ class Statistics(Struct, frozen=True, gc=False):
     underflow: dict[str, Count]
     overflow: dict[str, Count]
     flushed: Count | None = None
-    square_sum: float | None = None
     updates: Count | None = None
     lost_updates: Count | None = None
 
@@ -116,7 +114,6 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
         underflow=_sum([part.underflow for part in parts]),
         overflow=_sum([part.overflow for part in parts]),
         flushed=_sum_of_known([part.flushed for part in parts]),
-        square_sum=_sum_of_known([part.square_sum for part in parts]),
         updates=_sum_of_known([part.updates for part in parts]),
         lost_updates=_sum_of_known([part.lost_updates for part in parts]),
     )

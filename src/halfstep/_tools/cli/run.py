@@ -23,7 +23,6 @@ from halfstep._tools.cli.exits import (
 from halfstep._tools.cli.policy import read_policy
 
 if TYPE_CHECKING:
-    from halfstep import Policy
     from halfstep._tools.run.session import Session
 
 STORES = ("split", "float32")  # of halfstep.master_weights
@@ -178,15 +177,18 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         )
     if arguments.guard_ranks is not None and arguments.guard is None:
         raise CommandError("--guard-ranks says how the ranks of --guard decide: add --guard")
-    policy = _policy(arguments)
 
     import torch
 
+    from halfstep import preset
     from halfstep._common import machine
     from halfstep._tools.run.masters import Additions
     from halfstep._tools.run.session import Command, Options, Session, require_file
     from halfstep.errors import RecordError
 
+    # The script's own autocast computes as without halfstep, to the bit.
+    default = preset("torch" if arguments.amp is None else "standard")
+    policy = default if arguments.policy is None else read_policy(arguments.policy)
     if not arguments.module:
         target = _command_in_python(target) or target
         try:
@@ -248,15 +250,6 @@ def _note_options(script: str, rest: list[str], parser: argparse.ArgumentParser)
                 f"for halfstep: halfstep run {option} ... {script}",
                 sys.stderr,
             )
-
-
-def _policy(arguments: argparse.Namespace) -> Policy:
-    from halfstep import preset
-
-    if arguments.policy is None:
-        # The script's own autocast computes as without halfstep, to the bit.
-        return preset("torch" if arguments.amp is None else "standard")
-    return read_policy(arguments.policy)
 
 
 def _count(text: str) -> int:

@@ -134,7 +134,11 @@ def _function(target: str) -> Callable[[], Any]:
         module = _module(place)
     function = getattr(module, name, None)
     if not callable(function):
-        own = [key for key, each in vars(module).items() if _is_own(each, module)]
+        own = [
+            key
+            for key, each in vars(module).items()
+            if callable(each) and getattr(each, "__module__", None) == module.__name__
+        ]
         raise CommandError(_no_function(place, name, own))
     found: Callable[[], Any] = function
     return found
@@ -183,10 +187,6 @@ def _module(name: str) -> ModuleType:
                 f"there is no module {error.name!r} here; for a file write {name}.py:function"
             ) from None
         raise  # an import inside the module failed
-
-
-def _is_own(value: object, module: ModuleType) -> bool:
-    return callable(value) and getattr(value, "__module__", None) == module.__name__
 
 
 def _made(target: str, function: Callable[[], Any]) -> tuple[Any, Any, Any]:

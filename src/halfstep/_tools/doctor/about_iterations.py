@@ -42,7 +42,9 @@ def findings(program: Program) -> Iterator[Finding]:
             for function in functions:
                 if function is not root.node:
                     walk.run(function, Iteration())
-            if _is_whole(root):
+            methods = {site.method for site in root.sites if not site.around("loop")}
+            is_whole = methods >= {"backward", "step", "update"}
+            if is_whole and not isinstance(root.node, ast.Module):  # a loop elsewhere repeats it
                 walk.run(root.node, *map(next_iteration, ends))
             yield from {(each.id, each.line): each for each in walk.found}.values()
         yield from _schedules(program, root)
@@ -74,12 +76,6 @@ def _before(program: Program, root: Root) -> Iteration:
 def _are_near(one: Site, other: Site) -> bool:
     """Return whether two calls are in methods of one class."""
     return bool(one.scope.class_name) and one.scope.class_name == other.scope.class_name
-
-
-def _is_whole(root: Root) -> bool:
-    """Return whether a function is a whole iteration that a loop elsewhere repeats."""
-    methods = {site.method for site in root.sites if not site.around("loop")}
-    return not isinstance(root.node, ast.Module) and methods >= {"backward", "step", "update"}
 
 
 def _schedules(program: Program, root: Root) -> Iterator[Finding]:

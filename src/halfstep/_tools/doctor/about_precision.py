@@ -86,7 +86,10 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
             continue
         if loop.node in trained_in:  # the weights change in each pass
             continue
-        if _uses_no_weights(program, site) or _has_loop(site, around):
+        # A call such as argmax in model(x).argmax() uses no weights.
+        name = program.meaning.qualified(site.call.func, site.scope)
+        is_of_result = bool(site.method) and isinstance(site.owner, ast.Call)
+        if name.startswith("torch.") or is_of_result or _has_loop(site, around):
             continue
         seen.add(around.node)
         yield Finding(
@@ -97,12 +100,6 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
             "enter it once, around the loop, or cast the model: model.bfloat16()",
             line=around.line,
         )
-
-
-def _uses_no_weights(program: Program, site: Site) -> bool:
-    """Return whether a call uses no weights, such as ``argmax`` in ``model(x).argmax()``."""
-    name = program.meaning.qualified(site.call.func, site.scope)
-    return name.startswith("torch.") or bool(site.method and isinstance(site.owner, ast.Call))
 
 
 def _has_loop(site: Site, around: Around) -> bool:
@@ -248,16 +245,11 @@ def _elsewhere(program: Program, lowered: str) -> str:
         return "" if is_right else f"the model is moved to {others}"
     if lowered == "cpu" and any(site.method == "cuda" for site in program.sites):
         return "tensors are moved to cuda"
-    if lowered == "cuda" and not moves and _stays_on_cpu(program):
+    names_no_device = not any(map(_MOVING.search, {*program.words, *program.imported}))
+    if lowered == "cuda" and not moves and program.makes_optimizer and names_no_device:
         return "the model stays on cpu"
     scalers = [name for name, scaler in program.scalers.items() if scaler.device == "cuda"]
     return f"`{scalers[0]}` is made for cuda" if lowered == "cpu" and scalers else ""
-
-
-def _stays_on_cpu(program: Program) -> bool:
-    """Return whether the file makes the optimizer, and nothing in it names a device."""
-    words = {*program.words, *program.imported}
-    return program.makes_optimizer and not any(map(_MOVING.search, words))
 
 
 def _moved_to(program: Program, site: Site) -> set[str] | None:

@@ -98,8 +98,11 @@ class _Rewriter:
                 case ast.Attribute(attr=name, value=value) if name in _NAMES:
                     if self._is_old(dotted(value), name):
                         self._whole(node, name, dotted(value))
-        if self._needs_import:
-            self._import_halfstep()
+        imports = [node for node in self._tree.body if isinstance(node, ast.Import)]
+        is_there = any(alias.name == "halfstep" for node in imports for alias in node.names)
+        if self._needs_import and not is_there:
+            first = next((n for n in imports if "torch" in ast.unparse(n)), self._tree.body[0])
+            self._insert(self._span(first)[0], "import halfstep\n")
         result = self._bytes
         for (start, end), new in sorted(self._edits.items(), reverse=True):
             result = result[:start] + new.encode() + result[end:]
@@ -168,12 +171,6 @@ class _Rewriter:
             self._edits[self._span(node)] = f"from torch import amp{suffix}"
         elif used and all(known):
             self._left[node.lineno] = f"`{bound}` is not only used for names that have moved"
-
-    def _import_halfstep(self) -> None:
-        imports = [node for node in self._tree.body if isinstance(node, ast.Import)]
-        if not any(alias.name == "halfstep" for node in imports for alias in node.names):
-            first = next((n for n in imports if "torch" in ast.unparse(n)), self._tree.body[0])
-            self._insert(self._span(first)[0], "import halfstep\n")
 
     # --- uses -------------------------------------------------------------------------------------
 

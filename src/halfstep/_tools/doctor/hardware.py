@@ -294,7 +294,6 @@ class Speeds:
 def measure_speeds(
     device: str,
     seconds: float = 1.5,
-    kinds: tuple[str, ...] = ("matmul", "conv"),
     on_round: Callable[[float], None] = lambda share: None,
 ) -> Speeds:
     """Measure all dtypes in turn, so that other programs slow all of them equally.
@@ -302,12 +301,11 @@ def measure_speeds(
     Args:
         device: ``"cpu"`` or ``"cuda"``.
         seconds: Approximate duration, without the first calls.
-        kinds: ``"matmul"``, ``"conv"`` or both.
         on_round: A function that receives the elapsed fraction of the time after each round.
 
     Sync: many.
     """
-    works = [work for kind in kinds for work in _works(kind, device)]
+    works = [work for kind in ("matmul", "conv") for work in _works(kind, device)]
     with torch.no_grad():
         for *_, run in works:
             _duration(run, device)  # the first call sets up the kernel

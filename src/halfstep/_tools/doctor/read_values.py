@@ -215,13 +215,14 @@ class Meaning:
         Scalers of other libraries do not count, since their methods differ.
         """
         is_named = any(name.endswith("scaler") for name in (_last_name(node), key.lower()))
-        if is_named and not self._is(node, scope, (), self._makes_other):
+
+        def makes_other(call: ast.Call, scope: NameScope) -> bool:
+            name = self.qualified(call.func, scope)
+            return name.rpartition(".")[2][:1].isupper() and not name.endswith("GradScaler")
+
+        if is_named and not self._is(node, scope, (), makes_other):
             return True
         return self.scaler(node, scope) is not None
-
-    def _makes_other(self, call: ast.Call, scope: NameScope) -> bool:
-        name = self.qualified(call.func, scope)
-        return name.rpartition(".")[2][:1].isupper() and not name.endswith("GradScaler")
 
     def may_be_on(self, scaler: ast.expr, scope: NameScope) -> bool:
         """Return whether a scaler is not known to be switched off."""

@@ -80,7 +80,8 @@ def _aside(method: Callable[..., None]) -> Callable[..., None]:
             with modes.unseen_by_modes():
                 method(recorder, *args, **kwargs)
         except Exception as error:
-            recorder.on_failure(error)
+            recorder._discard_sample()
+            recorder.say(f"a step could not be recorded: {type(error).__name__}: {error}")
 
     return aside
 
@@ -186,8 +187,7 @@ class Recorder:
                 # Unknown if the optimizer unscaled the gradients itself, or if they are gone.
                 with suppress(CallOrderError):
                     norm = torch.tensor(outcome.norm, dtype=torch.float32)
-            name = outcome.optimizer_name
-            self._add_step(self.num_steps + 1, outcome.optimizer, name, outcome, loss, norm)
+            self._add_step(self.num_steps + 1, outcome.optimizer, outcome, loss, norm)
             # Without a wait: whether the newest state on the host ends with skips.
             if outcome.loss_scale.state.skipped_in_a_row > 0:
                 self._write_culprits(outcome)
@@ -213,8 +213,7 @@ class Recorder:
         if norm is None and self._sampler.is_open:
             norm = _norm_of_gradients(optimizer)
         self.num_steps += self._rounds.add(optimizer)
-        name = type(optimizer).__name__
-        self._add_step(self.num_steps, optimizer, name, None, self._loss, norm)
+        self._add_step(self.num_steps, optimizer, None, self._loss, norm)
         self._stepped.add(id(optimizer))
         self._end_iteration(1.0)
 
@@ -268,11 +267,6 @@ class Recorder:
         if self._is_here():
             self._write({"event": "diagnosis", "step": step, **asdict(diagnosis)})
         return step
-
-    def on_failure(self, error: Exception) -> None:
-        """Record that an event could not be recorded."""
-        self._discard_sample()
-        self.say(f"a step could not be recorded: {type(error).__name__}: {error}")
 
     def say(self, text: str) -> None:
         """Write a note, but only once."""
@@ -368,11 +362,11 @@ class Recorder:
         self,
         step: int,
         optimizer: torch.optim.Optimizer | None,
-        name: str,
         outcome: Outcome | None,
         loss: Tensor | None,
         norm: Tensor | None,
     ) -> None:
+        name = type(optimizer).__name__ if outcome is None else outcome.optimizer_name
         number = self._number_of(optimizer)
         lost = self._updates.share_lost(optimizer)
         self._waiting.add(PendingStep(step, self._time(), name, number, outcome, loss, norm, lost))

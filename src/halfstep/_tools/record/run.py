@@ -208,11 +208,6 @@ class Run:
     trace: Recording | None  # from trace.json
 
     @property
-    def num_segments(self) -> int:
-        """Number of starts of the run."""
-        return len(self.starts)
-
-    @property
     def has_ended(self) -> bool:
         """Whether the last segment has an end on all ranks."""
         return not self.without_end

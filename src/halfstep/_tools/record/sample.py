@@ -95,8 +95,22 @@ class Sampler:
         self.is_open = False
         self._watched.close()
         self._opened.close()
-        self._settle_policies()
-        self._settle_rules()
+        # The policy of most calls on each device.
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for (device, dtype, policy), num_calls in self._ran_under.items():
+            text = "torch" if policy is None else str(policy.policy)
+            counts[device, dtype_name(dtype), text] += num_calls
+        for (device, name, text), _ in reversed(counts.most_common()):
+            self.policies[device] = name, text
+        # Of added rules those that can act on the device, in the dtype, in training. Calls inside
+        # of compiled code are not seen, so there zero has no meaning.
+        is_eager = len(self._models) > 0 and not self._models.has_compiled
+        self.acted = {
+            str(rule): self._decided[rule]
+            for device, dtype, policy in self._ran_under
+            for rule in (() if policy is None else policy.added)
+            if holds_where(rule, device, dtype, "train") and (is_eager or self._decided[rule])
+        }
         found, self._found = self._found, {}
         measured = [Measured.of(*key, *value) for key, value in found.items()]
         return sorted(measured, key=lambda each: KINDS.index(each.kind))
@@ -134,7 +148,8 @@ class Sampler:
             self._depth == 0
             and self._is_searching
             and self._models.name(module) is None
-            and _is_trained(module)
+            and torch.is_grad_enabled()
+            and any(parameter.requires_grad for parameter in module.parameters())
             and not _is_being_built(module)
         ):
             if self._models.add(module):
@@ -212,30 +227,8 @@ class Sampler:
                 dtype = torch.get_autocast_dtype(device)
                 self._ran_under[device, dtype, policies.get(device)] += 1
 
-    def _settle_policies(self) -> None:
-        """Keep the policy of most calls on each device."""
-        counts: Counter[tuple[str, str, str]] = Counter()
-        for (device, dtype, policy), num_calls in self._ran_under.items():
-            text = "torch" if policy is None else str(policy.policy)
-            counts[device, dtype_name(dtype), text] += num_calls
-        for (device, name, text), _ in reversed(counts.most_common()):
-            self.policies[device] = name, text
-
     def _count_rule(self, rule: Rule) -> None:
         self._decided[rule] += self._is_listening()
-
-    def _settle_rules(self) -> None:
-        """Keep the counts of added rules that can act on the device, in the dtype, in training.
-
-        Calls inside of compiled code are not seen, so there zero has no meaning.
-        """
-        is_eager = len(self._models) > 0 and not self._models.has_compiled
-        self.acted = {
-            str(rule): self._decided[rule]
-            for device, dtype, policy in self._ran_under
-            for rule in (() if policy is None else policy.added)
-            if holds_where(rule, device, dtype, "train") and (is_eager or self._decided[rule])
-        }
 
 
 class _ForwardHook:
@@ -261,10 +254,6 @@ def _do_nothing(*args: Any) -> None:
 def _is_traced() -> bool:
     """Return whether the code is being traced or compiled, so that tensors have no values."""
     return torch.compiler.is_compiling() or modes.is_jit_tracing()
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
 
 def _is_being_built(module: nn.Module) -> bool:

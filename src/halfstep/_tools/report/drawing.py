@@ -143,15 +143,10 @@ def ramp(share: float) -> Colour:
         -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
         -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
     )
-    red, green, blue = map(_srgb, linear)
+    clamped = (min(1.0, max(0.0, channel)) for channel in linear)
+    srgb = (12.92 * c if c <= 0.0031308 else 1.055 * c ** (1 / 2.4) - 0.055 for c in clamped)
+    red, green, blue = (round(255 * channel) for channel in srgb)
     return red, green, blue
-
-
-def _srgb(linear: float) -> int:
-    """Return a linear colour channel in 8-bit sRGB, clamped to its range."""
-    linear = min(1.0, max(0.0, linear))
-    encoded = 12.92 * linear if linear <= 0.0031308 else 1.055 * linear ** (1 / 2.4) - 0.055
-    return round(255 * encoded)
 
 
 def palette(num_levels: int) -> list[Colour]:

@@ -21,19 +21,19 @@ from halfstep._common.formats import FORMATS
 from halfstep._common.numbers import count, number, percent, power, seconds
 from halfstep._common.text import SEVERITIES, Severity
 from halfstep._tools.json import to_plain
-from halfstep._tools.record.run import Run, Step
+from halfstep._tools.record.run import Run
 from halfstep._tools.report.about_diagnoses import when
 from halfstep._tools.report.compare_runs import RunComparison
 from halfstep._tools.report.drawing import FIRST_LEVEL, NOT_FINITE, css, dots
 from halfstep._tools.report.page_curves import curves
-from halfstep._tools.report.page_heat import HEADROOM, LOST, Heat, heat
+from halfstep._tools.report.page_heat import HEADROOM, LOST, heat
 from halfstep._tools.report.page_tables import (
     KIND_TITLES,
     format_limits,
     layer_table,
     precision_map,
 )
-from halfstep._tools.report.summarize import Beginning, beginnings
+from halfstep._tools.report.summarize import beginnings
 from halfstep._tools.report.summary import GradientTotals, Summary
 from halfstep._tools.report.text import FOLLOWED, sentences
 from halfstep._tools.trace.rows import short
@@ -64,8 +64,16 @@ def render(summary: Summary, run: Run) -> str:
     """Return the page of a run, with numbers from the summary and drawings from the run."""
     said, command = sentences(summary), summary.facts.command
     worst = min((sentence.severity for sentence in said), key=SEVERITIES.index)
-    maps = heat(summary, run)
+    maps, began, skipped = heat(summary, run), beginnings(run), run.skipped[:MOST_SKIPS]
     table = layer_table(summary) if summary.layers else None
+    levels = [
+        {
+            "title": each.title,
+            "labels": each.labels,
+            "colours": [css(colour)[1:] for colour in each.colours[FIRST_LEVEL:]],
+        }
+        for each in (HEADROOM, LOST)
+    ]
     return _render(
         "page.html.jinja",
         summary=summary,
@@ -79,7 +87,7 @@ def render(summary: Summary, run: Run) -> str:
         figure=partial(figure, summary),
         curves=curves({"": run.steps}),
         heat=maps,
-        heat_data=_heat_data(maps) if maps else None,
+        heat_data={"columns": maps.columns, "maps": levels} if maps else None,
         not_finite_colour=css(HEADROOM.colours[NOT_FINITE]),
         dots=dots,
         table=table,
@@ -88,7 +96,7 @@ def render(summary: Summary, run: Run) -> str:
         kinds=[kind for kind in KIND_TITLES if summary.of_kind(kind)],
         precision=precision_map(run.trace) if run.trace else None,
         dtype_class=lambda dtype: _DTYPE_CLASSES.get(dtype, "p5"),
-        skipped=_skipped(run),
+        skipped=[(step, began.get((step.step, step.optimizer))) for step in skipped],
         num_skipped=len(run.skipped),
     )
 
@@ -159,27 +167,6 @@ def _date(started: str) -> str:
 
 
 _DTYPE_CLASSES = {"fp32": "p0", "fp16": "p1", "bf16": "p2", "casts": "p3", "fp64": "p4"}
-
-
-def _heat_data(maps: Heat) -> dict[str, Any]:
-    return {
-        "columns": maps.columns,
-        "maps": [
-            {
-                "title": levels.title,
-                "labels": levels.labels,
-                "colours": [css(colour)[1:] for colour in levels.colours[FIRST_LEVEL:]],
-            }
-            for levels in (HEADROOM, LOST)
-        ],
-    }
-
-
-def _skipped(run: Run) -> list[tuple[Step, Beginning | None]]:
-    """Return the first skipped steps, each with the gradients that were inf or NaN if known."""
-    began = beginnings(run)
-    skipped = run.skipped[:MOST_SKIPS]
-    return [(step, began.get((step.step, step.optimizer))) for step in skipped]
 
 
 # --- figures at the top, tagged with their keys in the JSON ---------------------------------------

@@ -148,16 +148,14 @@ def histogram(layer: Layer, axis: Exponents) -> str:
         # Bin e ends at 2^e, so it lies left of e.
         counts[min(axis.width - 1, max(0, exponent - 1 - axis.low))] += count
     total = sum(counts)
-    heights = [_height(count / total) for count in counts]
+    top = HEIGHT - 2
+    heights = [
+        max(1, round(top * (1 + math.log10(count / total) / _DECADES))) if count else 0
+        for count in counts
+    ]
     start = next(i for i, height in enumerate(heights) if height)
     end = len(heights) - next(i for i, height in enumerate(reversed(heights)) if height)
     return bars(heights[start:end], HEIGHT, start)
-
-
-def _height(share: float) -> int:
-    if share == 0:
-        return 0
-    return max(1, round((HEIGHT - 2) * (1 + math.log10(share) / _DECADES)))
 
 
 def format_limits(axis: Exponents) -> Sequence[float]:

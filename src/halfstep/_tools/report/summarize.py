@@ -97,7 +97,7 @@ def _facts(run: Run) -> Facts:
         every=header.every,
         world_size=header.world_size or len(run.ranks),
         ranks=run.ranks,
-        num_segments=run.num_segments,
+        num_segments=len(run.starts),
         state="failed" if run.error is not None else state,
         error=run.error,
         error_rank=run.error_rank,

@@ -75,7 +75,11 @@ def mixed_precision(
             forward.install(patches)
             _switch_off_for_scalers(patches, scaler, script)
             if scaler is not None:
-                _scale(patches, scaler, script)
+                fresh, schedules = FreshGradients(), Schedules(script)
+                backward = Backward(scaler, fresh, script)
+                steps = ScaledSteps(scaler, backward, fresh, schedules, script)
+                for part in (backward, steps, schedules):
+                    part.install(patches)
             try:
                 with observe_contexts(forward.note_region), _noting_steps(script):
                     yield scaler
@@ -91,13 +95,6 @@ def _end(scaler: GradScaler | None, script: ScriptState) -> None:
     if scaler is not None:
         access.end_iteration(scaler)
     script.end()
-
-
-def _scale(patches: Patches, scaler: GradScaler, script: ScriptState) -> None:
-    fresh, schedules = FreshGradients(), Schedules(script)
-    backward = Backward(scaler, fresh, script)
-    for part in (backward, ScaledSteps(scaler, backward, fresh, schedules, script), schedules):
-        part.install(patches)
 
 
 def _noting_steps(script: ScriptState) -> AbstractContextManager[object]:

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -238,7 +239,10 @@ class GradScaler(halfstep.GradScaler):
         numbers: tuple[float, float, float, int],
         process_group: distributed.ProcessGroup | None = None,
     ) -> None:
-        if _is_possible(device, enabled):
+        if enabled and device == "cuda" and not torch.cuda.is_available():
+            warn("GradScaler for 'cuda', but PyTorch sees no CUDA device here: it is switched off")
+            enabled = False
+        if enabled:
             # PyTorch's scaler also ignores its device argument; the first loss decides.
             init_scale, growth_factor, backoff_factor, growth_interval = numbers
             schedule = Dynamic(growth_factor, backoff_factor, growth_interval, trials=False)
@@ -260,41 +264,16 @@ class GradScaler(halfstep.GradScaler):
             warn(problem)
 
 
-def _is_possible(device: str, enabled: bool) -> bool:
-    """Return ``enabled``; for CUDA on a machine without it, warn and return False."""
-    if not enabled or device != "cuda" or torch.cuda.is_available():
-        return enabled
-    warn("GradScaler for 'cuda', but PyTorch sees no CUDA device here: it is switched off")
-    return False
+class CudaGradScaler(GradScaler):
+    """Stand-in for ``torch.cuda.amp.GradScaler``, which takes no device."""
+
+    __init__ = partialmethod(GradScaler.__init__, "cuda")
 
 
-class _DeviceGradScaler(GradScaler):
-    """A scaler for the fixed device type of its module, such as ``torch.cuda.amp``."""
+class CpuGradScaler(GradScaler):
+    """Stand-in for ``torch.cpu.amp.GradScaler``, which takes no device."""
 
-    _device: str
-
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._begin(self._device, enabled, numbers)
-
-
-class CudaGradScaler(_DeviceGradScaler):
-    """Stand-in for ``torch.cuda.amp.GradScaler``."""
-
-    _device = "cuda"
-
-
-class CpuGradScaler(_DeviceGradScaler):
-    """Stand-in for ``torch.cpu.amp.GradScaler``."""
-
-    _device = "cpu"
+    __init__ = partialmethod(GradScaler.__init__, "cpu")
 
 
 class ShardedGradScaler(GradScaler):

@@ -59,6 +59,7 @@ class Cast:
         result: The number of the storage of the result.
         bytes: The bytes read and written.
         by_hand: Whether the program made the cast, rather than a rule.
+        gradient_of: In the backward pass, the number of the cast whose gradient it casts.
         seconds: Its duration.
     """
 
@@ -68,6 +69,7 @@ class Cast:
     result: int
     bytes: Count
     by_hand: bool
+    gradient_of: int | None
     seconds: float = 0.0
 
     def __str__(self) -> str:

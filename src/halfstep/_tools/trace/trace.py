@@ -286,8 +286,10 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
     ) -> Row:
         """Return the row of an op that is about to run."""
         number, ruled = next(self._numbers), self.places.ruled
-        if self.places.backward_begins():
-            self._note_seed()
+        last = self._rows[-1] if self._rows else None
+        is_seed = last is not None and (last.op, last.phase) == ("ones_like", "forward")
+        if is_seed and self.places.backward_begins():  # the pass makes its initial gradient
+            self._rows[-1] = replace(self._rows[-1], phase="backward")
         cast = number if cast_to is not None else None
         if op == "_unsafe_view" and inputs[0].is_weight:  # the cache connects a cast to its weight
             cast = self._weights.get(inputs[0].storage)
@@ -310,11 +312,6 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
             seconds=0.0,
         )
 
-    def _note_seed(self) -> None:
-        """Attribute the initial gradient of a backward pass to that pass."""
-        if self._rows and (self._rows[-1].op, self._rows[-1].phase) == ("ones_like", "forward"):
-            self._rows[-1] = replace(self._rows[-1], phase="backward")
-
     # --- writing ----------------------------------------------------------------------------------
 
     def _note_cast(self, row: Row, to: str, result: int) -> None:
@@ -323,27 +320,25 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         if source.is_weight:
             self._weights[source.storage], self._sources[row.number] = row.number, source
         size = cast_bytes(source.shape, source.dtype, to)
-        cast = Cast(row.number, source, to, result, size, False)
+        cast = Cast(row.number, source, to, result, size, False, None)
         if ruled:
             ruled[-1].casts.append(cast)
         elif row.phase == "backward":
             of = self.of_thread.of_cast
-            if of is None:  # the engine casts the gradient of a cast from the cache
-                of = self._cached_like(source)
-            self._write_casts(row, [replace(cast, by_hand=of in self._by_hand)])
+            if of is None:  # the engine casts the gradient of a weight's cast from the cache
+                alike = (
+                    number
+                    for number in self.places.casts_with_gradients()
+                    if number in self._sources and self._sources[number].shape == source.shape
+                )
+                of = next(alike, None)
+            self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
         elif row.rule is not None:  # at the edge of an island
             self._write_casts(row, [cast])
         elif row.autocast is not None and row.device not in active_policies():  # made by PyTorch
             self.of_thread.casts.append(replace(row, casts=(cast,)))
         else:
             self._write_by_hand([replace(row, casts=(cast,))])
-
-    def _cached_like(self, gradient: Value) -> int | None:
-        """Return the number of the weight's cast from the cache that has a gradient."""
-        for number in self.places.casts_with_gradients():
-            if number in self._sources and self._sources[number].shape == gradient.shape:
-                return number
-        return None
 
     def _note(self, row: Row, outputs: tuple[Value, ...]) -> None:
         compute, casts = computed_in(row.inputs, outputs), self._pending(row)

@@ -249,18 +249,18 @@ def origins(rows: Iterable[ModuleCheck]) -> list[str]:
         begin = [r for r in rows if not r.is_output_good and r.input.error <= r.output_tolerance]
     else:
         handed = [r for r in rows if not r.module and _is_handed_bad_gradients(r)]
-        begin = handed or [row for row in rows if _spoils_gradients(row)]
+        begin = handed or [
+            row
+            for row in rows
+            if max(row.input_gradient.error, row.parameters.error) > row.gradient_tolerance
+            and not _is_handed_bad_gradients(row)
+        ]
     names = [row.module for row in begin]
     return [name for name in names if not any(is_within(other, name) for other in names)]
 
 
 def _is_handed_bad_gradients(row: ModuleCheck) -> bool:
     return row.output_gradient.error > row.gradient_tolerance
-
-
-def _spoils_gradients(row: ModuleCheck) -> bool:
-    worst = max(row.input_gradient.error, row.parameters.error)
-    return worst > row.gradient_tolerance and not _is_handed_bad_gradients(row)
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -450,14 +450,13 @@ def check_lines(rows: Sequence[ModuleCheck], origins: Collection[str]) -> list[s
     """
     failed = [row for row in rows if not row.passed or row.module in origins]
     passed = [row for row in rows if row not in failed]
-    cells = [(*_cells(row), _result(row, origins)) for row in failed + passed[:MOST_PASSING]]
+    cells = [
+        (*_cells(row), "begins here" if row.module in origins else "ok" if row.passed else "FAIL")
+        for row in failed + passed[:MOST_PASSING]
+    ]
     left = things(len(passed) - MOST_PASSING, "module")
     rest = [f"and {left} that passed, with smaller errors"] if passed[MOST_PASSING:] else []
     return [*aligned([HEAD, *cells], right=()), *rest]
-
-
-def _result(row: ModuleCheck, origins: Collection[str]) -> str:
-    return "begins here" if row.module in origins else "ok" if row.passed else "FAIL"
 
 
 def _cells(row: ModuleCheck) -> tuple[str, ...]:
