@@ -7,8 +7,9 @@ seen too.
 
 PyTorch has its own kernels at these keys. A :class:`Plan` contains only the ops for which a policy
 differs from them; halfstep registers kernels for those when a policy first needs them, and never
-removes them. Such a kernel looks up the active plan of its thread. If there is none, or the plan
-does not contain its op, it does what PyTorch would have done.
+removes them, but for those of products (:mod:`halfstep._autocast.native`). Such a kernel looks up
+the active plan of its thread. If there is none, or the plan does not contain its op, it does what
+PyTorch would have done.
 """
 
 import threading
