@@ -72,9 +72,10 @@ class Products:
 
     def add(self, kernels: Mapping[str, Kernel]) -> None:
         """Add kernels of halfstep, by overload."""
-        self._kernels |= kernels
-        if self.registered is not None:
-            self._register(self.registered)
+        with _lock:
+            self._kernels |= kernels
+            if self.registered is not None:
+                self._register(self.registered)
 
     def settle(self) -> None:
         """Register or remove halfstep's kernels, as needed; no thread may be in a context."""
