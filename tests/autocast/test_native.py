@@ -34,9 +34,14 @@ def _only_standard() -> Iterator[None]:
     def register(is_kept: Callable[[PolicyOnDevice], bool]) -> None:
         kernels._permanent.remove()
         kernels._permanent = dispatch.PythonKernels()
+        for here in native.products.values():
+            here._permanent.clear()
         for policy in kernels._prepared:
             if is_kept(policy) and not policy.only_observed:
-                kernels._register(kernels._permanent, policy.ops(), kernels._kernel, policy.device)
+                device = policy.device
+                kernels._register(kernels._permanent, policy.ops(), kernels._kernel, device)
+                products = {op: kernels._kernel(op, device) for op in policy.products()}
+                native.products[device].add(products, policy.ops())
 
     register(lambda policy: policy.policy == preset("standard"))
     yield

@@ -82,7 +82,8 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
             here = native_products.setdefault(device, Products(device))
             if not only_observed:
                 _register(_permanent, on_device.ops(), _kernel, device)
-                here.add({op: _kernel(op, device) for op in on_device.products()})
+                products = {op: _kernel(op, device) for op in on_device.products()}
+                here.add(products, on_device.ops())
             autograd.wrap_recomputed(scopes.under_the_same_policies)
             weight_cache.follow_writes()
             _prepared.append(on_device)

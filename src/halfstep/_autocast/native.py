@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 
@@ -64,16 +64,22 @@ class Products:
     def __init__(self, device: str) -> None:
         self._key = dispatch.autocast_key(device)
         self._kernels: dict[str, Kernel] = {}
+        self._permanent: set[str] = set()
         self.registered: dispatch.PythonKernels | None = dispatch.PythonKernels()
         """Halfstep's kernels; None while PyTorch's are in place."""
         self.watches: dict[bool, _Watch] = {}
         self.num_pins = 0
         """The number of reasons to leave halfstep's kernels in place."""
 
-    def add(self, kernels: Mapping[str, Kernel]) -> None:
-        """Add kernels of halfstep, by overload."""
+    def add(self, kernels: Mapping[str, Kernel], permanent: Set[str]) -> None:
+        """Add kernels of halfstep, by overload, and the overloads that have theirs permanently.
+
+        The latter are left alone from now on: counting kernels may be above theirs.
+        """
         with _lock:
-            self._kernels |= kernels
+            self._permanent |= permanent
+            both = {**self._kernels, **kernels}
+            self._kernels = {op: both[op] for op in both if op not in self._permanent}
             if self.registered is not None:
                 self._register(self.registered)
 
