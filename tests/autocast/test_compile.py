@@ -224,8 +224,12 @@ keep(MODEL, "0")
 ISLAND = MODEL[0]
 
 
+def guard_now() -> compiler.CompileGuard:
+    return compiler.is_guard_enabled(), compiler.guard_dtype()
+
+
 def switches_and_marks() -> tuple[object, ...]:
-    guard, tag = compiler.compile_guard(), torch.compiler.config.cache_key_tag
+    guard, tag = guard_now(), torch.compiler.config.cache_key_tag
     return amp.autocast_switches(DEVICE), scopes.nesting_depth(), scopes.current(), guard, tag
 
 

@@ -216,7 +216,7 @@ def test_no_cast_outlives_its_transform(before: Callable[[Function], Function]) 
         assert torch.equal(grad(square)(LINEAR.weight), expected)
         y = vmap(LINEAR)(SAMPLES)
         assert torch.autograd.grad(y.sum(), LINEAR.weight)[0].dtype is FP32
-        assert torch.is_autocast_cache_enabled()
+    assert torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.parametrize("inside", [True, False])

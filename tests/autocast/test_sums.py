@@ -11,7 +11,8 @@ from benchmarks import step_time
 from tests.device import DEVICE
 from torch import Tensor, nn
 
-from halfstep._autocast import autocast
+from halfstep._autocast import autocast, preset
+from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.rule import HALVES
 
 pytestmark = [
@@ -349,6 +350,22 @@ def test_a_node_has_the_attributes_of_a_node() -> None:
         result = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)[ONE_ROW]
     assert result.grad_fn is not None
     assert "Float32Backward" in result.grad_fn.name()
+
+
+def test_masks_repeat_no_entry_and_need_nothing() -> None:
+    h = torch.ones(4, 3, dtype=torch.bfloat16, requires_grad=True)
+    mask, index = torch.tensor([True, False, True, True]), torch.tensor([0, 2, 2])
+    with autocast(DEVICE, torch.bfloat16):
+        assert type(h[mask].grad_fn).__name__ == "IndexBackward0"
+        assert type(h[:, mask[:3]].grad_fn).__name__ == "IndexBackward0"
+        assert type(h[index].grad_fn).__name__ != "IndexBackward0"
+        assert type(h[mask, index].grad_fn).__name__ != "IndexBackward0"
+
+
+def test_what_cuda_adds_in_float32_is_left_to_it() -> None:
+    policy = PolicyOnDevice(preset("standard"), "cuda", "", True, 0, False)
+    assert "embedding.default" not in policy.ops()
+    assert "index_select.default" in policy.ops()
 
 
 def test_sparse_gradients_of_bags_and_nested_indices() -> None:

@@ -185,6 +185,16 @@ def test_checkpoints_are_recomputed_under_it(use_reentrant: bool) -> None:
     assert seen == [BF16, BF16]
 
 
+def test_vmap() -> None:
+    """It takes a softmax apart before autocast sees it, under any policy."""
+    with theirs():
+        expected = torch.vmap(softmax)(torch.ones(2, 3))
+    with use_policy(SOFTMAX_LOW), theirs():
+        result = torch.vmap(softmax)(torch.ones(2, 3))
+    assert torch.equal(result, expected)
+    assert result.dtype is expected.dtype is torch.float32
+
+
 def test_compiled_code_is_made_for_each_policy() -> None:
     compiled = torch.compile(lambda x: softmax(x) * 1, backend="aot_eager")
 

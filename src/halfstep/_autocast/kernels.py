@@ -7,8 +7,9 @@ seen too.
 
 PyTorch has its own kernels at these keys. A :class:`Plan` contains only the ops for which a policy
 differs from them; halfstep registers kernels for those when a policy first needs them, and never
-removes them. Such a kernel looks up the active plan of its thread. If there is none, or the plan
-does not contain its op, it does what PyTorch would have done.
+removes them, but for those of products (:mod:`halfstep._autocast.native`). Such a kernel looks up
+the active plan of its thread. If there is none, or the plan does not contain its op, it does what
+PyTorch would have done.
 """
 
 import threading
@@ -81,7 +82,8 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
             here = native_products.setdefault(device, Products(device))
             if not only_observed:
                 _register(_permanent, on_device.ops(), _kernel, device)
-                here.add({op: _kernel(op, device) for op in on_device.products()})
+                products = {op: _kernel(op, device) for op in on_device.products()}
+                here.add(products, on_device.ops())
             autograd.wrap_recomputed(scopes.under_the_same_policies)
             weight_cache.follow_writes()
             _prepared.append(on_device)

@@ -9,19 +9,19 @@ cases, for which the first contexts of each device and gradient mode are watched
 - an argument is in float64 or sparse: the product runs in float64 or float32.
 
 If neither happens in :data:`NUM_WATCHED` contexts, halfstep's kernels leave the dispatcher, for
-plain ``torch.autocast`` too. They come back after an error about dtypes, for a context that follows
-one with more than twice the autograd nodes of those watched, and every :data:`NUM_UNWATCHED`
-contexts. In each case the context after the first such one is watched, not that one itself.
+plain ``torch.autocast`` too. They come back after an error about dtypes, after a context that made
+another number of autograd nodes than those watched (another model, a longer loop), and every
+:data:`NUM_UNWATCHED` contexts. The next contexts are watched then, not that one itself.
 
 The dispatcher reads its tables without a lock. So kernels come and go only while no thread is
-inside a context of halfstep.
+inside a context of halfstep, nor recomputes what one contained.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 
@@ -35,19 +35,27 @@ NUM_UNWATCHED = 500
 """Contexts after which some are watched again: registering 11 kernels takes some 0.3 ms."""
 
 
+NUM_ALIKE = 16
+"""Numbers of nodes after which only twice the largest counts as another one: they vary."""
+
+
 class _Watch:
     """What is known of the contexts of one device in one gradient mode."""
 
-    __slots__ = ("left", "most_nodes", "needs_kernels")
+    __slots__ = ("left", "needs_kernels", "nodes")
 
     def __init__(self) -> None:
-        self.most_nodes = 0  # autograd nodes made in a context that was watched
+        self.nodes: set[int] = set()  # the numbers of autograd nodes made in watched contexts
         # Contexts without need until needs_kernels changes, of all contexts if it is False.
         self.resume()
 
     def resume(self) -> None:
         """Watch the next contexts."""
         self.needs_kernels, self.left = True, NUM_WATCHED
+
+    def is_unlike(self, num_nodes: int) -> bool:
+        """Return whether a number of nodes that is not among those seen tells of other contexts."""
+        return len(self.nodes) < NUM_ALIKE or num_nodes > 2 * max(self.nodes)
 
 
 class Products:
@@ -56,17 +64,24 @@ class Products:
     def __init__(self, device: str) -> None:
         self._key = dispatch.autocast_key(device)
         self._kernels: dict[str, Kernel] = {}
+        self._permanent: set[str] = set()
         self.registered: dispatch.PythonKernels | None = dispatch.PythonKernels()
         """Halfstep's kernels; None while PyTorch's are in place."""
         self.watches: dict[bool, _Watch] = {}
         self.num_pins = 0
         """The number of reasons to leave halfstep's kernels in place."""
 
-    def add(self, kernels: Mapping[str, Kernel]) -> None:
-        """Add kernels of halfstep, by overload."""
-        self._kernels |= kernels
-        if self.registered is not None:
-            self._register(self.registered)
+    def add(self, kernels: Mapping[str, Kernel], permanent: Set[str]) -> None:
+        """Add kernels of halfstep, by overload, and the overloads that have theirs permanently.
+
+        The latter are left alone from now on: counting kernels may be above theirs.
+        """
+        with _lock:
+            self._permanent |= permanent
+            both = {**self._kernels, **kernels}
+            self._kernels = {op: both[op] for op in both if op not in self._permanent}
+            if self.registered is not None:
+                self._register(self.registered)
 
     def settle(self) -> None:
         """Register or remove halfstep's kernels, as needed; no thread may be in a context."""
@@ -106,6 +121,8 @@ def begin(device: str) -> None:
     global _num_running
     here, has_grad = products[device], torch.is_grad_enabled()
     watch = here.watches.get(has_grad)
+    if not thread.running:
+        thread.was_used = False
     with _lock:
         if watch is None:
             watch = here.watches[has_grad] = _Watch()
@@ -123,21 +140,41 @@ def begin(device: str) -> None:
 def end(device: str) -> None:
     """End the outermost context for a device in this thread."""
     global _num_running
-    watch, first_node, had_kernels = thread.running.pop(device)
+    running = thread.running.pop(device, None)
+    if running is None:  # it began inside of a use_policy that was left
+        return
+    watch, first_node, had_kernels = running
     num_nodes = autograd.next_sequence_number() - first_node
     here, was_used = products[device], thread.was_used
     with _lock:
         _num_running -= 1
-        if was_used or (not watch.needs_kernels and num_nodes > 2 * watch.most_nodes):
+        if was_used:
             watch.resume()
-        elif watch.needs_kernels and had_kernels:
-            watch.most_nodes = max(num_nodes, watch.most_nodes)
+        elif not watch.needs_kernels:
+            if num_nodes and num_nodes not in watch.nodes and watch.is_unlike(num_nodes):
+                watch.resume()
+        elif had_kernels:
+            watch.nodes.add(num_nodes)
             watch.left -= 1
             if watch.left == 0:
                 watch.needs_kernels, watch.left = False, NUM_UNWATCHED
         if here.registered is not None and not watch.needs_kernels and not _num_running:
             here.settle()
     thread.was_used = False
+
+
+def start_recomputing() -> None:
+    """Let no kernels come or go until :func:`stop_recomputing`."""
+    global _num_running
+    with _lock:
+        _num_running += 1
+
+
+def stop_recomputing() -> None:
+    """Undo :func:`start_recomputing`."""
+    global _num_running
+    with _lock:
+        _num_running -= 1
 
 
 def pin(device: str) -> None:
@@ -159,7 +196,7 @@ def release(device: str) -> None:
         products[device].num_pins -= 1
 
 
-_ABOUT_DTYPES = re.compile("dtype|not implemented for|scalar type|Float|Double")
+_ABOUT_DTYPES = re.compile("dtype|not implemented for|scalar type|[Dd]ouble")
 
 
 def explain(error: RuntimeError, device: str) -> None:

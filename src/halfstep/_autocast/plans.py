@@ -64,8 +64,10 @@ class PolicyOnDevice:
         return self._rule(op, *self.now())
 
     def ops(self) -> set[str]:
-        """Return the overloads that no kernel of PyTorch runs as some plan does."""
-        return {op for plan in self._plans() for op in plan if plan[op] not in pytorchs}
+        """Return the overloads that PyTorch does not run alike, or that an added rule names."""
+        ruled = meant_by(self.added)
+        plans = self._plans()
+        return {op for plan in plans for op in plan if op in ruled or plan[op] not in pytorchs}
 
     def products(self) -> set[str]:
         """Return the other overloads of plans: PyTorch's kernels run them alike, as a rule."""

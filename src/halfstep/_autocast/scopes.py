@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep._autocast import weight_cache
+from halfstep._autocast import native, weight_cache
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._pytorch import amp, compiler
 from halfstep._version import __version__
@@ -90,7 +90,7 @@ class _State:
         self.scope = Scope(NO_POLICIES)  # current(), unless it has a nesting depth
         self.change: Callable[[Settings], Settings] | None = None  # of the user's contexts
         self.followed = NO_POLICIES  # the policies that torch.compile's mark stands for
-        self.guard = compiler.compile_guard()  # the guard value for them
+        self.guard = compiler.is_guard_enabled(), compiler.guard_dtype()  # the guard value for them
         self.guard_outside = self.guard  # the guard value outside of all policies
 
 
@@ -210,7 +210,8 @@ def _follow(state: _State, policies: Policies) -> None:
     same time can miss a valid cache entry.
     """
     if not state.followed:
-        state.guard = state.guard_outside = compiler.compile_guard()
+        guard = compiler.is_guard_enabled(), compiler.guard_dtype()
+        state.guard = state.guard_outside = guard
     guard, tag, backward_off = state.guard_outside, "", False
     if policies:
         guard, tag, backward_off = _marks.get(policies.key) or _mark(policies)
@@ -259,9 +260,11 @@ def under_the_same_policies(function: Callable[..., Any]) -> Callable[..., Any]:
         if outer.policies is then:
             return function(*args, **kwargs)
         enter(outer, then)
+        native.start_recomputing()
         try:
             return function(*args, **kwargs)
         finally:
+            native.stop_recomputing()
             leave(current())
 
     return compiler.do_not_compile_alone(running, nor_below=False)

@@ -167,9 +167,9 @@ def numbered_guard(number: int) -> CompileGuard:
     return True, _GUARD_VALUES[number]
 
 
-def compile_guard() -> CompileGuard:
-    """Return the guard of code that is compiled in this thread now."""
-    return _is_enabled(GUARD_DEVICE), _get_dtype(GUARD_DEVICE)
+# (), (): the two parts of the guard of code that is compiled in this thread now.
+is_guard_enabled: Callable[[], bool] = functools.partial(_is_enabled, GUARD_DEVICE)
+guard_dtype: Callable[[], torch.dtype] = functools.partial(_get_dtype, GUARD_DEVICE)
 
 
 _TAG_MARK = "|halfstep:"
@@ -207,7 +207,8 @@ def set_compile_mark(
         _tag_variable.set(after)
         if not _has_changed.get():
             _has_changed.set(True)
-        _set_backward_off(backward_off)
+        if backward_off or _backward.user_override.get() is _OFF:
+            _set_backward_off(backward_off)
 
 
 def _with_tag(tag: str) -> str:

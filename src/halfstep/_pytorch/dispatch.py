@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.utils._device
 
 Key = torch._C.DispatchKey
 Keys = torch._C.DispatchKeySet
