@@ -401,7 +401,8 @@ def multiply_(checked: Checked, coefficient: Scalar | None = None) -> Checked:
     if factor is None:
         return checked
     checked.gathered.gradients.multiply_(
-        factor if coefficient is None else scalars.to_single(factor)
+        factor if coefficient is None else scalars.to_single(factor),
+        was_just_read=checked.measured is not None,
     )
     return replace(checked, multiplier=None)
 
