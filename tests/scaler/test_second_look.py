@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.device import DEVICE
 from tests.scaler.test_changed_gradients import backward, param, warm
 from tests.training import fused_or_not
 from torch import Tensor
@@ -281,6 +282,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @fused_or_not
+@pytest.mark.skipif(DEVICE != "cpu", reason="versions tell only on a CPU")
 def test_what_nobody_wrote_to_is_not_read_again(read: list[int], fused: bool) -> None:
     params, scaler = [param() for _ in range(4)], GradScaler()
     optimizer = SGD(params, 0.0, fused=fused)
@@ -309,3 +311,10 @@ def test_a_step_without_unscaling_reads_nothing_more(read: list[int], fused: boo
     backward(scaler, torch.cat(params))
     scaler.step(optimizer)
     assert read == [4]
+
+
+def test_torch_counts_writes_by_its_clipping_on_a_cpu() -> None:
+    """Elsewhere one kernel writes to all gradients, and bumps no version."""
+    grads = [torch.ones(3, device="cpu") for _ in range(2)]
+    torch._foreach_mul_(grads, 0.5)
+    assert [grad._version for grad in grads] == [1, 1]

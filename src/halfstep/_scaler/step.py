@@ -299,11 +299,14 @@ def check(gathered: Gathered) -> Checked:
 def look(ledger: Ledger, gathered: Gathered) -> Checked:
     """Check unscaled gradients again that were written to since. At most as :func:`check`.
 
-    With a process group, all are: collectives, and PyTorch's clipping of DTensors, write without
-    bumping a version. Sync: none.
+    Without a process group, and on the CPU, versions tell which. Collectives bump none, nor does
+    PyTorch's clipping elsewhere, in one kernel for all gradients: all are checked. Sync: none.
     """
     gradients, device = gathered.gradients, gathered.loss_scale.device
-    written = gradients if has_process_group() else ledger.written(gradients)
+    is_version_enough = not has_process_group() and all(
+        each.type in scalars.READABLE for each, _ in gradients.by_kind
+    )
+    written = ledger.written(gradients) if is_version_enough else gradients
     if not (written.grads or gathered.ranks.is_together):
         return Checked(gathered, None)
     found = _nonfinite(written, device) if written.grads else []
