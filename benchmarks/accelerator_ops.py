@@ -90,8 +90,11 @@ def counted(iterate: Callable[[Count], None]) -> Count:
     return count
 
 
-def step(scaler: Any, max_norm: float | None, *, fused: bool) -> Count:
-    """Count ``scale``, ``step`` and ``update``, with clipping if there is a ``max_norm``."""
+def step(scaler: Any, max_norm: float | None, *, fused: bool, by_torch: bool = False) -> Count:
+    """Count ``scale``, ``step`` and ``update``, with clipping if there is a ``max_norm``.
+
+    ``by_torch``: whether halfstep's scaler leaves it to PyTorch too, after ``unscale_``.
+    """
     params = parameters()
     optimizer = torch.optim.AdamW(params, fused=fused or None)
 
@@ -104,7 +107,7 @@ def step(scaler: Any, max_norm: float | None, *, fused: bool) -> Count:
         with count.running():
             if max_norm is None:
                 scaler.step(optimizer)
-            elif isinstance(scaler, halfstep.GradScaler):
+            elif isinstance(scaler, halfstep.GradScaler) and not by_torch:
                 scaler.step(optimizer, max_norm=max_norm)
             else:
                 scaler.unscale_(optimizer)
@@ -181,6 +184,8 @@ def table(most: int | None) -> tuple[list[str], bool]:
             rows.append(_row(kind + " + clip" * bool(max_norm), ours, theirs))
             more = ours.ops - theirs.ops, ours.waits - theirs.waits
             is_over |= most is not None and (more[0] > most or more[1] > 0)
+        ours = step(halfstep.GradScaler("sim"), 1.0, fused=fused, by_torch=True)
+        rows.append(_row(f"{kind} + unscale_ + torch's clip", ours, theirs))
     for dtype in (torch.float32, torch.bfloat16):
         name = f"guard, {str(dtype).removeprefix('torch.')}"
         plain = unscaled(lambda optimizer: None, dtype)

@@ -77,6 +77,72 @@ def test_an_inf_on_one_rank_is_skipped_on_all(
     assert len(second[1]) == 1
 
 
+def step_written_to_on_rank_1(rank: int, kind: str, group: str | None, fused: bool) -> Any:
+    module: nn.Module = getattr(cases, kind)()
+    kind_of = torch.optim.AdamW if fused else torch.optim.SGD
+    optimizer = kind_of(module.parameters(), lr=0.01, fused=fused)
+    books = scaler(group)
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        cases.backward(books, module, cases.batch(rank, step))
+        books.unscale_(optimizer)
+        if step == 1 and rank == 1:
+            last = list(module.parameters())[-2]
+            assert last.grad is not None
+            getattr(last.grad, "_local_tensor", last.grad).data.view(-1)[0] = math.inf
+        with cases.counted() as collectives:
+            books.step(optimizer)
+        books.update()
+        outcome = books.outcome(optimizer)
+        reason = outcome.reason and outcome.reason.value
+        seen.append((reason, outcome.rank, outcome.scale_after, len(collectives)))
+    is_finite = all(
+        bool(getattr(p, "_local_tensor", p).isfinite().all()) for p in module.parameters()
+    )
+    return seen, is_finite, books.counts().skipped
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("kind", "group"), [("fsdp2", None), ("model", WORLD), ("ddp", WORLD)])
+def test_what_went_bad_on_one_rank_after_unscaling_is_skipped_on_all(
+    pool: Pool, kind: str, group: str | None, fused: bool
+) -> None:
+    first, second = pool.run(step_written_to_on_rank_1, kind, group, fused)
+    assert first == second
+    assert first == (
+        [
+            (None, None, 1024.0, 1),
+            ("non-finite after unscale_", 1, 1024.0, 1),
+            (None, None, 1024.0, 1),
+        ],
+        True,
+        1,
+    )
+
+
+def summed_by_hand_on_rank_0(rank: int) -> Any:
+    """A sum over ranks bumps no version, and rank 1 has added inf to it."""
+    module = cases.model()
+    optimizer = cases.sgd(module)
+    books = scaler("local")
+    cases.backward(books, module, cases.batch(rank))
+    books.unscale_(optimizer)
+    for param in module.parameters():
+        assert param.grad is not None
+        if rank == 1:
+            param.grad.view(-1)[0] = math.inf
+        distributed.all_reduce(param.grad)
+    books.step(optimizer)
+    books.update()
+    outcome = books.outcome(optimizer)
+    return outcome.reason and outcome.reason.value, outcome.scale_after
+
+
+def test_sums_over_ranks_by_hand_are_checked(pool: Pool) -> None:
+    assert pool.run(summed_by_hand_on_rank_0) == [("non-finite after unscale_", 1024.0)] * 2
+
+
 def containers_with_inf_on_rank_1(rank: int, kind: str, group: str | None) -> Any:
     """The bad gradient is one of the last optimizer."""
     module: nn.Module = getattr(cases, kind)()
@@ -184,11 +250,11 @@ def test_a_step_is_one_small_collective_and_none_under_ddp(pool: Pool) -> None:
         pool.run(collectives_of_steps)
         == [
             {
-                "fsdp2": [["max"], ["max"], ["sum", "max"]],
+                "fsdp2": [["max"], ["max", "max"], ["sum", "max"]],
                 "ddp": [[], [], []],
                 "ddp with a group": [
                     ["max"],
-                    ["max"],
+                    ["max", "max"],  # a rank may have written to what was unscaled
                     ["sum", "max"],
                 ],
             }
@@ -377,7 +443,8 @@ def test_given_groups(pool: Pool) -> None:
         assert found["wrong"][0] == "TypeError"
         assert found["too small"][0] == "RanksError"
         assert "was created for only" in found["too small"][1]
-        assert found["hook"] == ["sum", "max"]  # a first step is measured
+        # A first step is measured, and asks whether a rank has written to what was unscaled.
+        assert found["hook"] == ["sum", "max", "max"]
 
 
 def given_groups(rank: int) -> Any:

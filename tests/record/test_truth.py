@@ -187,6 +187,29 @@ def test_steps_that_the_script_leaves_out_are_steps(tmp_path):
     assert "The script left out 3 steps whose gradients were finite" in told
 
 
+def test_gradients_that_go_bad_after_unscale_are_reported_at_that_step(tmp_path):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = halfstep.GradScaler("cpu")
+    with halfstep.record(tmp_path / "run", model=model, scaler=scaler):
+        for step in range(1, 41):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            if step == 30:
+                model.bias.grad.div_(0.0)
+            scaler.step(optimizer)
+            scaler.update()
+    run = read_run(tmp_path / "run")
+    (skipped,) = run.skipped
+    assert (skipped.step, skipped.reason) == (30, "non-finite after unscale_")
+    told = " ".join(each.text for each in sentences(summarize(run)))
+    assert "step 30" in told
+    assert (
+        "In 1 step the gradients were finite when they were unscaled, and the script made" in told
+    )
+
+
 def test_a_step_that_is_left_out_has_its_norm(tmp_path):
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -105,8 +105,8 @@ def test_what_is_broken_after_unscaling_is_found_when_measured(fused: bool) -> N
     scaler.step(optimizer, max_norm=1.0)
     scaler.update()
     assert p.item() == 1.0
-    assert scaler.outcome(optimizer).skipped
-    assert scaler.get_scale() == 2.0**15
+    assert scaler.outcome(optimizer).reason == "non-finite after unscale_"
+    assert scaler.get_scale() == 2.0**16
 
 
 # --- one unscaled with another optimizer ----------------------------------------------------------

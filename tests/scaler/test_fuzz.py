@@ -4,8 +4,9 @@ The model knows the true gradient of every parameter in float64, what ``.grad`` 
 any moment, and a :class:`ScaleState`, which ``next_state`` moves on. It is compared
 after every call: each gradient is the true one, scaled or not, and clipped; each scale is that of
 the model; no parameter is inf or NaN. A step is taken if and only if all gradients are finite and,
-unscaled, representable; what the optimizer is about to add is looked at right before it does. A
-call that is refused changes nothing. Saved, loaded and continued is the same as continued.
+unscaled, representable, also those that were written to after they were unscaled; what the
+optimizer is about to add is looked at right before it does. A call that is refused changes nothing.
+Saved, loaded and continued is the same as continued.
 
     HALFSTEP_FUZZ=20000 pytest -n 2 tests/scaler/test_fuzz.py
     HALFSTEP_FUZZ=1 HALFSTEP_FUZZ_SEED=123 pytest tests/scaler/test_fuzz.py
@@ -244,6 +245,7 @@ class World:
         state: That of the scale.
         on_device: Whether this scaler has scaled a loss.
         bad_loss: Whether a loss was not finite, until the scale has moved.
+        went_bad: Whether a step was skipped because of what was written to unscaled gradients.
         num_losses: Number of losses scaled since the last ``update``.
         looks: What has been found since then.
         seen: What the optimizer that just stepped was about to use; None if it skipped.
@@ -309,7 +311,7 @@ class World:
                 param.forget()
             param.look = None
         self.looks: list[Look] = []
-        self.num_losses, self.bad_loss = 0, False
+        self.num_losses, self.bad_loss, self.went_bad = 0, False, False
         for opt in self.opts:
             opt.begin()
 
@@ -556,6 +558,14 @@ class World:
         param.true[entry] = param.grad()[entry] / param.scaled_by
         param.bound[entry] = abs(param.true[entry])
 
+    def op_write(self) -> None:
+        """Write to a gradient after it was unscaled."""
+        params = [p for p in self.params if p.true is not None and p.look is not None]
+        params = [p for p in params if p.scaled_by == 1.0 and not (p.is_mixed or p.is_in_doubt)]
+        if params:
+            values = [math.inf, math.nan, self.largest, 0.0]
+            self.inject(self.rng.choice(params), self.rng.choice(values))
+
     def op_zero_grad(self) -> None:
         opt, set_to_none = self.rng.choice(self.opts), self.rng.random() < 0.7
         self.log.append(f"{opt.name}.zero_grad({set_to_none})")
@@ -656,7 +666,9 @@ class World:
         norm = norm_of(params)
         factor = 1.0 if max_norm is None else clip_factor(params, norm, max_norm)
         norm = norm if opt.norm is None else opt.norm
-        is_taken = not found_inf
+        unscaled = [param for param in params if param not in scaled]
+        went_bad = not (found_inf or all(param.is_usable() for param in unscaled))
+        is_taken = not (found_inf or went_bad)
         self.is_exploding = explodes = explodes and bool(is_taken or opt.is_fused)
         is_measured = max_norm is not None
         is_measured |= self.is_first(opt.optimizer) and look is not None and not looks
@@ -690,9 +702,10 @@ class World:
             if look is not None:
                 look.left_scaled = True
         self.keep(opt, looks, look, "stepped")
+        self.went_bad |= went_bad
         outcome = self.scaler.outcome(opt.optimizer)
         assert (outcome.taken, outcome.scale) == (is_taken, self.state.scale)
-        assert outcome.reason == self.reason(found_inf)
+        assert outcome.reason == (Reason.AFTER_UNSCALE if went_bad else self.reason(found_inf))
         measured = self.scaler.history()[-1].norm
         if measured < 1e37:  # not NaN: it was measured
             assert measured == pytest.approx(norm, rel=0.02, abs=1e-12)
@@ -826,11 +839,16 @@ class World:
             self.refused(self.scaler.update)
             return
         found_inf = any(look.found_inf for look in self.looks)
-        self.state = next_state(self.state, found_inf=found_inf, loss_is_finite=not self.bad_loss)
+        self.state = next_state(
+            self.state,
+            found_inf=found_inf,
+            loss_is_finite=not self.bad_loss,
+            went_bad=self.went_bad,
+        )
         try:
             self.scaler.update()
         except SkippedStepsError:
-            assert found_inf
+            assert found_inf or self.went_bad
             assert self.on_skips == "raise"
         self.check_saved()
         self.begin()
@@ -985,6 +1003,7 @@ OPERATIONS = {
     World.op_backward: 14.0,
     World.op_scale_only: 1.0,
     World.op_inject: 3.0,
+    World.op_write: 2.0,
     World.op_zero_grad: 1.0,
     World.op_unscale: 4.0,
     World.op_clip: 4.0,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.device import seeded
 
 from halfstep._gradients.scalars import LARGEST_SCALE
-from halfstep._scaler.scale_state import Reason, ScaleState, next_state, reason
+from halfstep._scaler.scale_state import Reason, ScaleState, changed, next_state, reason
 from halfstep._scaler.schedules import Dynamic, Schedule, Static
 
 
@@ -378,15 +378,20 @@ scales = st.floats(2.0**-126, LARGEST_SCALE, width=32)
 @given(
     schedules,
     scales,
-    st.lists(st.tuples(st.booleans(), st.booleans()), min_size=30, max_size=60),
+    st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=30, max_size=60),
 )
 def test_the_scale_stays_usable(
-    schedule: Schedule, scale: float, events: list[tuple[bool, bool]]
+    schedule: Schedule, scale: float, events: list[tuple[bool, bool, bool]]
 ) -> None:
     state = ScaleState.first(scale, schedule)
-    for found_inf, loss_is_finite in events:
+    for found_inf, loss_is_finite, went_bad in events:
         before = state
-        state = next_state(before, found_inf=found_inf, loss_is_finite=loss_is_finite)
+        found = {"found_inf": found_inf, "loss_is_finite": loss_is_finite}
+        state = next_state(before, **found, went_bad=went_bad)
+        after = next_state(before, **found)
+        counts = dict.fromkeys(("num_taken", "num_skipped", "skipped_in_a_row"), 0)
+        assert changed(state, **counts) == changed(after, **counts)
+        assert state.num_skipped - before.num_skipped == (found_inf or went_bad)
         assert before.min_scale <= state.scale <= before.max_scale
         assert math.isfinite(1 / state.scale)
         assert (state.schedule, state.min_scale) == (schedule, before.min_scale)

@@ -532,6 +532,28 @@ def test_a_record_and_a_watch_end_in_any_order(is_watch_first: bool, tmp_path: P
     assert (torch.autograd.backward, nn.Module.__call__) == before
 
 
+def test_gradients_that_go_bad_after_unscale_are_reported_at_that_step() -> None:
+    """A replay ends with the backward pass, and would be finite."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = halfstep.GradScaler(module=model)
+    told: list[int] = []
+    with halfstep.diagnose(scaler, tell=lambda _, step: told.append(step)) as watch:
+        for step in range(1, 7):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            if step == 5:
+                assert model.bias.grad is not None
+                model.bias.grad.div_(0.0)
+            scaler.step(optimizer)
+            scaler.update()
+    (found,) = watch.found
+    assert told == [5]
+    assert (found.verdict, found.ends, found.num_replays) == ("unknown", ("bias",), 0)
+    assert "between unscale_() and step()" in found.notes[0]
+
+
 def test_a_disabled_scaler_can_be_watched() -> None:
     scaler = halfstep.GradScaler(enabled=False)
     model = nn.Linear(4, 1)

@@ -114,12 +114,19 @@ class Gradients:
         """Check for inf and NaN with the multiplying kernel and a factor of exactly 1."""
         return self.multiply_(1.0)
 
-    def multiply_(self, factor: Scalar) -> dict[torch.device, Tensor]:
+    def multiply_(
+        self, factor: Scalar, *, was_just_read: bool = False
+    ) -> dict[torch.device, Tensor]:
         """Multiply all by a float32 number in place. One read and write.
 
         A dtype for which the device has no such kernel (:class:`~halfstep._pytorch.devices.Facts`),
         such as bfloat16 on CUDA, takes another read and five more ops, but no write for a factor of
         exactly 1.
+
+        Args:
+            factor: The number.
+            was_just_read: Whether another pass has just read them. The last ones are then still in
+                the cache, so the order is reversed.
 
         Returns:
             Device to float32 scalar: 1 if a gradient on it was inf or NaN before, else 0.
@@ -140,9 +147,8 @@ class Gradients:
                         else torch.full((), factor, dtype=torch.float32, device=device)
                     )
                 if dtype in facts(device.type).unscales:
-                    # In reverse order: the tensors that an earlier pass read last are still in the
-                    # cache.
-                    check_and_unscale_(values[::-1], found_inf[device], factors[device])
+                    ordered = values[::-1] if was_just_read else values
+                    check_and_unscale_(ordered, found_inf[device], factors[device])
                 else:
                     check_each_(values, found_inf[device])
                     if isinstance(factor, Tensor) or factor != 1.0:

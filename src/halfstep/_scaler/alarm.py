@@ -45,6 +45,11 @@ CURES = {
         "masked_fill(), values too large for float16, and NaN in the parameters. "
         f"{WHICH_OP}"
     ),
+    Reason.AFTER_UNSCALE: (
+        "the gradients were finite when they were unscaled, and code between unscale_() and step() "
+        "made one inf or NaN. Check what it divides by (a norm of 0, inf or NaN), its sums over "
+        "ranks, and clipping: clip_grad_norm_(..., error_if_nonfinite=True) raises at once"
+    ),
 }
 
 

@@ -31,6 +31,7 @@ from halfstep._scaler.outcome import has_its_gradients
 from halfstep._scaler.step import (
     clip_coefficient_of,
     gather,
+    look,
     measure,
     multiply_,
     read,
@@ -242,7 +243,12 @@ class _Evaluations:
         params = parameters(optimizer)
         gathered = gather(engine, "step", optimizer, params, optimizer, needs_one=True)
         refuse_half(engine, gathered)
-        checked = unscale_(gathered) if self._max_norm is None else measure(gathered)
+        if self._max_norm is not None:
+            checked = measure(gathered)
+        elif gathered.multiplier is None:
+            checked = look(engine.iteration.ledger, gathered)
+        else:
+            checked = unscale_(gathered)
         coefficient = clip_coefficient_of(checked, self._max_norm)
         self.last, _ = read(checked.decide())
         if self.last.skip:

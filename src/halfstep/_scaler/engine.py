@@ -100,12 +100,15 @@ class Engine:
                 "update.)"
             )
         known = [check.on_host() for check in iteration.checks]
+        later = [look.on_host() for look in iteration.looks]
         found_inf: bool | list[Tensor] = any(known)
-        if None in known:
+        went_bad: bool | list[Tensor] = any(later)
+        if None in known or None in later:
             found_inf = [flag for each in iteration.checks for flag in each.flags().values()]
+            went_bad = [flag for each in iteration.looks for flag in each.flags().values()]
         unused = self.unused.before_change(iteration)
         self._left_out = self._left_out_by_caller() if OBSERVERS else []
-        self.loss_scale.update(found_inf)
+        self.loss_scale.update(found_inf, went_bad)
         self.unused.after_change(unused)
         self.end_iteration()
 

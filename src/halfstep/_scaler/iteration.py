@@ -89,6 +89,8 @@ class Checked:
     Attributes:
         multiplier: The number by which they are multiplied now, None if they are unscaled.
         own: The check of this call; None if there was nothing to check.
+        look: The second check, of gradients that were already unscaled. It decides about the step,
+            and not about the scale, which the first one has shown to be usable.
         measured: What this call has measured; None if it measured nothing.
     """
 
@@ -96,25 +98,22 @@ class Checked:
     multiplier: Scalar | None
     own: GradientCheck | None = None
     measured: Measured | None = None
+    look: GradientCheck | None = None
 
     @property
     def unclipped(self) -> Measured | None:
         """What was measured before any clipping."""
         return self.gathered.measured or self.measured
 
-    @property
-    def newly_checked(self) -> Gradients:
-        """The gradients that were still scaled before the check of this call."""
-        return NONE if self.gathered.multiplier is None else self.gathered.gradients
-
     def checks(self) -> tuple[GradientCheck, ...]:
-        """Return the earlier checks and the own one, if there is any."""
+        """Return the checks that move the scale: the earlier ones and the own one."""
         earlier = self.gathered.checks
         return earlier if self.own is None else (*earlier, self.own)
 
     def agreements(self) -> list[Agreement]:
         """Return the agreements of all checks; empty if this rank decides alone."""
-        return [check.agreement for check in self.checks() if check.agreement is not None]
+        checks = self.checks() if self.look is None else (*self.checks(), self.look)
+        return [check.agreement for check in checks if check.agreement is not None]
 
     def decide(self) -> Decided:
         """Decide whether the step must be skipped. Sync: none.
@@ -132,7 +131,15 @@ class Checked:
             raise nothing_checked(gathered.optimizer)
         if len(flags) == 1 and not gathered.checks:  # a new one, which no user can have modified
             return Decided(self, scalars.scalar(flags[0]))
-        return Decided(self, scalars.combine(flags, gathered.loss_scale.device))
+        device = gathered.loss_scale.device
+        if self.look is None:
+            return Decided(self, scalars.combine(flags, device))
+        later = list(self.look.flags().values())
+        if device.type in scalars.READABLE:
+            found_inf = scalars.combine(flags, device)
+        else:
+            found_inf = scalars.any_of(flags, device)
+        return Decided(self, scalars.combine([*flags, *later], device), found_inf)
 
     def read(self, values: list[Scalar]) -> list[float]:
         """Return scalars as Python floats; raise if the ranks disagree. Sync: one."""
@@ -160,10 +167,12 @@ class Decided:
 
     Attributes:
         skip: 1 if a check found inf or NaN, so that the step must be skipped, else 0.
+        found_inf: The same without the second look, nonzero in place of 1; None if there was none.
     """
 
     checked: Checked
     skip: Scalar
+    found_inf: Scalar | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -249,16 +258,18 @@ class Iteration:
             references the optimizer, so its ``id`` is not reused.
         num_losses: Number of scaled losses.
         ledger: What the gradients are multiplied by.
+        looks: The second checks, of gradients that were written to after they were unscaled.
     """
 
     def __init__(self) -> None:
         self.steps: dict[int, Remembered] = {}
         self.num_losses = 0
         self.ledger = Ledger()
+        self.looks: list[GradientCheck] = []
 
     @property
     def checks(self) -> list[GradientCheck]:
-        """All checks, in order."""
+        """All checks that move the scale, in order."""
         return [entry.check for entry in self.ledger.entries]
 
     def step_of(self, optimizer: torch.optim.Optimizer) -> Remembered | None:

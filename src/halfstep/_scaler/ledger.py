@@ -1,20 +1,21 @@
 """The ledger of an iteration: what each checked gradient is multiplied by.
 
 A backward pass is what makes an entry stale, not the version of a gradient: users change unscaled
-gradients in place. Sync: none.
+gradients in place. The versions only say which gradients a step must check again. Sync: none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import Gradients
+from halfstep._gradients.gradients import NONE, Gradients
 from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
@@ -85,11 +86,16 @@ class Entry:
         check: Their check, which has the scale.
         left_scaled_by: Whether the step that made the check has left them scaled, and the number by
             which they are multiplied in that case; None if they are unscaled.
+        versions: Those of the gradients when the scaler has written to them last.
     """
 
     gradients: Gradients
     check: GradientCheck
     left_scaled_by: tuple[Scalar, Scalar] | None = None
+    versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = _versions(self.gradients)
 
     def unscale_what_was_left(self) -> None:
         """Divide the gradients if a skipped step of another optimizer left them scaled."""
@@ -97,7 +103,11 @@ class Entry:
             is_left, multiplier = self.left_scaled_by
             factor = scalars.where(is_left, scalars.reciprocal(multiplier), 1.0)
             self.gradients.multiply_(factor)
-            self.left_scaled_by = None
+            self.left_scaled_by, self.versions = None, _versions(self.gradients)
+
+
+def _versions(gradients: Gradients) -> list[int]:
+    return list(map(attrgetter("_version"), gradients.grads))
 
 
 class Ledger:
@@ -160,6 +170,20 @@ class Ledger:
             return scaled, entries
         found = {index[key] for key in seen}
         return scaled, [entry for entry in self.entries if entry in found]  # a set is unordered
+
+    def written(self, gradients: Gradients) -> Gradients:
+        """Return the gradients that were written to, replaced or added since their check.
+
+        A write that bumps no version is not seen: through ``.data``, in NumPy, by a collective.
+        """
+        checked: set[tuple[int, int]] = set()
+        for entry in self.entries:
+            checked.update(zip(map(id, entry.gradients.grads), entry.versions, strict=True))
+        now = zip(map(id, gradients.grads), _versions(gradients), strict=True)
+        same = {key for key, _ in checked.intersection(now)}
+        if len(same) == len(gradients.grads):
+            return NONE
+        return gradients.without(same) if same else gradients
 
     def is_fresh(self, param: Tensor) -> bool:
         """Return whether a backward pass has added to the gradient since it was checked."""

@@ -294,34 +294,40 @@ class LossScale:
 
     # --- moving -----------------------------------------------------------------------------------
 
-    def update(self, found_inf: bool | list[Tensor]) -> None:
+    def update(self, found_inf: bool | list[Tensor], went_bad: bool | list[Tensor] = False) -> None:
         """Back off, count or grow the scale after an iteration. Sync: none.
 
-        ``found_inf``: whether a gradient was inf or NaN, if the host knows; else the flags.
+        Args:
+            found_inf: Whether a gradient was inf or NaN, if the host knows; else the flags.
+            went_bad: The same of gradients that were finite when they were unscaled.
         """
         self.forget_later_losses()
         if isinstance(found_inf, bool):
-            self._move(found_inf)
+            self._move(found_inf, went_bad is True)
         else:
-            self._launch(found_inf)
+            self._launch(found_inf, went_bad or [])  # type: ignore[arg-type]
         self.forget_losses()
 
-    def _move(self, found_inf: bool) -> None:
+    def _move(self, found_inf: bool, went_bad: bool) -> None:
         """Move on the host, which knows the flags."""
         if self._under_way:
             self.follow_device()
         self._follow_writes()
         before = self.state
         loss_is_finite = not found_inf or self.loss_is_finite()
-        self.state = next_state(before, found_inf=found_inf, loss_is_finite=loss_is_finite)
+        self.state = next_state(
+            before, found_inf=found_inf, loss_is_finite=loss_is_finite, went_bad=went_bad
+        )
         self.is_quiet = before.skipped_in_a_row == self.state.skipped_in_a_row == 0
         self._show()
 
-    def _launch(self, flags: list[Tensor]) -> None:
+    def _launch(self, flags: list[Tensor], later: list[Tensor]) -> None:
         """Let the device move the scale, and the state follow."""
         values = {"scale": self._tensor, "found_inf": any_of(flags, self.device)}
         if self.has_loss:
             values["bad_loss"] = self.bad_loss
+        if later:
+            values["went_bad"] = any_of(later, self.device)
         self._is_captured |= is_capturing(self.device)
         kernel = Kernel.of(self.state, self.device, is_captured=self._is_captured)
         if not self._is_captured:
@@ -435,16 +441,22 @@ def _followed(
     """Return the states before and after an update on the device, and the number that it left."""
     found = update.found()
     if update.is_stale:
+        is_skipped = found.found_inf or found.went_bad
         after = changed(
             state,
-            num_taken=state.num_taken + (not found.found_inf),
-            num_skipped=state.num_skipped + found.found_inf,
-            skipped_in_a_row=state.skipped_in_a_row + 1 if found.found_inf else 0,
+            num_taken=state.num_taken + (not is_skipped),
+            num_skipped=state.num_skipped + is_skipped,
+            skipped_in_a_row=state.skipped_in_a_row + 1 if is_skipped else 0,
         )
         return state, after, number
     if found.scale != number.scale:  # existing code has written it in place
         state, number = state.with_scale(found.scale), number._replace(scale=found.scale)
-    after = next_state(state, found_inf=found.found_inf, loss_is_finite=found.loss_is_finite)
+    after = next_state(
+        state,
+        found_inf=found.found_inf,
+        loss_is_finite=found.loss_is_finite,
+        went_bad=found.went_bad,
+    )
     if update.kernel is None:
         return state, after, number._replace(growth_tracker=after.growth_tracker)
     return state, after, update.kernel.moved(number, found.found_inf)

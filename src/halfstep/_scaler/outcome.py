@@ -125,6 +125,7 @@ class Outcome:
             self._loss_is_finite = not decided.skip or loss_scale.loss_is_finite()
         self.after: Snapshot | None = None  # the state after update()
         self._found_inf = decided.skip
+        self._found_before = decided.found_inf  # without the second look; None if there was none
         # The sum of squares as measured, and what the gradients were multiplied by.
         self._squares = None if measured is None else measured.squares
         self._measured_scale = None if measured is None else measured.norms.scale
@@ -310,7 +311,7 @@ class Outcome:
             "_loss_is_finite": loss_is_finite,
         }
         state["after"] = None if self.after is None else state_of(self.after)
-        for what in ("_found_inf", "_squares", "_measured_scale"):
+        for what in ("_found_inf", "_found_before", "_squares", "_measured_scale"):
             value = getattr(self, what)
             state[what] = None if value is None else float(value)
         for what in ("norm", "norms", "culprits"):
@@ -355,7 +356,9 @@ def pack(outcome: Outcome) -> Tensor:
     if not isinstance(found_inf, Tensor):
         return torch.empty(0, device="cpu")
     row = [found_inf]
-    for value, default in (outcome._squares, math.nan), (outcome._measured_scale, 1.0):
+    before = outcome._found_before
+    values = (before, 1.0), (outcome._squares, math.nan), (outcome._measured_scale, 1.0)
+    for value, default in values:
         if not isinstance(value, Tensor):
             value = torch.full_like(found_inf, default if value is None else value)
         row.append(value)
@@ -365,15 +368,18 @@ def pack(outcome: Outcome) -> Tensor:
 def unpack(outcome: Outcome, packed: Tensor) -> tuple[HistoryEntry, float | None]:
     """Return the entry, and the scale after ``update`` (None before it)."""
     if len(packed):
-        found_inf, squares, scale = packed.tolist()
+        found_inf, before, squares, scale = packed.tolist()
     else:
         assert not isinstance(outcome._found_inf, Tensor)
         found_inf = outcome._found_inf
+        before = 1.0 if outcome._found_before is None else float(outcome._found_before)
         squares = math.nan if outcome._squares is None else float(outcome._squares)
         scale = 1.0 if outcome._measured_scale is None else float(outcome._measured_scale)
     norm = round_to_float32(math.sqrt(squares) / scale)
     state, loss_is_finite = outcome._state_of_step(bool(found_inf))
     why = reason(state, bool(found_inf), loss_is_finite)
+    if why is not None and not before:
+        why = Reason.AFTER_UNSCALE
     if why is None and outcome.is_left_out:
         why = Reason.LEFT_OUT
     number = state.num_taken + state.num_skipped + 1

@@ -49,6 +49,8 @@ class Reason(StrEnum):
         OVERFLOW: A gradient is inf or NaN; a smaller scale may help.
         LOSS: The loss was inf or NaN before it was scaled.
         NON_FINITE: A gradient is inf or NaN, as it was at ``min_scale``.
+        AFTER_UNSCALE: The gradients were finite when they were unscaled, and code between
+            ``unscale_`` and ``step`` made one inf or NaN. No scale is to blame.
         LEFT_OUT: The gradients are finite, and the caller unscaled them and did not step. Only
             records have it.
     """
@@ -56,6 +58,7 @@ class Reason(StrEnum):
     OVERFLOW = "overflow"
     LOSS = "loss"
     NON_FINITE = "non-finite at any scale"
+    AFTER_UNSCALE = "non-finite after unscale_"
     LEFT_OUT = "left out by the script"
 
 
@@ -71,7 +74,8 @@ class ScaleState:
 
     Attributes:
         scale: The factor of the loss, rounded to float32, as on the device.
-        growth_tracker: Number of consecutive taken steps since the scale last changed.
+        growth_tracker: Number of consecutive iterations with finite gradients since the scale last
+            changed.
         min_scale: Lower limit for automatic changes of the scale.
         max_scale: Upper limit for automatic changes of the scale.
         schedule: How the scale changes.
@@ -276,7 +280,9 @@ def reason(state: ScaleState, found_inf: bool, loss_is_finite: bool = True) -> R
 # --- the next state -------------------------------------------------------------------------------
 
 
-def next_state(state: ScaleState, *, found_inf: bool, loss_is_finite: bool = True) -> ScaleState:
+def next_state(
+    state: ScaleState, *, found_inf: bool, loss_is_finite: bool = True, went_bad: bool = False
+) -> ScaleState:
     """Return the state after one iteration.
 
     Args:
@@ -285,6 +291,9 @@ def next_state(state: ScaleState, *, found_inf: bool, loss_is_finite: bool = Tru
             skipped.
         loss_is_finite: Whether the loss was finite before it was scaled. If not, the scale may not
             be to blame, and it is restored for a trial after the next step.
+        went_bad: Whether a step was skipped because of gradients that were finite when they were
+            unscaled. That shows that the scale is usable, whatever was done to them afterwards: it
+            moves as after a step, and only the counts are those of a skip.
 
     Example:
         >>> state = ScaleState.first(4.0, Dynamic(growth_interval=1))
@@ -292,7 +301,15 @@ def next_state(state: ScaleState, *, found_inf: bool, loss_is_finite: bool = Tru
         (8.0, 2.0)
     """
     if not found_inf:
-        return _after_step(state)
+        after = _after_step(state)
+        if went_bad:
+            after = changed(
+                after,
+                num_taken=state.num_taken,
+                num_skipped=state.num_skipped + 1,
+                skipped_in_a_row=state.skipped_in_a_row + 1,
+            )
+        return after
     state = changed(
         state,
         growth_tracker=0,

@@ -9,7 +9,8 @@ plain                check and divide, 2 G    measure, 1 G; divide and clip at o
 handles the scale    measure, 1 G             measure, 1 G
 ===================  =======================  ===========================================
 
-In the lower left cell, gradients are only checked where measuring is slower than a check. The first
+Gradients that are unscaled already are checked again if they were written to since. In the lower
+left cell, gradients are only checked where measuring is slower than a check. The first
 steps of an optimizer are always measured, to detect gradients that are clipped before they are
 unscaled, unless the scale is 1. So are steps whose scale may be below 1, because a skipped step
 could not undo its division.
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import collect, parameters, refuse_float16
+from halfstep._gradients.gradients import Gradients, collect, parameters, refuse_float16
 from halfstep._gradients.norms import (
     clip_coefficient,
     largest,
@@ -81,7 +82,9 @@ def take(
         is_searched = gathered.is_first and gathered.multiplier is not None
         if is_searched or max_norm is not None:
             checked = measure(gathered)
-        elif is_fused or (gathered.multiplier is not None and gathered.loss_scale.can_amplify):
+        elif gathered.multiplier is None:
+            checked = look(engine.iteration.ledger, gathered)
+        elif is_fused or gathered.loss_scale.can_amplify:
             # Dividing by a scale below 1 may overflow, and a skipped step must leave the gradients
             # unchanged.
             checked = check(gathered)
@@ -286,16 +289,36 @@ def check(gathered: Gathered) -> Checked:
     multiplier, gradients = gathered.multiplier, gathered.gradients
     if multiplier is None or not gathered.has_gradients:
         return Checked(gathered, multiplier)
-    if not gradients.is_measured_fast():
-        found = list(gradients.check().values())
-    elif gathered.ranks.is_together:
-        # The total norm would take another collective.
-        device = gathered.loss_scale.device
-        norms = norms_of(gradients, multiplier)
-        found = [scalars.flag_nonfinite(norms.total(device), device)]
-    else:
+    # With other ranks, the total norm would take another collective.
+    if not gathered.ranks.is_together and gradients.is_measured_fast():
         return measure(gathered)
+    found = _nonfinite(gradients, gathered.loss_scale.device)
     return Checked(gathered, multiplier, _check_of_scaled(gathered, multiplier, found))
+
+
+def look(ledger: Ledger, gathered: Gathered) -> Checked:
+    """Check unscaled gradients again that were written to since. At most as :func:`check`.
+
+    Without a process group, and on the CPU, versions tell which. Collectives bump none, nor does
+    PyTorch's clipping elsewhere, in one kernel for all gradients: all are checked. Sync: none.
+    """
+    gradients, device = gathered.gradients, gathered.loss_scale.device
+    is_version_enough = not has_process_group() and all(
+        each.type in scalars.READABLE for each, _ in gradients.by_kind
+    )
+    written = ledger.written(gradients) if is_version_enough else gradients
+    if not (written.grads or gathered.ranks.is_together):
+        return Checked(gathered, None)
+    found = _nonfinite(written, device) if written.grads else []
+    flags = {device: scalars.any_of(found, device)} if found else {}
+    return Checked(gathered, None, look=new_check(gathered, flags))
+
+
+def _nonfinite(gradients: Gradients, device: torch.device) -> list[Tensor]:
+    """Return flags, 1 if there is inf or NaN, from the faster of two kernels. Sync: none."""
+    if not gradients.is_measured_fast():
+        return list(gradients.check().values())
+    return [scalars.flag_nonfinite(norms_of(gradients, None).total(device), device)]
 
 
 def measure(gathered: Gathered) -> Checked:
@@ -319,10 +342,10 @@ def measure(gathered: Gathered) -> Checked:
         squares = finish()
         found = scalars.flag_nonfinite(squares, device)
     measured = Measured(norms, squares, found)
-    if own is None:
-        # The user may have changed the gradients since they were unscaled, and this check is free.
-        own = GradientCheck(gathered.loss_scale, {device: found})
-    elif gathered.is_first and multiplier is not None:
+    if own is None:  # this look is free
+        again = GradientCheck(gathered.loss_scale, {device: found})
+        return Checked(gathered, None, None, measured, again)
+    if gathered.is_first and multiplier is not None:
         own.first = measured.norm, largest(gradients, multiplier, device)
     return Checked(gathered, multiplier, own, measured)
 
@@ -370,7 +393,7 @@ def read(decided: Decided, norm: Scalar | None = None) -> tuple[Decided, float |
     What else the host needs for the step is read at the same time. Sync: the one of a plain step.
     """
     checked, scale = decided.checked, decided.checked.gathered.loss_scale
-    values = {"skip": decided.skip, "norm": norm}
+    values = {"skip": decided.skip, "found_inf": decided.found_inf, "norm": norm}
     if scale.device.type not in scalars.READABLE:
         values |= {"scale": scale.tensor, "bad_loss": scale.bad_loss if scale.has_loss else None}
     values["multiplier"] = None if norm is None else checked.multiplier
@@ -381,11 +404,14 @@ def read(decided: Decided, norm: Scalar | None = None) -> tuple[Decided, float |
         scale.note_number(numbers["scale"])
     if "bad_loss" in numbers:
         scale.note_loss(numbers["bad_loss"] == 0.0)
+    found_inf = numbers.get("found_inf")
     for each in checked.checks():
-        each.note(skip != 0.0)
+        each.note((skip if found_inf is None else found_inf) != 0.0)
+    if checked.look is not None:
+        checked.look.note(skip != 0.0)
     if norm is not None:
         checked = replace(checked, multiplier=numbers.get("multiplier"))
-    return Decided(checked, skip), numbers.get("norm")
+    return Decided(checked, skip, found_inf), numbers.get("norm")
 
 
 # --- take -----------------------------------------------------------------------------------------
@@ -401,7 +427,8 @@ def multiply_(checked: Checked, coefficient: Scalar | None = None) -> Checked:
     if factor is None:
         return checked
     checked.gathered.gradients.multiply_(
-        factor if coefficient is None else scalars.to_single(factor)
+        factor if coefficient is None else scalars.to_single(factor),
+        was_just_read=checked.measured is not None,
     )
     return replace(checked, multiplier=None)
 
@@ -479,7 +506,7 @@ def keep(
     """Record the checks and the stage of a call; without a check there is nothing to record."""
     gathered, checks = checked.gathered, checked.checks()
     if checked.own is not None:
-        iteration.ledger.mark(checked.newly_checked, checked.own, left_scaled_by)
+        iteration.ledger.mark(gathered.gradients, checked.own, left_scaled_by)
     if checks and gathered.optimizer is not None:
         iteration.steps[id(gathered.optimizer)] = Remembered(
             gathered.optimizer,
@@ -518,6 +545,8 @@ def remember(
     outcome.num_losses = engine.iteration.num_losses
     engine.journal.add(memory, outcome)
     keep(engine.iteration, checked, Stage.STEPPED, left_scaled_by, decided)
+    if checked.look is not None:
+        engine.iteration.looks.append(checked.look)
     if engine.buffers.watched:
         engine.buffers.restore(decided.skip)
     if not memory.early_clipping.is_over:

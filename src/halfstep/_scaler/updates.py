@@ -30,11 +30,13 @@ class Found(NamedTuple):
         scale: The number that the losses were multiplied by.
         found_inf: Whether a gradient was inf or NaN.
         loss_is_finite: Whether all losses were finite.
+        went_bad: Whether a gradient was finite when it was unscaled, and not at the step.
     """
 
     scale: float
     found_inf: bool
     loss_is_finite: bool = True
+    went_bad: bool = False
 
 
 class Number(NamedTuple):
@@ -148,6 +150,7 @@ class PendingUpdate:
                 values["scale"],
                 values["found_inf"] != 0.0,
                 values.get("bad_loss", 0.0) == 0.0,
+                values.get("went_bad", 0.0) != 0.0,
             )
         return self._found
 

@@ -39,6 +39,9 @@ from halfstep.errors import CallOrderError
 from halfstep.events import is_observing, is_stepping, observers
 from halfstep.sinks import Sink
 
+BEGAN_ELSEWHERE = (Reason.LOSS, Reason.AFTER_UNSCALE)
+"""Reasons of skips that began neither in a module's backward pass nor by the scale."""
+
 NUM_CULPRITS = 20
 """Maximum number of names of parameters or buffers written for a step."""
 MOST_NAMED = 5
@@ -481,7 +484,7 @@ class Recorder:
                 "event": "culprits",
                 "step": self.num_steps + 1,
                 "optimizer": outcome.optimizer_name,
-                "began_in": None if outcome.reason is Reason.LOSS else began_in,
+                "began_in": None if outcome.reason in BEGAN_ELSEWHERE else began_in,
                 "parameters": names[:NUM_CULPRITS],
                 "num_parameters": len(found),
                 "num_nan": sum(each.num_nan for each in counted) if is_there else None,

@@ -191,6 +191,20 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
             "loss was finite: the scale alone seldom does that.",
             evidence="skips",
         )
+    after = steps.reasons.get("non-finite after unscale_")
+    if after:
+        yield say(
+            "warning",
+            f"In {things(after, 'step')} the gradients were finite when they were unscaled, and "
+            "the script made them inf or NaN between unscale_() and step().",
+            cure=(
+                " Check what it divides by (a norm of 0, inf or NaN), its sums over ranks, and its "
+                "clipping: ",
+                Code("clip_grad_norm_(..., error_if_nonfinite=True)"),
+                " raises at once.",
+            ),
+            evidence="skips",
+        )
     left_out = steps.reasons.get("left out by the script")
     if left_out:
         yield say(

@@ -26,7 +26,7 @@ from halfstep._common.patches import Patches
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import Rounds, split_closure, with_closure
 from halfstep._pytorch import optim
-from halfstep._scaler import GradScaler, Outcome
+from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._tools.diagnose.diagnose import (
     diagnosis_of_calls,
     is_bad_at_scale_1,
@@ -57,6 +57,12 @@ from halfstep._tools.watch.live import SEE_MORE, LiveSearch
 from halfstep._tools.watch.skips import Search
 from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.events import is_observing, is_stepping, observe
+
+WENT_BAD_LATE = (
+    "the gradients were finite when they were unscaled, and the loop made them inf or NaN between "
+    "unscale_() and step(): check what it divides by (a norm of 0, inf or NaN), its sums over "
+    "ranks, and its clipping"
+)
 
 MOST_DIAGNOSES = 5
 """The largest number of places that are diagnosed in a run."""
@@ -254,6 +260,10 @@ class Watch:
         kind, bad = self._skips.setdefault(scaler, Skips()).judge(outcomes)
         skipped = [outcome for outcome in outcomes if not outcome.taken]
         step = self._running
+        late = [outcome for outcome in skipped if outcome.reason is Reason.AFTER_UNSCALE]
+        if late:  # a replay, which ends with the backward pass, would be finite
+            self._report_late(late)
+            skipped, bad = [each for each in skipped if each not in late], []
         bad = skipped if step.bad_ends else [] if step.is_bad else bad
         scale = bad[0].scale if bad else None
         if skipped and not (bad or step.is_bad) and self._check_at_scale_1(kind):
@@ -461,6 +471,11 @@ class Watch:
             self._live.ask(self._model_of(needed_for(ends)), self._step)
         elif not is_left_out:
             self._report(self._seen_only(root))
+
+    def _report_late(self, outcomes: Sequence[Outcome]) -> None:
+        """Report gradients that went bad between ``unscale_`` and ``step``."""
+        ends = tuple(culprit.name for each in outcomes for culprit in each.find_culprits())
+        self._report(Diagnosis("unknown", ends=ends, notes=(WENT_BAD_LATE,)))
 
     def _note_writes(self, calls: Sequence[KeptCall]) -> None:
         """Note where the loop last wrote to a bad weight or argument of the calls."""
