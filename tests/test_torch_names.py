@@ -7,7 +7,7 @@ import functools
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.utils.checkpoint
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from halfstep._pytorch import (
@@ -31,16 +32,100 @@ from halfstep._pytorch import (
     storages,
 )
 
+ATEN = torch.ops.aten
+ONES, MATRIX = torch.ones(2), torch.ones(2, 2)
+LINEAR, NORM = nn.Linear(2, 2), nn.BatchNorm1d(2)
+COMPILED: Any = torch.compile(LINEAR, backend="eager")
+COMPILED_IN_PLACE = nn.Linear(2, 2)
+COMPILED_IN_PLACE.compile(backend="eager")
+CPU = dispatch.autocast_key("cpu")
+OFF = torch.autocast("cpu", torch.float16, enabled=False, cache_enabled=False)
 
-def test_keys_and_kernels_of_the_dispatcher() -> None:
-    key = dispatch.autocast_key("cpu")
 
-    assert key.name == "AutocastCPU"
-    assert dispatch.autocast_key("cuda").name == "AutocastCUDA"
-    assert dispatch.autocast_keys("cpu").has(key)
-    assert not dispatch.keys_below(key).has(key)
-    assert {"default", "int"} & set(dispatch.aten_overloads()["softmax"])
-    assert "linear.default" in dispatch.overloads_with_autocast_kernel("cpu")
+def in_inference_mode(call: Callable[[], Any]) -> Any:
+    with torch.inference_mode():
+        return call()
+
+
+def is_inside(transform: Any, x: Tensor) -> list[float]:
+    return transform(lambda x: (x * modes.is_inside_functorch(x)).sum())(x).tolist()  # type: ignore[no-any-return]
+
+
+# The name, a call, and what it returns.
+CALLS: list[tuple[str, Callable[[], Any], Any]] = [
+    ("autocast_key", lambda: CPU.name, "AutocastCPU"),
+    ("autocast_key", lambda: dispatch.autocast_key("cuda").name, "AutocastCUDA"),
+    ("autocast_keys", lambda: dispatch.autocast_keys("cpu").has(CPU), True),
+    ("keys_below", lambda: dispatch.keys_below(CPU).has(CPU), False),
+    ("aten_overloads", lambda: "int" in dispatch.aten_overloads()["softmax"], True),
+    (
+        "overloads_with_autocast_kernel",
+        lambda: "linear.default" in dispatch.overloads_with_autocast_kernel("cpu"),
+        True,
+    ),
+    ("is_composite", lambda: dispatch.is_composite(ATEN.linear.default), True),
+    ("is_composite", lambda: dispatch.is_composite(ATEN.mm.default), False),
+    ("is_made_of_others", lambda: dispatch.is_made_of_others(ATEN.linear.default, "cpu"), True),
+    ("is_made_of_others", lambda: dispatch.is_made_of_others(ATEN.addmm.default, "cpu"), False),
+    ("schema_of", lambda: dispatch.schema_of(ATEN.add_.Tensor).name, "aten::add_"),
+    ("schema_of", lambda: dispatch.schema_of(ATEN.add_.Tensor).is_mutable, True),
+    (
+        "schema_of",
+        lambda: [argument.name for argument in dispatch.schema_of(ATEN.add_.Tensor).arguments],
+        ["self", "other", "alpha"],
+    ),
+    ("overload_of", lambda: dispatch.overload_of(ATEN.add_.Tensor), "Tensor"),
+    ("running_node", autograd.running_node, None),
+    ("backward_number", autograd.backward_number, -1),
+    ("version_of", lambda: autograd.version_of(torch.ones(1).add_(1)), 1),
+    (
+        "version_of",
+        lambda: in_inference_mode(lambda: autograd.version_of(torch.ones(1).add_(1))),
+        0,
+    ),
+    ("saves_as_always", autograd.saves_as_always, True),
+    ("is_inside_functorch", lambda: modes.is_inside_functorch(ONES), False),
+    ("is_inside_functorch", lambda: is_inside(torch.func.grad, ONES), [1, 1]),
+    ("is_inside_functorch", lambda: is_inside(torch.func.vmap, MATRIX), [2, 2]),
+    ("is_exporting", compiler.is_exporting, False),
+    ("is_compiled", lambda: compiler.is_compiled(LINEAR), False),
+    ("is_compiled", lambda: compiler.is_compiled(COMPILED), True),
+    ("is_compiled", lambda: compiler.is_compiled(COMPILED_IN_PLACE), True),
+    ("compiled_from", lambda: compiler.compiled_from(LINEAR), None),
+    ("compiled_from", lambda: compiler.compiled_from(COMPILED) is LINEAR, True),
+    ("NUM_GUARD_VALUES", lambda: compiler.NUM_GUARD_VALUES > 20, True),
+    ("switches_of", lambda: amp.switches_of(OFF), ("cpu", torch.float16, False, False)),
+    (
+        "number_of",
+        lambda: len({storages.number_of(x.untyped_storage()) for x in (ONES, ONES[1:], MATRIX)}),
+        2,
+    ),
+    ("parameters_of_replica", lambda: modules.parameters_of_replica(LINEAR), []),
+    (
+        "registers_of",
+        lambda: [list(each) for each in modules.registers_of(nn.Sequential(NORM))],
+        [[], [], ["0"]],
+    ),
+    ("registers_of", lambda: sorted(modules.registers_of(NORM)[0]), ["bias", "weight"]),
+    (
+        "registers_of",
+        lambda: modules.registers_of(NORM)[1]["running_mean"] is NORM.running_mean,
+        True,
+    ),
+    ("is_dtensor", lambda: distributed.is_dtensor(ONES), False),
+    ("local_part", lambda: distributed.local_part(ONES) is ONES, True),
+    ("in_place_of", lambda: distributed.in_place_of(ONES, MATRIX) is MATRIX, True),
+    ("spec_of", lambda: distributed.spec_of(ONES), None),
+    ("gathered_dtype", lambda: distributed.gathered_dtype(LINEAR), None),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "expected"), CALLS)
+def test_a_call(name: str, call: Callable[[], Any], expected: Any) -> None:
+    assert call() == expected
+
+
+def test_keys_can_be_excluded() -> None:
     with (
         torch.autocast("cpu", torch.bfloat16),
         dispatch.exclude_keys(dispatch.autocast_keys("cpu")),
@@ -88,71 +173,6 @@ def test_ranks_may_end_early_in_join(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_nodes_of_autograd_have_numbers() -> None:
-    numbers: list[int] = []
-    passes: list[int] = []
-    names, nested = [], []
-
-    class Noting(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-            numbers.append(autograd.next_sequence_number() - 1)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-            node = autograd.running_node()
-            numbers.append(autograd.sequence_number(node))
-            names.append(node.name())
-            passes.append(autograd.backward_number())
-            nested.append(autograd.is_in_nested_backward())
-            if len(nested) == 1:
-                with torch.enable_grad():
-                    again = Noting.apply(torch.ones(1, requires_grad=True))  # type: ignore[no-untyped-call]
-                again.backward()
-            return grad
-
-    Noting.apply(torch.ones(1, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
-    assert numbers[0] == numbers[1]
-    assert names == ["NotingBackward"] * 2
-    assert nested == [False, True]
-    assert passes[0] >= 0 > autograd.backward_number()
-    assert autograd.running_node() is None
-
-
-def test_modes_of_a_thread_are_known_also_while_one_of_them_runs() -> None:
-    seen = []
-
-    class Mode(modes.DispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            seen.append(modes.dispatch_modes())
-            return func(*args, **kwargs or {})
-
-    outer, inner = Mode(), Mode()
-    with outer, inner:
-        assert modes.dispatch_modes() == [outer, inner]
-        torch.ones(1).add(1)
-    assert seen[-2:] == [[outer], []]  # that of the inner one, then that of the outer one
-    assert modes.dispatch_modes() == []
-
-
-def test_a_backward_pass_tells_which_gradient_it_adds_to() -> None:
-    found = []
-
-    class Mode(modes.DispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            found.append((func._schema.name, autograd.accumulated_into() is weight))
-            return func(*args, **kwargs or {})
-
-    weight = torch.nn.Parameter(torch.ones(2))
-    loss = (weight * 2 + weight * 3).sum()
-    loss.backward(retain_graph=True)
-    with Mode():
-        loss.backward()
-    assert found[-1] == ("aten::add_", True)
-    assert not any(is_it for _, is_it in found[:-1])
-
-
 def test_composites_can_be_taken_apart_in_a_mode() -> None:
     ops = torch.ops.aten
     assert dispatch.is_made_of_others(ops.linear.default, "cpu")
@@ -175,83 +195,12 @@ def test_composites_can_be_taken_apart_in_a_mode() -> None:
     assert seen[-1] == "aten::nll_loss_forward"
 
 
-def test_a_mode_sees_the_switches_of_its_caller() -> None:
-    seen = []
-
-    class Mode(modes.DispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            seen.append(
-                (
-                    torch.is_autocast_enabled("cpu"),
-                    modes.autocast_switches_of_caller("cpu").enabled,
-                )
-            )
-            return func(*args, **kwargs or {})
-
-    x = torch.ones(2)
-    with Mode():
-        x + 1
-        with torch.autocast("cpu"):
-            x + 1
-    assert seen == [(False, False), (False, True)]
-
-
 def test_a_storage_that_is_gone_does_not_give_its_number_away() -> None:
     references = [storages.memory_of(torch.ones(2)) for _ in range(9)]
     assert len({reference.cdata for reference in references}) == 9
     x = torch.ones(2)
     one, other = (storages.memory_of(y) for y in (x, x[1:]))
     assert one.cdata == other.cdata
-
-
-def test_compiled_modules_are_known() -> None:
-    module = torch.nn.Linear(2, 2)
-    assert not compiler.is_compiled(module)
-    assert compiler.is_compiled(torch.compile(module, backend="eager"))
-    module.compile(backend="eager")
-    assert compiler.is_compiled(module)
-
-
-def test_tensors_inside_functorch_are_known() -> None:
-    seen = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(modes.is_inside_functorch(x))
-        return x.sum()
-
-    torch.func.grad(function)(torch.ones(2))
-    torch.func.vmap(function)(torch.ones(2, 2))
-    assert seen == [True, True]
-    assert not modes.is_inside_functorch(torch.ones(2))
-
-
-def test_composites_are_known() -> None:
-    assert dispatch.is_composite(torch.ops.aten.linear.default)
-    assert not dispatch.is_composite(torch.ops.aten.mm.default)
-
-
-def test_what_is_kept_out_of_graphs_ends_them_and_is_not_compiled() -> None:
-    seen = []
-
-    def below() -> bool:
-        return torch.compiler.is_compiling()
-
-    @compiler.keep_out_of_graphs
-    def kept() -> None:
-        seen.append(below())
-
-    @torch.compile(backend="eager")
-    def function(x: torch.Tensor) -> torch.Tensor:
-        x = x + 1
-        kept()
-        return x + 1
-
-    torch._dynamo.utils.counters.clear()
-    assert function(torch.ones(())) == function(torch.ones(())) == 3
-    assert seen == [False, False]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # before it and after it
-    (reason,) = torch._dynamo.utils.counters["graph_break"]
-    assert "it updates Python state" in reason
 
 
 @pytest.mark.slow
@@ -387,34 +336,6 @@ def test_norms_of_clipping_are_heard_by_whatever_name_and_the_function_comes_bac
     assert torch.nn.utils.clip_grad._get_total_norm is before
 
 
-def test_leaves_of_a_graph() -> None:
-    a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
-    product = a * b.detach() * a
-    roots = [product.sum(), (c * 2).sum(), torch.ones(1)]
-
-    found = autograd.leaves_of(roots)
-
-    assert {id(leaf) for leaf in found} == {id(a), id(c)}
-    assert len(found) == 2
-
-
-@pytest.mark.parametrize("has_inner", [False, True])
-def test_what_is_called_after_a_backward_pass(has_inner: bool) -> None:
-    seen: list[str] = []
-    param = torch.nn.Parameter(torch.ones(1))
-    param.register_hook(lambda _: seen.append("leaf"))
-    x = torch.ones(1, requires_grad=True)
-    checkpoint = torch.utils.checkpoint.checkpoint
-    product = checkpoint(lambda x: x * param, x, use_reentrant=True) if has_inner else x * param
-    loss = product.sum()
-    loss.register_hook(lambda _: autograd.after_backward(lambda: seen.append("end")))
-
-    loss.backward()
-    param.sum().backward()
-
-    assert seen == ["leaf", "end", "leaf"]
-
-
 def test_scripting_one_function_instead_of_another() -> None:
     def original(x: torch.Tensor) -> torch.Tensor:
         return x + 1
@@ -454,18 +375,6 @@ def test_pytorch_can_register_kernels_where_there_are_ours() -> None:
     theirs.impl(op, lambda x: x + 1, key.name)  # type: ignore[no-untyped-call]
     theirs._destroy()  # type: ignore[no-untyped-call]
     kernels.remove()
-
-
-def test_export_is_told_from_compile() -> None:
-    seen: list[bool] = []
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(compiler.is_exporting())
-        return x + 1
-
-    function(torch.ones(1))
-    assert seen == [False]
 
 
 def test_values_of_a_class_are_constants_while_tracing() -> None:
@@ -539,27 +448,6 @@ def test_the_step_of_an_optimizer_alone() -> None:
     assert optim.step_without_hooks(optimizer) is None
 
 
-def test_a_scheduler_hears_of_a_step(recwarn: pytest.WarningsRecorder) -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    assert optim.step_without_hooks(optimizer) is not None
-    optim.tell_scheduler(optimizer)
-    scheduler.step()
-    assert not recwarn
-
-
-def test_versions_of_tensors_can_be_set_back() -> None:
-    tensor = torch.zeros(2)
-    tensor.add_(1)
-    autograd.set_version(tensor, 0)
-    assert tensor._version == 0
-
-
-def test_switches_of_a_context_of_pytorch() -> None:
-    context = torch.autocast("cpu", torch.float16, enabled=False, cache_enabled=False)
-    assert amp.switches_of(context) == ("cpu", torch.float16, False, False)
-
-
 def test_the_code_that_every_backward_pass_begins_in() -> None:
     seen: list[bool] = []
 
@@ -574,26 +462,6 @@ def test_the_code_that_every_backward_pass_begins_in() -> None:
     x.sum().backward()
     torch.autograd.grad(x.sum(), x)
     assert seen == [True, True]
-
-
-@pytest.mark.parametrize("has_scaled", [False, True])
-def test_pytorchs_scaler_with_new_books(has_scaled: bool) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    if has_scaled:
-        scaler.scale(torch.ones(1))
-    before = dict(vars(scaler))
-    amp.restart_scaler(scaler, 2.0)
-    assert scaler.get_scale() == 2.0
-    weight = torch.ones(2, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler.scale((weight * torch.inf).sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 1.0
-    vars(scaler).clear()
-    vars(scaler).update(before)
-    assert scaler.get_scale() == 8.0
-    assert not scaler._per_optimizer_states
 
 
 def test_the_store_of_a_job(tmp_path: Path) -> None:
@@ -772,37 +640,6 @@ def test_ddp_keeps_its_buckets() -> None:
     assert reducer._rebuild_buckets()
 
 
-def test_the_schemas_of_ops() -> None:
-    op = torch.ops.aten.add_.Tensor
-    schema = dispatch.schema_of(op)
-    assert schema.name == "aten::add_"
-    assert schema.is_mutable
-    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
-    assert dispatch.overload_of(op) == "Tensor"
-
-
-def test_writes_to_tensors_are_counted() -> None:
-    x = torch.ones(1)
-    before = autograd.version_of(x)
-    x.add_(1)
-    assert autograd.version_of(x) == before + 1
-    with torch.inference_mode():
-        assert autograd.version_of(torch.ones(1)) == 0
-
-
-def test_a_memory_has_one_number() -> None:
-    x, y = torch.ones(2), torch.ones(2)
-    number = storages.number_of(x.untyped_storage())
-    assert number == storages.number_of(x[1:].untyped_storage())
-    assert number != storages.number_of(y.untyped_storage())
-
-
-def test_the_module_that_was_compiled() -> None:
-    module = torch.nn.Linear(1, 1)
-    assert compiler.compiled_from(module) is None
-    assert compiler.compiled_from(torch.compile(module, backend="eager")) is module
-
-
 @pytest.mark.slow
 def test_torch_compile_is_seen_when_it_is_imported() -> None:
     code = (
@@ -813,16 +650,6 @@ def test_torch_compile_is_seen_when_it_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "True"]
-
-
-def test_where_modules_keep_what_they_hold() -> None:
-    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
-    own = modules.registers_of(module)
-    (inner,) = module.children()
-    assert [list(each) for each in own] == [[], [], ["0"]]
-    names, buffers, _ = modules.registers_of(inner)
-    assert set(names) == {"weight", "bias"}
-    assert buffers["running_mean"] is inner.running_mean
 
 
 def test_modes_stand_aside() -> None:

@@ -99,3 +99,33 @@ def at(data: Any, key: str) -> Any:
     for part in key.split("."):
         data = data[int(part)] if isinstance(data, list) else data[part]
     return data
+
+
+CELLS = {"td", "th"}
+LINES = {"h1", "h2", "h3", "p", "li", "dt", "dd", "label", "title", "th", "td"}
+
+
+def told(element: Element) -> Iterator[str]:
+    """Yield what a page tells, as lines: rows of tables, paragraphs, titles, code."""
+    for piece in element.pieces:
+        if isinstance(piece, str):
+            text = " ".join(piece.split())
+            if text:
+                yield text
+        elif piece.tag == "img":
+            yield "(picture)"
+        elif piece.tag == "pre":
+            yield from ("    " + line for line in piece.text.splitlines())
+        elif piece.tag == "tr":
+            yield " | ".join(marked(cell) for cell in piece.all() if cell.tag in CELLS)
+        elif piece.tag in LINES:
+            yield " ".join(piece.text.split())
+        elif piece.tag not in ("script", "style"):
+            if piece.tag == "section":
+                yield f"[{piece.attributes.get('id', '')}]"
+            yield from told(piece)
+
+
+def marked(cell: Element) -> str:
+    """Return the text of a cell, with a star if it is the best of its row."""
+    return " ".join([*cell.text.split(), *(["*"] if "best" in cell.classes else [])])

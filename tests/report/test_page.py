@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import pytest
 from tests.report import records
-from tests.report.markup import at, page_of
+from tests.report.markup import at, page_of, told
 
 from halfstep._common import numbers
 from halfstep._common.formats import FORMATS
@@ -163,50 +163,24 @@ def share(value):
     return numbers.percent(value) if value != 0 else "0"
 
 
-# --- one of them ----------------------------------------------------------------------------------
+# --- what they tell -------------------------------------------------------------------------------
 
 
-def test_skips_are_marked_with_a_legend_and_told_in_a_table(skips):
-    steps = skips.tree.one("section", id="steps")
-    assert "5 skipped: overflow" in steps.text
-    (lane,) = steps.all("svg", class_="lane")
-    titles = [title.text for title in lane.all("title")]
-    assert titles == [f"step {n}: skipped: overflow" for n in (1, 2, 41, 42, 80)]
-    policy = skips.tree.one("section", id="policy")
-    (body,) = policy.all("tbody")
-    rows = [[cell.text for cell in cells(row)] for row in body.all("tr")]
-    assert [row[0] for row in rows] == ["1", "2", "41", "42", "80"]
-    assert rows[2][:6] == ["41", "AdamW", "overflow", "2^14", "2^13", "2.049"]
-    assert rows[2][6:] == ["blocks.1.attn", "blocks.1.attn.weight"]
+def with_rules(folder):
+    rules = [records.rules(n, {"softmax:fp32": 2, "@head:fp32": 0}) for n in (1, 2)]
+    return records.write(folder, [records.header(), records.policy(), *rules])
 
 
-def test_what_cannot_be_known_is_said(skips):
-    policy = skips.tree.one("section", id="policy")
-    first = next(policy.one("tbody").all("tr"))
-    assert "not known" in first.text
+TOLD = (records.with_skips, records.diagnosed, records.killed, with_rules)
 
 
-def test_the_policy_is_there_as_text(skips):
-    (text,) = skips.tree.one("section", id="policy").all("pre")
-    assert text.text == "standard"
-    assert "From step 1 on, float16 on cpu" in skips.tree.one("section", id="policy").text
-
-
-def test_machine_versions_and_command_are_there(skips):
-    text = skips.tree.one("section", id="machine").text
-    for fact in ("train.py --lr 1e-3", "AMD EPYC 7B13", "torch 2.13.0+cpu", "43,000,000", "2026"):
-        assert fact in text
-
-
-def test_all_words_are_explained(skips):
-    words = skips.tree.one("section", id="reading").one("dl")
-    explained = {word for term in words.all("dt") for word in term.text.split(", ")}
-    assert {"headroom", "underflow", "overflow", "flush", "subnormal", "skip"} <= explained
-
-
-def test_the_title_says_what_ran_and_how_it_went(skips):
-    assert skips.tree.one("head").one("title").text.startswith("train.py: ")
-    assert skips.tree.one("h1").text == "train.py"
+def test_what_pages_tell(tmp_path, golden):
+    """``golden/pages.txt`` has it; ``pytest tests/report --accept`` writes it anew."""
+    parts = []
+    for write in TOLD:
+        tree = page_of(write(tmp_path / write.__name__)).tree
+        parts += [f"# {write.__name__}", *told(tree), ""]
+    golden("pages.txt", "\n".join(parts).replace(str(tmp_path), "FOLDER"))
 
 
 def test_tabs_work_without_script(skips):
@@ -233,42 +207,12 @@ def test_tabs_work_without_script(skips):
         assert len(list(heat.all(class_=f"panel-{kind}"))) == 1
 
 
-def test_rows_of_maps_have_their_full_names_as_titles(skips):
-    heat = skips.tree.one("section", id="heat")
-    panel = next(heat.all(class_="panel-output"))
-    titles = [rect.text.split("\n")[0] for rect in next(panel.all(class_="rows")).all("rect")]
-    assert titles == list(records.LAYERS[:-1])
-
-
-def test_how_often_rules_acted_is_a_table(tmp_path):
-    rules = [records.rules(n, {"softmax:fp32": 2, "@head:fp32": 0}) for n in (1, 2)]
-    page = page_of(records.write(tmp_path, [records.header(), records.policy(), *rules]))
-    rows = page.tree.one("section", id="policy").one("tbody").all("tr")
-    found = [[cell.text for cell in cells(row)] for row in rows]
-    assert found == [["softmax:fp32", "4", "2"], ["@head:fp32", "0", "2"]]
-
-
 def test_many_skips_are_counted(tmp_path):
     steps = (records.skip(n) for n in range(1, MOST_SKIPS + 51))
     page = page_of(records.write(tmp_path, [records.header(), *steps]))
     policy = page.tree.one("section", id="policy")
     assert len(list(policy.one("tbody").all("tr"))) == MOST_SKIPS
     assert f"The first {MOST_SKIPS} of {MOST_SKIPS + 50}." in policy.text
-
-
-def test_a_run_without_samples_says_how_to_get_them(tmp_path):
-    page = page_of(records.killed(tmp_path))
-    assert "--every" in page.tree.one("section", id="heat").text
-    assert not list(page.tree.all("img"))
-
-
-def test_what_went_bad_is_told_as_it_was_printed(tmp_path):
-    page = page_of(records.diagnosed(tmp_path))
-    section = page.tree.one("section", id="diagnoses")
-    assert [title.text for title in section.all("h3")] == ["Steps 41, 42", "Step 80"]
-    blocks = [block.text for block in section.all("pre")]
-    assert blocks == [str(place.diagnosis) for place in page.summary.bad_places]
-    assert "cure (replayed: finite):\n  autocast(...," in blocks[0]
 
 
 # --- hostile names --------------------------------------------------------------------------------

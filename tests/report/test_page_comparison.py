@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.report import records
-from tests.report.markup import at, parse
+from tests.report.markup import at, parse, told
 
 from halfstep._tools.record.read import read_run
 from halfstep._tools.report.compare_runs import compare_runs
@@ -49,34 +49,12 @@ def test_the_numbers_of_a_comparison_are_those_of_the_json(both):
     assert texts == [text for entry in data["entries"] for text in entry["texts"]]
 
 
-def test_a_comparison_tells_what_differs(both):
-    text = both.tree.one("main").text
-    assert both.comparison.policies[0]
-    assert both.comparison.policies[0] in text
-    assert both.comparison.layers
-    for row in both.comparison.layers:
-        assert row[0].name in text
-    for name, texts in both.comparison.versions:
-        assert all(word in text for word in (name, *texts))
-
-
-def test_a_comparison_opens_with_the_verdict_and_marks_the_better(both):
-    (says,) = both.tree.all("ul", class_="says")
-    verdict = both.comparison.verdict.text.replace("`", "")
-    assert verdict in re.sub(r"\s+", " ", says.text)
-    numbers = next(both.tree.all("table"))
-    marked = [cell.text for cell in numbers.all("td", class_="best")]
-    entries = both.comparison.entries
-    assert marked == [entry.texts[entry.best] for entry in entries if entry.best is not None]
-
-
-def test_three_runs_stand_beside_each_other(tmp_path):
+def test_what_comparisons_tell(both, tmp_path, golden):
+    """``golden/comparisons.txt`` has it; ``pytest tests/report --accept`` writes it anew."""
     runs = [read_run(records.healthy(tmp_path / name, 60 + n)) for n, name in enumerate("abc")]
-    page = parse(render_comparison(compare_runs(*map(summarize, runs)), runs))
-    assert page.one("h1").text == "a against b and c"
-    head = [cell.text for cell in next(page.all("thead")).all("th")]
-    assert head == ["what", "a", "b", "c"]
-    assert len(list(next(page.all("tbody")).all("data"))) % 3 == 0
+    three = parse(render_comparison(compare_runs(*map(summarize, runs)), runs))
+    text = "\n".join([*told(both.tree), "", *told(three), ""])
+    golden("comparisons.txt", text.replace(str(tmp_path), "FOLDER"))
 
 
 def test_six_runs_have_lines_of_six_kinds(tmp_path):

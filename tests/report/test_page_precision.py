@@ -65,10 +65,3 @@ def test_a_traced_step_is_shown(tmp_path):
     section = parse(render(summarize(run), run)).one("section", id="precision")
     assert [cell.text for cell in section.all("th", scope="row")] == ["0", "1"]
     assert "% of the time" in section.text
-
-
-def test_without_a_trace_the_page_says_how_to_get_one(tmp_path):
-    run = read_run(records.healthy(tmp_path))
-    section = parse(render(summarize(run), run)).one("section", id="precision")
-    assert "halfstep.trace(model)" in section.text
-    assert "trace.json" in section.text
