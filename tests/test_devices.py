@@ -85,12 +85,11 @@ def test_an_xpu_moves_the_scale_in_float64_or_not_by_the_kernel(monkeypatch) -> 
 # --- float64 --------------------------------------------------------------------------------------
 
 
-def test_reciprocals_and_ratios_without_float64(monkeypatch) -> None:
+def test_reciprocals_without_float64(monkeypatch) -> None:
     lacking(monkeypatch, has_float64=False)
     with NoFloat64():
         assert amp.reciprocal_of(torch.tensor(4.0)) == 0.25
         assert scalars.reciprocal(torch.tensor(4.0)) == 0.25
-        assert scalars.ratio(torch.tensor(1.0), torch.tensor(4.0)) == 0.25
         assert scalars.as_float32(1e300, CPU) == torch.finfo(torch.float32).max
         assert scalars.as_float32(math.inf, CPU) == math.inf
 

@@ -105,6 +105,10 @@ class Entry:
             self.gradients.multiply_(factor)
             self.left_scaled_by, self.versions = None, _versions(self.gradients)
 
+    def release(self) -> None:
+        """Drop the references to the gradients."""
+        self.gradients, self.versions = NONE, []
+
 
 def _versions(gradients: Gradients) -> list[int]:
     return list(map(attrgetter("_version"), gradients.grads))

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep._autocast import Policy
 from halfstep._common.patches import Patches, subclasses, watch_steps
-from halfstep._gradients.gradients import NONE, collect, parameters
+from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import (
     evaluates_first,
     handles_scale,
@@ -197,7 +197,7 @@ class ScaledSteps:
             self._scaler.update()
         entry = access.add_check(self._scaler, optimizer, *found)
         result = self._scaler.step(optimizer, *args, **kwargs)
-        entry.gradients = NONE  # the script owns their memory
+        entry.release()  # the script owns their memory
         self._finish(optimizer)
         return result
 
