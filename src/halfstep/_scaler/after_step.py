@@ -15,7 +15,6 @@ from torch import Tensor
 from halfstep._common.machine import RandomStates
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import evaluates_first, members, name
-from halfstep._gradients.scalars import checked_count
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.modules import buffers_of
 from halfstep._scaler.engine import Engine
@@ -175,16 +174,9 @@ def _is_writable(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided or 0 not in tensor.stride() or tensor.numel() < 2
 
 
-def retry(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
-    """Return an iterator over the attempts: 0, and more while a smaller scale may help.
-
-    See :meth:`halfstep.GradScaler.retry`.
-    """
-    return _attempts(engine, optimizer, checked_count("times", times, at_least=0))
-
-
 @keep_out_of_graphs
-def _attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
+def attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
+    """Yield the attempts: 0, and more while a smaller scale may help; see ``GradScaler.retry``."""
     modules = engine.names.modules()
     params = [*parameters(optimizer), *(p for module in modules for p in module.parameters())]
     randomness = RandomStates({p.device for p in params})

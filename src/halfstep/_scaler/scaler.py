@@ -27,7 +27,7 @@ from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
 from halfstep._scaler import clipping, disabled, overrides, step
-from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
+from halfstep._scaler.after_step import Count, attempts, call_after_step, step_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
 from halfstep._scaler.engine import Engine
@@ -359,11 +359,11 @@ class GradScaler(TorchAttributes):
             >>> attempt, scaler.outcome(optimizer).taken
             (3, True)
         """
+        times = checked_count("times", times, at_least=0)
         if not self._is_enabled:
-            checked_count("times", times, at_least=0)
             return iter([0])
         require_optimizer("retry", optimizer)
-        return retry(self._engine, optimizer, times)
+        return attempts(self._engine, optimizer, times)
 
     # --- results ----------------------------------------------------------------------------------
 
