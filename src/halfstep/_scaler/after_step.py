@@ -6,7 +6,7 @@ import copy
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,6 @@ from halfstep._gradients.optimizers import evaluates_first, members, name
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.modules import buffers_of
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.journal import Journal
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError
@@ -29,39 +28,14 @@ NUM_UNREAD = 64
 """Maximum number of outcomes that stay on the device unread."""
 
 
-def call_after_step(
-    journal: Journal | None, optimizer: Any, function: Callable[[], object], count: Count
-) -> bool:
-    """Call ``function`` if the last step of ``optimizer`` counts; return whether it was called.
-
-    Without a journal, that of a disabled scaler, every step was taken.
-    """
-    if count not in ("updates", "attempts"):
-        raise ValueError(
-            f"count is {count!r}: pass 'updates' (steps that were taken) or 'attempts' (all steps)"
-        )
-    if journal is not None:
-        outcome = journal.of(optimizer)
-        if count == "updates" and outcome.skipped:
-            return False
-    function()
-    return True
-
-
-def step_scheduler(
-    journal: Journal | None, scheduler: Any, count: Count, args: tuple[Any, ...]
-) -> bool:
-    """Call ``scheduler.step(*args)`` if the last step of its optimizer counts."""
-
-    def step() -> None:
-        with warnings.catch_warnings():
-            # PyTorch's schedulers count calls of optimizer.step and mistake a skipped first step
-            # for a forgotten call.
-            for message in ("Detected call of `lr_scheduler", "Seems like `optimizer"):
-                warnings.filterwarnings("ignore", message, UserWarning)
-            scheduler.step(*args)
-
-    return call_after_step(journal, scheduler.optimizer, step, count)
+def step_quietly(scheduler: Any, *args: Any) -> None:
+    """Call ``scheduler.step(*args)`` without PyTorch's warning about the order of calls."""
+    with warnings.catch_warnings():
+        # PyTorch's schedulers count calls of optimizer.step and mistake a skipped first step for a
+        # forgotten call.
+        for message in ("Detected call of `lr_scheduler", "Seems like `optimizer"):
+            warnings.filterwarnings("ignore", message, UserWarning)
+        scheduler.step(*args)
 
 
 class _TakenSteps:
