@@ -6,7 +6,7 @@ import copy
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -15,11 +15,9 @@ from torch import Tensor
 from halfstep._common.machine import RandomStates
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import evaluates_first, members, name
-from halfstep._gradients.scalars import checked_count
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.modules import buffers_of
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.journal import Journal
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError
@@ -30,39 +28,14 @@ NUM_UNREAD = 64
 """Maximum number of outcomes that stay on the device unread."""
 
 
-def call_after_step(
-    journal: Journal | None, optimizer: Any, function: Callable[[], object], count: Count
-) -> bool:
-    """Call ``function`` if the last step of ``optimizer`` counts; return whether it was called.
-
-    Without a journal, that of a disabled scaler, every step was taken.
-    """
-    if count not in ("updates", "attempts"):
-        raise ValueError(
-            f"count is {count!r}: pass 'updates' (steps that were taken) or 'attempts' (all steps)"
-        )
-    if journal is not None:
-        outcome = journal.of(optimizer)
-        if count == "updates" and outcome.skipped:
-            return False
-    function()
-    return True
-
-
-def step_scheduler(
-    journal: Journal | None, scheduler: Any, count: Count, args: tuple[Any, ...]
-) -> bool:
-    """Call ``scheduler.step(*args)`` if the last step of its optimizer counts."""
-
-    def step() -> None:
-        with warnings.catch_warnings():
-            # PyTorch's schedulers count calls of optimizer.step and mistake a skipped first step
-            # for a forgotten call.
-            for message in ("Detected call of `lr_scheduler", "Seems like `optimizer"):
-                warnings.filterwarnings("ignore", message, UserWarning)
-            scheduler.step(*args)
-
-    return call_after_step(journal, scheduler.optimizer, step, count)
+def step_quietly(scheduler: Any, *args: Any) -> None:
+    """Call ``scheduler.step(*args)`` without PyTorch's warning about the order of calls."""
+    with warnings.catch_warnings():
+        # PyTorch's schedulers count calls of optimizer.step and mistake a skipped first step for a
+        # forgotten call.
+        for message in ("Detected call of `lr_scheduler", "Seems like `optimizer"):
+            warnings.filterwarnings("ignore", message, UserWarning)
+        scheduler.step(*args)
 
 
 class _TakenSteps:
@@ -175,16 +148,9 @@ def _is_writable(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided or 0 not in tensor.stride() or tensor.numel() < 2
 
 
-def retry(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
-    """Return an iterator over the attempts: 0, and more while a smaller scale may help.
-
-    See :meth:`halfstep.GradScaler.retry`.
-    """
-    return _attempts(engine, optimizer, checked_count("times", times, at_least=0))
-
-
 @keep_out_of_graphs
-def _attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
+def attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
+    """Yield the attempts: 0, and more while a smaller scale may help; see ``GradScaler.retry``."""
     modules = engine.names.modules()
     params = [*parameters(optimizer), *(p for module in modules for p in module.parameters())]
     randomness = RandomStates({p.device for p in params})

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from halfstep._gradients.gradients import (
-    NONE,
     Seen,
     collect_local,
     is_as_seen,
@@ -24,9 +21,8 @@ from halfstep._gradients.gradients import (
 from halfstep._gradients.optimizers import Closure, handles_scale, is_pytorchs, name, with_closure
 from halfstep._scaler.after_step import backup_of
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Decided, Iteration, Remembered, Stage
-from halfstep._scaler.journal import Journal, Memory
-from halfstep._scaler.ledger import GradientCheck
+from halfstep._scaler.iteration import Decided, Iteration, Stage
+from halfstep._scaler.journal import Journal
 from halfstep._scaler.outcome import has_its_gradients
 from halfstep._scaler.step import (
     clip_coefficient_of,
@@ -37,7 +33,6 @@ from halfstep._scaler.step import (
     read,
     refuse_half,
     remember,
-    remember_failure,
     require_not_stepped,
     unscale_,
 )
@@ -66,16 +61,14 @@ def step_with_closure(
     Optimizers other than PyTorch's, such as SAM, may use gradients before they call the closure: so
     new ones are unscaled, checked and clipped too. Gradients of an earlier step or evaluation are
     dropped. Non-finite gradients end the step, which returns None; the parameters and the state of
-    the optimizer are restored. They are also restored if the closure raises. Sync: one for each
-    evaluation, and one for gradients from before the step that are used.
+    the optimizer are restored. If the closure raises, they are too, and its gradients are dropped.
+    Sync: one for each evaluation, and one for gradients from before the step that are used.
     """
-    earlier = engine.iteration.step_of(optimizer)
-    require_not_stepped(earlier)
     evaluations = _Evaluations(engine, optimizer, closure, max_norm)
     before = backup_of(optimizer)
     result = None
     try:
-        evaluations.begin(earlier)
+        evaluations.begin()
         args, kwargs = with_closure(evaluations, args, kwargs)
         result = optimizer.step(*args, **kwargs)
         evaluations.used()
@@ -84,7 +77,7 @@ def step_with_closure(
     except BaseException:
         before.restore()
         engine.buffers.restore(1.0)
-        evaluations.give_up()
+        drop_gradients(optimizer)
         raise
     evaluations.finish()
     return result
@@ -93,8 +86,12 @@ def step_with_closure(
 class _Evaluations:
     """The callable that replaces the user's closure.
 
-    Each evaluation is an iteration of its own, and is merged into the surrounding iteration after
-    the step. So a step that raises leaves no trace, and every evaluation may unscale the gradients.
+    Each evaluation is an iteration of its own, and the last one is merged into the surrounding
+    iteration after the step. So a step that raises leaves no trace, and every evaluation may
+    unscale the gradients. The earlier ones were finite, which says nothing about the scale.
+
+    Raises:
+        CallOrderError: The optimizer has stepped, or its gradients were unscaled.
     """
 
     def __init__(
@@ -104,9 +101,8 @@ class _Evaluations:
         closure: Closure,
         max_norm: float | None,
     ) -> None:
-        self.last: Decided | None = None  # with the gradients that the optimizer uses
+        self._last: Decided | None = None  # with the gradients that the optimizer uses
         self._iteration: Iteration | None = None  # of the last evaluation
-        self._earlier: list[GradientCheck] = []  # of gradients that are gone
         self._from_before: dict[int, Seen] = {}  # gradients from before the step
         self._has_backward = False  # whether the closure has called it
         self._engine = engine
@@ -114,26 +110,26 @@ class _Evaluations:
         self._call = f"step({name(optimizer)}, closure)"
         self._closure = closure
         self._max_norm = max_norm
+        earlier = engine.iteration.step_of(optimizer)
+        require_not_stepped(earlier)
+        self._is_unscaled = earlier is not None and earlier.stage is Stage.UNSCALED
+        if self._is_unscaled and is_pytorchs(optimizer):
+            raise self._error(
+                f"{Stage.UNSCALED.value} since the last update(), and the closure makes new ones",
+                "; call unscale_() or clip_grad_norm_() in it, or step() without a closure",
+            )
 
-    def begin(self, earlier: Remembered | None) -> None:
+    def begin(self) -> None:
         """Unscale new gradients for an optimizer that may use them before it calls the closure."""
         engine, optimizer = self._engine, self._optimizer
-        is_unscaled = earlier is not None and earlier.stage is Stage.UNSCALED
-        if is_unscaled and is_pytorchs(optimizer):
-            raise CallOrderError(
-                f"{self._call}: {Stage.UNSCALED.value} since the last update(), and the closure "
-                f"makes new ones. {CONTRACT}; call unscale_() or clip_grad_norm_() in it, or "
-                "step() without a closure"
-            )
-        if not is_unscaled:
+        if not self._is_unscaled:
             drop_used(engine.journal, optimizer)
-        params = [param for param in parameters(optimizer) if param.grad is not None]
-        if params and not engine.loss_scale.is_created:
+        if not engine.loss_scale.is_created:
             drop_gradients(optimizer)
-        elif params:
-            if not is_pytorchs(optimizer):
-                self._use()
-            self._from_before = seen_of(params)
+        params = parameters(optimizer)
+        if not is_pytorchs(optimizer) and any(param.grad is not None for param in params):
+            self._use()
+        self._from_before = seen_of(params)
 
     def __call__(self) -> Any:
         """Evaluate the closure; leave the step if its gradients are unusable."""
@@ -142,7 +138,7 @@ class _Evaluations:
         params = parameters(self._optimizer)
         around, inner = self._engine.iteration, Iteration()
         self._engine.iteration, self._has_backward = inner, False
-        self._forget_last(inner)
+        self._last, self._iteration = None, inner
         try:
             with before_backward(params, self._before_backward):
                 loss = self._evaluate(inner)
@@ -155,48 +151,30 @@ class _Evaluations:
         return loss.detach() if isinstance(loss, Tensor) else loss
 
     def used(self) -> Decided:
-        """Return the step with the gradients that the optimizer uses.
-
-        Raises:
-            CallOrderError: There are none.
-        """
-        if self.last is None:
+        """Return the step with the gradients that the optimizer uses; raise if there are none."""
+        if self._last is None:
             raise CallOrderError(
                 f"{self._call}: the optimizer did not call the closure, and there are no gradients "
                 "of a scaled loss. Call scaler.scale(loss).backward() before step(), without a "
                 "closure"
             )
-        return self.last
+        return self._last
 
     def finish(self) -> None:
-        """Record the step, and the closure's losses and checks, in the surrounding iteration."""
-        iteration, optimizer = self._engine.iteration, self._optimizer
-        for check in self._earlier:
-            iteration.ledger.mark(NONE, check)
-        if self._iteration is not None:
+        """Record the step, and the losses and checks of the last evaluation."""
+        iteration, optimizer, inner = self._engine.iteration, self._optimizer, self._iteration
+        if inner is not None:
             # The scale of the closure's losses also applies to other optimizers that use its last
             # gradients.
-            iteration.num_losses += self._iteration.num_losses
-            iteration.ledger.take_over(self._iteration.ledger.entries)
+            iteration.num_losses += inner.num_losses
+            iteration.ledger.take_over(inner.ledger.entries)
         memory = self._engine.journal.memory(optimizer)
         is_fused = handles_scale(optimizer)
         remember(self._engine, optimizer, self.used(), memory, is_fused=is_fused)
-        note_used(optimizer, memory)
+        memory.stepped_gradients = seen_of(parameters(optimizer))
 
-    def give_up(self) -> None:
-        """Drop the gradients of a step that raised in a closure."""
-        if self._iteration is not None:
-            drop_gradients(self._optimizer)
-        elif self.last is not None:
-            remember_failure(self._engine.iteration, self.last.checked)
-
-    def _forget_last(self, inner: Iteration) -> None:
-        """Forget the last gradients in favor of new ones; keep their checks for the scale."""
-        if self._iteration is not None:
-            self._earlier += self._iteration.checks
-        if self.last is not None and self.last.checked.own is not None:
-            self._earlier.append(self.last.checked.own)
-        self.last, self._iteration = None, inner
+    def _error(self, problem: str, more: str = "") -> CallOrderError:
+        return CallOrderError(f"{self._call}: {problem}. {CONTRACT}{more}")
 
     @torch.enable_grad()
     def _evaluate(self, inner: Iteration) -> Any:
@@ -205,21 +183,17 @@ class _Evaluations:
         earlier = inner.step_of(self._optimizer)
         has_stepped = earlier is not None and earlier.stage is Stage.STEPPED
         if self._engine.iteration is not inner or has_stepped:
-            raise CallOrderError(
-                f"{self._call}: the closure called step() or update(). {CONTRACT}; call update() "
-                "once, after the step"
+            raise self._error(
+                "the closure called step() or update()", "; call update() once, after the step"
             )
         if inner.num_losses:
             return loss
         if self._has_backward:
-            raise CallOrderError(
-                f"{self._call}: the closure called backward() on a loss that was not scaled. "
-                f"{CONTRACT}"
-            )
+            raise self._error("the closure called backward() on a loss that was not scaled")
         if not (isinstance(loss, Tensor) and loss.requires_grad):
-            raise CallOrderError(
-                f"{self._call}: the closure scaled no loss and returned a {type(loss).__name__} "
-                f"without a gradient. {CONTRACT}"
+            raise self._error(
+                f"the closure scaled no loss and returned a {type(loss).__name__} without a "
+                "gradient"
             )
         self._require_new(parameters(self._optimizer))  # before autograd finds its graph used up
         self._engine.scale(loss).backward()
@@ -232,9 +206,9 @@ class _Evaluations:
     def _require_new(self, params: list[Tensor]) -> None:
         """Raise if a gradient from before the step is still there."""
         if are_left(self._from_before, params):
-            raise CallOrderError(
-                f"{self._call}: there are gradients from before the step, and the closure keeps "
-                f"them or adds to them. {CONTRACT}"
+            raise self._error(
+                "there are gradients from before the step, and the closure keeps them or adds to "
+                "them"
             )
 
     def _use(self) -> None:
@@ -250,10 +224,10 @@ class _Evaluations:
         else:
             checked = unscale_(gathered)
         coefficient = clip_coefficient_of(checked, self._max_norm)
-        self.last, _ = read(checked.decide())
-        if self.last.skip:
+        self._last, _ = read(checked.decide())
+        if self._last.skip:
             raise UnusableEvaluationError
-        self.last = replace(self.last, checked=multiply_(checked, coefficient))
+        self._last = replace(self._last, checked=multiply_(checked, coefficient))
 
 
 def seen_of(params: list[Tensor]) -> dict[int, Seen]:
@@ -274,12 +248,6 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
         param.grad = None
 
 
-def note_used(optimizer: torch.optim.Optimizer, memory: Memory) -> None:
-    """Remember the current gradients, which the optimizer has used. Sync: none."""
-    used = {id(p): p.grad for p in parameters(optimizer) if p.grad is not None}
-    memory.stepped_gradients = dict(zip(used, seen(used.values()), strict=True))
-
-
 def drop_used(journal: Journal, optimizer: torch.optim.Optimizer) -> None:
     """Set the gradients to None that are still those of the last step. Sync: none."""
     outcome, memory = journal.last(optimizer), journal.memories.get(id(optimizer))
@@ -296,19 +264,9 @@ def drop_used(journal: Journal, optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def before_backward(params: list[Tensor], function: Callable[[Tensor], None]) -> Iterator[None]:
     """Call a function with each parameter that a backward pass is about to add to."""
-    hooks: list[RemovableHandle] = []
-    for param in params:
-        if param.requires_grad:
-            hook = partial(_call, function, weakref.ref(param))
-            hooks.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
-    try:
+    with ExitStack() as hooks:
+        for param in params:
+            if param.requires_grad:
+                hook = partial(lambda param, _: function(param), param)
+                hooks.enter_context(param.register_hook(hook))  # type: ignore[no-untyped-call]
         yield
-    finally:
-        for each in hooks:
-            each.remove()
-
-
-def _call(function: Callable[[Tensor], None], ref: weakref.ref[Tensor], _: Tensor) -> None:
-    param = ref()
-    if param is not None:
-        function(param)

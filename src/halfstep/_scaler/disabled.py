@@ -17,7 +17,6 @@ from halfstep._scaler.closures import (
     are_left,
     before_backward,
     drop_used,
-    note_used,
     seen_of,
 )
 from halfstep._scaler.engine import Engine
@@ -57,7 +56,7 @@ def step(
     closure, args, kwargs = split_closure(args, kwargs)
     if closure is None:
         # It may have been switched off with gradients at hand.
-        engine.unused.use(f"step({name(optimizer)})", parameters(optimizer), engine.owner()._refuse)
+        engine.unused.use(f"step({name(optimizer)})", parameters(optimizer))
         if max_norm is not None:
             clip_grad_norm_(engine, optimizer, clipping.checked_max_norm(max_norm))
         return optimizer.step(*args, **kwargs)
@@ -76,12 +75,12 @@ def step(
                 loss.backward()  # type: ignore[no-untyped-call]
         if max_norm is not None:
             clip_grad_norm_(engine, optimizer, clipping.checked_max_norm(max_norm))
-        note_used(optimizer, memory)
+        memory.stepped_gradients = seen_of(params)
         return loss
 
     args, kwargs = with_closure(evaluate, args, kwargs)
     result = optimizer.step(*args, **kwargs)
-    note_used(optimizer, memory)
+    memory.stepped_gradients = seen_of(parameters(optimizer))
     return result
 
 

@@ -40,7 +40,7 @@ class Engine:
         self.journal = Journal()
         self.names = Names()
         self.buffers = Buffers()
-        self.unused = UnusedGradients(self.journal, self.loss_scale)
+        self.unused = UnusedGradients(self.journal, self.loss_scale, self.owner)
         self._left_out: list[Outcome] = []
 
     # --- losses -----------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from halfstep._gradients.optimizers import (
     split_closure,
     with_closure,
 )
-from halfstep._pytorch.distributed import has_process_group
 from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import tell_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
@@ -265,12 +264,6 @@ class Guard:
             raise CallOrderError("the guarded optimizer is gone")
         return optimizer
 
-    def _decides_with_others(self, optimizer: torch.optim.Optimizer) -> bool:
-        if not has_process_group():
-            return False
-        params = parameters(optimizer)
-        return self._scaler._engine.ranks_of("step", optimizer, params).is_together
-
     def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         stepping = THIS_THREAD.stepping
         is_scalers = stepping is not None and not isinstance(stepping, GuardScaler)
@@ -287,7 +280,8 @@ class Guard:
                 loss = closure()
             args, kwargs = with_closure(_closure_of(optimizer, loss), args, kwargs)
         scaler = self._scaler
-        with_gradient = (p for p in parameters(optimizer) if p.grad is not None)
+        params = parameters(optimizer)
+        with_gradient = (param for param in params if param.grad is not None)
         some = first = next(with_gradient, None)
         if first is not None and _has_no_values(first):
             first = next((p for p in with_gradient if not _has_no_values(p)), None)
@@ -297,7 +291,10 @@ class Guard:
                 scale = scaler._engine.loss_scale
                 if not scale.is_created:
                     scale.create(first.device)
-            elif some is not None or not self._decides_with_others(optimizer):
+            elif (
+                some is not None
+                or not scaler._engine.ranks_of("step", optimizer, params).is_together
+            ):
                 return optimizer.step()
             result = scaler.step(optimizer, max_norm=self._max_norm)
         except BaseException:

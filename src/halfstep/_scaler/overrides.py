@@ -60,12 +60,6 @@ def refuse(scaler: Any, call: str, cure: str) -> None:
         )
 
 
-def is_ready(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the gradients of an optimizer are still scaled."""
-    step = scaler._engine.iteration.step_of(optimizer)
-    return step is None or step.stage is Stage.SCALED
-
-
 @keep_out_of_graphs
 def create_scale(scaler: Any, outputs: Any) -> None:
     """Create the scale on the device of the first loss, if the method for it is overridden."""
@@ -112,10 +106,11 @@ def step(
     """Step like torch.amp; see ``GradScaler.step``."""
     engine = scaler._engine
     params = parameters(optimizer)
-    require_not_stepped(engine.iteration.step_of(optimizer))
+    earlier = engine.iteration.step_of(optimizer)
+    require_not_stepped(earlier)
     require_known(engine.iteration.ledger, "step", params)
     scaler._check_scale_growth_tracker("step")
-    is_scaled = is_ready(scaler, optimizer)
+    is_scaled = earlier is None or earlier.stage is Stage.SCALED
     state = scaler._per_optimizer_states[id(optimizer)]
     if is_scaled and is_fused:
         found = scaler._check_inf_per_device(optimizer)
@@ -162,22 +157,21 @@ def _noting_steps(optimizer: Any) -> Iterator[list[bool] | None]:
 
     Wrappers may have no hooks, and a ``step`` that was replaced may not call them.
     """
-    made, of_object = optimizer.step, getattr(optimizer, "__dict__", None)
-    stepped: list[bool] = []
+    of_object = getattr(optimizer, "__dict__", None)
     if of_object is None:
         yield None
         return
+    made, before, stepped = optimizer.step, of_object.get("step"), list[bool]()
 
     @wraps(made)
     def noting(*args: Any, **kwargs: Any) -> Any:
         stepped.append(True)
         return made(*args, **kwargs)
 
-    before = {"step": made} if "step" in of_object else {}
     of_object["step"] = noting
     try:
         yield stepped
     finally:
         if of_object.get("step") is noting:
             del of_object["step"]
-            of_object |= before
+            of_object |= {} if before is None else {"step": before}

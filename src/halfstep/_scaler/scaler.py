@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +28,7 @@ from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
 from halfstep._scaler import clipping, disabled, overrides, step
-from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
+from halfstep._scaler.after_step import Count, attempts, step_quietly
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
 from halfstep._scaler.engine import Engine
@@ -359,11 +360,11 @@ class GradScaler(TorchAttributes):
             >>> attempt, scaler.outcome(optimizer).taken
             (3, True)
         """
+        times = checked_count("times", times, at_least=0)
         if not self._is_enabled:
-            checked_count("times", times, at_least=0)
             return iter([0])
         require_optimizer("retry", optimizer)
-        return retry(self._engine, optimizer, times)
+        return attempts(self._engine, optimizer, times)
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -443,8 +444,17 @@ class GradScaler(TorchAttributes):
 
         Sync: one for "updates" with an optimizer that handles the scale itself.
         """
-        journal = self._engine.journal if self._is_enabled else None
-        return call_after_step(journal, optimizer, function, count)
+        if count not in ("updates", "attempts"):
+            raise ValueError(
+                f"count is {count!r}: pass 'updates' (steps that were taken) or 'attempts' (all "
+                "steps)"
+            )
+        # A disabled scaler takes every step.
+        outcome = self._engine.journal.of(optimizer) if self._is_enabled else None
+        if outcome is not None and count == "updates" and outcome.skipped:
+            return False
+        function()
+        return True
 
     @keep_out_of_graphs
     def step_scheduler(self, scheduler: Any, count: Count = "updates", *args: Any) -> bool:
@@ -469,8 +479,8 @@ class GradScaler(TorchAttributes):
 
         Sync: as :meth:`after_step`.
         """
-        journal = self._engine.journal if self._is_enabled else None
-        return step_scheduler(journal, scheduler, count, args)
+        step = partial(step_quietly, scheduler, *args)
+        return GradScaler.after_step(self, scheduler.optimizer, step, count)
 
     # --- accessors --------------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ def gather(
     iteration = engine.iteration
     earlier = iteration.steps.get(id(optimizer))
     if engine.unused.by_param:
-        engine.unused.use(f"{call}({name(owner)})", params, engine.owner()._refuse)
+        engine.unused.use(f"{call}({name(owner)})", params)
     ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
     is_scaled = earlier is None or earlier.stage is Stage.SCALED
     must_have_one = needs_one and is_scaled and not ranks.is_together

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -38,9 +38,6 @@ STAGES = {
 }
 
 
-OWN_STAGES = {theirs.value: ours for ours, theirs in STAGES.items()}
-
-
 class OptimizerState(Mapping[str, Any]):
     """A live view of the state that torch.amp keeps of one optimizer until ``update``."""
 
@@ -49,8 +46,7 @@ class OptimizerState(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         """Return the stage, or the found_inf flags by device."""
-        iteration = self._engine.iteration
-        step = iteration.steps.get(self._key)
+        step = self._engine.iteration.steps.get(self._key)
         if key == "stage":
             return STAGES[Stage.SCALED if step is None else step.stage]
         if key == "found_inf_per_device":
@@ -61,16 +57,17 @@ class OptimizerState(Mapping[str, Any]):
         """Accept a stage or flags from an optimizer or a subclass with its own step."""
         iteration = self._engine.iteration
         step = iteration.steps.get(self._key)
-        stage = getattr(value, "value", value)
-        if value == {} or (key == "stage" and stage == OptState.READY.value):
+        stages = [ours for ours, theirs in STAGES.items() if value in (theirs, theirs.value)]
+        if value == {} or (key == "stage" and stages == [Stage.SCALED]):
             iteration.forget(self._key)
         elif key == "found_inf_per_device" and isinstance(value, Mapping):
             optimizer = None if step is None else step.optimizer
-            _report(self._engine, self._key, optimizer, value)
-        elif key == "stage" and step is not None and stage in OWN_STAGES:
-            iteration.steps[self._key] = replace(
-                step, stage=OWN_STAGES[stage], num_losses=iteration.num_losses
-            )
+            scale = self._engine.scale_of_iteration("step", optimizer)
+            check = GradientCheck(scale, flags_of(value))
+            _keep_check(self._engine, self._key, optimizer, check)
+        elif key == "stage" and step is not None and stages:
+            step = replace(step, stage=stages[0], num_losses=iteration.num_losses)
+            iteration.steps[self._key] = step
         else:
             raise TypeError(
                 f"GradScaler._per_optimizer_states[...][{key!r}] = {value!r}: only the stage, an "
@@ -116,9 +113,8 @@ class OptimizerStates(dict[int, OptimizerState]):
 
     def pop(self, key: int, *default: Any) -> Any:
         """Forget what was found for an optimizer; return its state or the default."""
-        state = super().pop(key, *default)
         self._engine.iteration.forget(key)
-        return state
+        return super().pop(key, *default)
 
     def clear(self) -> None:
         """Forget what was found for all optimizers."""
@@ -128,9 +124,14 @@ class OptimizerStates(dict[int, OptimizerState]):
     __setitem__ = popitem = update = setdefault = _refuse
 
 
-def _scale(scaler: Any) -> Tensor | None:
-    scale = scaler._engine.loss_scale
-    return scale.tensor if scale.is_created else None
+def _if_created(attribute: str) -> Callable[[Any], Tensor | None]:
+    """Return a function that reads a tensor of the scale, None before the first loss."""
+
+    def read(scaler: Any) -> Tensor | None:
+        scale = scaler._engine.loss_scale
+        return getattr(scale, attribute) if scale.is_created else None
+
+    return read
 
 
 def _set_scale(scaler: Any, value: Any) -> None:
@@ -139,11 +140,6 @@ def _set_scale(scaler: Any, value: Any) -> None:
     is_here = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1
     new_scale = value.item() if is_here else value
     scaler._engine.set_scale(new_scale, iteration_ends=False)
-
-
-def _growth_tracker(scaler: Any) -> Tensor | None:
-    scale = scaler._engine.loss_scale
-    return scale.growth_tracker if scale.is_created else None
 
 
 def _set_growth_tracker(scaler: Any, value: Any) -> None:
@@ -201,8 +197,8 @@ class TorchAttributes:
     _is_enabled: bool
 
     _enabled = property(lambda scaler: scaler.is_enabled(), _set_enabled)
-    _scale = property(_scale, _set_scale)
-    _growth_tracker = property(_growth_tracker, _set_growth_tracker)
+    _scale = property(_if_created("tensor"), _set_scale)
+    _growth_tracker = property(_if_created("growth_tracker"), _set_growth_tracker)
     _init_scale = property(lambda scaler: scaler._engine.loss_scale.first.scale, _set_init_scale)
     _init_growth_tracker = property(
         lambda scaler: scaler._engine.loss_scale.first.growth_tracker, _set_growth_tracker
@@ -213,6 +209,7 @@ class TorchAttributes:
     _per_optimizer_states = property(lambda scaler: OptimizerStates(scaler._engine), _set_states)
 
     _maybe_opt_step = amp.maybe_opt_step
+    _get_scale_async = _if_created("tensor")
 
     def _unscale_grads_(
         self,
@@ -268,21 +265,32 @@ class TorchAttributes:
                 f"step({name(optimizer)}, max_norm={max_norm}): it takes the scaler "
                 "(grad_scaler=...) and unscales by itself; let it clip too"
             )
-        params = parameters(optimizer)
         engine.scale_of_iteration("step", optimizer)
-        engine.unused.use(f"step({name(optimizer)})", params, engine.owner()._refuse)
+        engine.unused.use(f"step({name(optimizer)})", parameters(optimizer))
         steps = engine.iteration.steps
         steps[id(optimizer)] = earlier or Remembered(optimizer)
         try:
             result = optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
-            _finish(engine, optimizer)
         finally:
             if not steps[id(optimizer)].checks:
                 del steps[id(optimizer)]
+        step = engine.iteration.step_of(optimizer)
+        if step is None and any(param.grad is not None for param in parameters(optimizer)):
+            raise CallOrderError(
+                f"step({name(optimizer)}): its step() takes the scaler (grad_scaler=...) and did "
+                "not use it: gradients were not checked for inf or NaN; if parameters were "
+                "updated, still-scaled gradients were used.\n"
+                "Cure: leave _step_supports_amp_scaling out of the optimizer, and the scaler "
+                "unscales and checks; or call grad_scaler.unscale_(self) in its step(), and skip "
+                "if one of grad_scaler._found_inf_per_device(self).values() is 1."
+            )
+        if step is None:
+            raise nothing_checked(optimizer)
+        gradients, scale = collect(parameters(optimizer)), step.checks[0].scale
+        checked = Checked(Gathered(optimizer, scale, gradients, checks=step.checks), None)
+        memory = engine.journal.memory(optimizer)
+        remember(engine, optimizer, checked.decide(), memory, is_fused=True)
         return result
-
-    def _get_scale_async(self) -> Tensor | None:
-        return _scale(self)
 
     @keep_out_of_graphs
     def _check_inf_per_device(
@@ -334,17 +342,6 @@ def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, 
     return check.found_inf
 
 
-def _report(
-    engine: Engine,
-    key: int,
-    optimizer: torch.optim.Optimizer | None,
-    found: Mapping[torch.device, Tensor],
-) -> None:
-    """Add the found_inf flags, 1 or 0 by device, of an optimizer that was unscaled elsewhere."""
-    scale = engine.scale_of_iteration("step", optimizer)
-    _keep_check(engine, key, optimizer, GradientCheck(scale, flags_of(found)))
-
-
 def _keep_check(
     engine: Engine, key: int, optimizer: torch.optim.Optimizer | None, check: GradientCheck
 ) -> None:
@@ -352,24 +349,3 @@ def _keep_check(
     steps = engine.iteration.steps
     earlier = steps.get(key) or Remembered(optimizer)
     steps[key] = replace(earlier, checks=(check,))
-
-
-def _finish(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Record the step of an optimizer that received the scaler."""
-    earlier = engine.iteration.step_of(optimizer)
-    checks = () if earlier is None else earlier.checks
-    if not checks and any(param.grad is not None for param in parameters(optimizer)):
-        raise CallOrderError(
-            f"step({name(optimizer)}): its step() takes the scaler (grad_scaler=...) and did "
-            "not use it: gradients were not checked for inf or NaN; if parameters were updated, "
-            "still-scaled gradients were used.\n"
-            "Cure: leave _step_supports_amp_scaling out of the optimizer, and the scaler "
-            "unscales and checks; or call grad_scaler.unscale_(self) in its step(), and skip "
-            "if one of grad_scaler._found_inf_per_device(self).values() is 1."
-        )
-    if not checks:
-        raise nothing_checked(optimizer)
-    gradients = collect(parameters(optimizer))
-    checked = Checked(Gathered(optimizer, checks[0].scale, gradients, checks=checks), None)
-    memory = engine.journal.memory(optimizer)
-    remember(engine, optimizer, checked.decide(), memory, is_fused=True)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
@@ -51,10 +51,6 @@ class Unused:
     is_mixed: bool | Tensor = False
     hook: RemovableHandle | None = None
 
-    def is_left(self, param: Tensor) -> bool:
-        """Return whether nobody has replaced or written the gradient."""
-        return is_as_seen(self.grad, param.grad)
-
     def is_wrong(self, param: Tensor) -> bool | Tensor:
         """Return whether the present scale is not that of the gradient. Sync: none."""
         is_other = self.loss_scale.number() != self.newest
@@ -62,19 +58,6 @@ class Unused:
             for values in collect_local([param]).values:  # zeros have every scale
                 is_other = is_other & to_device(values.any(), self.loss_scale.device)
         return self.is_mixed | is_other
-
-    def before_adding(self, param: Tensor) -> None:
-        """Note, once the running backward pass has ended, that it has added to the gradient."""
-        if self.is_left(param):
-            now, is_mixed = self.loss_scale.number(), self.is_wrong(param)
-            note = partial(self._after_adding, param, now, is_mixed)
-            # DistributedDataParallel writes gradients in a callback that it queues later.
-            after_backward(lambda: after_backward(note))
-
-    def _after_adding(self, param: Tensor, newest: Scalar, is_mixed: bool | Tensor) -> None:
-        (ref, version), grad = self.grad, param.grad
-        if grad is not None and grad is ref() and grad._version != version:
-            self.grad, self.newest, self.is_mixed = (ref, grad._version), newest, is_mixed
 
     def problem(self) -> str:
         """Return what is wrong with the gradient. Sync: some on a device."""
@@ -96,9 +79,9 @@ class Unused:
 class UnusedGradients:
     """The unused gradients of the known optimizers."""
 
-    def __init__(self, journal: Journal, loss_scale: LossScale) -> None:
+    def __init__(self, journal: Journal, loss_scale: LossScale, owner: Callable[[], Any]) -> None:
         self._journal = journal  # contains all optimizers that have stepped
-        self._loss_scale = loss_scale
+        self._loss_scale, self._owner = loss_scale, owner
         self.by_param: dict[int, Unused] = {}  # by id
 
     def before_change(
@@ -121,8 +104,7 @@ class UnusedGradients:
                 continue
             scale: Scalar | None = None
             for param in parameters(optimizer):
-                grad, earlier = param.grad, self.by_param.get(id(param))
-                if grad is None or (earlier is not None and earlier.is_left(param)):
+                if param.grad is None or self._left(param) is not None:
                     continue
                 entry = iteration.ledger.of(param)
                 if entry is not None and (not iteration_ends or (id(param), entry.check) in used):
@@ -130,7 +112,7 @@ class UnusedGradients:
                 if scale is None:
                     scale = self._loss_scale.number()
                 multiplier = scale if entry is None else 1.0
-                as_seen = seen([grad])[0]
+                as_seen = seen([param.grad])[0]
                 arguments = name(optimizer), self._loss_scale, as_seen, multiplier, multiplier
                 found.append((param, Unused(*arguments)))
         return found
@@ -143,24 +125,26 @@ class UnusedGradients:
                 self._forget(param)
                 self.by_param[id(param)] = unused
                 if param.requires_grad:
-                    hook = _hook(weakref.ref(unused), weakref.ref(param))
-                    unused.hook = param.register_hook(hook)  # type: ignore[no-untyped-call]
+                    hook = partial(_before_adding, weakref.ref(unused), weakref.ref(param))
+                    unused.hook = param.register_hook(unserializable_hook(hook))  # type: ignore[no-untyped-call]
 
-    def use(self, call: str, params: list[Tensor], refuse: Callable[..., None]) -> None:
-        """Call ``refuse`` if gradients are about to be used at another scale than theirs.
+    def use(self, call: str, params: list[Tensor]) -> None:
+        """Refuse gradients that are about to be used at another scale than theirs.
 
         Sync: one on a device if there are gradients that were unused when the scale last changed.
         """
-        found = [(param, self.by_param.get(id(param))) for param in params]
-        left = [(param, unused) for param, unused in found if unused and unused.is_left(param)]
-        flags = [(unused.is_wrong(param), unused) for param, unused in left]
-        on_device = [flag for flag, _ in flags if isinstance(flag, Tensor)]
-        is_wrong = bool(torch.stack(on_device).any()) if on_device else False
-        if is_wrong or any(flag is True for flag, _ in flags):
-            problem = next(unused.problem() for flag, unused in flags if flag)
-            refuse(f"{call}: {problem}", is_lasting=True)
+        left = [(unused, param) for param in params if (unused := self._left(param)) is not None]
+        flags = [unused.is_wrong(param) for unused, param in left]
+        if reduce(or_, flags, False):
+            wrong = next(each for (each, _), flag in zip(left, flags, strict=True) if flag)
+            self._owner()._refuse(f"{call}: {wrong.problem()}", is_lasting=True)
         for param in params:
             self._forget(param)
+
+    def _left(self, param: Tensor) -> Unused | None:
+        """Return what is known of a gradient that nobody has replaced or written since."""
+        unused = self.by_param.get(id(param))
+        return unused if unused is not None and is_as_seen(unused.grad, param.grad) else None
 
     def _forget(self, param: Tensor) -> None:
         unused = self.by_param.pop(id(param), None)
@@ -168,14 +152,20 @@ class UnusedGradients:
             unused.hook.remove()
 
 
-def _hook(unused: weakref.ref[Unused], param: weakref.ref[Tensor]) -> Any:
-    """Return the hook of a parameter, which keeps nothing alive."""
+@keep_out_of_graphs
+def _before_adding(
+    unused_ref: weakref.ref[Unused], param_ref: weakref.ref[Tensor], _: Tensor
+) -> None:
+    """Note, once the running backward pass has ended, that it has added to a gradient."""
+    unused, param = unused_ref(), param_ref()
+    if unused is None or param is None or not is_as_seen(unused.grad, param.grad):
+        return
+    newest, is_mixed = unused.loss_scale.number(), unused.is_wrong(param)
 
-    @unserializable_hook  # type: ignore[untyped-decorator]
-    @keep_out_of_graphs
-    def note(_: Tensor) -> None:
-        its_gradient, its_param = unused(), param()
-        if its_gradient is not None and its_param is not None:
-            its_gradient.before_adding(its_param)
+    def note() -> None:
+        (ref, version), grad = unused.grad, param.grad
+        if grad is not None and grad is ref() and grad._version != version:
+            unused.grad, unused.newest, unused.is_mixed = (ref, grad._version), newest, is_mixed
 
-    return note
+    # DistributedDataParallel writes gradients in a callback that it queues later.
+    after_backward(lambda: after_backward(note))
