@@ -43,7 +43,7 @@ def _only_standard() -> Iterator[None]:
                 products = {op: kernels._kernel(op, device) for op in policy.products()}
                 native.products[device].add(products, policy.ops())
 
-    register(lambda policy: policy.policy == preset("standard"))
+    register(lambda policy: policy.native and policy.policy == preset("standard"))
     yield
     register(lambda policy: True)
 

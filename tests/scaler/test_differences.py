@@ -47,6 +47,16 @@ def statistics_after_a_broken_batch(make_scaler: Callable[[torch.nn.Module], Any
     return model.running_mean.tolist()
 
 
+def weight_after_a_division_by_0(scaler: Any) -> float:
+    param, optimizer = one_parameter(torch.ones(1))
+    scaler.scale((param * 0.0).sum()).backward()
+    scaler.unscale_(optimizer)
+    param.grad.div_(param.grad.norm())
+    scaler.step(optimizer)
+    scaler.update()
+    return param.item()
+
+
 def iterate(scaler: Any, param: torch.nn.Parameter, optimizer: Any, value: float = 1.0) -> None:
     """One iteration with gradients of 1, or of inf or NaN, from a finite loss."""
     optimizer.zero_grad()
@@ -497,6 +507,11 @@ DIFFERENCES = [
                 map(math.isfinite, statistics_after_a_broken_batch(lambda model: torch_scaler()))
             )
         ),
+    ),
+    Difference(
+        "S11",
+        lambda: math.isfinite(weight_after_a_division_by_0(quiet())),
+        lambda: math.isnan(weight_after_a_division_by_0(torch_scaler())),
     ),
 ]
 
