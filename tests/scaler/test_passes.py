@@ -317,7 +317,9 @@ def test_the_norm_reads_every_gradient_once(
     grads += [grad.t() for grad in grads if grad.dim() == 2]
     with Ops(grads) as ops:
         norms._sums_of_squares(grads)  # the op hides from a mode what it does
-    assert ops.moved == sum(grad.nbytes for grad in grads)
+    # A sum of squares of float64 may overflow; on a device nobody waits to see whether it did.
+    reads = 2 if dtype is torch.float64 and DEVICE != "cpu" else 1
+    assert ops.moved == reads * sum(grad.nbytes for grad in grads)
 
 
 # --- waiting --------------------------------------------------------------------------------------
