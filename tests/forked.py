@@ -72,13 +72,9 @@ except BaseException as error:
     sys.excepthook(type(error), error, error.__traceback__)
 threading._shutdown()
 atexit._run_exitfuncs()
-try:
-    for stream in sys.stdout, sys.stderr:
-        if stream is not None and not stream.closed:
-            stream.flush()
-except OSError:
-    del stream
-    sys.exit(code)  # the interpreter says it
+for stream in sys.stdout, sys.stderr:
+    if stream is not None and not stream.closed:
+        stream.flush()
 if is_interrupted:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)

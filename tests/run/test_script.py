@@ -53,7 +53,6 @@ ENDS = {
     "stderr": "import sys\nsys.stderr.close()\nprint('out')",
     "stdout": "import sys\nprint('out')\nsys.stdout.close()",
     "no stdout": "import sys\nsys.stdout = None",
-    "full disk": "import sys\nsys.stdout = open('/dev/full', 'w')\nprint('out')",
 }
 
 
@@ -62,6 +61,16 @@ def test_ends_as_under_python_alone(source, halfstep_run, python, tmp_path):
     """Exit code, signals, tracebacks without our frames, and nothing else on stdout and stderr."""
     (tmp_path / "train.py").write_text(source)
     assert halfstep_run("-q", "train.py") == python("train.py")
+
+
+def test_a_full_disk_ends_as_under_python_alone(python, tmp_path):
+    """Not in a forked process: the interpreter says it while it is taken down."""
+    (tmp_path / "train.py").write_text(
+        "import sys\nsys.stdout = open('/dev/full', 'w')\nprint('out')"
+    )
+    done = python("-m", "halfstep", "run", "-q", "train.py")
+    assert done == python("train.py")
+    assert done.code == 120
 
 
 def test_a_script_finds_what_python_gives_it(halfstep_run, python, tmp_path):
