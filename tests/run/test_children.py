@@ -40,14 +40,6 @@ def test_processes(method, halfstep_run, folder):
     assert "halfstep: 2 processes of the program recorded: halfstep report runs/proc" in done.err
 
 
-def test_forks_of_a_script_that_trains_itself(halfstep_run, folder):
-    done = halfstep_run(PROCESSES, "fork", "train", "--alone", 2, 3, 4)
-    assert [line.split()[0] for line in done.out.splitlines()] == ["2", "3", "4"]
-    files = {"rank0.jsonl": 2, "process-1/rank0.jsonl": 3, "process-2/rank0.jsonl": 4}
-    assert steps_of(folder) == files
-    assert "halfstep: 2 steps recorded, 0 skipped, and 2 processes that the program" in done.err
-
-
 @pytest.mark.parametrize("how", ["spawn", "launch"])
 def test_ranks(how, halfstep_run, folder):
     alone = forked.python(CORPUS / "ranks.py", "fork", cwd=folder)
