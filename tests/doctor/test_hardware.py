@@ -46,14 +46,10 @@ def test_the_best_time_counts_and_times_that_scatter_are_reported(seconds, rate,
 def test_a_measurement_goes_on_until_the_best_times_are_confirmed(monkeypatch) -> None:
     clock = iter(2.0**-n for n in range(500))  # each call is twice as fast as the one before
     monkeypatch.setattr(hardware, "_duration", lambda run, device: next(clock))
-    monkeypatch.setattr(hardware, "MOST_ROUNDS", 12)
     shares: list[float] = []
     found = measure_speeds("cpu", seconds=1e-9, on_round=shares.append)
     assert len(shares) == 5  # never longer than ``LONGEST`` times the seconds
     assert "took" in found.noise
-    shares.clear()
-    measure_speeds("cpu", seconds=1e6, on_round=shares.append)
-    assert len(shares) == 12
 
 
 def test_all_dtypes_are_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,11 +288,6 @@ def test_cures_of_flags_run() -> None:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
 
 
-SPEEDS = speeds_of(
-    [("matmul", name, 1.0) for name in ("fp32", "bf16", "fp16")], [[1.0, 0.5, 2.5]] * 3
-)
-
-
 @pytest.mark.parametrize(
     ("lowers", "lines"),
     [
@@ -304,16 +295,14 @@ SPEEDS = speeds_of(
         ("device, torch.float16", [4]),  # a device of two
         ("'cpu', torch.bfloat16", []),  # twice as fast
         ("'cuda', torch.float16", []),  # of another machine
-        ("device, dtype", []),
     ],
 )
 def test_a_dtype_that_this_machine_computes_slower_is_a_finding(lowers, lines) -> None:
-    machine = hardware.MachineReport("cpu", "CPU", (), SPEEDS, advise(SPEEDS.ratios), ())
+    works = [("matmul", name, 1.0) for name in ("fp32", "bf16", "fp16")]
+    speeds = speeds_of(works, [[1.0, 0.5, 2.5]] * 3)
+    machine = hardware.MachineReport("cpu", "CPU", (), speeds, advise(speeds.ratios), ())
     source = "import torch\nscaler = torch.amp.GradScaler('cpu')\ndef loss(x, device, dtype):\n"
     source += f"    with torch.autocast({lowers}):\n        return model(x).mean()\n"
     found = [e for e in check_source(source, machine=machine) if e.id == "slower-dtype"]
     assert [each.line for each in found] == lines
-    for each in found:
-        assert each.text.startswith("autocast lowers to float16 here, which this machine computes")
-        assert "at 0.4 x the speed of float32" in each.text
-        assert each.cure.startswith("use bf16 on this machine")
+    assert all("float16 here" in e.text and "at 0.4 x the speed" in e.text for e in found)
