@@ -33,6 +33,12 @@ from halfstep._tools.doctor.read_names import Function
 from halfstep._tools.doctor.read_program import Program
 
 _SCALERS = (GradScaler, torch.amp.GradScaler)
+_WANTED = {
+    "model": "torch.nn.Module",
+    "optimizer": "torch.optim.Optimizer, or a list of them",
+    "scaler": "halfstep.GradScaler or torch.amp.GradScaler",
+    "dtype": "torch.dtype, such as torch.float16",
+}
 
 
 def doctor(
@@ -126,8 +132,9 @@ def _of(objects: Iterable[object], *kinds: type) -> tuple[Any, ...]:
 
 def _checked(name: str, value: Any, *kinds: type) -> Any:
     if value is not None and not isinstance(value, kinds):
-        wanted = " or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
-        raise TypeError(f"doctor({name}={type(value).__name__}): pass a {wanted}")
+        is_file = isinstance(value, str | Path) and name == "model"
+        cure = f"for a file: halfstep doctor {value}" if is_file else f"pass a {_WANTED[name]}"
+        raise TypeError(f"doctor({name}={type(value).__name__}): {cure}")
     return value
 
 
