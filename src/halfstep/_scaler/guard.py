@@ -219,6 +219,9 @@ class Guard:
         put = self._replaced.put(optimizer, "step", guarded)
         self._guarded = weakref.ref(put)  # weak, because it references the optimizer
 
+    def __repr__(self) -> str:
+        return f"Guard({type(self._optimizer()).__name__}, max_norm={self._max_norm})"
+
     def outcome(self) -> Outcome:
         """Return the outcome of the last step.
 
