@@ -47,10 +47,10 @@ def _leave(name: str, device: str) -> Kernel:
     redispatch = dispatch.redispatch_of(op)
     tensors = [i for i, arg in enumerate(arguments_of(name)) if str(arg.type) == "Tensor"]
 
-    def leave(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def leave(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         return redispatch(keys & below, *args, **kwargs)
 
-    def leave_with_numbers(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def leave_with_numbers(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         # x * 2 calls mul(Tensor, Tensor) with the number itself, which only a normal call accepts.
         if any(isinstance(args[i], (int, float, complex)) for i in tensors if i < len(args)):
             with dispatch.exclude_keys(autocast):
@@ -124,7 +124,7 @@ def _recurrent_layer_in_float32(name: str, device: str) -> Kernel:
         return in_float32
     place = names.index("weight_buf")
 
-    def recurrent_layer(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def recurrent_layer(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         buffer = args[place]
         if buffer is not None and buffer.dtype is not torch.float32:
             args = (*args[:place], None, *args[place + 1 :])
@@ -138,7 +138,7 @@ def _lower_what_contracts(name: str, device: str, dtype: torch.dtype) -> Kernel:
     lower = _cast_to(name, device, dtype, use_cache=True)
     leave = _leave(name, device)
 
-    def einsum(keys: Keys, equation: str, *args: Any, **kwargs: Any) -> Any:
+    def einsum(keys: Keys, equation: str, /, *args: Any, **kwargs: Any) -> Any:
         kernel = lower if contracts(equation) else leave
         return kernel(keys, equation, *args, **kwargs)
 
@@ -170,7 +170,7 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """
     pytorch, detour = pytorch_kernel(name, device), _detours(name, device)
 
-    def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def lower(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         # On in a plain torch.autocast: it began before ours, or is under use_policy.
         is_cache_on = torch.is_autocast_cache_enabled()
         try:
@@ -215,7 +215,7 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
     redispatch = dispatch.redispatch_of(overload(name))
     takes_numbers = dispatch.takes_numbers(overload(name))
 
-    def cast_to(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def cast_to(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             if not kwargs and not takes_numbers:
                 for arg in args:
@@ -264,7 +264,7 @@ def _detours(name: str, device: str) -> Callable[..., Any]:
 def _promote(name: str, device: str) -> Kernel:
     op, autocast = callable_of(overload(name)), autocast_keys(device)
 
-    def promote(_: Keys, *args: Any, **kwargs: Any) -> Any:
+    def promote(_: Keys, /, *args: Any, **kwargs: Any) -> Any:
         # None means that there is nothing to cast.
         dtype = widest((*args, *kwargs.values()), device) or torch.float32
         with dispatch.exclude_keys(autocast):
@@ -288,7 +288,7 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
     detour, has_onednn = _detours(name, device), dispatch.has_onednn(dtype)
     in_lower = _cast_to(name, device, dtype, use_cache=_is_product(name))
 
-    def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def lower(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         if modes.has_transforms():
             return pytorch(keys, *args, **kwargs)
         if has_onednn and not sums.is_left_to_pytorch(name, args, kwargs):
@@ -313,7 +313,7 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
     autocast, factors = autocast_keys(device), products.factors_of(name)
     detour = _detours(name, device)
 
-    def multiply(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def multiply(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             try:
                 casts = [
@@ -338,13 +338,13 @@ def _add_in_fp32(name: str, device: str) -> Kernel:
     with_backward: Any = sums.with_backward_in_float32(name)
     is_rounded = sums.is_rounded(name, device)
 
-    def add_in_forward(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def add_in_forward(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         dtype = widest((*args, *kwargs.values()), device)
         if dtype not in HALVES or not adds(args, kwargs):
             return promote(keys, *args, **kwargs)
         return _rounded(in_float32(keys, *args, **kwargs), dtype)
 
-    def add_in_backward(keys: Keys, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def add_in_backward(keys: Keys, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         call: Any = op
         needs = is_rounded and x.dtype in HALVES and x.requires_grad and torch.is_grad_enabled()
         # F.embedding calls index_select below autograd.
@@ -371,7 +371,7 @@ def _cast_to_destination(name: str, device: str) -> Kernel:
     adding = sums.out_of_place(name) if sums.is_rounded(name, device) else None
     adds = sums.adds(name, device)
 
-    def cast_to_destination(_: Keys, destination: Any, *args: Any, **kwargs: Any) -> Any:
+    def cast_to_destination(_: Keys, destination: Any, /, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             if not destination.is_floating_point():
                 return op(destination, *args, **kwargs)
@@ -395,7 +395,7 @@ def _ask_for_fp32(name: str, device: str) -> Kernel:
     # The dispatcher omits arguments that have default values; with_dtype may have no defaults.
     defaults = {a.name: a.default_value for a in arguments_of(name) if a.has_default_value()}
 
-    def ask_for_fp32(_: Keys, *args: Any, **kwargs: Any) -> Any:
+    def ask_for_fp32(_: Keys, /, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             if not is_eligible(args[0], device):
                 return op(*args, **kwargs)
@@ -407,7 +407,7 @@ def _ask_for_fp32(name: str, device: str) -> Kernel:
 
 
 def _refuse(rule: Rule) -> Kernel:
-    def refuse(_: Keys, *__: Any, **___: Any) -> Any:
+    def refuse(_: Keys, /, *__: Any, **___: Any) -> Any:
         raise RuntimeError(rule.message)
 
     return refuse

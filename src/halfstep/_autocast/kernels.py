@@ -195,7 +195,7 @@ def _run_observed(
     if rule is None:
         return kernel
 
-    def run(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def run(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         if not _applies(rule, name, args, kwargs):
             return kernel(keys, *args, **kwargs)
         _count(rule)
@@ -242,7 +242,7 @@ def _counting_kernel(name: str, device: str) -> Kernel:
     kernel = _kernel(name, device)
 
     @compiler.do_not_compile_alone
-    def counting(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def counting(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         policy = scopes.policies().get(device)
         if policy is not None and _observer is None:  # an observed op is counted where it runs
             _count_op(policy, name, args, kwargs)
@@ -273,7 +273,7 @@ def _kernel(name: str, device: str) -> Kernel:
     lower_precision = torch.get_autocast_dtype
 
     @compiler.do_not_compile_alone
-    def kernel(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         scope = thread.state.scope
         if scope.nesting is not None:
             scope = scopes.current()

@@ -137,7 +137,7 @@ def _unwatch_export() -> None:
         module._export, _export = _export, None
 
 
-def _without_hooks(export: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _without_hooks(export: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     for each in _installed:
         each._unregister()
     try:

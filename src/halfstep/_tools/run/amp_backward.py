@@ -76,7 +76,7 @@ class Backward:
         if not tensor.is_leaf:
             self._retained.append(weakref.ref(tensor))
 
-    def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _grad(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         is_traced = torch.compiler.is_compiling()
         if not is_traced and self._script.is_training and not self._fresh.has_optimizers:
             self._script.note_by_hand()
@@ -171,7 +171,9 @@ class Backward:
             if combine(found_inf.values(), CPU):
                 access.add_check(self._scaler, optimizer, NONE, found_inf)
 
-    def clip_grad_norm_(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def clip_grad_norm_(
+        self, original: Callable[..., Tensor], /, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Clip without ending the script at an overflow that a smaller scale avoids."""
         given = inspect.signature(original).bind(*args, **kwargs)
         if self._script.is_training and self._scaler.get_scale() > 1.0:

@@ -196,6 +196,7 @@ class Forward(TopLevelCalls):
         self,
         context: AbstractContextManager[object],
         function: Callable[..., Any],
+        /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
