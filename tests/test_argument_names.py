@@ -105,14 +105,15 @@ def test_the_steps_of_guards_and_scalers_take_arguments_of_any_name():
     guarded.step(**given)
 
 
-@pytest.fixture
-def op() -> Iterator[Callable[..., Tensor]]:
-    library = torch.library.Library("names", "DEF")
+LIBRARY = torch.library.Library("names", "DEF")  # for ever: policies stay prepared for its op
+
+
+@pytest.fixture(scope="module")
+def op() -> Callable[..., Tensor]:
     options = ", ".join(f"float {name}" for name in NAMES)
-    library.define(f"scaled(Tensor batch, *, {options}) -> Tensor")
-    library.impl("scaled", lambda x, /, **given: x * given["keys"], "CompositeImplicitAutograd")
-    yield torch.ops.names.scaled
-    library._destroy()
+    LIBRARY.define(f"scaled(Tensor batch, *, {options}) -> Tensor")
+    LIBRARY.impl("scaled", lambda x, /, **given: x * given["keys"], "CompositeImplicitAutograd")
+    return torch.ops.names.scaled
 
 
 @pytest.mark.parametrize("action", ["lower", "fp32", "promote", "leave"])

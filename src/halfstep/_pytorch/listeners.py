@@ -75,12 +75,7 @@ def _norm(
 
 
 def _scaler_step(
-    original: Callable[..., Any],
-    listeners: _Listeners,
-    scaler: torch.amp.GradScaler,
-    /,
-    *args: Any,
-    **kwargs: Any,
+    original: Any, listeners: _Listeners, scaler: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     if scaler.is_enabled():
         for listener in listeners:
