@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast import native, products, sums, weight_cache
-from halfstep._autocast.rule import HALVES, Rule
+from halfstep._autocast.rule import HALVES, Rule, is_in_place
 from halfstep._autocast.written import rules_of
 from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._pytorch import dispatch, modes
@@ -411,6 +411,50 @@ def _refuse(rule: Rule) -> Kernel:
         raise RuntimeError(rule.message)
 
     return refuse
+
+
+WITH_NUMBERS = (
+    "clamp.default", "clamp_.default", "clamp_max.default", "clamp_max_.default",
+    "clamp_min.default", "clamp_min_.default", "clip.default", "clip_.default",
+    "constant_pad_nd.default", "fill.Scalar", "fill_.Scalar", "full_like.default",
+    "hardshrink.default", "hardtanh.default", "hardtanh_.default", "index_fill.int_Scalar",
+    "index_fill_.int_Scalar", "masked_fill.Scalar", "masked_fill_.Scalar", "masked_fill.Tensor",
+    "masked_fill_.Tensor", "new_full.default", "scatter.value", "scatter_.value",
+    "softshrink.default", "threshold.default", "threshold_.default",
+)  # fmt: skip
+"""The overloads that raise an error for a number that the dtype of their result cannot hold."""
+
+
+def with_fitting_numbers(name: str, kernel: Kernel) -> Kernel:
+    """Compute in float32 where 16 bits cannot hold a number of a call.
+
+    In place, and for a ``dtype`` that the caller names, the number becomes the largest that fits.
+    """
+    is_fixed = is_in_place(name.partition(".")[0])
+
+    def fitting(keys: Keys, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        dtype = kwargs.get("dtype") or x.dtype
+        numbers = [each for each in (*args, *kwargs.values()) if _is_number(each)]
+        end = torch.finfo(dtype).max if dtype in HALVES else float("inf")
+        if any(end < abs(each) < float("inf") for each in numbers):
+            if not is_fixed and dtype is x.dtype:
+                return kernel(keys, x.float(), *args, **kwargs)
+            args = tuple(_held(each, end) for each in args)
+            kwargs = {key: _held(each, end) for key, each in kwargs.items()}
+        return kernel(keys, x, *args, **kwargs)
+
+    return fitting
+
+
+def _is_number(value: Any) -> bool:
+    is_scalar = isinstance(value, Tensor) and value.is_cpu and value.dim() == 0
+    return isinstance(value, (int, float)) or (is_scalar and value.is_floating_point())
+
+
+def _held(value: Any, end: float) -> Any:
+    if not _is_number(value) or not end < abs(value) < float("inf"):
+        return value
+    return value.clamp(-end, end) if isinstance(value, Tensor) else min(max(value, -end), end)
 
 
 # --- casting arguments ----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from halfstep._autocast import scopes, weight_cache
-from halfstep._autocast.casts import pytorch_kernel
+from halfstep._autocast.casts import WITH_NUMBERS, pytorch_kernel, with_fitting_numbers
 from halfstep._autocast.native import Products
 from halfstep._autocast.native import products as native_products
 from halfstep._autocast.plans import PolicyOnDevice
@@ -152,6 +152,14 @@ def _registered(
         with _lock:
             _registering.remove(register)
             temporary.remove()
+
+
+def fitting_numbers() -> AbstractContextManager[None]:
+    """Run ops in autocast whatever their number is: see :func:`with_fitting_numbers`."""
+    return _registered(
+        lambda policy: WITH_NUMBERS,
+        lambda name, device: with_fitting_numbers(name, _kernel(name, device)),
+    )
 
 
 # --- observing ------------------------------------------------------------------------------------

@@ -464,7 +464,7 @@ def _again(failing: Call) -> _Again | None:
                 return None
         if "out" in named or isinstance(function, (type, torch.ScriptMethod)):  # as an exception
             return None
-        name, written = getattr(function, "__name__", ""), None
+        name, written = getattr(function, "__name__", "").removeprefix("_"), None  # F.threshold
         if isinstance(own := getattr(function, "__self__", None), Tensor):
             function, args = getattr(Tensor, name), [own, *args]
             written = own if name.endswith("_") else None

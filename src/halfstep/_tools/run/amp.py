@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep._autocast import Policy
+from halfstep._autocast.access import fitting_numbers
 from halfstep._common.patches import Patches, subclasses, watch_steps
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import (
@@ -81,7 +82,11 @@ def mixed_precision(
                 for part in (backward, steps, schedules):
                     part.install(patches)
             try:
-                with observe_contexts(forward.note_region), _noting_steps(script):
+                with (
+                    observe_contexts(forward.note_region),
+                    _noting_steps(script),
+                    fitting_numbers(),
+                ):
                     yield scaler
             except SystemExit:  # the normal end of many scripts
                 _end(scaler, script)
