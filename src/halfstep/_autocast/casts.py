@@ -96,8 +96,9 @@ def lower_unlike_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype)
     """Return the kernel of a rule that lowers, None if it does what PyTorch does on CUDA.
 
     It differs where PyTorch's kernel would round partial sums; for an einsum, which may be no
-    product at all; for a cell of a recurrent network, whose products are lowered while its state
-    stays as wide as it is; for the recurrent layer that a CPU has no kernel for; and for that of
+    product at all; for matrices of experts in groups, whose rows have to begin at 16 bytes; for a
+    cell of a recurrent network, whose products are lowered while its state stays as wide as it is;
+    for the recurrent layer that a CPU has no kernel for; and for that of
     cuDNN, whose weights PyTorch's kernel casts together.
     """
     op = name.partition(".")[0]
@@ -107,6 +108,8 @@ def lower_unlike_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype)
         return None
     if op == "einsum":
         return _lower_what_contracts(name, device, dtype)
+    if op == "_grouped_mm":
+        return _lower_aligned(name, device, dtype)
     if op in _CELLS:
         return _leave(name, device)
     if op == "mkldnn_rnn_layer":
@@ -143,6 +146,22 @@ def _lower_what_contracts(name: str, device: str, dtype: torch.dtype) -> Kernel:
         return kernel(keys, equation, *args, **kwargs)
 
     return einsum
+
+
+def _lower_aligned(name: str, device: str, dtype: torch.dtype) -> Kernel:
+    """Lower a product that takes only rows, or columns, that begin at multiples of 16 bytes.
+
+    See check_valid_strides_and_return_transposed in aten/src/ATen/native/GroupedMMUtils.h, 2.13.
+    """
+    lower = _cast_to(name, device, dtype, use_cache=True)
+    in_float32 = _cast_to(name, device, torch.float32)
+
+    def product(keys: Keys, a: Tensor, b: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        widths = (max(a.stride()[-2:]), max(b.stride()[-2:]), b.shape[-1])  # the last: of gradients
+        is_aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
+        return (lower if is_aligned else in_float32)(keys, a, b, *args, **kwargs)
+
+    return product
 
 
 @lru_cache(maxsize=1000)
