@@ -56,6 +56,13 @@ CALL_CODE = torch.nn.Module._call_impl.__code__
 LOADER_ITERATOR: Any = torch.utils.data.dataloader._BaseDataLoaderIter
 
 
+# (module, name): what registers a hook on the backward passes of all modules.
+GLOBAL_BACKWARD_HOOKS = tuple(
+    (torch.nn.modules.module, f"register_module_{name}")
+    for name in ("full_backward_hook", "full_backward_pre_hook", "backward_hook")
+)
+
+
 # --- hooks on all modules -------------------------------------------------------------------------
 
 _WARNING = ("ignore", re.compile(".*when there are global hooks"), Warning, None, 0)
