@@ -207,7 +207,7 @@ class Guard:
         self._call: tuple[Any, ...] | None = None
         self._is_removed = False
 
-        def guarded(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def guarded(optimizer: torch.optim.Optimizer, /, *args: Any, **kwargs: Any) -> Any:
             if self._is_removed:  # a later replacement of `step` still calls this one
                 return inner.step(*args, **kwargs)
             if self._call is not None:  # called by the scaler
