@@ -76,7 +76,7 @@ test-simulated: $(READY)  ## the tests that take a device, on a simulated one, w
 		$(PYTEST) -q -m "not gpu and not slow" --device sim:$$profile $(BY_PROFILE) $(ARGS); \
 	done
 
-gpu: $(READY)  ## what needs a GPU: tests, counts, times beside torch.amp; writes docs/gpu.md
+gpu: $(READY)  ## what needs a GPU: times beside torch.amp, counts, tests; writes docs/gpu.md
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 test-ranks: $(READY)  ## the tests with four ranks, on the CPU
