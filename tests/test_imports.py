@@ -107,15 +107,10 @@ def without(package: str, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_training_needs_no_package_of_the_tools() -> None:
-    done = without("", TRAINING)
-    assert done.returncode == 0, done.stderr
-
-
-def test_integrations_need_no_package_of_the_tools() -> None:
+def test_training_and_integrations_need_no_package_of_the_tools():
     for framework in ("accelerate", "lightning", "transformers"):
         pytest.importorskip(framework)
-    done = without("", INTEGRATIONS)
+    done = without("", TRAINING + INTEGRATIONS)
     assert done.returncode == 0, done.stderr
 
 
