@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.run import kinds
+from tests.run.corpus import kinds
 
 from halfstep import Policy, preset
 from halfstep._tools.run import session
