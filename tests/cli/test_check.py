@@ -38,7 +38,7 @@ def test_a_run_without_a_bad_finding_is_one_line(tmp_path, capsys, record, line)
         (records.several_ranks, ["bad: ranks disagree from step 20 on"]),
         (
             records.diagnosed,
-            ["bad: Steps 41, 42 went bad in `linear`", "bad: Step 80 went bad in `log`"],
+            ["bad: Steps 41, 42 went bad: `linear`", "bad: Step 80 went bad: `log`"],
         ),
     ],
 )

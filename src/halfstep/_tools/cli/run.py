@@ -129,6 +129,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the cause and the cure",
     )
     parser.add_argument(
+        "--diagnose-seconds",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="begin no replay of a step after this time (default: 30)",
+    )
+    parser.add_argument(
         "--no-children",
         dest="children",
         action="store_false",
@@ -212,6 +219,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         is_quiet=arguments.quiet,
         amp=amp,
         is_diagnosing=arguments.diagnose,
+        diagnose_seconds=arguments.diagnose_seconds,
         has_children=arguments.children,
         sinks=tuple(arguments.sink),
         is_appending=arguments.append,

@@ -199,7 +199,7 @@ def _hidden_dtype(found: list[Named], message: str) -> torch.dtype | None:
 
 def _told(call: Call) -> tuple[str, str]:
     line = call.place.line
-    return f"{Path(line.file).name}, line {line.number}", line.text
+    return f"{Path(line.file).name}:{line.number}", line.text
 
 
 # --- operands -------------------------------------------------------------------------------------
