@@ -139,7 +139,8 @@ def _notes(summary: Summary) -> Iterator[Sentence]:
 
 def about_precision(summary: Summary, *, is_good: bool) -> Sentence:
     """Return in which dtypes products ran; if nothing else is bad, with the numbers of the run."""
-    ran, severity = dtypes_text(summary.products), "notice"
+    severity: Severity = "notice"
+    ran = dtypes_text(summary.products)
     said, numbers = f"{ran[0].upper()}{ran[1:]}", _numbers(summary) if is_good else ()
     if summary.has_run_lower is False:
         if summary.is_lowered or about_steps.is_scaled(summary):

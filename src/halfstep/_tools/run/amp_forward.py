@@ -229,7 +229,7 @@ class Forward(TopLevelCalls):
     @compiler.do_not_compile_alone
     def _context_of(self, module: nn.Module) -> AbstractContextManager[object] | None:
         """Return the autocast context for an outermost module, or None to run it unchanged."""
-        param = next(module.parameters(), None)
+        param = next(iter(module.parameters()), None)
         if param is None:
             return None
         if not self._may_enter(param.device.type):
