@@ -51,8 +51,8 @@ test-torch:  ## all tests in a .venv of their own: [TORCH=2.15.0] [PYTHON=python
 pytest: $(READY)
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler (make test runs a share of them)
-	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaler/test_fuzz.py $(ARGS)
+fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler, and all injected faults (make test runs a share of them)
+	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaler/test_fuzz.py tests/diagnose/test_faults.py $(ARGS)
 
 pairs: $(READY)  ## our own features in all 3,600 pairs (make test runs a share of them)
 	HALFSTEP_PAIRS=all $(PYTEST) tests/test_pairs.py $(ARGS)

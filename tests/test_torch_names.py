@@ -100,7 +100,7 @@ CALLS: list[tuple[str, Callable[[], Any], Any]] = [
         lambda: len({storages.number_of(x.untyped_storage()) for x in (ONES, ONES[1:], MATRIX)}),
         2,
     ),
-    ("parameters_of_replica", lambda: modules.parameters_of_replica(LINEAR), []),
+    ("plain_parameters_of", lambda: modules.plain_parameters_of(LINEAR), []),
     (
         "registers_of",
         lambda: [list(each) for each in modules.registers_of(nn.Sequential(NORM))],
@@ -673,8 +673,8 @@ def test_replicas_have_their_parameters_as_attributes() -> None:
     linear = torch.nn.Linear(2, 2)
     replica = linear._replicate_for_data_parallel()
     replica.weight = linear.weight.detach()
-    assert modules.parameters_of_replica(replica) == [replica.weight]
-    assert modules.parameters_of_replica(linear) == []
+    assert modules.plain_parameters_of(replica) == [replica.weight]
+    assert modules.plain_parameters_of(linear) == []
 
 
 def test_hooks_stand_aside_in_an_export() -> None:

@@ -9,6 +9,8 @@ from tests.report import records
 from halfstep._tools.cli import main
 from halfstep._tools.record.files import file_of
 
+RAN = "products ran in float16 (96 %) and float32 (4 %)"
+
 
 def check(capsys, folder):
     code, out, err = called(capsys, "check", folder)
@@ -19,20 +21,20 @@ def check(capsys, folder):
 @pytest.mark.parametrize(
     ("record", "line"),
     [
-        (records.healthy, "good: 60 steps"),
-        (records.with_skips, "good: 100 steps, 1 warning in the report"),
-        (records.killed, "good: 5 steps, 1 warning in the report"),
+        (records.healthy, "good: 60 steps; {RAN}"),
+        (records.with_skips, "good: 100 steps, 1 warning in the report; {RAN}"),
+        (records.killed, "good: 5 steps, 1 warning in the report; {RAN}"),
     ],
 )
 def test_a_run_without_a_bad_finding_is_one_line(tmp_path, capsys, record, line):
-    assert check(capsys, record(tmp_path)) == (0, [line])
+    assert check(capsys, record(tmp_path)) == (0, [line.format(RAN=RAN)])
 
 
 @pytest.mark.parametrize(
     ("record", "lines"),
     [
         (records.failed, ["bad: The loss became NaN at step 7; 3 steps had such a loss"]),
-        (records.losing_updates, ["bad: 97 % of the updates were lost to rounding in bfloat16"]),
+        (records.losing_updates, ["bad: 97 % of the updates measured in 6 steps were lost"]),
         (records.several_ranks, ["bad: ranks disagree from step 20 on"]),
         (
             records.diagnosed,
@@ -72,7 +74,10 @@ def test_lines_that_are_damaged_are_told_beside_the_verdict(tmp_path, capsys):
     file = file_of(records.write(tmp_path, events), 0)
     file.write_bytes(file.read_bytes().replace(b'"step":2', b'"step":3'))
     code, out, err = called(capsys, "check", tmp_path)
-    assert (code, out) == (0, f"{tmp_path}: good: 1 step\n")
+    assert (code, out) == (
+        0,
+        f"{tmp_path}: good: 1 step; the dtypes of products were not measured\n",
+    )
     assert err == (
         f"{tmp_path}: line 3 of rank0.jsonl is damaged and was left out "
         "(its checksum does not match)\n"

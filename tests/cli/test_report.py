@@ -382,5 +382,5 @@ def test_the_sentences_are_printed_if_the_page_cannot_be_written(tmp_path, capsy
     folder = records.healthy(tmp_path)
     assert main(["report", str(folder), "-o", str(tmp_path / "no" / "page.html")]) == 2
     captured = capsys.readouterr()
-    assert captured.out.startswith("good: All is well")
+    assert captured.out.startswith("good: Precision: fine")
     assert "cannot be written" in captured.err

@@ -5,7 +5,9 @@ import os
 import signal
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from tests.scaler.containers import Facade, Parts
 from tests.training import assert_same
 from torch import nn
 from torch.nn.modules import module as nn_module
+from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Run
+from halfstep._tools.report.summarize import summarize
 from halfstep.errors import HalfstepWarning
 from halfstep.events import observers
 
@@ -847,11 +851,93 @@ def test_without_a_scaler_an_iteration_has_one_step_of_each_optimizer(tmp_path: 
     run = read_run(tmp_path)
     numbers = [1, 1, 2, 2, 3, 3, 4, 5, 6, 6, 7, 8]
     assert [step.step for step in run.steps] == numbers
-    assert (record.num_steps, run.num_steps) == (8, 12)
+    assert record.num_steps == run.num_steps == 8
     # Of two optimizers, the next is expected: the critic's second step in a row is not.
     assert current == [1, 2, 2, 2, 3, 3, 4, 4, 5, 6, 7, 7]
     sampled = {(sample.step, tensor.name) for sample in run.samples for tensor in sample.tensors}
     assert {name for _, name in sampled} >= {"weight", "bias"}
+
+
+@pytest.mark.parametrize("how", ["plain", "one update", "an update each", "a scaler each"])
+def test_a_step_of_a_gan_is_counted_once_however_it_is_scaled(how: str, tmp_path: Path) -> None:
+    models = [nn.Linear(4, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in models]
+    scalers = [halfstep.GradScaler(DEVICE, enabled=how != "plain") for _ in models]
+    if how != "a scaler each":
+        scalers[1] = scalers[0]
+    with halfstep.record(tmp_path) as record:
+        for _ in range(20):
+            for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+                optimizer.zero_grad()
+                scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+                scaler.step(optimizer)
+                if how != "one update":
+                    scaler.update()
+            if how == "one update":
+                scaler.update()
+    run = read_run(tmp_path)
+    assert record.num_steps == run.num_steps == summarize(run).steps.num == 20
+    assert len(run.steps) == 40
+
+
+class Lowered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].float()
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "products"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), None, {"float32": 2}),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.float16, {"float16": 2}),
+        (nn.Linear(4, 1).double(), torch.float16, {"float64": 1}),
+        (nn.Linear(4, 1).bfloat16(), None, {"bfloat16": 1}),
+        (nn.Bilinear(4, 4, 1), None, {"float32": 1}),
+        (nn.LSTM(4, 1), None, {"float32": 1}),
+        (nn.Conv1d(1, 1, 2), torch.bfloat16, {"bfloat16": 1}),
+        (nn.MultiheadAttention(4, 1), None, {"float32": 4}),
+        (nn.LayerNorm(4), torch.bfloat16, {}),
+    ],
+)
+def test_products_are_counted_by_the_dtype_in_which_they_ran(
+    model: nn.Module, dtype: torch.dtype | None, products: dict[str, int], tmp_path: Path
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.ones(2, 1, 4, dtype=next(model.parameters()).dtype)
+    num = {nn.Bilinear: 2, nn.MultiheadAttention: 3}.get(type(model), 1)
+    with halfstep.record(tmp_path) as record:
+        for _ in range(3):  # two are sampled
+            with halfstep.autocast("cpu", dtype, enabled=dtype is not None):
+                y = model(*[x] * num)
+            (y[0] if isinstance(y, tuple) else y).sum().backward()
+            optimizer.step()
+    assert record.products == {name: 2 * num for name, num in products.items()}
+    assert [each.num for each in read_run(tmp_path).products] == [products] * (2 * bool(products))
+
+
+@pytest.mark.parametrize(
+    ("function", "products"),
+    [
+        (torch.compile(nn.Linear(4, 4), backend="aot_eager"), {"hidden": 1}),
+        (lambda x: Lowered.apply(x @ x), {"hidden": 1, "float32": 1}),
+        (partial(checkpoint, lambda x: x @ x, use_reentrant=True), {"float32": 1}),
+        (partial(checkpoint, lambda x: x @ x, use_reentrant=False), {"float32": 1}),
+        (lambda x: torch.lgamma(x) + x.cummax(0)[0], {}),
+    ],
+)
+def test_functions_that_hide_products_are_counted_apart(
+    function: Callable[[torch.Tensor], torch.Tensor], products: dict[str, int], tmp_path: Path
+) -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    with halfstep.record(tmp_path) as record:
+        function(weight).sum().backward()
+        torch.optim.SGD([weight], lr=0.1).step()
+    assert record.products == products
 
 
 def test_two_optimizers_of_one_backward_pass_have_its_loss(tmp_path: Path) -> None:

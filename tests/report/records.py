@@ -28,6 +28,8 @@ def write(folder: Path, events: Iterable[Event], rank: int = 0) -> Path:
     writer = LineWriter(file_of(folder, rank))
     for event in events:
         writer.write(event)
+        if event["event"] == "policy":  # it acted
+            writer.write(products(event["step"], **{event["dtype"]: 24, "float32": 1}))
     writer.close()
     return folder
 
@@ -65,6 +67,10 @@ def model_event(modules: Iterable[str] = LAYERS, **values: Any) -> Event:
 
 def policy(dtype: str = "float16", text: str = "standard", **values: Any) -> Event:
     return {"event": "policy", "step": 1, "device": "cpu", "dtype": dtype, "text": text} | values
+
+
+def products(number: int, **num: int) -> Event:
+    return {"event": "products", "step": number, "num": num}
 
 
 def rules(number: int, calls: Mapping[str, int]) -> Event:

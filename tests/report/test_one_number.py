@@ -30,14 +30,14 @@ def test_skips_are_counted_in_one_way_everywhere(tmp_path, capsys):
     page = page_of(growing(tmp_path))
     steps = page.summary.steps
     counted = (steps.num_skipped, steps.num_start_up, steps.num_after_growth)
-    assert (*counted, steps.num_skipped_later) == (8, 4, 2, 2)
-    kinds = "6 by dynamic scaling (4 at the start and 2 after the scale had grown)"
+    assert (*counted, steps.num_skipped_later) == (4, 2, 1, 1)
+    kinds = "3 by dynamic scaling (2 at the start and 1 after the scale had grown)"
     (tile,) = (t for t in page.tree.one("dl", class_="tiles").all("div") if "Skipped" in t.text)
-    assert [data.text for data in tile.all("data")] == ["8", "4 %", "4", "2", "2"]
+    assert [data.text for data in tile.all("data")] == ["4", "4 %", "2", "1", "1"]
     for options in ([], ["--md"]):
         main(["report", str(tmp_path), *options])
         assert kinds in capsys.readouterr().out
-    assert f"8 (4 %), {kinds} and 2 others" in _key_row(tmp_path, capsys)
+    assert f"4 (4 %), {kinds} and 1 other" in _key_row(tmp_path, capsys)
 
 
 def _key_row(folder, capsys):

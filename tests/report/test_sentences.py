@@ -428,7 +428,7 @@ def test_each_skipped_step_is_counted_once_with_several_optimizers(tmp_path):
     steps = summarize(
         read_run(records.write(tmp_path, [records.header(), *sum(pairs, ()), *last]))
     ).steps
-    assert (steps.num_start_up, steps.num_after_growth, steps.num_skipped_later) == (6, 0, 0)
+    assert (steps.num_start_up, steps.num_after_growth, steps.num_skipped_later) == (3, 0, 0)
 
 
 @pytest.mark.parametrize("is_last", [False, True])

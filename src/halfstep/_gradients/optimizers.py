@@ -192,8 +192,7 @@ class Names:
         """Add a module whose parameter names are used."""
         if not isinstance(module, torch.nn.Module):
             raise TypeError(
-                f"watch({type(module).__name__}): pass the torch.nn.Module whose parameters are "
-                "trained"
+                f"module is a {type(module).__name__}: pass the torch.nn.Module that is trained"
             )
         if module not in self.modules():
             self._modules.append(weakref.ref(module))

@@ -6,7 +6,7 @@ arXiv:1710.03740). :mod:`halfstep._scaler.engine` and :mod:`halfstep._scaler.ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -479,6 +479,8 @@ class GradScaler(TorchAttributes):
 
         Sync: as :meth:`after_step`.
         """
+        if not hasattr(scheduler, "optimizer"):
+            raise TypeError(f"step_scheduler({type(scheduler).__name__}): pass a schedule")
         step = partial(step_quietly, scheduler, *args)
         return GradScaler.after_step(self, scheduler.optimizer, step, count)
 
@@ -577,6 +579,8 @@ class GradScaler(TorchAttributes):
         """
         if not self._is_enabled:
             return
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"load_state_dict({type(state_dict).__name__}): pass a saved state")
         if not state_dict:
             warn(
                 "GradScaler.load_state_dict({}): the checkpoint was saved by a disabled GradScaler "

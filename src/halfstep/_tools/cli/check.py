@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     run = run_at(arguments.run_path)
+    from halfstep._tools.record.run import dtypes_text
     from halfstep._tools.report.summarize import summarize
     from halfstep._tools.report.text import sentences
 
@@ -45,5 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
     if not bad:
         num_warnings = sum(each.severity == "warning" for each in said)
         more = f", {things(num_warnings, 'warning')} in the report" if num_warnings else ""
-        print(printable(f"{run.path}: good: {things(summary.steps.num, 'step')}{more}"))
+        ran = dtypes_text(summary.products)
+        print(printable(f"{run.path}: good: {things(summary.steps.num, 'step')}{more}; {ran}"))
     return 1 if bad else 0

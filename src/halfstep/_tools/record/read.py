@@ -31,6 +31,7 @@ from halfstep._tools.record.run import (
     Model,
     Note,
     PolicySeen,
+    Products,
     RulesActed,
     Run,
     Sample,
@@ -63,6 +64,7 @@ _Line: TypeAlias = (
     | Model
     | PolicySeen
     | RulesActed
+    | Products
     | Note
     | End
 )
@@ -334,6 +336,7 @@ def _joined(folder: Path, ranks: Sequence[RankRecord]) -> Run:
         models=tuple(_joined_models(ranks)),
         policies=tuple(first.of(PolicySeen)),
         rules=tuple(each for rank in ranks for each in rank.of(RulesActed)),
+        products=tuple(each for rank in ranks for each in rank.of(Products)),
         steps=tuple(_joined_steps(ranks)),
         samples=tuple(_joined_samples(ranks)),
         culprits=_by_step(ranks, Culprits),

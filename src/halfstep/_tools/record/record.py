@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -85,6 +85,8 @@ class record:
         every: int = 50,
         sinks: Sequence[Sink] = (),
     ) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"record(path={type(path).__name__}): pass the folder to write to")
         if not (model is None or isinstance(model, nn.Module)):
             raise TypeError(f"record(model={type(model).__name__}): pass a torch.nn.Module")
         if not (scaler is None or isinstance(scaler, GradScaler)):
@@ -203,6 +205,11 @@ class record:
     def num_steps(self) -> int:
         """Number of iterations that have ended."""
         return 0 if self._recorder is None else self._recorder.num_steps
+
+    @property
+    def products(self) -> Mapping[str, int]:
+        """The number of products by the dtypes of their results, in the sampled steps."""
+        return {} if self._recorder is None else self._recorder.products
 
     @property
     def current_step(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,6 +17,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from halfstep._common.formats import dtype_name
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power, things
@@ -33,6 +35,7 @@ from halfstep._tools.line import line_text
 from halfstep._tools.record.files import Event, LateWriter, LineWriter
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.pending import PendingStep, PendingSteps, step_scalars
+from halfstep._tools.record.run import HIDDEN
 from halfstep._tools.record.sample import Sampler, UpdateCounter, sample_scalars
 from halfstep._tools.user_code import user_line
 from halfstep.errors import CallOrderError
@@ -78,7 +81,7 @@ def _aside(method: Callable[..., None]) -> Callable[..., None]:
     """Hide the ops of a method from the user's modes, and keep its errors from ending the run."""
 
     @wraps(method)
-    def aside(recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+    def aside(recorder: Recorder, /, *args: Any, **kwargs: Any) -> None:
         try:
             with modes.unseen_by_modes():
                 method(recorder, *args, **kwargs)
@@ -111,9 +114,11 @@ class Recorder:
         self.num_steps = self._num_ended = 0
         self._rounds = Rounds()
         self.skipped: set[int] = set()
+        self.products: Counter[str] = Counter()  # in sampled steps, by dtype
         self._writer, self._scaler, self._every, self._sinks = writer, scaler, every, list(sinks)
         self._models, self._waiting = models, PendingSteps()
         is_searching = not len(models)
+        self._products: Counter[str] = Counter()  # of the sampled step
         self._sampler = Sampler(models, is_searching, self.say, self._is_listening)
         self._updates = UpdateCounter(self.say, self._is_listening)
         self._began, self._pid = time.monotonic(), os.getpid()
@@ -153,7 +158,12 @@ class Recorder:
     @_aside
     def on_backward(self, roots: Any) -> None:
         """Record the roots of a backward pass: the loss, if no scaler has seen it."""
-        if not self._is_listening() or autograd.backward_number() >= 0:
+        if not self._is_listening():
+            return
+        if self._sampler.is_open:
+            for dtype, num in autograd.products_of(tensors_in([roots])).items():
+                self._products[HIDDEN if dtype is None else dtype_name(dtype)] += num
+        if autograd.backward_number() >= 0:
             return  # inside another pass, a checkpoint is being recomputed
         self._num_backward += 1
         if self._sampler.is_open and self._num_backward > MOST_BACKWARD:
@@ -181,22 +191,22 @@ class Recorder:
         outcomes = [*outcomes, *left_out]
         if not outcomes or not self._listens_to(scaler):
             return
+        begins = [o.optimizer is None or self._rounds.add(o.optimizer) for o in outcomes]
         if self.num_steps == 0:
             for model in self._models:  # gives names to the scaler's own messages
                 watch_names(scaler, model)
+        self.num_steps += any(begins)
         for outcome, loss in zip(outcomes, self._losses_of(outcomes), strict=True):
             norm = self._norm_of(outcome.optimizer)
             if norm is None and self._sampler.is_open and not outcome.is_measured:
                 # Unknown if the optimizer unscaled the gradients itself, or if they are gone.
                 with suppress(CallOrderError):
                     norm = torch.tensor(outcome.norm, dtype=torch.float32)
-            self._add_step(self.num_steps + 1, outcome.optimizer, outcome, loss, norm)
+            self._add_step(self.num_steps, outcome.optimizer, outcome, loss, norm)
             # Without a wait: whether the newest state on the host ends with skips.
             if outcome.loss_scale.state.skipped_in_a_row > 0:
                 self._write_culprits(outcome)
-                self._write_buffers(self.num_steps + 1)
-        self.num_steps += 1
-        self._rounds.end()
+                self._write_buffers(self.num_steps)
         self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
 
     @_aside
@@ -416,6 +426,7 @@ class Recorder:
     def _discard_sample(self) -> None:
         self._sampler.end()
         self._updates.end([], [])
+        self._products.clear()
 
     def _end_sample(self, scale: float) -> None:
         self._write_steps(self._waiting.take_all())
@@ -430,6 +441,10 @@ class Recorder:
                 dtype, text = self._policies[device] = policy
                 event = {"event": "policy", "step": self.num_steps, "device": device}
                 self._write(event | {"dtype": dtype, "text": text})
+        if self._products:
+            self._write({"event": "products", "step": self.num_steps, "num": dict(self._products)})
+            self.products += self._products
+            self._products.clear()
         if self._sampler.acted:
             calls = self._sampler.acted
             self._write({"event": "rules", "step": self.num_steps, "calls": calls})
@@ -482,7 +497,7 @@ class Recorder:
         self._write(
             {
                 "event": "culprits",
-                "step": self.num_steps + 1,
+                "step": self.num_steps,
                 "optimizer": outcome.optimizer_name,
                 "began_in": None if outcome.reason in BEGAN_ELSEWHERE else began_in,
                 "parameters": names[:NUM_CULPRITS],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -10,7 +11,8 @@ from typing import Literal, TypeAlias, get_args
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from halfstep._common.formats import FORMATS
+from halfstep._common.formats import FORMATS, FORMATS_BY_DTYPE
+from halfstep._common.numbers import listed, percent
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.json import LARGEST, Count, Scale, Seconds, Share
 from halfstep._tools.statistics import Statistics
@@ -76,6 +78,17 @@ class RulesActed(_Event, tag="rules", frozen=True):
 
     step: Count
     calls: dict[str, Count]  # by the text of the rule: calls of ops, or of modules as a whole
+
+
+HIDDEN = "hidden"
+"""Among the dtypes of products: functions whose products autograd does not see."""
+
+
+class Products(_Event, tag="products", frozen=True):
+    """How many products autograd saw in a sampled step, by the dtypes of their results."""
+
+    step: Count
+    num: dict[str, Count]
 
 
 class Step(_Event, tag="step", frozen=True):
@@ -184,6 +197,29 @@ class End(_Event, tag="end", frozen=True):
     time: Seconds | None = None  # since the first segment of the record began
 
 
+def ran_lower(products: Mapping[str, int]) -> bool | None:
+    """Return whether any product ran in a lower precision; None if that is unknown."""
+    if not FORMATS_BY_DTYPE.keys().isdisjoint(products):
+        return True
+    return None if not products or HIDDEN in products else False
+
+
+def dtypes_text(products: Mapping[str, int]) -> str:
+    """Return in which dtypes products ran: ``products ran in float16 (96 %) and float32 (4 %)``."""
+    seen = {dtype: num for dtype, num in products.items() if dtype != HIDDEN}
+    if ran_lower(products) is False:
+        names = listed(sorted(seen))
+        return f"nothing ran in a lower precision: all products ran in {names}"
+    if not seen:
+        return "the dtypes of products were not measured"
+    where = " outside of compiled and custom functions" if HIDDEN in products else ""
+    if len(seen) == 1:
+        return f"all products{where} ran in {next(iter(seen))}"
+    shares = {dtype: num / sum(seen.values()) for dtype, num in seen.items()}
+    parts = [f"{name} ({percent(shares[name])})" for name in sorted(seen, key=seen.__getitem__)]
+    return f"products{where} ran in {listed(parts[::-1])}"
+
+
 @dataclass(frozen=True)
 class Run:
     """The contents of a record, with ranks and segments joined."""
@@ -195,6 +231,7 @@ class Run:
     models: tuple[Model, ...]  # of the first rank, and those that only others have
     policies: tuple[PolicySeen, ...]  # of the first rank
     rules: tuple[RulesActed, ...]  # of all ranks
+    products: tuple[Products, ...]  # of all ranks
     steps: tuple[Step, ...]  # of the first rank, with the losses of all
     samples: tuple[Sample, ...]  # of all ranks together
     culprits: tuple[Culprits, ...]  # of all ranks, by step
@@ -214,7 +251,7 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        return len(self.steps)
+        return len({step.step for step in self.steps})
 
     @property
     def skipped(self) -> tuple[Step, ...]:

@@ -206,7 +206,7 @@ def _here(around: Around) -> Around:
     """Apply a patch in this thread only; other threads call the original."""
     thread = threading.get_ident()
 
-    def only_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def only_here(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return original(*args, **kwargs)
         return around(original, *args, **kwargs)
@@ -221,7 +221,7 @@ class _Settled(Exception):  # noqa: N818  (control flow, not an error)
 def _stop_when_settled(patches: Patches, observer: OpObserver, run: StepRun) -> None:
     """End a replay before the backward pass if the loss itself is bad."""
 
-    def backward(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def backward(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         if observer.is_settled and not run.scaling:
             raise _Settled
         original(*args, **kwargs)
@@ -236,7 +236,7 @@ def watch_backward(patches: Patches, observer: OpObserver, *, begins_without: bo
     """
     reached: dict[int, Tensor] = {}
 
-    def backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(original: Callable[..., None], /, tensors: Any, *args: Any, **kwargs: Any) -> None:
         leaves = autograd.leaves_of(list(tensors_in([tensors])))
         observer.undo.note_grads(leaves)
         for leaf in leaves:
@@ -247,7 +247,7 @@ def watch_backward(patches: Patches, observer: OpObserver, *, begins_without: bo
             original(tensors, *args, **kwargs)
         _see_gradients(observer, ((leaf, leaf.grad) for leaf in leaves))
 
-    def grad(original: Callable[..., Any], outputs: Any, inputs: Any, *a: Any, **kw: Any) -> Any:
+    def grad(original: Callable[..., Any], /, outputs: Any, inputs: Any, *a: Any, **kw: Any) -> Any:
         _see_losses(observer, [outputs])
         gradients = original(outputs, inputs, *a, **kw)
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -297,7 +297,7 @@ def _see_ends(observer: OpObserver, result: object) -> None:
 def _keep_swapped(patches: Patches, undo: UndoLog) -> None:
     """Save a module before ``functional_call`` swaps in other parameters."""
 
-    def call(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         undo.note_model(module)
         return original(module, *args, **kwargs)
 
@@ -307,17 +307,17 @@ def _keep_swapped(patches: Patches, undo: UndoLog) -> None:
 def _suspend_optimizers(patches: Patches, observer: OpObserver) -> None:
     """Disable steps of optimizers and schedules, and save gradients before they are zeroed."""
 
-    def step(original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(original: Any, optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         closure, *_ = split_closure(args, kwargs)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         _see_gradients(observer, ((param, param.grad) for param in _parameters(optimizer)))
         return loss
 
-    def stay(original: Any, *args: Any, **kwargs: Any) -> None:
+    def stay(original: Any, /, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def zero_grad(original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(original: Callable[..., None], owner: Any, /, *args: Any, **kwargs: Any) -> None:
         observer.undo.note_grads(_parameters(owner))
         original(owner, *args, **kwargs)
 
@@ -341,7 +341,7 @@ def _scaled(
     """Restart every scaler, at ``scale`` if given; restore the scalers after the block."""
     before: dict[int, tuple[Any, dict[str, Any]]] = {}
 
-    def multiply(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    def multiply(original: Any, scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
         if id(scaler) not in before and scaler.is_enabled():
             before[id(scaler)] = (scaler, dict(vars(scaler)))
             with modes.unseen_by_modes():  # keeps op numbers equal in all replays

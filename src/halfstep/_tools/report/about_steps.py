@@ -17,10 +17,12 @@ from halfstep._common.numbers import (
 )
 from halfstep._common.text import Code, Sentence, Severity, names, say
 from halfstep._tools.report.layers import power_below
-from halfstep._tools.report.summary import FEW, Facts, Origin, StepCounts, Summary
+from halfstep._tools.report.summary import FEW, Curve, Facts, Origin, StepCounts, Summary
 from halfstep._tools.watch.skips import ENDLESS, MANY
 
 _DEFAULT_SCALE = 2.0**16
+MANIFOLD = 10.0
+"""The factor from which on a loss has risen, whatever the training."""
 NEVER_ACTED = "never acted"
 """What is said of a rule, also by a note of ``halfstep run`` that knows the reason."""
 
@@ -105,29 +107,35 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
 
 def about_rise(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence if the loss ended above where it began."""
-    loss = summary.loss
-    if loss is None or summary.losses or not math.isfinite(loss.last):
-        return  # the losses of a GAN rise and fall
-    rose = ""
-    if loss.early_max is not None and loss.recent is not None:
-        if loss.recent > loss.early_max:
-            rose = (
-                f"the mean of the last 20 is {number(loss.recent)}, the largest of the first 20 "
-                f"was {number(loss.early_max)}"
+    # Several losses, as those of a GAN, rise and fall.
+    curves = [(name, summary.at(key)) for name, key in summary.loss_keys.items()]
+    for name, loss in curves:
+        rose = "" if loss is None else _rise(loss, MANIFOLD if summary.losses else 1.0)
+        if rose and summary.steps.num > 2:
+            yield say(
+                "warning",
+                f"The {name} rose: {rose}.",
+                cure=(
+                    " If it should fall, lower the learning rate, clip the gradients, and compare "
+                    "with a run in float32.",
+                ),
+                evidence="steps",
+                follows=summary.went_bad_at is not None,
             )
-    elif summary.steps.num > 2 and loss.min == loss.first > 0 and loss.last > 2 * loss.first:
-        rose = f"the first was {number(loss.first)}, the smallest, and the last {number(loss.last)}"
-    if rose:
-        yield say(
-            "warning",
-            f"The loss rose: {rose}.",
-            cure=(
-                " If it should fall, lower the learning rate, clip the gradients, and compare with "
-                "a run in float32.",
-            ),
-            evidence="steps",
-            follows=summary.went_bad_at is not None,
-        )
+
+
+def _rise(loss: Curve, factor: float) -> str:
+    """Return how far a loss rose; empty if it rose by less than a factor, or is not finite."""
+    before, after = loss.first, loss.last
+    told = f"the first was {number(before)}, the last {number(after)}"
+    if loss.early_max is not None and loss.recent is not None:
+        before, after = loss.early_max, loss.recent
+        told = f"the mean of the last 20 is {number(after)}, the largest of the first 20 was "
+        told += number(before)
+    else:  # too few for a mean
+        factor = 2.0 if factor == 1.0 and loss.min == before else MANIFOLD
+    limit = before if factor == 1.0 else before * factor if before > 0 else math.inf
+    return told if math.isfinite(loss.last) and after > limit else ""
 
 
 def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
@@ -352,10 +360,8 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
 def about_scale(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence if the scale fell until it was useless, or is not needed at all."""
     scale = summary.scale
-    if scale is None:
+    if scale is None or not is_scaled(summary):
         return
-    if scale.min == scale.max == 1:
-        return  # a guard, which scales nothing
     if summary.lower == "bf16" and summary.policies:
         yield say(
             "notice",
@@ -374,6 +380,11 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
             evidence="steps",
             follows=summary.went_bad_at is not None or summary.steps.num_skipped_later > 0,
         )
+
+
+def is_scaled(summary: Summary) -> bool:
+    """Return whether the loss was multiplied by a scale; a guard scales nothing."""
+    return summary.scale is not None and not summary.scale.min == summary.scale.max == 1
 
 
 def about_policy(summary: Summary) -> Iterator[Sentence]:

@@ -89,24 +89,23 @@ def underflow(summary: Summary, layer: Layer, ending: str = "") -> str:
 
 def about_updates(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence on how many updates rounding has lost, and what would keep them."""
-    share = None if summary.lost_updates is None else summary.lost_updates.recent
+    share = None if summary.lost_updates is None else summary.lost_updates.mean
     weights = [layer for layer in summary.layers if layer.share_lost_updates]
     if share is None or share < NOTABLE or not weights:
         return
-    worst = max(
-        weights,
-        key=lambda layer: (layer.is_low_weight, layer.size * (layer.share_lost_updates or 0.0)),
+    worst = max(weights, key=lambda layer: (layer.is_low_weight, layer.share_lost_updates or 0.0))
+    what = (
+        f"{percent(share)} of the updates measured in {things(len(summary.sampled), 'step')} were "
+        "lost to rounding: gradients were not zero, and weights did not move. The largest share, "
+        f"{percent(worst.share_lost_updates)}, was lost in "
     )
-    what = f"{percent(share)} of the updates were lost to rounding in {worst.dtypes[-1]}: "
-    where = ("gradients were not zero, and weights did not move; the most in ", Code(worst.name))
-    most = f" (which lost {percent(worst.share_lost_updates)} of its own)."
     store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
     call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
     yield say(
         _severity(share) if worst.is_low_weight else "notice",
         what,
-        *where,
-        most,
+        Code(worst.name),
+        f" ({worst.dtypes[-1]}).",
         cure=(" Keep all that rounding leaves out: ", call, "."),  # left out of a notice
         evidence=row_of(summary, worst),
     )

@@ -44,8 +44,8 @@ _Line: TypeAlias = tuple[str, Callable[[Any], str], *tuple[str, ...]]
 """A text with gaps, the format of the numbers in it, and their keys in a summary."""
 
 SEVERITY_WORDS: dict[Severity, tuple[str, str]] = {
-    "good": ("Good", "nothing to worry about"),
-    "notice": ("Note", "fine, with notes"),
+    "good": ("Good", "precision is fine"),
+    "notice": ("Note", "no problem found"),
     "warning": ("Warning", "something to check"),
     "bad": ("Problem", "something is wrong"),
 }
@@ -229,7 +229,7 @@ def tiles(summary: Summary) -> list[Tile]:
         ("at scale {}", power, "gradients.scale"),
         _window(summary.gradients) if summary.lower == "fp16" else None,
     )
-    add("Lost updates", "lost_updates.recent", percent, ("at most {}", percent, "lost_updates.max"))
+    add("Lost updates", "lost_updates.mean", percent, (recent, percent, "lost_updates.recent"))
     add("Time per step", "facts.seconds_per_step", seconds)
     return found
 

@@ -55,6 +55,7 @@ def summarize(run: Run) -> Summary:
             for model in run.models
         ),
         policies=policies,
+        products=_products(run),
         rules=tuple(_rules(run)),
         lower=lower_of(policies),
         has_scaler=any(step.scale is not None for step in run.steps),
@@ -112,6 +113,13 @@ def _policies(run: Run) -> tuple[PolicySeen, ...]:
     return tuple(next(alike) for _, alike in by_policy)
 
 
+def _products(run: Run) -> Mapping[str, int]:
+    found: Counter[str] = Counter()
+    for each in run.products:
+        found.update(each.num)
+    return dict(found.most_common())
+
+
 def _rules(run: Run) -> Iterator[RuleActed]:
     for rule in dict.fromkeys(rule for each in run.rules for rule in each.calls):
         having = [each for each in run.rules if rule in each.calls]
@@ -140,26 +148,24 @@ def _steps(run: Run) -> StepCounts:
         after_growth = ()
     normal = {*start_up, *after_growth}
     later = [is_skipped and step not in normal for step, is_skipped in skipped]
-    num, num_skipped = len(run.steps), len(run.skipped)
-    num_start_up = sum(step.step in start_up for step in run.skipped)
-    num_after_growth = sum(step.step in after_growth for step in run.skipped)
-    num_later = num_skipped - num_start_up - num_after_growth
+    num, num_skipped = len(iterations), sum(is_skipped for _, is_skipped in skipped)
+    reasons = {(step.step, str(step.reason)): None for step in run.skipped}
     at_end = takewhile(lambda each: each[1], reversed(skipped))
     return StepCounts(
         num=num,
         num_taken=num - num_skipped,
         num_skipped=num_skipped,
         share_skipped=num_skipped / num if num else 0.0,
-        reasons=dict(Counter(str(step.reason) for step in run.skipped).most_common()),
+        reasons=dict(Counter(reason for _, reason in reasons).most_common()),
         skipped=tuple(step for step, is_skipped in skipped if is_skipped),
         start_up=start_up,
         after_growth=after_growth,
         unclear=tuple(step for step in _with_nan_only(run, iterations) if step in normal),
         ranks=tuple(sorted({s.rank for s in run.skipped if s.rank is not None})),
-        num_start_up=num_start_up,
-        num_after_growth=num_after_growth,
-        num_skipped_later=num_later,
-        share_skipped_later=num_later / num if num else 0.0,
+        num_start_up=len(start_up),
+        num_after_growth=len(after_growth),
+        num_skipped_later=sum(later),
+        share_skipped_later=sum(later) / num if num else 0.0,
         longest_in_a_row=max((sum(alike) for _, alike in groupby(later)), default=0),
         skipped_at_end=len(list(at_end)),
     )
@@ -261,7 +267,11 @@ def _without_single(used: Sequence[tuple[float, bool]]) -> Iterator[float]:
 
 def _loss(steps: Iterable[Step]) -> Curve | None:
     seen = [(step, step.loss) for step in steps if step.loss is not None]
-    curve = _curve({step.step: loss for step, loss in seen})
+    losses: dict[int, float] = {}  # of several optimizers one that is not finite, or the last
+    for step, loss in seen:
+        if math.isfinite(losses.get(step.step, 0.0)):
+            losses[step.step] = loss
+    curve = _curve(losses)
     if curve is None or curve.first_non_finite is None:
         return curve
     ranks = {n for s, _ in seen if s.step == curve.first_non_finite for n in s.bad_losses}
@@ -288,6 +298,7 @@ def _curve(values: Mapping[int, float]) -> Curve | None:
     return Curve(
         first=seen[0],
         last=seen[-1],
+        mean=fmean(finite) if finite else None,
         recent=fmean(recent) if recent else None,
         early_max=max(filter(math.isfinite, seen[:RECENT]), default=None)
         if len(seen) >= 2 * RECENT

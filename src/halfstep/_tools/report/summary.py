@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from halfstep._common.formats import FORMATS_BY_DTYPE
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.record.run import Kind, Note, PolicySeen
+from halfstep._tools.record.run import Kind, Note, PolicySeen, ran_lower
 from halfstep._tools.watch.skips import ENDLESS
 
 NOTABLE = 0.01
@@ -87,12 +87,13 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """The steps of the optimizers; with several optimizers an iteration has several steps.
+    """The steps of the run. In a step of several optimizers each steps once, as in a GAN.
 
     Attributes:
-        share_skipped: The share of all steps that were skipped; 0 if there are no steps.
+        num_skipped: The number of steps in which an optimizer was skipped.
+        share_skipped: ``num_skipped`` as a share of all steps; 0 if there are no steps.
         reasons: The number of skipped steps by reason, the most frequent first.
-        skipped: The iterations with a skipped step.
+        skipped: The skipped steps.
         ranks: The first ranks with inf or NaN, if the ranks exchanged this.
         start_up: The skipped iterations in which dynamic scaling was still searching for its first
             usable scale, which is normal.
@@ -100,8 +101,8 @@ class StepCounts:
             this is how dynamic scaling finds the largest usable scale.
         unclear: The iterations of these two kinds whose gradients had NaN but no inf right above a
             usable scale, which the scale alone seldom causes.
-        num_start_up: The number of skipped steps in ``start_up``.
-        num_after_growth: The number of skipped steps in ``after_growth``.
+        num_start_up: The length of ``start_up``.
+        num_after_growth: The length of ``after_growth``.
         num_skipped_later: The number of all other skipped steps.
         share_skipped_later: ``num_skipped_later`` as a share of all steps; 0 if there are no steps.
         longest_in_a_row: The largest number of iterations in a row with a skipped step, without
@@ -169,7 +170,8 @@ class Curve:
     Attributes:
         first: The first value, which may be inf or NaN.
         last: The last value, which may be inf or NaN.
-        recent: The mean of the finite values among the last 20.
+        mean: The mean of the finite values.
+        recent: The mean of those among the last 20.
         early_max: The largest finite value among the first 20; None with fewer than 40 values.
         min: The smallest finite value.
         max: The largest finite value.
@@ -181,6 +183,7 @@ class Curve:
 
     first: float
     last: float
+    mean: float | None
     recent: float | None
     early_max: float | None
     min: float | None
@@ -396,6 +399,7 @@ class Summary:
     Attributes:
         path: The folder of the record.
         policies: The policies in force, in order.
+        products: The number of products by the dtypes of their results, in the sampled steps.
         rules: The rules that these have beyond their presets, and could act in training.
         lower: The name of the format that applies to float32 tensors: the lower precision of the
             run, or fp16 if it is unknown.
@@ -418,6 +422,7 @@ class Summary:
     facts: Facts
     models: tuple[ModelFacts, ...]
     policies: tuple[PolicySeen, ...]
+    products: Mapping[str, int]
     rules: tuple[RuleActed, ...]
     lower: str
     has_scaler: bool
@@ -467,6 +472,11 @@ class Summary:
     def is_lowered(self) -> bool:
         """Whether autocast lowered ops; else float32 tensors passed through no other format."""
         return any(policy.dtype in FORMATS_BY_DTYPE for policy in self.policies)
+
+    @property
+    def has_run_lower(self) -> bool | None:
+        """Whether any product ran in a lower precision; None if that is unknown."""
+        return ran_lower(self.products)
 
     def underflows(self, layer: Layer) -> bool:
         """Return whether the losses of a layer happened in the run, and not only would in fp16."""

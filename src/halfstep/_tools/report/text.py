@@ -30,6 +30,7 @@ from halfstep._common.text import (
     say,
 )
 from halfstep._tools.json import to_plain
+from halfstep._tools.record.run import dtypes_text
 from halfstep._tools.report import about_diagnoses, about_steps, about_tensors
 from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
 from halfstep._tools.report.summary import Layer, Summary
@@ -86,21 +87,21 @@ _TOPICS = (
 def sentences(summary: Summary) -> tuple[Sentence, ...]:
     """Return the sentences about a run, the worst first.
 
-    Without problems and warnings, the first sentence says that all is well, with the numbers.
+    Without problems and warnings, the first sentence is the verdict on precision, with the numbers.
     Consequences of a problem come after it and have no cure, since their cause has one. Notices
     have no cure either.
     """
     found = [sentence for topic in _TOPICS for sentence in topic(summary)]
     found += _notes(summary)
-    if not any(_is_problem(each) for each in found):
-        found.insert(0, _all_is_well(summary))
+    verdict = about_precision(summary, is_good=not any(map(_is_problem, found)))
     if not any(_is_problem(each) and not each.follows for each in found):
         found = [replace(each, follows=False) for each in found]
     found = [
         replace(each, cure=()) if each.follows or each.severity == "notice" else each
         for each in found
     ]
-    return _in_order(found)
+    is_first = summary.has_run_lower is False or verdict.severity == "good"
+    return (verdict, *_in_order(found)) if is_first else _in_order([*found, verdict])
 
 
 def _is_problem(sentence: Sentence) -> bool:
@@ -112,8 +113,8 @@ def _in_order(found: list[Sentence]) -> tuple[Sentence, ...]:
 
     The first cause gets the severity of its worst consequence.
     """
-    if found[0].severity == "good":
-        return tuple(found)
+    if not found:
+        return ()
     followed = [each for each in found if each.follows]
     causes = sorted((each for each in found if not each.follows), key=_badness)
     worst = min(map(_badness, found))
@@ -136,26 +137,42 @@ def _notes(summary: Summary) -> Iterator[Sentence]:
         yield say(severity, "" if is_dated else f"Step {note.step}: ", f"{note.text.rstrip('.')}.")
 
 
-def _all_is_well(summary: Summary) -> Sentence:
+def about_precision(summary: Summary, *, is_good: bool) -> Sentence:
+    """Return in which dtypes products ran; if nothing else is bad, with the numbers of the run."""
+    severity: Severity = "notice"
+    ran = dtypes_text(summary.products)
+    said, numbers = f"{ran[0].upper()}{ran[1:]}", _numbers(summary) if is_good else ()
+    if summary.has_run_lower is False:
+        if summary.is_lowered or about_steps.is_scaled(summary):
+            said += ", although autocast was on or the loss scaled"
+            severity = "warning"
+    elif is_good:
+        is_fine = summary.steps.num >= ENOUGH and summary.has_run_lower
+        severity, said = (
+            "good",
+            f"{'Precision: fine' if is_fine else 'Nothing bad was seen'}. {said}",
+        )
+    return say(severity, "; ".join([said, *numbers]) + ".")
+
+
+def _numbers(summary: Summary) -> Iterator[str]:
+    """Yield the numbers of a run without problems."""
     steps = summary.steps
-    found = "All is well" if steps.num >= ENOUGH else "Nothing bad was seen"
-    parts = [f"{found}: {things(steps.num, 'step')}"]
     num = count(steps.num_skipped) if steps.num_skipped else "none"
-    parts.append(f"{num} skipped{about_steps.kinds_of_skips(steps)}")
-    course = about_steps.about_course(summary)
-    parts += [course] if course else []
+    yield f"{things(steps.num, 'step')}, {num} skipped{about_steps.kinds_of_skips(steps)}"
+    if course := about_steps.about_course(summary):
+        yield course
     layers = summary.of_kind("parameter_gradient")
     if layers:
         worst = max(layers, key=lambda layer: layer.share_lost)
+        of_all = f"at most {percent(worst.share_lost)} of the gradient entries of a parameter"
+        in_samples = f"in {things(len(summary.sampled), 'sampled step')}"
         if worst.share_lost:
-            of_all = f"at most {percent(worst.share_lost)} of the gradient entries of a parameter"
-            parts.append(f"{of_all} {about_tensors.underflow(summary, worst)}")
+            yield f"{of_all} {about_tensors.underflow(summary, worst)} {in_samples}"
         else:
-            parts.append(f"no gradient {about_tensors.underflow(summary, worst, 's')}")
+            yield f"no gradient {about_tensors.underflow(summary, worst, 's')} {in_samples}"
     if summary.lost_updates is not None and any(x.is_low_weight for x in summary.layers):
-        share = summary.lost_updates.recent or 0.0
-        parts.append(f"{percent(share)} of the updates were lost to rounding")
-    return say("good", "; ".join(parts) + ".")
+        yield f"{percent(summary.lost_updates.mean)} of the updates were lost to rounding"
 
 
 # --- JSON -----------------------------------------------------------------------------------------
@@ -289,7 +306,7 @@ def _curves_of(summary: Summary) -> Iterator[tuple[str, str, tuple[str, ...], Ca
     yield "scale: first, last, smallest, largest", "scale", scales, power
     underflow = f"gradient entries that {summary.underflow_verb}"
     yield underflow, "gradients", ("share_lost",), percent
-    yield "lost updates: first, last, largest", "lost_updates", ("first", "last", "max"), percent
+    yield "lost updates: mean, largest", "lost_updates", ("mean", "max"), percent
 
 
 def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:

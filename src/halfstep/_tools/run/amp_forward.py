@@ -40,12 +40,13 @@ class ScriptState:
         self.losses: dict[str, None] = {}
         self.optimizers: dict[str, int] = {}
         self.schedules: dict[str, None] = {}
+        self.functions: dict[str, None] = {}  # backward passes of the script's own Functions
         self.has_backward = self.has_scaled = self.has_own_autocast = False
         self.has_unscaled = False
         self.is_by_hand = False  # true while gradients are used without an optimizer
         self._option, self._print = _OPTION[dtype], say
         self.say_once = cache(self._say)
-        self._has_summed_up = False
+        self.has_summed_up = False
 
     @property
     def is_training(self) -> bool:
@@ -120,8 +121,8 @@ class ScriptState:
             )
 
     def _sum_up(self) -> None:
-        if not self._has_summed_up:
-            self._has_summed_up = True
+        if not self.has_summed_up:
+            self.has_summed_up = True
             self._say("; ".join(self._sentences()))
 
     def _sentences(self) -> Iterable[str]:
@@ -142,6 +143,12 @@ class ScriptState:
             yield "the loss is scaled"
         else:
             yield "no loss is scaled" if self.has_backward else "no backward pass was seen"
+        if self.functions:
+            gets = "gets" if len(self.functions) == 1 else "get"
+            yield (
+                f"{listed([*self.functions])} {gets} gradients multiplied by the scale: right only "
+                "where the result is proportional to them"
+            )
         if self.optimizers:
             steps = [f"{optimizer}.step" for optimizer in self.optimizers]
             yield f"{listed(steps)} {'goes' if len(steps) == 1 else 'go'} through a GradScaler"
@@ -196,6 +203,7 @@ class Forward(TopLevelCalls):
         self,
         context: AbstractContextManager[object],
         function: Callable[..., Any],
+        /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -221,7 +229,7 @@ class Forward(TopLevelCalls):
     @compiler.do_not_compile_alone
     def _context_of(self, module: nn.Module) -> AbstractContextManager[object] | None:
         """Return the autocast context for an outermost module, or None to run it unchanged."""
-        param = next(module.parameters(), None)
+        param = next(iter(module.parameters()), None)
         if param is None:
             return None
         if not self._may_enter(param.device.type):
