@@ -222,12 +222,8 @@ keep(MODEL, "0")
 ISLAND = MODEL[0]
 
 
-def guard_now() -> compiler.CompileGuard:
-    return compiler.is_guard_enabled(), compiler.guard_dtype()
-
-
 def switches_and_marks() -> tuple[object, ...]:
-    guard, tag = guard_now(), torch.compiler.config.cache_key_tag
+    guard, tag = compiler.guard_now(), torch.compiler.config.cache_key_tag
     return amp.autocast_switches(DEVICE), scopes.nesting_depth(), scopes.current(), guard, tag
 
 
@@ -364,7 +360,7 @@ def test_more_policies_than_the_guard_can_tell_apart(
     x: Tensor, weight: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "NUM_GUARD_VALUES", 2)
-    monkeypatch.setattr(scopes, "_marks", {})
+    monkeypatch.setattr(scopes, "_marked", [])
     compiled = torch.compile(body, backend="aot_eager", fullgraph=True)
     contexts = [
         autocast(DEVICE, BF16, policy=Policy([Rule("linear", "lower"), Rule("softmax", action)]))

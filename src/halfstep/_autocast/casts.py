@@ -478,7 +478,6 @@ def _held(value: Any, end: float) -> Any:
 
 # --- casting arguments ----------------------------------------------------------------------------
 
-
 _TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half,
     torch.bfloat16: Tensor.bfloat16,
@@ -486,7 +485,6 @@ _TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float64: Tensor.double,
 }
 """The fastest casts from Python: two thirds of the time of ``tensor.to(dtype)``."""
-
 
 _NO_TENSORS = frozenset({type(None), bool, int, float, str})
 """Types without tensors; this lookup is faster than ``isinstance`` or calling :func:`cast`."""

@@ -85,7 +85,6 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # (): the id of the backward pass running in this thread, -1 for none.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
-
 # (): the node running backward in this thread, None for none.
 running_node: Callable[[], Any] = torch._C._current_autograd_node
 
