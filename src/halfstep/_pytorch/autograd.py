@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
@@ -26,16 +28,38 @@ def leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     Leaves that a node reaches only through its own backward pass, as in the reentrant variant of
     ``torch.utils.checkpoint``, are missing. Takes about a microsecond per graph node. Sync: none.
     """
-    return [n.variable for n in _nodes_of(roots) if type(n).__name__ == "AccumulateGrad"]
+    return [node.variable for node in _nodes(roots) if type(node).__name__ == "AccumulateGrad"]
 
 
-def functions_of(roots: Iterable[torch.Tensor]) -> list[type]:
-    """Return the subclasses of ``torch.autograd.Function`` in a graph, PyTorch's own left out."""
-    found = (getattr(type(node), "_forward_cls", None) for node in _nodes_of(roots))
-    return [cls for cls in found if cls is not None and not cls.__module__.startswith("torch.")]
+_PRODUCT = re.compile(
+    r"(Add|B|Baddb|Addb|Grouped|SparseAdd|Sspadd)?[Mm]mBackward|(Add)?MvBackward|V?[Dd]otBackward|"
+    r"(Mkldnn)?LinearBackward|TrilinearBackward|\w*(Conv|Attention|Rnn|LstmMps)\w*Backward"
+)
+"""The nodes of matrix products, convolutions, attention and recurrent layers."""
 
 
-def _nodes_of(roots: Iterable[torch.Tensor]) -> Iterator[Any]:
+def products_of(roots: Iterable[torch.Tensor]) -> Counter[torch.dtype | None]:
+    """Return how many products have computed ``roots``, by the dtypes of their results.
+
+    None counts what may hide others: compiled functions, and each ``torch.autograd.Function`` with
+    a result in two bytes or less. Takes about a microsecond per graph node. Sync: none.
+    """
+    found: Counter[torch.dtype | None] = Counter()
+    for node in _nodes(roots):
+        function = getattr(type(node), "_forward_cls", None)
+        if _PRODUCT.match(type(node).__name__):
+            found[node._input_metadata[0].dtype] += 1
+        elif function is not None:
+            found[None] += is_compiled_function(function) or _is_short(node._input_metadata)
+    return +found
+
+
+def _is_short(results: Sequence[Any]) -> bool:
+    return any(each.dtype is not None and each.dtype.itemsize <= 2 for each in results)
+
+
+def _nodes(roots: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph above ``roots``, each once."""
     stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(stack)
     while stack:
@@ -221,3 +245,9 @@ def function_without_autocast(context: object) -> type | None:
     """Return the ``autograd.Function`` of a ``ctx``; None if ``custom_fwd`` has marked it."""
     function: type | None = getattr(type(context), "_forward_cls", None)
     return None if hasattr(context, "_fwd_used_autocast") else function
+
+
+def functions_of(roots: Iterable[torch.Tensor]) -> list[type]:
+    """Return the subclasses of ``torch.autograd.Function`` in a graph, PyTorch's own left out."""
+    found = (getattr(type(node), "_forward_cls", None) for node in _nodes(roots))
+    return [cls for cls in found if cls is not None and not cls.__module__.startswith("torch.")]
