@@ -27,7 +27,7 @@ def test_the_step_the_op_the_line_and_the_cure_are_printed(done):
     assert any("overflow.py:19 in forward: large = self.up(x)" in fact for fact in facts)
     assert "cure (replayed: finite):" in facts
     assert any("linear@up:fp32" in fact for fact in facts)
-    assert last == "halfstep: 6 steps recorded, 1 skipped, 1 diagnosis: halfstep report out"
+    assert last.startswith("halfstep: 6 steps recorded, 1 skipped, 1 diagnosis; ")
 
 
 def test_the_record_the_report_and_the_check_have_it(done, tmp_path, capsys):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.gradients import Gradients, parameters
 from halfstep._scaler.iteration import Stage
 from halfstep._scaler.ledger import Entry, GradientCheck
@@ -28,6 +29,11 @@ def begin_anew(scaler: GradScaler, scale: float | None) -> None:
 def watch_names(scaler: GradScaler, model: torch.nn.Module) -> None:
     """Call ``GradScaler.watch``, even if a subclass uses that name differently."""
     scaler._engine.names.watch(model)
+
+
+def restore_with(scaler: GradScaler, buffers: Buffers) -> None:
+    """Let a skipped step restore these buffers, which other scalers may restore too."""
+    scaler._engine.buffers = buffers
 
 
 def loss_scale(scaler: GradScaler) -> LossScale:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -224,6 +225,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         sinks=tuple(arguments.sink),
         is_appending=arguments.append,
         additions=additions if is_adding else None,
+        run_as=(*_command_of(machine.num_ranks()), *_without_folder(arguments), *words),
     )
     try:
         return Session(Command(target, rest, arguments.module), options)
@@ -234,6 +236,22 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         ) from None
     except RecordError as error:
         raise CommandError(str(error)) from None
+
+
+def _command_of(num_ranks: int) -> tuple[str, ...]:
+    return (*(("torchrun", "...", "-m") if num_ranks > 1 else ()), "halfstep", "run")
+
+
+def _without_folder(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the options of another run like this one, each as one word."""
+    given = iter(arguments.words[1 : len(arguments.words) - len(arguments.target)])
+    for word in given:
+        if word in ("-o", "--output"):
+            next(given)
+        elif word in ("--policy", "--every", "--sink", "--amp", "--guard-ranks"):
+            yield f"{word}={next(given)}"
+        elif not re.match("-o|--output=|-q$|--quiet$|--append$", word):
+            yield word
 
 
 def _command_in_python(target: str) -> str | None:

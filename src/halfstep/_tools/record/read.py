@@ -19,8 +19,9 @@ from msgspec.structs import replace
 from halfstep._common.numbers import count, power, step_list
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.json import Count, decoded
-from halfstep._tools.record.files import files_in, has_checksum, require_schema
+from halfstep._tools.record.files import files_in, has_checksum, is_being_written, require_schema
 from halfstep._tools.record.run import (
+    NOT_WRITTEN,
     BadBuffers,
     Culprits,
     Device,
@@ -223,6 +224,12 @@ class RankRecord:
                 )
             case End():
                 self.end = event
+                num = self._last_step - self._steps_before
+                if (event.steps or 0) > num and not (self._cut or self._damaged):
+                    text = (
+                        f"{count(num)} of {count(event.steps or 0)} steps are in {self.path.name}"
+                    )
+                    self.of(Note).append(Note(0, f"{text}: the others {NOT_WRITTEN}"))
             case Culprits() | BadBuffers():
                 self.of(type(event)).append(replace(event, rank=self.number))
             case Model():
@@ -347,6 +354,7 @@ def _joined(folder: Path, ranks: Sequence[RankRecord]) -> Run:
         error=error,
         error_rank=error_rank,
         without_end=tuple(rank.number for rank in ranks if rank.end is None),
+        is_running=any(is_being_written(rank.path) for rank in ranks if rank.end is None),
         trace=trace,
     )
 

@@ -17,7 +17,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from halfstep._common.formats import dtype_name
+from halfstep._common.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power, things
@@ -35,7 +35,7 @@ from halfstep._tools.line import line_text
 from halfstep._tools.record.files import Event, LateWriter, LineWriter
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.pending import PendingStep, PendingSteps, step_scalars
-from halfstep._tools.record.run import HIDDEN
+from halfstep._tools.record.run import HIDDEN, Seen
 from halfstep._tools.record.sample import Sampler, UpdateCounter, sample_scalars
 from halfstep._tools.user_code import user_line
 from halfstep.errors import CallOrderError
@@ -114,7 +114,8 @@ class Recorder:
         self.num_steps = self._num_ended = 0
         self._rounds = Rounds()
         self.skipped: set[int] = set()
-        self.products: Counter[str] = Counter()  # in sampled steps, by dtype
+        self.seen = Seen()
+        self._last_written = 0
         self._writer, self._scaler, self._every, self._sinks = writer, scaler, every, list(sinks)
         self._models, self._waiting = models, PendingSteps()
         is_searching = not len(models)
@@ -123,7 +124,6 @@ class Recorder:
         self._updates = UpdateCounter(self.say, self._is_listening)
         self._began, self._pid = time.monotonic(), os.getpid()
         self._said: set[str] = set()
-        self._has_failed = False
         self._policies: dict[str, tuple[str, str]] = {}
         self._loss: Tensor | None = None
         self._scaled: list[Tensor] = []  # in the order of scaling
@@ -137,7 +137,6 @@ class Recorder:
         self._num_backward = self._num_waits = 0
         self._dropped: list[int] = []  # the steps before which gradients were dropped
         self._stepped: set[int] = set()
-        self._bad_buffers: list[str] = []
         self._first_in_turn = self._num_in_turn = 1
         self._begin_sample(is_measuring=every > 0)
 
@@ -443,13 +442,15 @@ class Recorder:
                 self._write(event | {"dtype": dtype, "text": text})
         if self._products:
             self._write({"event": "products", "step": self.num_steps, "num": dict(self._products)})
-            self.products += self._products
+            self.seen.products += self._products
             self._products.clear()
         if self._sampler.acted:
             calls = self._sampler.acted
             self._write({"event": "rules", "step": self.num_steps, "calls": calls})
         if tensors:
             event = {"event": "sample", "step": self.num_steps, "scale": scale}
+            weights = (each.dtype for each in tensors if each.kind == "parameter")
+            self.seen.has_low_weights |= not FORMATS_BY_DTYPE.keys().isdisjoint(weights)
             rows = [
                 {"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype}
                 | structs.asdict(tensor)
@@ -467,7 +468,10 @@ class Recorder:
         for event in events:
             if not event["taken"]:
                 self.skipped.add(event["step"])
-            self._write(event)
+            if self._write(event) and event["step"] != self._last_written:
+                self._last_written = event["step"]
+                self.seen.num_written += 1
+            self.seen.take(event)
             self._log(event["step"], step_scalars(event))
 
     def _write_device(self) -> None:
@@ -510,9 +514,9 @@ class Recorder:
     def _write_buffers(self, step: int) -> None:
         """Write which buffers are inf or NaN, if others are than before. Sync: some."""
         bad = self._models.bad_buffers()
-        if bad == self._bad_buffers:
+        if bad == self.seen.bad_buffers:
             return
-        self._bad_buffers, shown = bad, bad[:NUM_CULPRITS]
+        self.seen.bad_buffers, shown = bad, bad[:NUM_CULPRITS]
         self._write({"event": "buffers", "step": step, "names": shown, "num_buffers": len(bad)})
         if bad and RUINED not in self._said:
             self._said.add(RUINED)
@@ -520,14 +524,17 @@ class Recorder:
             names = ", ".join(bad[:MOST_NAMED]) + more
             _warn(f"halfstep.record: {RUINED.format(step=step, names=names)}")
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: Event) -> bool:
+        """Write an event; return whether that was possible."""
         try:
             self._writer.write(event)
         except (OSError, ValueError) as error:
             # A full disk must not end a run; ValueError is raised by a closed file.
-            if not self._has_failed:
-                self._has_failed = True
+            if self.seen.problem is None:
+                self.seen.problem = str(error)
                 _warn(f"halfstep.record can no longer write: {error}")
+            return False
+        return True
 
     def _log(self, step: int, scalars: dict[str, float]) -> None:
         for sink in [*self._sinks]:

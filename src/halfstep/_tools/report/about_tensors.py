@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from halfstep._common.numbers import bits, count, listed, percent, power, step_list, things
 from halfstep._common.text import Code, Sentence, Severity, names, say
 from halfstep._tools.report.about_steps import (
+    again,
+    can_add,
     island,
     known_origins,
     literal,
@@ -101,12 +103,14 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     )
     store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
     call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
+    can_add_masters = can_add("--masters", summary.facts)
+    by_option = (again(summary.facts, "--masters"), ", or ") if can_add_masters else ()
     yield say(
         _severity(share) if worst.is_low_weight else "notice",
         what,
         Code(worst.name),
         f" ({worst.dtypes[-1]}).",
-        cure=(" Keep all that rounding leaves out: ", call, "."),  # left out of a notice
+        cure=(" Keep all that rounding leaves out: ", *by_option, call, "."),  # not of a notice
         evidence=row_of(summary, worst),
     )
 
@@ -221,6 +225,7 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
         ". Every evaluation uses them, while the losses of the training do not show it.",
         cure=(
             " ",
+            *((again(summary.facts, "--guard"), ", ") if can_add("--guard", summary.facts) else ()),
             Code("GradScaler(module=model)"),
             " and ",
             Code("guard(optimizer, module=model)"),

@@ -39,6 +39,9 @@ from halfstep._tools.report.text import FOLLOWED, sentences
 from halfstep._tools.trace.rows import short
 
 MOST_SKIPS = 200
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+)
 
 _Line: TypeAlias = tuple[str, Callable[[Any], str], *tuple[str, ...]]
 """A text with gaps, the format of the numbers in it, and their keys in a summary."""
@@ -114,7 +117,9 @@ def render_comparison(comparison: RunComparison, runs: Sequence[Run]) -> str:
 
 
 def _render(template: str, **values: Any) -> str:
-    return _environment().get_template(template).render(**values)
+    page = _environment().get_template(template).render(**values)
+    # Names come from outside: what reorders text, or is invisible, is shown by its number.
+    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", page)
 
 
 @cache
