@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "_ARGCOMPLETE" in os.environ:
             _complete(parser)
         arguments = parser.parse(words)
-        arguments.words = words
+        arguments.command_line = words
         function: Callable[[argparse.Namespace], int] | None = getattr(arguments, "run", None)
         if function is None:
             parser.print_help()

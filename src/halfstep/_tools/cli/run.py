@@ -244,7 +244,7 @@ def _command_of(num_ranks: int) -> tuple[str, ...]:
 
 def _without_folder(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the options of another run like this one, each as one word."""
-    given = iter(arguments.words[1 : len(arguments.words) - len(arguments.target)])
+    given = iter(arguments.command_line[1 : len(arguments.command_line) - len(arguments.target)])
     for word in given:
         if word in ("-o", "--output"):
             next(given)
