@@ -275,21 +275,14 @@ def test_report_running_statistics_are_reset(tmp_path: Path) -> None:
 # --- warnings of the scaler -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("loss", "op"),
-    [
-        ("(model(x) * 0).float().sum().log()", "log"),
-        ("(model(x) * 0).float().square().sum().sqrt()", "sqrt"),
-    ],
-)
-def test_warning_that_names_a_diagnosis(loss: str, op: str, tmp_path: Path) -> None:
-    loss = loss.replace("zero", "(model(x) * 0).float()")
-    before = program(loss=loss, steps=24, optimizer="torch.optim.SGD(model.parameters(), 0)")
+def test_warning_that_names_a_diagnosis(tmp_path: Path) -> None:
+    loss, optimizer = "(model(x) * 0).float().sum().log()", "torch.optim.SGD(model.parameters(), 0)"
+    before = program(loss=loss, steps=24, optimizer=optimizer)
     warned, *_ = before.ran(tmp_path / "a").warned
     (around,) = re.findall(r"`with (halfstep\.diagnose\(scaler\)):` around the loop", warned)
     said = before.paste(around=around).ran(tmp_path / "b").warned
     (found,) = [text for text in said if "went bad" in text]
-    assert re.search(rf"maths: {op}\b.*, \w+ is not finite", found), found
+    assert re.search(r"maths: log\b.*, \w+ is not finite", found), found
     assert "cure (replayed: finite)" in found
 
 

@@ -265,11 +265,18 @@ def test_lbfgs(search: str | None) -> None:
         return loss
 
     for _ in range(3):
-        found = optimizer.step(closure=closure)  # by name, elsewhere as an argument
+        found = optimizer.step(closure)
         expected = by_hand.optimizer.step(closure_by_hand)  # type: ignore[arg-type]
         assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
         by_hand.round()
         assert_same(ours.parameters(), by_hand.params)
+
+
+def test_a_closure_that_is_given_by_name() -> None:
+    model, seen = linear(), []
+    optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert optimizer.step(closure=lambda: seen.append(model.weight.dtype) or 1.0) == 1.0
+    assert seen == [BF16]
 
 
 class TwoSteps(torch.optim.SGD):
@@ -339,6 +346,17 @@ def test_an_optimizer_that_swaps_weights_and_their_average() -> None:
 
 
 # --- what else has the optimizer ------------------------------------------------------------------
+
+
+def test_a_scheduler_sees_the_steps(recwarn: pytest.WarningsRecorder) -> None:
+    params = parameters()
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    master_weights(optimizer)
+    give_gradients(params, 0)
+    optimizer.step()
+    scheduler.step()
+    assert not recwarn
 
 
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "AdamW fused", "Signs"])
