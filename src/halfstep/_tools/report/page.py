@@ -24,9 +24,16 @@ from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import Run
 from halfstep._tools.report.about_diagnoses import when
 from halfstep._tools.report.compare_runs import RunComparison
-from halfstep._tools.report.drawing import FIRST_LEVEL, NOT_FINITE, css, dots
 from halfstep._tools.report.page_curves import curves
-from halfstep._tools.report.page_heat import HEADROOM, LOST, heat
+from halfstep._tools.report.page_heat import (
+    FIRST_LEVEL,
+    HEADROOM,
+    LOST,
+    NOT_FINITE,
+    css,
+    dots,
+    heat,
+)
 from halfstep._tools.report.page_tables import (
     KIND_TITLES,
     format_limits,
