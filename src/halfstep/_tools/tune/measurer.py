@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -172,19 +173,12 @@ ShowProgress: TypeAlias = Callable[[str, int], object]
 @contextmanager
 def show_progress() -> Iterator[ShowProgress]:
     """Show a line on a terminal while the block runs, if rich is installed."""
-
-    def show_nothing(what: str, num_done: int) -> None:
-        pass
-
-    if not sys.stderr.isatty():
-        yield show_nothing
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        yield lambda what, num_done: None
         return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    except ModuleNotFoundError:
-        yield show_nothing
-        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     # Refreshed only between measurements: a refresh thread would slow them down.
     console = Console(stderr=True)
