@@ -31,12 +31,7 @@ ROW = 1024
 
 
 def looked_at(values: Tensor, limit: int | None = None) -> Tensor:
-    """Return all entries, or equally spaced rows of a large tensor.
-
-    Args:
-        values: The entries.
-        limit: Number of entries above which a tensor is large; None for :data:`LOOKED_AT`.
-    """
+    """Return all entries, or equally spaced rows if there are more than ``limit``."""
     limit = limit or LOOKED_AT
     if values.numel() <= limit:
         return values
@@ -258,10 +253,9 @@ def lost_updates(optimizer: Optimizer, module: torch.nn.Module | None = None) ->
 
     Returns:
         A context manager with ``share`` and, by parameter, ``shares``: of the entries with a
-        nonzero gradient, the share, 0 to 1, whose weight did not change. The following do not
-        count: steps that a GradScaler skips, steps with a learning rate of 0, and sparse
-        gradients. With a closure, the last gradients count. For DTensors, the entries on this rank
-        count.
+        nonzero gradient, the share, 0 to 1, whose weight did not change. Steps that a GradScaler
+        skips, steps with a learning rate of 0, and sparse gradients do not count. With a closure,
+        the last gradients count; for DTensors, the entries on this rank.
 
     Memory: a copy of the weights during a step. Sync: none until the shares are read.
 
