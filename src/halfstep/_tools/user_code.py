@@ -35,19 +35,11 @@ CALLED_AGAIN: set[CodeType] = set()
 
 
 class Spot(NamedTuple):
-    """Expression of a call in the user's code.
-
-    Attributes:
-        line: The line.
-        span: The first and last line, and the first and last column in bytes, of the expression;
-            None if Python does not know them.
-        modules: The names that refer to Python modules and classes in its function.
-        numbers: The names that refer to Python numbers in its function.
-    """
+    """Expression of a call in the user's code, with names in its function."""
 
     line: Line
-    span: tuple[int, int, int, int] | None = None
-    modules: frozenset[str] = frozenset({"torch", "F", "nn", "functional", "math"})
+    span: tuple[int, int, int, int] | None = None  # first, last line and column, if Python has them
+    modules: frozenset[str] = frozenset({"torch", "F", "nn", "functional", "math"})  # and classes
     numbers: frozenset[str] = frozenset()
 
 
@@ -88,7 +80,7 @@ def user_line() -> Line | None:
 
 
 def user_place() -> Place | None:
-    """Return the current instruction of the user's code, at the line of :func:`user_line`."""
+    """Return the instruction at :func:`user_line`."""
     frame = _user_frame()
     if frame is None:
         return None
