@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -116,10 +117,8 @@ def _user_frame() -> FrameType | None:
 
 def is_called_by_a_scaler() -> bool:
     """Return whether a scaler called the PyTorch function that a function mode is handling."""
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_SCALER)
+    files = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(3)))
+    return next((file for file in files if not file.startswith(_TORCH)), "").startswith(_SCALER)
 
 
 def whole_model(module: nn.Module) -> nn.Module:
@@ -270,7 +269,6 @@ def is_users(file: str) -> bool:
 
 
 def is_of_package(file: str) -> bool:
-    """Return whether a file belongs to a package that is installed."""
     return any(part in file for part in _PACKAGES)
 
 
