@@ -143,7 +143,6 @@ class TopLevelCalls:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is :meth:`inside` a call."""
         return self._inside.is_inside
 
     @contextmanager

@@ -41,7 +41,6 @@ class Sentence:
 
     @property
     def parts(self) -> tuple[str | Code, ...]:
-        """What happened and what to do."""
         return self.what + self.cure
 
     @property

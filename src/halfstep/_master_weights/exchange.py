@@ -326,7 +326,6 @@ def _found(optimizer: Optimizer, store: Store, param: Tensor) -> _Exchanged:
 
 
 def _has_narrow_gradient(each: _Exchanged) -> bool:
-    """Return whether a parameter has a dense gradient of its own dtype."""
     grad = each.param.grad
     return grad is not None and grad.dtype is each.param.dtype and grad.layout is torch.strided
 
@@ -385,7 +384,6 @@ def steps_one_at_a_time(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
 
 
 def step_in_chunks(optimizer: Optimizer, step: Callable[[], object]) -> None:
-    """Call a step once for each chunk of the parameters."""
     groups = optimizer.param_groups
     before = [group["params"] for group in groups]
 

@@ -72,14 +72,9 @@ class StepUpdates:
     """The weights of an optimizer before a step, to count lost updates after it.
 
     The following do not count: sparse gradients, weights with a learning rate of 0 (as in the first
-    step of a warm-up), and tensors without values. Sync: none.
-
-    Args:
-        optimizer: The optimizer. If it has ``found_inf``, it skips bad steps by itself; a skipped
-            step does not count.
-        has_closure: Whether a closure computes the gradients during the step: the last ones count.
-            Otherwise the gradients before the step count, since the step may zero them.
-        part: A function that returns the entries of a tensor to inspect.
+    step of a warm-up), tensors without values, and steps that an optimizer with ``found_inf`` skips
+    by itself. The gradients before the step count, since the step may zero them; the last ones if a
+    closure computes them. ``part`` returns the entries of a tensor to inspect. Sync: none.
     """
 
     @torch.no_grad()

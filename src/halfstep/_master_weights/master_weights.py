@@ -382,7 +382,6 @@ def _refuse_removed_stores(
 
 
 def _copied(store: str, float32_gradients: bool, parts: tuple[Any, ...]) -> Optimizer:
-    """Return a copy of an optimizer with master weights."""
     make, args, state, *_ = parts
     optimizer: Optimizer = make(*args)
     optimizer.__setstate__(state)
@@ -517,7 +516,6 @@ def _at_gradients(params: list[Tensor], check: Callable[[], bool]) -> None:
 
 
 def _reduced_dtypes(module: torch.nn.parallel.DistributedDataParallel) -> set[torch.dtype | None]:
-    """Return the dtypes of the gradients that a DistributedDataParallel reduces."""
     left_out = names_left_out(module)
     return {
         param.grad_dtype

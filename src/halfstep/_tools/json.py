@@ -32,10 +32,6 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 def decoded(kind: type[_Kind], text: str | bytes) -> _Kind:
     """Return JSON as a value of a type; keys that the type does not have are ignored.
 
-    Args:
-        kind: A dataclass or ``msgspec.Struct``, with fields of such or plain types.
-        text: The JSON.
-
     Raises:
         ValueError: It is not JSON, or a part is missing, of another type or out of range. The
             message names the part.

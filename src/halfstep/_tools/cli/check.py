@@ -31,12 +31,10 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("run_path", type=Path, metavar="RUN", nargs="?", help=RUN_HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit code."""
     runs = runs_at(arguments.run_path)
     with ending_at_interrupts(by_signal=False):  # checking a cure may import PyTorch
         return max(map(_check, runs))

@@ -47,7 +47,6 @@ _DISPLAYS = {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("run_path", type=Path, metavar="RUN", nargs="?", help=RUN_HELP)
     parser.add_argument(
         "--against",
@@ -80,7 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit code."""
     if arguments.open and (arguments.json or arguments.md):
         raise CommandError("--open opens the page, which --json and --md do not write")
     forms = (arguments.json, arguments.md, arguments.output, arguments.against, arguments.open)
@@ -214,11 +212,7 @@ def folders_of_run(path: Path) -> list[Path]:
 
 
 def runs_at(path: Path | None) -> list[Run]:
-    """Read the records of the run in a folder, or of the newest under ``runs/``, told on stderr.
-
-    Raises:
-        CommandError: There is none with a step.
-    """
+    """Read the records of the run in a folder, or of the newest under ``runs/``, told on stderr."""
     if path is None:
         return _newest()
     if path.is_file() and path not in files_in(path.parent).values():

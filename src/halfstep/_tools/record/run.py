@@ -226,29 +226,18 @@ def dtypes_text(products: Mapping[str, int]) -> str:
 
 @dataclass
 class Seen:
-    """What a recorder knows of a run without reading the record.
+    """What a recorder knows of a run without reading the record."""
 
-    Attributes:
-        products: The number of products by dtype, in sampled steps.
-        lost: The shares of lost updates of the optimizers in sampled steps.
-        has_low_weights: Whether any sampled weight is stored in less than float32.
-        bad_buffers: The buffers that are inf or NaN.
-        num_bad_taken: The number of steps that an optimizer took although the loss was inf or NaN.
-        first_scale: The scale of the first step, and ``scale`` that after the last; None without.
-        num_written: The number of steps that the record has.
-        problem: Why the record could not be written; None if it could.
-    """
-
-    products: Counter[str] = field(default_factory=Counter)
-    lost: list[float] = field(default_factory=list)
-    has_low_weights: bool = False
-    bad_buffers: list[str] = field(default_factory=list)
-    num_bad_taken: int = 0
+    products: Counter[str] = field(default_factory=Counter)  # by dtype, in sampled steps
+    lost: list[float] = field(default_factory=list)  # shares of lost updates in sampled steps
+    has_low_weights: bool = False  # whether any sampled weight is stored in less than float32
+    bad_buffers: list[str] = field(default_factory=list)  # that are inf or NaN
+    num_bad_taken: int = 0  # steps that an optimizer took although the loss was inf or NaN
     first_bad_taken: int = 0
-    first_scale: float = 0.0
-    scale: float | None = None
-    num_written: int = 0
-    problem: str | None = None
+    first_scale: float = 0.0  # of the first step
+    scale: float | None = None  # after the last step; None without a scaler
+    num_written: int = 0  # steps that the record has
+    problem: str | None = None  # why the record could not be written; None if it could
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Note a step."""

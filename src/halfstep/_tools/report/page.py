@@ -112,7 +112,6 @@ def render(summary: Summary, run: Run) -> str:
 
 
 def render_comparison(comparison: RunComparison, runs: Sequence[Run]) -> str:
-    """Return the page that compares runs."""
     return _render(
         "comparison.html.jinja",
         comparison=comparison,

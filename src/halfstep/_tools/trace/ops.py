@@ -41,7 +41,6 @@ _WRITE_BUFFERS = {
 
 @cache
 def op_name(func: Any) -> str:
-    """Return the name of an op, without its overload."""
     return schema_of(func).name.removeprefix("aten::")
 
 
@@ -177,7 +176,6 @@ class RunningModules:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Track calls during the block."""
         hooks = GlobalHooks(self._enter, self._leave)
         hooks.install()
         try:

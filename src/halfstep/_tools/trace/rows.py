@@ -205,7 +205,6 @@ def itemsize(dtype: str) -> int:
 
 
 def cast_bytes(shape: tuple[int, ...], source: str, to: str) -> int:
-    """Return the bytes that a cast reads and writes."""
     return math.prod(shape) * (itemsize(source) + itemsize(to))
 
 

@@ -83,12 +83,7 @@ class _Measurement(Struct, tag_field="event", tag="measured"):
 
 
 class Measurements:
-    """Measurements by key, in memory and optionally in a file.
-
-    Raises:
-        RecordError: The file has measurements of another tuning; the message says what differs.
-        OSError: The file cannot be read or written.
-    """
+    """Measurements by key, in memory and optionally in a file, which must be of this tuning."""
 
     def __init__(self, path: Path | None, fingerprint: Mapping[str, str]) -> None:
         self._known: dict[Hashable, Any] = {}
@@ -217,10 +212,8 @@ def timed_step(runner: StepRunner, scale: float, *, lowered: bool) -> dict[str, 
 
 
 def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
-    def pass_by(name: str, call: int, _: Any) -> None:
-        pass  # some modules run other ops if they have hooks, as they do in a comparison
-
-    hooks = module_hooks(runner.task, pass_by, pass_by)
+    # Some modules run other ops if they have hooks, as they do in a comparison.
+    hooks = module_hooks(runner.task, lambda *_: None, lambda *_: None)
     with trace(runner.task.model) as traced:
         runner.step(hooks, lowered=True, scale=scale)
     return traced.ops
@@ -291,7 +284,6 @@ class Measurer:
         return worst_of([comparison.rows for comparison in self.comparisons(islands)])
 
     def comparisons(self, islands: Islands) -> list[Comparison]:
-        """Return the comparisons with float32, one for each batch."""
         return [self._comparison(islands, number) for number in range(len(self.batches))]
 
     def _comparison(self, islands: Islands, number: int) -> Comparison:

@@ -188,7 +188,6 @@ def require_batches(batches: object) -> None:
 
 
 def _tuned(measurer: Measurer, lowering: Lowering, islands: Islands) -> Tuned:
-    """Measure the cost of islands and return the result."""
     before, after = measurer.rows(()), measurer.rows(islands)
     order = {row.module: number for number, row in enumerate(before)}
     islands = tuple(sorted(islands, key=lambda each: order[module_of(each)]))
@@ -321,7 +320,6 @@ class SelfCheck:
 
     @classmethod
     def of(cls, comparison: Comparison, lowering: Lowering) -> SelfCheck:
-        """Return the result of a comparison."""
         begin = origins(comparison.rows)
         if not comparison.is_loss_good and not begin:
             begin = [""]
