@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -368,9 +367,7 @@ def test_the_gradient_of_several_backward_passes_is_their_sum(tmp_path: Path) ->
         (Facade, False, [(1, "SGD"), (1, "AdamW"), (2, "SGD"), (2, "AdamW")]),
     ],
 )
-def test_steps_of_a_container(
-    kind: Any, is_scaled: bool, wanted: list[tuple[int, str]], tmp_path: Path
-) -> None:
+def test_steps_of_a_container(kind, is_scaled, wanted, tmp_path):
     model, scaler = net_and_scaler()
     container = kind(
         [torch.optim.SGD(model.first.parameters()), torch.optim.AdamW(model.head.parameters())]

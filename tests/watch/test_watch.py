@@ -160,9 +160,7 @@ def test_each_batch_of_an_accumulation_is_replayed() -> None:
     assert found.verdict == "range"
 
 
-def test_a_loss_that_outgrows_the_scale_is_cured_by_a_smaller_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_loss_that_outgrows_the_scale_is_cured_by_a_smaller_one(monkeypatch):
     monkeypatch.setattr(skips, "SETTLED", 1)
     monkeypatch.setattr(skips, "MOST_FALLS", 0)
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), torch.ones(5, 4)
@@ -226,9 +224,7 @@ def test_a_scale_that_finds_its_place_is_no_fault() -> None:
     assert watch.found == []
 
 
-def test_an_overflow_that_no_smaller_scale_cures_is_a_fault_at_the_start_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_overflow_that_no_smaller_scale_cures_is_a_fault_at_the_start_too(monkeypatch):
     monkeypatch.setattr(skips, "LONGEST_START", 4)
     watch = scaled_steps(lambda out, _: (out.float() * 0).sqrt().sum(), 6, init_scale=16.0)
     (found,) = watch.found
