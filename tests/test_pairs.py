@@ -369,9 +369,7 @@ def test_all_pairs(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("feature", ["scaler", "max_norm", "unscale_", "accumulate", "retry"])
 @pytest.mark.parametrize("optimizer", ["AdamW", "AdamW fused", "SGD"])
-def test_a_guard_beside_a_scaler_names_the_cure(
-    optimizer: str, feature: str, tmp_path: Path
-) -> None:
+def test_a_guard_beside_a_scaler_names_the_cure(optimizer, feature, tmp_path):
     case = Case(optimizer, "fp16 float32", (feature,))
     trained = Trained(case, tmp_path)
     halfstep.guard(trained.optimizer)

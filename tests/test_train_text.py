@@ -4,7 +4,6 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from examples import train_text
 from examples.train_text import GPT, SIZES, Corpus, GPTConfig, draw_batches
@@ -40,9 +39,7 @@ def test_four_precisions_side_by_side(tmp_path: Path) -> None:
     assert steps <= 2
 
 
-def test_ctrl_c_shows_what_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_shows_what_there_is(tmp_path, monkeypatch, capsys):
     run_in = train_text.run_in
 
     def interrupted(name: str, *rest: object) -> object:

@@ -42,17 +42,13 @@ def test_options(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("policy.toml").exists()
 
 
-def test_without_a_policy_that_is_enough_the_exit_code_is_1(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_policy_that_is_enough_the_exit_code_is_1(script, capsys):
     code, out, _ = called(capsys, "tune", "script.py:late", "-o", "policy.toml")
     assert (code, "NOT within bounds" in out) == (1, True)
     assert Path("policy.toml").exists()
 
 
-def test_ctrl_c_and_the_same_again(
-    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_and_the_same_again(script, capsys, monkeypatch):
     monkeypatch.setenv("STOP_AT", "4")
     code, out, err = called(capsys, "tune", "script.py:stops", "--record", "tune.jsonl")
     assert (code, out) == (130, "")
@@ -88,9 +84,7 @@ def test_ctrl_c_and_the_same_again(
         ),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(
-    script: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
-) -> None:
+def test_mistakes_are_one_line_and_exit_code_2(script, capsys, argv, message):
     code, out, err = called(capsys, "tune", *argv)
     assert (code, out) == (2, "")
     assert err.startswith("halfstep tune: ")
@@ -124,9 +118,7 @@ def test_a_target_that_is_no_python_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"halfstep tune: {target}:1: ")
 
 
-def test_the_function_is_looked_for_before_the_file_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_function_is_looked_for_before_the_file_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text("raise SystemExit('it ran')\ndef make(): ...\ndef other(): ...\n")
     assert called(capsys, "tune", "model.py:made")[2].endswith("did you mean 'make'?\n")
@@ -139,9 +131,7 @@ def test_the_function_is_looked_for_before_the_file_runs(
     "source",
     ["from helper import make", "from helper import *", "globals()['make'] = 1", "make = 1"],
 )
-def test_a_function_may_come_from_elsewhere(
-    source: str, script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_function_may_come_from_elsewhere(source, script, capsys):
     script.write_text("raise SystemExit('it ran')\n" + source)
     with pytest.raises(SystemExit, match="it ran"):
         called(capsys, "tune", "script.py:make")

@@ -879,12 +879,7 @@ class Elsewhere(torch.optim.AdamW):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Elsewhere])
 @pytest.mark.parametrize("store", ["split", "float32"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_small_and_large_parameters_together(
-    kind: type[torch.optim.AdamW],
-    store: Any,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_small_and_large_parameters_together(kind, store, dtype, monkeypatch):
     """Those that are converted side by side step like those that are converted alone."""
     if store == "split" and dtype is FP16:
         pytest.skip("split serves bfloat16")
@@ -945,9 +940,7 @@ def test_all_are_float32_where_another_step_was_put(many: Any) -> None:
 
 
 @pytest.mark.parametrize("is_wrapped", [True, False])
-def test_all_are_float32_where_another_step_is_that_of_the_class(
-    many: Any, is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_are_float32_where_another_step_is_that_of_the_class(many, is_wrapped, monkeypatch):
     monkeypatch.setattr(exchange, "CACHED", 1)
     params, optimizer, sizes = many
     original, calls = torch.optim.SGD.step, []
@@ -969,9 +962,7 @@ def test_all_are_float32_where_another_step_is_that_of_the_class(
 
 
 @pytest.mark.parametrize("place", ["step", "closure"])
-def test_parameters_are_put_back_after_an_error(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_are_put_back_after_an_error(place, monkeypatch):
     model = linear()
     optimizer = master_weights(Signs(list(model.parameters()), lr=0.1))
     loss_at(model, 0).backward()

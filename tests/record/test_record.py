@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -372,9 +371,7 @@ def test_the_gradient_of_several_backward_passes_is_their_sum(tmp_path: Path) ->
         (Facade, False, [(1, "SGD"), (1, "AdamW"), (2, "SGD"), (2, "AdamW")]),
     ],
 )
-def test_steps_of_a_container(
-    kind: Any, is_scaled: bool, wanted: list[tuple[int, str]], tmp_path: Path
-) -> None:
+def test_steps_of_a_container(kind, is_scaled, wanted, tmp_path):
     model, scaler = net_and_scaler()
     container = kind(
         [torch.optim.SGD(model.first.parameters()), torch.optim.AdamW(model.head.parameters())]

@@ -56,9 +56,7 @@ def perceptron(seed: int = 0) -> nn.Sequential:
         ("weight_decay", math.inf),
     ],
 )
-def test_a_setting_that_is_not_finite_is_named_before_the_step(
-    name: str, value: object, has_scaler: bool
-) -> None:
+def test_a_setting_that_is_not_finite_is_named_before_the_step(name, value, has_scaler):
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
 
