@@ -142,14 +142,8 @@ def test_they_come_back_after_an_error_about_dtypes(
     product: Callable[[Tensor], Tensor], expected: torch.dtype
 ) -> None:
     weight, x = weight_of(2, 2), torch.ones(2, 2)
-    with autocast(DEVICE, BF16):  # the first contexts compute it, and keep the kernels
-        assert product(x).dtype is expected
     for _ in range(3):
         step(weight)
-    assert not is_native()
-
-    native.products[DEVICE].num_pins = 0
-    step(weight)
     assert is_native()
     with pytest.raises(RuntimeError) as caught, autocast(DEVICE, BF16):
         product(x)
@@ -261,6 +255,42 @@ def test_an_autocast_that_began_before_has_no_stale_cast() -> None:
                 x = torch.ones(1, LARGE[1])
                 assert F.linear(x, weight).unique().item() == value * LARGE[1]
         assert not is_native()
+
+
+TOKENS_AT = torch.arange(65_536.0)[None]
+COLUMN = torch.ones(4, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(
+    ("product", "expected"),
+    [
+        (lambda: F.linear(torch.ones(2, 2).double(), torch.ones(2, 2)), torch.float64),
+        (lambda: torch.mm(torch.eye(2).to_sparse_csr(), torch.ones(2, 2)), FP32),
+        (lambda: COLUMN @ TOKENS_AT, FP32),
+        (lambda: torch.mm(COLUMN, TOKENS_AT), FP32),
+        (lambda: torch.bmm(COLUMN[None], TOKENS_AT[None].bfloat16()), FP32),
+    ],
+)
+def test_a_product_that_needs_its_kernel_keeps_it_alone(
+    product: Callable[[], Tensor], expected: torch.dtype
+) -> None:
+    for _ in range(2):
+        with autocast(DEVICE, BF16):
+            assert product().dtype is expected
+    assert is_native()
+    for _ in range(3):
+        with autocast(DEVICE, BF16):
+            assert product().dtype is expected
+            assert F.linear(COLUMN, COLUMN).dtype is BF16  # a layer of one input is lowered
+    assert is_native()
+
+
+def test_what_contracts_nothing_after_the_watch_is_lowered_as_in_torch_autocast() -> None:
+    for _ in range(2):
+        step(weight_of(2, 2))
+    with autocast(DEVICE, BF16):
+        assert (COLUMN @ TOKENS_AT).dtype is BF16
 
 
 # --- threads, memory, graphs ----------------------------------------------------------------------

@@ -67,6 +67,8 @@ def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
     match rule.action:
         case "lower":
             as_pytorch = _cast_to(name, device, dtype, use_cache=_is_product(name))
+            if _may_be_outer(rule, name):
+                as_pytorch = _lower_what_contracts(name, device, dtype)
             return lower_unlike_pytorch(rule, name, device, dtype) or as_pytorch
         case "fp32" if name.partition(".")[0] in _RECURRENT_LAYERS:
             return _recurrent_layer_in_float32(name, device)
@@ -137,15 +139,26 @@ def _recurrent_layer_in_float32(name: str, device: str) -> Kernel:
 
 
 def _lower_what_contracts(name: str, device: str, dtype: torch.dtype) -> Kernel:
-    """Lower an einsum that multiplies and adds; one operand or an outer product keeps its dtype."""
+    """Lower what multiplies and adds; one operand or an outer product keeps its dtype."""
     lower = _cast_to(name, device, dtype, use_cache=True)
-    leave = _leave(name, device)
+    is_einsum = name == "einsum.default"
+    leave = _leave(name, device) if is_einsum else _promote(name, device)
+    adds: Callable[[Any], bool] = contracts if is_einsum else _is_inner
 
-    def einsum(keys: Keys, equation: str, /, *args: Any, **kwargs: Any) -> Any:
-        kernel = lower if contracts(equation) else leave
-        return kernel(keys, equation, *args, **kwargs)
+    def product(keys: Keys, first: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return (lower if adds(first) else leave)(keys, first, *args, **kwargs)
 
-    return einsum
+    return product
+
+
+def _may_be_outer(rule: Rule, name: str) -> bool:
+    is_product = name in ("matmul.default", "mm.default", "bmm.default")
+    return is_product and rule not in rules_of("torch")
+
+
+def _is_inner(factor: Tensor) -> bool:
+    """Return whether a product with a first factor adds: rotary angles have one term each."""
+    return factor.shape[-1:] != (1,)
 
 
 def _lower_aligned(name: str, device: str, dtype: torch.dtype) -> Kernel:
@@ -182,17 +195,20 @@ pytorchs: set[Kernel] = set()
 
 
 @cache
-def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
+def lower_with_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Return a kernel that uses PyTorch's for everything but cached weights and other detours.
 
     It tells :mod:`halfstep._autocast.native` whenever PyTorch's alone would not do.
     """
     pytorch, detour = pytorch_kernel(name, device), _detours(name, device)
+    may_be_outer = _may_be_outer(rule, name)
 
     def lower(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         # On in a plain torch.autocast: it began before ours, or is under use_policy.
         is_cache_on = torch.is_autocast_cache_enabled()
         try:
+            if may_be_outer and not _is_inner(args[0]):
+                raise OuterMet
             casts: Any = args
             if not note_weights(args):
                 casts = [cast_weights(arg, device, dtype) for arg in args]
@@ -207,7 +223,7 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
         finally:
             if is_cache_on:
                 torch.set_autocast_cache_enabled(True)
-        native.pin(device)
+        native.products[device].pinned.add(name)
         return detour(met, keys, args, kwargs)
 
     pytorchs.add(lower)
@@ -272,7 +288,7 @@ def _detours(name: str, device: str) -> Callable[..., Any]:
     """
 
     def detour(met: type[Detour], keys: Keys, args: Any, kwargs: Any) -> Any:
-        if met is Float64Met:
+        if met is not SparseMet:
             return _promote(name, device)(keys, *args, **kwargs)
         return _cast_to(name, device, torch.float32)(keys, *args, **kwargs)
 
@@ -496,6 +512,10 @@ class Detour(Exception):  # noqa: N818  # not an error: see _detours
 
 class Float64Met(Detour):
     """Raised for a float64 argument: see :func:`cast`."""
+
+
+class OuterMet(Detour):
+    """Raised for a product that contracts nothing: its only rounding would be that of a cast."""
 
 
 class SparseMet(Detour):
