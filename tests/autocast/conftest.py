@@ -3,11 +3,15 @@
 import pytest
 
 from halfstep._autocast import native
+from halfstep._pytorch import dispatch
 
 
 @pytest.fixture(autouse=True)
 def _new_watches() -> None:
     for products in native.products.values():
-        products.num_pins = 0
+        products.num_holds = 0
         products.watches.clear()
+        products.pinned.clear()
+        products._lasting.remove()
+        products._lasting = dispatch.PythonKernels()
         products.settle()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.autocast.corpus.models import MODELS
 from tests.device import DEVICE
 from torch import Tensor, nn
 
@@ -74,6 +75,15 @@ def test_they_leave_after_contexts_without_need() -> None:
         step(weight)
         seen.append(is_native())
     assert seen == [False, True, True]
+
+
+def test_they_leave_after_ops_that_take_lists() -> None:
+    weight, x = weight_of(4, 3, 3, 3), torch.ones(1, 3, 8, 8)
+    for _ in range(native.NUM_WATCHED):
+        with autocast(DEVICE, BF16, policy="torch"):
+            F.conv2d(x, weight, stride=2)
+            torch.linalg.multi_dot([torch.ones(2, 2)] * 3)
+    assert is_native()
 
 
 def test_they_stay_while_weights_are_used_again() -> None:
@@ -142,14 +152,8 @@ def test_they_come_back_after_an_error_about_dtypes(
     product: Callable[[Tensor], Tensor], expected: torch.dtype
 ) -> None:
     weight, x = weight_of(2, 2), torch.ones(2, 2)
-    with autocast(DEVICE, BF16):  # the first contexts compute it, and keep the kernels
-        assert product(x).dtype is expected
     for _ in range(3):
         step(weight)
-    assert not is_native()
-
-    native.products[DEVICE].num_pins = 0
-    step(weight)
     assert is_native()
     with pytest.raises(RuntimeError) as caught, autocast(DEVICE, BF16):
         product(x)
@@ -263,6 +267,42 @@ def test_an_autocast_that_began_before_has_no_stale_cast() -> None:
         assert not is_native()
 
 
+TOKENS_AT = torch.arange(65_536.0)[None]
+COLUMN = torch.ones(4, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(
+    ("product", "expected"),
+    [
+        (lambda: F.linear(torch.ones(2, 2).double(), torch.ones(2, 2)), torch.float64),
+        (lambda: torch.mm(torch.eye(2).to_sparse_csr(), torch.ones(2, 2)), FP32),
+        (lambda: COLUMN @ TOKENS_AT, FP32),
+        (lambda: torch.mm(COLUMN, TOKENS_AT), FP32),
+        (lambda: torch.bmm(COLUMN[None], TOKENS_AT[None].bfloat16()), FP32),
+    ],
+)
+def test_a_product_that_needs_its_kernel_keeps_it_alone(
+    product: Callable[[], Tensor], expected: torch.dtype
+) -> None:
+    for _ in range(2):
+        with autocast(DEVICE, BF16):
+            assert product().dtype is expected
+    assert is_native()
+    for _ in range(3):
+        with autocast(DEVICE, BF16):
+            assert product().dtype is expected
+            assert F.linear(COLUMN, COLUMN).dtype is BF16  # a layer of one input is lowered
+    assert is_native()
+
+
+def test_what_contracts_nothing_after_the_watch_is_lowered_as_in_torch_autocast() -> None:
+    for _ in range(2):
+        step(weight_of(2, 2))
+    with autocast(DEVICE, BF16):
+        assert (COLUMN @ TOKENS_AT).dtype is BF16
+
+
 # --- threads, memory, graphs ----------------------------------------------------------------------
 
 
@@ -326,75 +366,6 @@ def test_the_change_of_kernels_compiles_nothing_anew() -> None:
 
 
 # --- what a step enters ---------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """A block of GPT."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(self.norms[0](x)).chunk(3, -1)
-        heads = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        result: Tensor = x + self.mlp(self.norms[1](x))
-        return result
-
-
-class LlamaBlock(nn.Module):
-    """A block of Llama: RMS norms by hand, rotary positions, a gated MLP."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v, out, gate, up, down = self.linears
-        angles = torch.arange(x.shape[1])[:, None] / torch.arange(1, 9)[None]
-        cos, sin = (torch.cat([f(angles), f(angles)], -1) for f in (torch.cos, torch.sin))
-
-        def norm(x: Tensor) -> Tensor:
-            wide = x.float()
-            return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-        def turn(x: Tensor) -> Tensor:
-            half = torch.cat([-x[..., 8:], x[..., :8]], -1)
-            return x * cos.to(x.dtype) + half * sin.to(x.dtype)
-
-        y = norm(x)
-        x = x + out(F.scaled_dot_product_attention(turn(q(y)), turn(k(y)), v(y), is_causal=True))
-        y = norm(x)
-        result: Tensor = x + down(F.silu(gate(y)) * up(y))
-        return result
-
-
-TOKENS = torch.arange(8)[None]
-MODELS: dict[str, tuple[nn.Module, Tensor]] = {
-    "GPT": (
-        nn.Sequential(nn.Embedding(8, 16), *(Block() for _ in range(3)), nn.Linear(16, 8)),
-        TOKENS,
-    ),
-    "CNN": (
-        nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(4, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 8),
-        ),
-        torch.ones(2, 3, 12, 12),
-    ),
-    "Llama": (
-        nn.Sequential(
-            nn.Embedding(8, 16), *(LlamaBlock() for _ in range(3)), nn.Linear(16, 8, bias=False)
-        ),
-        TOKENS,
-    ),
-}  # fmt: skip
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from tests.device import DEVICE
 
 from halfstep._autocast import autocast, kernels
-from halfstep._autocast.casts import Float64Met, cast, widest
+from halfstep._autocast.casts import ToPromote, cast, widest
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -23,7 +23,7 @@ def test_casting_goes_into_lists_and_leaves_the_rest() -> None:
 
 
 def test_float64_is_told() -> None:
-    with pytest.raises(Float64Met):
+    with pytest.raises(ToPromote):
         cast([torch.ones(2), (torch.ones(2, dtype=FP64),)], "cpu", BF16)
     assert cast(torch.ones(2, dtype=FP64), "cuda", BF16).dtype == FP64  # on another device
 

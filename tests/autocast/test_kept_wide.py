@@ -19,6 +19,8 @@ ANGLES: dict[str, Callable[[], Tensor]] = {
     "einsum, by row": lambda: torch.einsum("...i,...->...i", FREQUENCIES, POSITIONS[:, None])[:, 0],
     "einsum, sublists": lambda: torch.einsum(POSITIONS, [0], FREQUENCIES, [1], [0, 1]),
     "outer": lambda: torch.outer(POSITIONS, FREQUENCIES),
+    "matmul": lambda: POSITIONS[:, None] @ FREQUENCIES[None],
+    "bmm": lambda: torch.bmm(POSITIONS[None, :, None], FREQUENCIES[None, None])[0],
     "addr": lambda: torch.addr(torch.zeros(2000, 32), POSITIONS, FREQUENCIES),
 }
 
@@ -31,6 +33,17 @@ def test_rotary_positions_are_those_of_float32(name: str, policy: str) -> None:
     with autocast(DEVICE, torch.bfloat16, policy=policy):
         angles = ANGLES[name]()
     assert torch.allclose(angles, POSITIONS[:, None] * FREQUENCIES)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="torch.autocast has no rules for this device")
+def test_an_angle_at_position_60001_is_off_by_1_9_under_torch_autocast() -> None:
+    position = torch.tensor([[60_001.0]])
+    cosines = []
+    for context in (torch.autocast, autocast):
+        with context(DEVICE, torch.bfloat16):
+            cosines.append((position @ torch.ones(1, 1)).float().cos())
+    assert (cosines[0] - position.cos()).abs() > 1.9
+    assert torch.equal(cosines[1], position.cos())
 
 
 @pytest.mark.parametrize("equation", ["bij,bjk->bik", "i,i", "ij,jk", "...d,...d->...", "ij,ij->i"])

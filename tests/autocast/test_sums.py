@@ -28,6 +28,9 @@ Call = Callable[..., Any]
 # What adds up in the backward pass: the gradient of some entry is N.
 BACKWARD: dict[str, tuple[tuple[int, ...], Call]] = {
     "h[index]": ((3, 8), lambda h: h[ONE_ROW]),
+    "h[negative]": ((3, 8), lambda h: h[ONE_ROW - 3]),
+    "h[rows of indices]": ((3, 8), lambda h: h[ONE_ROW.view(64, 64)]),
+    "h[index], 1d": ((3,), lambda h: h[ONE_ROW]),
     "h[:, index]": ((8, 3), lambda h: h[:, ONE_ROW]),
     "h[index, index]": ((3, 3), lambda h: h[ONE_ROW, ONE_ROW]),
     "index_select": ((3, 8), lambda h: h.index_select(0, ONE_ROW)),
@@ -347,9 +350,22 @@ def test_a_traced_model_can_be_saved(tmp_path: Path) -> None:
 
 def test_a_node_has_the_attributes_of_a_node() -> None:
     with autocast(DEVICE, torch.bfloat16):
-        result = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)[ONE_ROW]
+        result = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)[:, ONE_ROW]
     assert result.grad_fn is not None
     assert "Float32Backward" in result.grad_fn.name()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="only there index_select and gather add in float32")
+def test_rows_and_entries_are_selected_without_python_in_the_backward_pass() -> None:
+    h, index = torch.ones(4, 3, dtype=torch.bfloat16, requires_grad=True), torch.tensor([0, 2, 2])
+    with autocast(DEVICE, torch.bfloat16):
+        found = h[index], F.embedding(index, h), h.take(index), h[:, 0][index]
+        assert all(torch.equal(each, torch.ones_like(each)) for each in found)
+        for wrong in (lambda: h[index + 2], lambda: h.take(index + 11)):
+            with pytest.raises(IndexError):
+                wrong()
+    nodes = [type(each.grad_fn).__name__ for each in found]
+    assert nodes == ["IndexSelectBackward0"] * 2 + ["GatherBackward0"] * 2
 
 
 def test_masks_repeat_no_entry_and_need_nothing() -> None:

@@ -67,6 +67,8 @@ def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
     match rule.action:
         case "lower":
             as_pytorch = _cast_to(name, device, dtype, use_cache=_is_product(name))
+            if _may_be_outer(rule, name):
+                as_pytorch = _lower_what_contracts(name, device, dtype)
             return lower_unlike_pytorch(rule, name, device, dtype) or as_pytorch
         case "fp32" if name.partition(".")[0] in _RECURRENT_LAYERS:
             return _recurrent_layer_in_float32(name, device)
@@ -114,7 +116,8 @@ def lower_unlike_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype)
         return _leave(name, device)
     if op == "mkldnn_rnn_layer":
         has_kernel = dispatch.has_onednn(dtype)
-        return None if has_kernel else _cast_to(name, device, torch.float32)
+        in_float32 = _cast_to(name, device, torch.float32)
+        return _lower_layer(name, device, dtype) if has_kernel else in_float32
     is_rounded = sums.are_products_rounded(name, device, dtype)
     return _lower_with_fp32_sums(name, device, dtype) if is_rounded else None
 
@@ -136,16 +139,40 @@ def _recurrent_layer_in_float32(name: str, device: str) -> Kernel:
     return recurrent_layer
 
 
-def _lower_what_contracts(name: str, device: str, dtype: torch.dtype) -> Kernel:
-    """Lower an einsum that multiplies and adds; one operand or an outer product keeps its dtype."""
+def _lower_layer(name: str, device: str, dtype: torch.dtype) -> Kernel:
+    """Lower a recurrent layer without rounding the gradients of large weights, in float32."""
     lower = _cast_to(name, device, dtype, use_cache=True)
-    leave = _leave(name, device)
 
-    def einsum(keys: Keys, equation: str, /, *args: Any, **kwargs: Any) -> Any:
-        kernel = lower if contracts(equation) else leave
-        return kernel(keys, equation, *args, **kwargs)
+    def layer(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
+        for arg in args:
+            if type(arg) is nn.Parameter:  # the first use of a cast is PyTorch's, which rounds
+                weight_cache.cast_in_context(arg, dtype)
+        return lower(keys, *args, **kwargs)
 
-    return einsum
+    return layer
+
+
+def _lower_what_contracts(name: str, device: str, dtype: torch.dtype) -> Kernel:
+    """Lower what multiplies and adds; one operand or an outer product keeps its dtype."""
+    lower = _cast_to(name, device, dtype, use_cache=True)
+    is_einsum = name == "einsum.default"
+    leave = _leave(name, device) if is_einsum else _promote(name, device)
+    adds: Callable[[Any], bool] = contracts if is_einsum else _is_inner
+
+    def product(keys: Keys, first: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return (lower if adds(first) else leave)(keys, first, *args, **kwargs)
+
+    return product
+
+
+def _may_be_outer(rule: Rule, name: str) -> bool:
+    is_product = name in ("matmul.default", "mm.default", "bmm.default")
+    return is_product and rule not in rules_of("torch")
+
+
+def _is_inner(factor: Tensor) -> bool:
+    """Return whether a product with this first factor adds; rotary angles have one term each."""
+    return factor.shape[-1:] != (1,)
 
 
 def _lower_aligned(name: str, device: str, dtype: torch.dtype) -> Kernel:
@@ -182,22 +209,26 @@ pytorchs: set[Kernel] = set()
 
 
 @cache
-def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
+def lower_with_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Return a kernel that uses PyTorch's for everything but cached weights and other detours.
 
     It tells :mod:`halfstep._autocast.native` whenever PyTorch's alone would not do.
     """
     pytorch, detour = pytorch_kernel(name, device), _detours(name, device)
+    may_be_outer = _may_be_outer(rule, name)
 
     def lower(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
+        here = native.products[device]
+        if here.registered is None and name not in here.pinned:  # registered for another dtype
+            return pytorch(keys, *args, **kwargs)
         # On in a plain torch.autocast: it began before ours, or is under use_policy.
         is_cache_on = torch.is_autocast_cache_enabled()
         try:
-            casts: Any = args
-            if not note_weights(args):
-                casts = [cast_weights(arg, device, dtype) for arg in args]
-                if any(map(operator.is_not, casts, args)):
-                    native.thread.was_used = True
+            if may_be_outer and not _is_inner(args[0]):
+                raise ToPromote
+            casts = [cast_weights(arg, device, dtype) for arg in args]
+            if any(map(operator.is_not, casts, args)):
+                native.thread.was_used = True
             if is_cache_on:
                 native.thread.was_used = True
                 torch.set_autocast_cache_enabled(False)  # PyTorch's, for the other arguments
@@ -207,7 +238,7 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
         finally:
             if is_cache_on:
                 torch.set_autocast_cache_enabled(True)
-        native.pin(device)
+        here.pinned.add(name)
         return detour(met, keys, args, kwargs)
 
     pytorchs.add(lower)
@@ -272,7 +303,7 @@ def _detours(name: str, device: str) -> Callable[..., Any]:
     """
 
     def detour(met: type[Detour], keys: Keys, args: Any, kwargs: Any) -> Any:
-        if met is Float64Met:
+        if met is ToPromote:
             return _promote(name, device)(keys, *args, **kwargs)
         return _cast_to(name, device, torch.float32)(keys, *args, **kwargs)
 
@@ -355,6 +386,7 @@ def _add_in_fp32(name: str, device: str) -> Kernel:
     promote, in_float32 = _promote(name, device), _cast_to(name, device, torch.float32)
     adds = sums.adds(name, device)
     with_backward: Any = sums.with_backward_in_float32(name)
+    select = sums.selected(name, device)
     is_rounded = sums.is_rounded(name, device)
 
     def add_in_forward(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
@@ -368,6 +400,10 @@ def _add_in_fp32(name: str, device: str) -> Kernel:
         needs = is_rounded and x.dtype in HALVES and x.requires_grad and torch.is_grad_enabled()
         # F.embedding calls index_select below autograd.
         if needs and adds((x, *args), kwargs) and not dispatch.is_below_autograd(device):
+            with dispatch.exclude_keys(autocast):
+                found = None if kwargs else select(x, *args)
+            if found is not None:
+                return found
             if modes.has_transforms():
                 return add_in_forward(keys, x, *args, **kwargs)
             if products.is_plain((x, *args)):
@@ -494,8 +530,8 @@ class Detour(Exception):  # noqa: N818  # not an error: see _detours
     """Raised for an argument that a kernel does not cast."""
 
 
-class Float64Met(Detour):
-    """Raised for a float64 argument: see :func:`cast`."""
+class ToPromote(Detour):
+    """Raised for a float64 argument, see :func:`cast`, and a product that contracts nothing."""
 
 
 class SparseMet(Detour):
@@ -522,7 +558,7 @@ def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
     Differentiable. Sync: none.
 
     Raises:
-        Float64Met: there is a float64 tensor with dimensions on the device. The op must then run in
+        ToPromote: there is a float64 tensor with dimensions on the device. The op must then run in
             float64. (Raising avoids a second pass over the arguments.)
     """
     if isinstance(value, Tensor):
@@ -534,7 +570,7 @@ def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
                 return _SparseCast.apply(value, dtype)  # type: ignore[no-untyped-call]
             return _TO[dtype](value)
         if value.dim() > 0:
-            raise Float64Met
+            raise ToPromote
         return value
     # A list argument of an op contains tensors and None, or numbers.
     if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
@@ -559,7 +595,7 @@ def lowered(value: Any, device: str, dtype: torch.dtype) -> Any:
     """Cast an argument of a product to lower precision, like :func:`cast`.
 
     Raises:
-        Float64Met: as :func:`cast`.
+        ToPromote: as :func:`cast`.
         SparseMet: it is a sparse tensor, for which most products have no kernel in lower precision,
             forward or backward. The op must then run in float32.
     """
@@ -574,7 +610,7 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
     Differentiable. Sync: none.
 
     Raises:
-        Float64Met: as :func:`cast`.
+        ToPromote: as :func:`cast`.
         SparseMet: as :func:`lowered`.
     """
     kind = type(value)
@@ -583,7 +619,7 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         has = value.dtype
         if has is torch.float64 and value.device.type == device and value.dim() > 0:
-            raise Float64Met
+            raise ToPromote
         if value.layout in _SPARSE:
             raise SparseMet
         # Not a DTensor: PyTorch does not count all writes to one.
@@ -594,32 +630,10 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
         kept = weight_cache.cast_in_context(value, dtype)
         return value if kept is None else kept
     # A product of one factor, such as einsum("ij->ji", weight), is a view of it.
-    if isinstance(value, (list, tuple)) and len(value) > 1:
-        return [cast_weights(item, device, dtype) for item in value]
+    if isinstance(value, (list, tuple)) and len(value) > 1 and not isinstance(value[0], int):
+        casts = [cast_weights(item, device, dtype) for item in value]
+        return casts if any(map(operator.is_not, casts, value)) else value
     return value
-
-
-def note_weights(args: Iterable[Any]) -> bool:
-    """Note first uses of weights; return whether PyTorch is to cast all arguments of an op.
-
-    False if it takes more than a glance at each to decide. Sync: none.
-    """
-    for arg in args:
-        kind = type(arg)
-        if kind is nn.Parameter:
-            is_plain = arg.dtype is not torch.float64 and arg.layout is torch.strided
-            if not is_plain:
-                return False
-            # is_small() of a strided one, without the call.
-            is_small = arg.is_cpu and arg.nbytes < weight_cache.SMALL and not arg.is_nested
-            if not (is_small or weight_cache.note_first_use(arg)):
-                return False
-        elif kind is Tensor:
-            if arg.dtype is torch.float64 or arg.layout is not torch.strided:
-                return False
-        elif kind not in _NO_TENSORS:
-            return False
-    return True
 
 
 def cast_any(value: Any, device: str, dtype: torch.dtype) -> Any:

@@ -2,16 +2,18 @@
 
 PyTorch's own kernels at the Autocast keys cast what a product needs, without Python. In halfstep's
 contexts PyTorch's cache of casts is off, so they compute bit for bit what halfstep's compute: one
-cast for each use of a weight, whose gradients are added in float32. Halfstep's do more in two
+cast for each use of a weight, whose gradients are added in float32. Halfstep's do more in three
 cases, for which the first contexts of each device and gradient mode are watched:
 
 - a weight is used again in a context: its cast is kept, which saves time and memory;
-- an argument is in float64 or sparse: the product runs in float64 or float32.
+- an argument is in float64 or sparse: the product runs in float64 or float32;
+- a product contracts nothing, like that of a column and a row: lowering would only round it.
 
-If neither happens in :data:`NUM_WATCHED` contexts, halfstep's kernels leave the dispatcher, for
-plain ``torch.autocast`` too. They come back after an error about dtypes, after a context that made
-another number of autograd nodes than those watched (another model, a longer loop), and every
-:data:`NUM_UNWATCHED` contexts. The next contexts are watched then, not that one itself.
+The kernels of products like the last two stay. The others leave the dispatcher, for plain
+``torch.autocast`` too, if no cast was kept in :data:`NUM_WATCHED` contexts. They come back after an
+error about dtypes, after a context that made another number of autograd nodes than those watched
+(another model, a longer loop), and every :data:`NUM_UNWATCHED` contexts. The next contexts are
+watched then, not that one itself.
 
 The dispatcher reads its tables without a lock. So kernels come and go only while no thread is
 inside a context of halfstep, nor recomputes what one contained.
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 
 import torch
@@ -68,8 +70,11 @@ class Products:
         self.registered: dispatch.PythonKernels | None = dispatch.PythonKernels()
         """Halfstep's kernels; None while PyTorch's are in place."""
         self.watches: dict[bool, _Watch] = {}
-        self.num_pins = 0
+        self.num_holds = 0
         """The number of reasons to leave halfstep's kernels in place."""
+        self.pinned: set[str] = set()
+        """The overloads whose kernels stay: a call of theirs was not one for PyTorch's."""
+        self._lasting = dispatch.PythonKernels()
 
     def add(self, kernels: Mapping[str, Kernel], permanent: Set[str]) -> None:
         """Add kernels of halfstep, by overload, and the overloads that have theirs permanently.
@@ -81,21 +86,22 @@ class Products:
             both = {**self._kernels, **kernels}
             self._kernels = {op: both[op] for op in both if op not in self._permanent}
             if self.registered is not None:
-                self._register(self.registered)
+                self._register(self.registered, self._kernels)
 
     def settle(self) -> None:
         """Register or remove halfstep's kernels, as needed; no thread may be in a context."""
         watches = self.watches.values()
-        if self.num_pins or not watches or any(watch.needs_kernels for watch in watches):
+        if self.num_holds or not watches or any(watch.needs_kernels for watch in watches):
             if self.registered is None:
                 self.registered = dispatch.PythonKernels()
-                self._register(self.registered)
+                self._register(self.registered, self._kernels)
         elif self.registered is not None:
+            self._register(self._lasting, self.pinned)
             self.registered.remove()
             self.registered = None
 
-    def _register(self, kernels: dispatch.PythonKernels) -> None:
-        for op in sorted(self._kernels):
+    def _register(self, kernels: dispatch.PythonKernels, ops: Iterable[str]) -> None:
+        for op in sorted(self._kernels.keys() & ops):
             kernels.register(overload(op), self._key, self._kernels[op])
 
 
@@ -130,7 +136,7 @@ def begin(device: str) -> None:
             watch.left -= 1
             if watch.left == 0:
                 watch.resume()
-        if here.registered is None and (watch.needs_kernels or here.num_pins) and not _num_running:
+        if here.registered is None and (watch.needs_kernels or here.num_holds) and not _num_running:
             here.settle()
         _num_running += 1
     has_kernels = here.registered is not None
@@ -176,23 +182,17 @@ def recomputing() -> Iterator[None]:
             _num_running -= 1
 
 
-def pin(device: str) -> None:
-    """Keep halfstep's kernels from now on, for a product that PyTorch's cannot compute."""
-    with _lock:
-        products[device].num_pins += 1
-
-
 def hold(device: str) -> None:
     """Have halfstep's kernels in all threads until :func:`release`."""
     with _lock:
-        products[device].num_pins += 1
+        products[device].num_holds += 1
         products[device].settle()
 
 
 def release(device: str) -> None:
     """Undo :func:`hold`; the next context that ends removes the kernels."""
     with _lock:
-        products[device].num_pins -= 1
+        products[device].num_holds -= 1
 
 
 _ABOUT_DTYPES = re.compile("dtype|not implemented for|scalar type|[Dd]ouble")
@@ -201,8 +201,9 @@ _ABOUT_DTYPES = re.compile("dtype|not implemented for|scalar type|[Dd]ouble")
 def explain(error: RuntimeError, device: str) -> None:
     """Note the cure on an error that halfstep's kernels of products might not have raised."""
     here = products[device]
-    if here.registered is None and not here.num_pins and _ABOUT_DTYPES.search(str(error)):
-        pin(device)
+    if here.registered is None and not here.num_holds and _ABOUT_DTYPES.search(str(error)):
+        with _lock:
+            here.num_holds += 1
         error.add_note(_NOTE)
 
 

@@ -98,7 +98,7 @@ class PolicyOnDevice:
             return None
         is_native = native and rule.action == theirs == "lower"
         if is_native and lower_unlike_pytorch(rule, op, self.device, dtype) is None:
-            return lower_with_pytorch(op, self.device, dtype)
+            return lower_with_pytorch(rule, op, self.device, dtype)
         return carry_out(rule, op, self.device, dtype)
 
 

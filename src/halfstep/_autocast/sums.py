@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep._common.nested import map_leaves, tensors_in
-from halfstep._pytorch import dispatch
+from halfstep._pytorch import dispatch, modes
 from halfstep._pytorch.devices import facts
 from halfstep._pytorch.dispatch import arguments_of, callable_of, overload
 
@@ -138,6 +138,38 @@ def out_of_place(name: str) -> Callable[..., Any] | None:
     op, _, of_op = name.partition(".")
     into = op.rstrip("_")
     return callable_of(overload(f"{into}.{of_op}")) if into in _ADD_INTO else None
+
+
+def selected(name: str, device: str) -> Callable[..., Tensor | None]:
+    """Return what selects like an overload, with a backward pass of PyTorch that adds in float32.
+
+    It returns None for what it leaves to :func:`with_backward_in_float32`: calls of other kinds,
+    negative indices, and devices without such a backward pass of ``index_select`` and ``gather``.
+    """
+    exact = facts(device).adds_in_float32 | facts(device).adds_rows_in_float32
+    select, gather, op = torch.index_select, torch.gather, name.partition(".")[0]
+    find = _SELECTED.get(op) if exact >= {"index_select", "gather"} else None
+
+    def call(x: Tensor, *args: Any) -> Tensor | None:
+        x, index = find(x, *args) if find else (x, None)
+        if type(x) not in (Tensor, nn.Parameter) or type(index) is not Tensor or modes.is_tracing():
+            return None
+        places = index if index.dim() == 1 else index.flatten()
+        try:
+            found = gather(x, 0, places) if x.dim() == 1 else select(x, 0, places)
+        except (IndexError, RuntimeError):
+            return None
+        return found if index is places else found.view(index.shape + x.shape[1:])
+
+    return call
+
+
+# The tensor from whose rows or entries an op selects, and the indices; None for other calls.
+_SELECTED: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    "index": lambda x, indices: (x, indices[0] if len(indices) == 1 else None),
+    "take": lambda x, index: (x.flatten(), index),
+    "embedding": lambda x, index, pad=-1, *flags: (x, None if pad >= 0 or any(flags) else index),
+}
 
 
 def with_backward_in_float32(name: str) -> Callable[..., Any] | None:

@@ -25,28 +25,6 @@ from halfstep._pytorch import amp, modes, storages
 SMALL = 2**17
 """Size in bytes below which casting a weight on the CPU is faster than a lookup."""
 
-
-def is_small(weight: Tensor) -> bool:
-    """Return whether casting a weight is faster than looking up its cast."""
-    is_plain = weight.is_cpu and weight.layout is torch.strided and not weight.is_nested
-    return is_plain and weight.nbytes < SMALL
-
-
-def can_be_kept(weight: Tensor) -> bool:
-    """Return whether casts of a weight may be kept and used now.
-
-    They may not if the cache is disabled, inside ``vmap`` and the like, under a dispatch mode
-    (selective checkpointing replays ops in order), or during tracing.
-    """
-    return (
-        weight.layout is torch.strided
-        and not weight.is_nested
-        and not is_small(weight)
-        and is_on()
-        and not modes.is_tracing()
-    )
-
-
 # --- the casts of one weight ----------------------------------------------------------------------
 
 
@@ -182,25 +160,19 @@ def cast_in_context(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return :meth:`Casts.cast` of a weight, for the outermost context of this thread.
 
     It keeps no more than torch.autocast does: casts of float32 parameters that require a gradient,
-    outside of inference mode. Sync: none.
+    outside of inference mode; and none inside ``vmap`` and the like, under a dispatch mode
+    (selective checkpointing replays ops in order), or during tracing. PyTorch casts at the first
+    use, in less time: most weights are used once in training. Sync: none.
     """
-    if note_first_use(weight) or not (can_be_kept(weight) and _is_kept_by_torch(weight)):
+    is_plain = weight.layout is torch.strided and not weight.is_nested
+    if not is_plain or (weight.is_cpu and weight.nbytes < SMALL):
         return None
-    return used.casts[id(weight)][1].cast(weight, dtype)
-
-
-def note_first_use(weight: Tensor) -> bool:
-    """Return whether a weight was not used before in the outermost context of this thread.
-
-    Then PyTorch casts it, in less time. Most weights are used once in training. Sync: none.
-    """
-    if id(weight) in used.casts:
-        return False
-    casts = Casts()
-    if weight.is_cuda:
-        casts.note_capture(weight)
-    used.casts[id(weight)] = weight, casts
-    return True
+    if id(weight) not in used.casts:
+        used.casts[id(weight)] = weight, Casts()
+        used.casts[id(weight)][1].note_capture(weight)
+    elif is_on() and _is_kept_by_torch(weight) and not modes.is_tracing():
+        return used.casts[id(weight)][1].cast(weight, dtype)
+    return None
 
 
 def _is_kept_by_torch(weight: Tensor) -> bool:

@@ -42,8 +42,12 @@ def keys_below(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
 
 def is_below_autograd(device_type: str) -> bool:
     """Return whether this thread runs a kernel of a device, where autograd does not see its ops."""
-    key = torch._C.DispatchKey.__members__["Autograd" + autocast_key(device_type).name[8:]]
-    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(key))
+    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(_autograd_key(device_type)))
+
+
+@cache  # to make the dictionary of the keys takes 20 microseconds
+def _autograd_key(device_type: str) -> torch._C.DispatchKey:
+    return torch._C.DispatchKey.__members__["Autograd" + autocast_key(device_type).name[8:]]
 
 
 def overload(name: str) -> torch._ops.OpOverload:
