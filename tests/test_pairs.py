@@ -397,7 +397,7 @@ def signature_of(optimizer: torch.optim.Optimizer) -> inspect.Signature:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "AdamW fused", "SGD fused", "Adagrad fused"])
 def test_any_order_around_a_step(optimizer: str, tmp_path: Path) -> None:
-    """The step keeps its signature: PyTorch's scaler and ours look for ``grad_scaler`` in it."""
+    """The step keeps its signature, in which PyTorch's scaler and ours look for ``grad_scaler``."""
     case = Case(optimizer, "bf16 split", ("guard", "scheduler"))
     theirs = ByHand(case, {}).take_steps().weights
     before = signature_of(ByHand(case, {}).optimizer)

@@ -318,7 +318,7 @@ class World:
     def is_first(self, optimizer: torch.optim.Optimizer) -> bool:
         """Say whether the step is one of the first, which are measured."""
         engine = self.scaler._engine
-        memory = engine.journal.memories.get(id(optimizer))
+        memory = engine.journal.plans.get(id(optimizer))
         is_measuring = memory is None or memory.early_clipping.is_measuring
         return engine.loss_scale.state.scale != 1.0 and is_measuring
 

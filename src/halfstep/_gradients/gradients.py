@@ -45,7 +45,6 @@ _USUAL_PARAMETERS = {Tensor, torch.nn.Parameter}
 _NONE_TYPE = type(None)
 _STRIDED = {torch.strided}
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
-_grad, _dtype, _layout, _device = map(attrgetter, ("grad", "dtype", "layout", "device"))
 
 
 @dataclass(eq=False, slots=True)
@@ -228,7 +227,7 @@ def collect(params: Iterable[Tensor]) -> Gradients:
     """
     params = list(params)
     # Read once: attribute access adds up for thousands of parameters.
-    grads: list[Any] = list(map(_grad, params))
+    grads: list[Any] = list(map(attrgetter("grad"), params))
     types = set(map(type, grads))
     if _NONE_TYPE in types:
         types.remove(_NONE_TYPE)
@@ -242,17 +241,17 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         values = list(map(local_part, grads))
     # Thousands of similar gradients: one map() per property takes half the time of one loop that
     # checks all properties of each gradient.
-    dtypes = set(map(_dtype, values))
+    dtypes = set(map(attrgetter("dtype"), values))
     if (
         _COMPLEX.isdisjoint(dtypes)
-        and set(map(_layout, values)) <= _STRIDED
+        and set(map(attrgetter("layout"), values)) <= _STRIDED
         and (
             all(map(Tensor.is_contiguous, values))
             or not any(0 in stride for stride in map(Tensor.stride, values))
         )
         and not any(map(Tensor.is_neg, values))
     ):
-        devices = set(map(_device, values))
+        devices = set(map(attrgetter("device"), values))
         is_one_kind = len(devices) == len(dtypes) == 1
         by_kind = {(*devices, *dtypes): values} if is_one_kind else _by_kind(values)
         return Gradients(params, grads, values, by_kind, dtypes)

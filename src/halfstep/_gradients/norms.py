@@ -43,6 +43,16 @@ class Norms:
     """By device: the positions of its gradients in ``params``, and the sums of their squares."""
     scale: Scalar | None
     """The number by which the gradients were multiplied when measured; None if unscaled."""
+    squares: Scalar = math.nan
+    """The sum of all squares, over all ranks, once it was formed."""
+    found_inf: Tensor | None = None
+    """1 if that is inf or NaN, else 0, on the device of the scale."""
+
+    @property
+    def norm(self) -> Scalar:
+        """The total norm, unscaled, once the squares were summed."""
+        norm = root(self.squares)
+        return norm if self.scale is None else norm / self.scale
 
     def total(self, device: torch.device) -> Scalar:
         """Return the total norm of all gradients, not unscaled, for ``device``."""

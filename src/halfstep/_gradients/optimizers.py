@@ -349,24 +349,20 @@ def writes_unscaled(optimizer: torch.optim.Optimizer) -> bool:
 
 _NOT_SET = object()
 
-_takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""Results by the function behind ``step``, so that signatures are read only once."""
 
-
-def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer.step`` takes the scaler itself (the older protocol)."""
-    step = optimizer.step
-    function = getattr(step, "__func__", step)
-    is_function = type(function) is FunctionType  # other callables may not be hashable
-    found = _takes_scaler.get(function) if is_function else None
-    if found is None:
-        try:
-            found = "grad_scaler" in inspect.signature(step).parameters
-        except ValueError:  # a method wrapped twice with functools.wraps, or a built-in
-            found = False
-        if is_function:
-            _takes_scaler[function] = found
-    return found
+def refuse_older_protocol(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError if ``optimizer.step`` takes the scaler itself."""
+    parameters: Iterable[str] = ()
+    with suppress(ValueError):  # a method wrapped twice with functools.wraps, or a built-in
+        parameters = inspect.signature(optimizer.step).parameters
+    if "grad_scaler" in parameters:
+        raise TypeError(
+            f"step({name(optimizer)}): its step() takes the scaler (grad_scaler=...), the older "
+            "protocol of torch.amp, which no optimizer of PyTorch uses any more. Cure: leave "
+            f"{HANDLES_SCALE} out of the optimizer, and the scaler unscales and checks; or let "
+            "step() divide by self.grad_scale and skip if self.found_inf is 1: both are set while "
+            "it runs"
+        )
 
 
 def step_with_scale(

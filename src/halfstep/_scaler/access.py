@@ -12,7 +12,7 @@ from torch import Tensor
 from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.gradients import Gradients, parameters
 from halfstep._scaler.iteration import Stage
-from halfstep._scaler.ledger import Entry, GradientCheck
+from halfstep._scaler.ledger import Check, Entry
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.scaler import GradScaler
 
@@ -63,7 +63,7 @@ def add_check(
     ``found_inf``: device to float32 scalar, 1 if a gradient on the device is inf or NaN.
     """
     engine = scaler._engine
-    check = GradientCheck(engine.loss_scale, found_inf)
+    check = Check(engine.loss_scale, found_inf)
     ranks = engine.ranks_of("step", optimizer, parameters(optimizer))
     check.agreement = ranks.agree_on(check)
     return engine.iteration.ledger.mark(gradients, check)

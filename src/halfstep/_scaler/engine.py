@@ -179,8 +179,8 @@ class Engine:
         self.iteration.ledger.close()
         if self.buffers.watched:
             for step in self.iteration.steps.values():
-                if step.skip is None:
-                    self.buffers.restore(step.decide().skip)
+                if step.skip is None and (skip := step.decide().skip) is not None:
+                    self.buffers.restore(skip)
             self.buffers.end()
         self.iteration, self.is_usual = Iteration(), True
         outcomes, self.journal.open = self.journal.open, []
@@ -196,8 +196,8 @@ class Engine:
         for step in self.iteration.steps.values():
             optimizer = step.optimizer
             if step.stage is Stage.UNSCALED and optimizer is not None and step.checks:
-                decided = step.decide()
-                outcome = outcome_of(decided, optimizer, self.names, None, can_measure_late=False)
+                step = step.decide()
+                outcome = outcome_of(step, optimizer, self.names, None, can_measure_late=False)
                 outcome.is_left_out, outcome.num_losses = True, self.iteration.num_losses
                 found.append(outcome)
         return found

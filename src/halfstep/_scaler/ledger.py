@@ -23,7 +23,7 @@ from halfstep._scaler.loss_scale import LossScale
 
 
 @dataclass(eq=False, slots=True)
-class GradientCheck:
+class Check:
     """A check of gradients that share one scale; the result updates that scale.
 
     Attributes:
@@ -89,7 +89,7 @@ class Entry:
     """
 
     gradients: Gradients
-    check: GradientCheck
+    check: Check
     left_scaled_by: tuple[Scalar, Scalar] | None = None
     versions: list[int] = field(init=False)
 
@@ -134,7 +134,7 @@ class Ledger:
     def mark(
         self,
         gradients: Gradients,
-        check: GradientCheck,
+        check: Check,
         left_scaled_by: tuple[Scalar, Scalar] | None = None,
     ) -> Entry:
         """Record that gradients were checked, and unscaled unless ``left_scaled_by`` is given."""
@@ -201,7 +201,7 @@ class Ledger:
         """Return whether it is not known what any of the gradients is multiplied by."""
         return bool(self._in_doubt) and any(id(param.grad) in self._in_doubt for param in params)
 
-    def forget(self, checks: Iterable[GradientCheck]) -> None:
+    def forget(self, checks: Iterable[Check]) -> None:
         """Forget checks: their gradients count as scaled."""
         forgotten = set(checks)
         self.entries = [entry for entry in self.entries if entry.check not in forgotten]

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfstep._common.numbers import power
+from halfstep._common.numbers import power, things
 from halfstep._gradients.gradients import Gradients, collect, is_as_seen, seen
-from halfstep._gradients.norms import norms_of
+from halfstep._gradients.norms import Norms, norms_of
 from halfstep._gradients.optimizers import Names
 from halfstep._gradients.scalars import Scalar, round_to_float32
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
 from halfstep._scaler.agreement import Agreement
-from halfstep._scaler.culprits import Culprit, culprits
-from halfstep._scaler.iteration import Decided, Measured
+from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale, Snapshot, state_of
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep._scaler.updates import PendingUpdate
@@ -67,6 +67,51 @@ class Counts(NamedTuple):
     since: int | None
 
 
+@dataclass(frozen=True)
+class Culprit:
+    """A parameter whose gradient is inf or NaN.
+
+    Attributes:
+        name: Its name in the watched module, else its position in the optimizer.
+        num_inf: Number of entries that are inf or -inf.
+        num_nan: Number of entries that are NaN.
+        num_entries: Number of entries.
+        amax: Largest finite magnitude, multiplied by the scale if the gradient still is.
+
+    The numbers are 0 if the gradient was gone before it could be inspected.
+    """
+
+    name: str
+    num_inf: int = 0
+    num_nan: int = 0
+    num_entries: int = 0
+    amax: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.num_entries:
+            return self.name
+        bad = [f"{n} {kind}" for n, kind in ((self.num_inf, "inf"), (self.num_nan, "NaN")) if n]
+        return (
+            f"{self.name}: {' and '.join(bad)} of {things(self.num_entries, 'entry', 'entries')}, "
+            f"largest finite magnitude {self.amax:.3g}"
+        )
+
+
+@torch.no_grad()
+def culprits(gradients: Gradients, names: Iterable[str]) -> list[Culprit]:
+    """Count inf and NaN in every gradient. Slow and with syncs: only for messages."""
+    found = []
+    for name, values in zip(names, gradients.values, strict=True):
+        finite = values.isfinite()
+        num_bad = values.numel() - int(finite.sum())
+        if num_bad:
+            num_nan = int(values.isnan().sum())
+            magnitudes = values.abs().where(finite, 0)
+            amax = magnitudes.max().item()
+            found.append(Culprit(name, num_bad - num_nan, num_nan, values.numel(), amax))
+    return found
+
+
 class Outcome:
     """The outcome of one call of :meth:`halfstep.GradScaler.step`, read lazily.
 
@@ -109,7 +154,7 @@ class Outcome:
         gradients: Gradients,
         skip: Scalar,
         multiplier: Scalar | None,
-        measured: Measured | None,
+        norms: Norms | None,
         can_measure_late: bool,
     ) -> None:
         """Keep the results of a step, and the parameters instead of the gradients, to save memory.
@@ -121,7 +166,7 @@ class Outcome:
             gradients: The gradients.
             skip: 1 if the step was skipped, else 0.
             multiplier: The number by which the gradients are multiplied now, None if unscaled.
-            measured: The gradients before any clipping, if they were measured.
+            norms: What was measured before any clipping.
             can_measure_late: Whether the unscaled gradients still have their original values.
         """
         self.optimizer_name = type(optimizer).__name__
@@ -136,10 +181,10 @@ class Outcome:
         # The following is kept only while this is the last outcome of the optimizer.
         self._multiplier, self._can_measure_late = multiplier, can_measure_late
         # Those that were measured: gradients may have been replaced since clip_grad_norm_().
-        self._measured = norms = None if measured is None else measured.norms
+        self._measured = norms
         self._params: list[Tensor] | None = gradients.params if norms is None else norms.params
         # The sum of squares as measured, and what the gradients were multiplied by.
-        self._squares = None if measured is None else measured.squares
+        self._squares = None if norms is None else norms.squares
         self._measured_scale = None if norms is None else norms.scale
         # Used to detect zero_grad() and a new backward(), which affect almost all gradients. If
         # norms were measured, the gradients are not read again, and the first one suffices.
@@ -342,7 +387,7 @@ class Outcome:
 
 
 def outcome_of(
-    decided: Decided,
+    step: Step,
     optimizer: torch.optim.Optimizer,
     names: Names,
     multiplier: Scalar | None,
@@ -350,20 +395,20 @@ def outcome_of(
     can_measure_late: bool,
 ) -> Outcome:
     """Return the outcome of a step as it ended; ``multiplier``: that of the gradients now."""
-    checked, gathered = decided.checked, decided.checked.gathered
+    assert step.skip is not None
     outcome = Outcome(
         optimizer,
         names,
-        gathered.loss_scale,
-        gathered.gradients,
-        decided.skip,
+        step.loss_scale,
+        step.gradients,
+        step.skip,
         multiplier,
-        checked.unclipped,
+        step.unclipped,
         can_measure_late,
     )
-    outcome._found_before = decided.found_inf
-    if gathered.ranks.is_together:
-        outcome._agreements = checked.agreements()
+    outcome._found_before = step.found_inf
+    if step.ranks.is_together:
+        outcome._agreements = step.agreements()
     return outcome
 
 

@@ -20,9 +20,9 @@ from halfstep._common.text import warn
 from halfstep._gradients.optimizers import (
     handles_scale,
     name,
+    refuse_older_protocol,
     require_optimizer,
     split_closure,
-    takes_scaler,
 )
 from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
@@ -220,6 +220,7 @@ class GradScaler(TorchAttributes):
         Raises:
             CallOrderError: Before ``scale``, twice without an ``update`` in between, without any
                 gradient, or with a closure that calls ``backward`` on an unscaled loss.
+            TypeError: ``optimizer.step`` takes the scaler itself (``grad_scaler=``).
             ValueError: The gradients are float16 and the optimizer cannot unscale them itself.
 
         Sync: one; none for an optimizer that handles the scale itself; with a closure, one for each
@@ -227,7 +228,7 @@ class GradScaler(TorchAttributes):
         """
         if not self._is_enabled:
             return disabled.step(self._engine, optimizer, args, kwargs, max_norm)
-        if not (hasattr(optimizer, "param_groups") or handles_scale(optimizer)):
+        if not hasattr(optimizer, "param_groups"):
             require_optimizer("step", optimizer)
         if max_norm is not None and not (type(max_norm) is float and max_norm >= 0.0):
             max_norm = clipping.checked_max_norm(max_norm)
@@ -248,8 +249,8 @@ class GradScaler(TorchAttributes):
                 if result is not usual.NOT_USUAL:
                     return result
             is_fused = handles_scale(optimizer)
-            if is_fused and takes_scaler(optimizer):
-                return self._step_with_scaler(optimizer, args, kwargs, max_norm)
+            if is_fused and id(optimizer) not in self._engine.journal.plans:
+                refuse_older_protocol(optimizer)
             if overridden:
                 return overrides.step(self, optimizer, args, kwargs, is_fused=is_fused)
             return step.take(self._engine, optimizer, args, kwargs, max_norm, is_fused=is_fused)
@@ -416,8 +417,8 @@ class GradScaler(TorchAttributes):
         Sync: none.
         """
         self._engine.ranks.replicated(params, process_group)
-        for memory in self._engine.journal.memories.values():
-            memory.plan = None
+        for plan in self._engine.journal.plans.values():
+            plan.key = None
 
     def after_step(
         self,

@@ -8,6 +8,7 @@ usual step from where it finds inf or NaN. Both give the same numbers, bit for b
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from halfstep._gradients.norms import clip_coefficient, norms_of
 from halfstep._gradients.optimizers import HANDLES_SCALE, step_with_scale, writes_unscaled
 from halfstep._gradients.scalars import CPU
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Checked, Gathered, Measured
+from halfstep._scaler.iteration import Step
 from halfstep._scaler.journal import Plan, Taken
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks import key_of
@@ -31,40 +32,40 @@ USUAL_KINDS = {(CPU, dtype) for dtype in (torch.float32, torch.bfloat16, torch.f
 
 def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
     """Take a usual step; return ``NOT_USUAL``, with nothing done, if it is not one. Sync: none."""
-    memory, loss_scale = engine.journal.memories.get(id(optimizer)), engine.loss_scale
-    if memory is None or memory.plan is None or not engine.is_usual:
+    plan, loss_scale = engine.journal.plans.get(id(optimizer)), engine.loss_scale
+    if plan is None or plan.key is None or not engine.is_usual:
         return NOT_USUAL
-    plan, scale = memory.plan, loss_scale.calm_number()
+    scale = loss_scale.calm_number()
     if scale is None or engine.taken is not None or engine.unused.by_param:
         return NOT_USUAL
     params = _params(plan, optimizer)
     if params is None:
-        memory.plan = None
+        plan.key = None
         return NOT_USUAL
     gradients, is_fused, make_step = collect(params), plan.is_fused, optimizer.step
     if not gradients.grads or not all(map(USUAL_KINDS.__contains__, gradients.by_kind)):
         return NOT_USUAL
-    measured = coefficient = None
+    norms = coefficient = None
     if max_norm is not None or (is_fused and gradients.is_measured_fast()):
         norms = norms_of(gradients, scale)
         squares = norms.sum_of_squares(CPU).item()
         is_finite, flag = math.isfinite(squares), scalars.flag_nonfinite(squares, CPU)
-        measured = Measured(norms, squares, flag)
+        norms = replace(norms, squares=squares, found_inf=flag)
     else:
         (flag,) = gradients.multiply_(1.0 if is_fused else scalars.reciprocal(scale)).values()
         is_finite = flag.item() == 0.0
 
-    def checked(is_scaled: bool) -> Checked:
+    def step(is_scaled: bool) -> Step:
         """Return what the long road goes on from."""
-        gathered = Gathered(optimizer, loss_scale, gradients, scale, ranks=plan.ranks)
-        own = new_check(gathered, {CPU: flag})
-        return Checked(gathered, scale if is_scaled else None, own, measured)
+        scaled = Step(optimizer, loss_scale, gradients, scale, norms=norms, ranks=plan.ranks)
+        own = new_check(scaled, {CPU: flag})
+        return replace(scaled, multiplier=scale if is_scaled else None, own=own)
 
     if not is_finite:
-        found = checked(is_fused or measured is not None)
-        return finish(engine, optimizer, memory, make_step, found, max_norm, is_fused=is_fused)
-    if measured is not None and max_norm is not None:
-        coefficient = clip_coefficient(measured.norm, max_norm)
+        found = step(is_fused or norms is not None)
+        return finish(engine, plan, make_step, found, max_norm, is_fused=is_fused)
+    if norms is not None and max_norm is not None:
+        coefficient = clip_coefficient(norms.norm, max_norm)
     can_measure_late = not is_fused or writes_unscaled(optimizer)
     try:
         if is_fused:
@@ -76,16 +77,16 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
                 gradients.multiply_(factor, was_just_read=True)
             result = make_step()
     except BaseException as error:
-        failed(engine, memory, checked(is_fused), error)
+        failed(engine, plan, step(is_fused), error)
         raise
 
-    multiplier = None if not is_fused else 1.0 if measured is None else scale
+    multiplier = None if not is_fused else 1.0 if norms is None else scale
     outcome = Outcome(
-        optimizer, engine.names, loss_scale, gradients, 0.0, multiplier, measured, can_measure_late
+        optimizer, engine.names, loss_scale, gradients, 0.0, multiplier, norms, can_measure_late
     )
     outcome.num_losses = engine.num_losses
-    engine.journal.add(memory, outcome)
-    engine.taken = Taken(optimizer, gradients, plan, flag, measured, outcome)
+    engine.journal.add(plan, outcome)
+    engine.taken = Taken(optimizer, gradients, plan.ranks, flag, norms, outcome)
     return result
 
 
