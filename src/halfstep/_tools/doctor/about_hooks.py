@@ -89,14 +89,14 @@ def _why_not_linear(node: ast.AST, names: set[str]) -> str:
         case ast.Call(func=called):
             method = called.attr if isinstance(called, ast.Attribute) else dotted(called)
             operands = [called.value] if isinstance(called, ast.Attribute) else []
-            operands += [each for each in arguments(node) if not _is_zero(each)]
+            operands += [each for each in arguments(node) if ast.unparse(each) not in ("0", "0.0")]
             read = [_reads(each, names) for each in operands]
-            is_limit = _BOUNDED.match(method) or (_CLAMPS.match(method) and not all(read[1:]))
-            if any(read) and is_limit:
+            others = read[1:]
+            if any(read) and (
+                _BOUNDED.match(method) or (_CLAMPS.match(method) and not all(others))
+            ):
                 return _LIMITED
-            return (
-                _ADDED if _ADDS.match(method) and read[:1] == [True] and not any(read[1:]) else ""
-            )
+            return _ADDED if _ADDS.match(method) and any(read[:1]) and not any(others) else ""
         case (
             ast.BinOp(op=ast.Add() | ast.Sub(), left=left, right=right)
             | ast.AugAssign(op=ast.Add() | ast.Sub(), target=left, value=right)
@@ -107,10 +107,6 @@ def _why_not_linear(node: ast.AST, names: set[str]) -> str:
         case ast.BinOp(op=ast.Div(), left=left, right=right):
             return _LIMITED if _reads(left, names) and _reads(right, names) else ""
     return ""
-
-
-def _is_zero(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and not node.value
 
 
 def _reads(node: ast.AST, names: set[str]) -> bool:
