@@ -292,7 +292,7 @@ def refuse_float16(gradients: Gradients, owner: str, names: list[str]) -> None:
     rest = f" and {len(found) - NUM_NAMED} more" if len(found) > NUM_NAMED else ""
     raise ValueError(
         f"{owner} has float16 gradients, which cannot be unscaled without "
-        f"losing what the scale is there to keep: {', '.join(found[:NUM_NAMED])}{rest}.\n"
+        f"losing the small values that the scale protects: {', '.join(found[:NUM_NAMED])}{rest}.\n"
         "Cause: these parameters are stored in float16 (model.half(), .to(torch.float16), or a "
         "checkpoint loaded in float16).\n"
         "Cure: keep the parameters in float32 (model.float()) and let autocast choose float16 for "

@@ -161,8 +161,8 @@ class Replacements:
         if not self.is_called:
             raise CallOrderError(
                 f"step({name(optimizer)}): this is the step from before {self._feature}(), which "
-                f"{self._harm}. Something has kept it: call {self._feature}(optimizer) first, and "
-                "then what keeps its step, such as accelerator.prepare(optimizer)"
+                f"{self._harm}. Other code stored it: call {self._feature}(optimizer) first, and "
+                "then the code that stores its step, such as accelerator.prepare(optimizer)"
             )
 
 

@@ -133,7 +133,7 @@ def master_weights(
         )
     if not is_whole(optimizer):
         raise TypeError(
-            f"{call}: it wraps an optimizer, and a checkpoint would not have its own state. Pass "
+            f"{call}: it wraps an optimizer, and a checkpoint would omit the wrapper's state. Pass "
             "the optimizer that it wraps"
         )
     if optimizer in _MASTERS:
@@ -375,7 +375,7 @@ def _refuse_removed_stores(
     for store, (key, where) in REMOVED.items():
         if any(key in each for each in (*state.values(), *groups) if isinstance(each, dict)):
             raise ValueError(
-                f"master_weights({type(optimizer).__name__}): the state is that of the store "
+                f"master_weights({type(optimizer).__name__}): the state comes from the store "
                 f"{store!r}, which was removed ({where}). To continue from the rounded parameters, "
                 f"delete each {key!r} in its state and param_groups first"
             )
@@ -442,8 +442,8 @@ def float32_weights(model: torch.nn.Module, *optimizers: Optimizer) -> dict[str,
     if lower and lower.isdisjoint(map(id, owners)):
         raise ValueError(
             f"float32_weights({type(model).__name__}): no optimizer has a parameter of its "
-            "state_dict. Pass the model that is trained: no copy of it, none whose parameters were "
-            "replaced (load_state_dict(assign=True)), and no FullyShardedDataParallel"
+            "state_dict. Pass the model that is trained, not a copy, not a model with replaced "
+            "parameters (load_state_dict(assign=True)), and not a FullyShardedDataParallel"
         )
     exact: dict[Tensor, Tensor] = {}  # tied parameters stay tied
     for name, value in weights.items():

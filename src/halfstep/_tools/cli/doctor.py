@@ -160,7 +160,8 @@ def _machine_lines(machine: MachineReport) -> Iterator[str]:
     for kind, rates in machine.speeds.gflops.items():
         ratios = machine.speeds.ratios[kind]
         cells = (
-            f"{rates[name]:,.0f}" + ("" if name == "fp32" else f" ({ratios[name]:.2g} x)")
+            f"{rates[name]:,.{0 if rates[name] >= 10 else 1}f}"
+            + ("" if name == "fp32" else f" ({ratios[name]:.2g} x)")
             for name in names
         )
         yield f"  {titles[kind]}".ljust(18) + "".join(cell.rjust(18) for cell in cells)

@@ -60,7 +60,7 @@ def about_underflow(summary: Summary) -> Iterator[Sentence]:
         f" {underflow(summary, worst)} {_at_scale(summary)}",
     ]
     if len(lossy) > 1:
-        parts += [", and ", percent(NOTABLE), " or more of those of ", *_names(lossy[1:])]
+        parts += [", and ", percent(NOTABLE), " or more in ", *_names(lossy[1:])]
     larger, cure = _better_scale(summary)
     is_limited = summary.is_lowered and not cure
     yield say(

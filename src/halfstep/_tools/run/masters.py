@@ -347,6 +347,6 @@ class _SmallUpdates:
             return ""
         return (
             f"{percent(lost / updates)} of the updates in "
-            f"{things(self._num_counted, 'sampled step')} changed no 16-bit weight; the masters "
-            "have kept them"
+            f"{things(self._num_counted, 'sampled step')} were too small for the 16-bit weights; "
+            "the master weights kept them"
         )
