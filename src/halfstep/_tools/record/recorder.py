@@ -33,7 +33,14 @@ from halfstep._tools.line import line_text
 from halfstep._tools.record.files import Event, LateWriter, LineWriter
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.pending import PendingStep, PendingSteps, step_scalars
-from halfstep._tools.record.sample import Sampler, UpdateCounter, sample_scalars
+from halfstep._tools.record.sample import (
+    MOST_ROWS,
+    OTHERS,
+    Sampler,
+    UpdateCounter,
+    bounded,
+    sample_scalars,
+)
 from halfstep._tools.user_code import user_line
 from halfstep.errors import CallOrderError
 from halfstep.events import is_observing, is_stepping, observers
@@ -63,6 +70,11 @@ RUINED = (
     "after step {step}, buffers of the model are inf or NaN: {names}. Every evaluation uses them. "
     "GradScaler(module=model) and guard(optimizer, module=model) restore buffers when they skip a "
     "step; in this run, load a checkpoint, or reset these buffers"
+)
+
+MANY_TENSORS = (
+    f"each sample measures {{num}} tensors, and has at most {MOST_ROWS} of a kind one by one: some "
+    f"at equal distances in the model, and the worst; the rest is added up as {OTHERS}"
 )
 
 PAST_THE_SCALER = "steps were taken past the scaler"
@@ -315,7 +327,7 @@ class Recorder:
     def _add_losses(self, outputs: Any) -> Tensor | None:
         """Add losses to that of the iteration, and return their sum; None if there are none."""
         found = [
-            tensor.detach().float().reshape(()).clone()
+            _scalar(tensor.detach())
             for tensor in outputs
             if tensor.numel() == 1
             and not tensor.is_complex()
@@ -435,13 +447,16 @@ class Recorder:
             self._write({"event": "rules", "step": self.num_steps, "calls": calls})
         if tensors:
             event = {"event": "sample", "step": self.num_steps, "scale": scale}
+            scalars, num, tensors = sample_scalars(tensors), len(tensors), bounded(tensors)
+            if len(tensors) < num:
+                self.say(MANY_TENSORS.format(num=f"{num:,}"))
             rows = [
                 {"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype}
                 | structs.asdict(tensor)
                 for tensor in tensors
             ]
             self._write(event | {"tensors": rows})
-            self._log(self.num_steps, sample_scalars(tensors))
+            self._log(self.num_steps, scalars)
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -526,8 +541,16 @@ class Recorder:
                 )
 
 
+def _scalar(loss: Tensor) -> Tensor:
+    """Return a copy in float32 without dimensions."""
+    copied = loss.clone() if loss.dtype is torch.float32 else loss.float()
+    return copied.reshape(()) if copied.dim() else copied
+
+
 def _sum(losses: Sequence[Tensor]) -> Tensor:
     """Return the sum on the device of the last one."""
+    if len(losses) == 1:
+        return losses[0]
     return torch.stack([to_device(loss, losses[-1].device) for loss in losses]).sum()
 
 
