@@ -987,6 +987,22 @@ def test_rules_are_counted_once_while_a_trace_runs(is_outside: bool, tmp_path: P
     assert [each.calls for each in read_run(tmp_path).rules] == [{"linear:fp32": 2}]
 
 
+@pytest.mark.parametrize("kind", ["a parameter", "after accumulation", "a module", "none"])
+def test_hooks_that_see_the_scale_are_noted(kind: str, tmp_path: Path) -> None:
+    model, scaler = net_and_scaler()
+    match kind:
+        case "a parameter":
+            next(model.parameters()).register_hook(lambda g: g.clamp(-1, 1))
+        case "after accumulation":
+            next(model.parameters()).register_post_accumulate_grad_hook(lambda p: None)
+        case "a module":
+            [*model.children()][-1].register_full_backward_hook(lambda m, g, o: None)
+    with halfstep.record(tmp_path, every=1):
+        train(model, dtype=torch.float16, scaler=scaler)
+    noted = [n.text for n in read_run(tmp_path).notes if "are multiplied by the scale" in n.text]
+    assert len(noted) == (kind != "none")
+
+
 # --- what it costs --------------------------------------------------------------------------------
 
 
