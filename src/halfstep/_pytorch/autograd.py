@@ -248,6 +248,22 @@ def function_without_autocast(context: object) -> type | None:
 
 
 def functions_of(roots: Iterable[torch.Tensor]) -> list[type]:
-    """Return the subclasses of ``torch.autograd.Function`` in a graph, PyTorch's own left out."""
+    """Return the user's subclasses of ``torch.autograd.Function`` in a graph."""
     found = (getattr(type(node), "_forward_cls", None) for node in _nodes(roots))
-    return [cls for cls in found if cls is not None and not cls.__module__.startswith("torch.")]
+    return [cls for cls in found if cls is not None and not _is_ours(cls.__module__)]
+
+
+def hooks_of(owner: torch.Tensor | torch.nn.Module) -> list[Any]:
+    """Return the user's hooks on the gradients of a parameter, or on those at a module."""
+    names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    found = (hook for name in names for hook in (getattr(owner, name, None) or {}).values())
+    return [hook for hook in found if not _is_ours(_module_of(hook))]
+
+
+def _module_of(hook: Any) -> str:
+    hook = getattr(hook, "func", hook)  # of a partial
+    return getattr(hook, "__module__", None) or type(hook).__module__
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith(("torch.", "halfstep."))

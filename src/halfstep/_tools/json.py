@@ -48,12 +48,20 @@ def _decoder(kind: Any) -> Decoder[Any]:
     return Decoder(kind, strict=False)  # strict decoding would reject "nan" as a float
 
 
+_PLAIN = frozenset({str, int, bool, type(None)})
+
+
 def to_plain(value: Any) -> Any:
     """Return a value with non-finite numbers as strings; a ``Struct`` becomes a dict."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
+        return {
+            str(key): item if type(item) in _PLAIN else to_plain(item)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
     if isinstance(value, Struct):

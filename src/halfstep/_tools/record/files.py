@@ -209,9 +209,12 @@ def require_schema(path: Path, schema: object, version: object) -> None:
         )
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def line_of(event: Event) -> bytes:
     """Return an event as a line, with its checksum."""
-    text = json.dumps(to_plain(event), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = _ENCODER.encode(to_plain(event))
     held = text.encode(errors="replace")[:-1]  # a file name may not be Unicode
     return held + _CHECKSUM + _checksum(held) + b'"}\n'
 

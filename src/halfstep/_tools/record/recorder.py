@@ -36,7 +36,15 @@ from halfstep._tools.record.files import Event, LateWriter, LineWriter
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.pending import PendingStep, PendingSteps, step_scalars
 from halfstep._tools.record.run import HIDDEN, Seen
-from halfstep._tools.record.sample import Sampler, UpdateCounter, sample_scalars
+from halfstep._tools.record.sample import (
+    MOST_ROWS,
+    OTHERS,
+    OUTERMOST,
+    Sampler,
+    UpdateCounter,
+    bounded,
+    sample_scalars,
+)
 from halfstep._tools.user_code import user_line
 from halfstep.errors import CallOrderError
 from halfstep.events import is_observing, is_stepping, observers
@@ -68,8 +76,16 @@ RUINED = (
     "step; in this run, load a checkpoint, or reset these buffers"
 )
 
+MANY_TENSORS = (
+    f"each sample measures {{num}} tensors, and has at most {MOST_ROWS} of a kind one by one: some "
+    f"at equal distances in the model, and the worst; the rest is added up as {OTHERS}"
+)
+
 PAST_THE_SCALER = "steps were taken past the scaler"
 """The beginning of a note on gradients that were stepped with while multiplied by the scale."""
+
+HOOKS_AND_SCALE = "hooks get gradients that are multiplied by the scale"
+"""The beginning of a note on hooks in a script with its own scaler."""
 
 TORCH_SCALER = (
     "torch.amp.GradScaler scales the losses: they are recorded multiplied by its scale, and the "
@@ -324,7 +340,7 @@ class Recorder:
     def _add_losses(self, outputs: Any) -> Tensor | None:
         """Add losses to that of the iteration, and return their sum; None if there are none."""
         found = [
-            tensor.detach().float().reshape(()).clone()
+            _scalar(tensor.detach())
             for tensor in outputs
             if tensor.numel() == 1
             and not tensor.is_complex()
@@ -451,13 +467,16 @@ class Recorder:
             event = {"event": "sample", "step": self.num_steps, "scale": scale}
             weights = (each.dtype for each in tensors if each.kind == "parameter")
             self.seen.has_low_weights |= not FORMATS_BY_DTYPE.keys().isdisjoint(weights)
+            scalars, num, tensors = sample_scalars(tensors), len(tensors), bounded(tensors)
+            if len(tensors) < num:
+                self.say(MANY_TENSORS.format(num=f"{num:,}"))
             rows = [
                 {"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype}
                 | structs.asdict(tensor)
                 for tensor in tensors
             ]
             self._write(event | {"tensors": rows})
-            self._log(self.num_steps, sample_scalars(tensors))
+            self._log(self.num_steps, scalars)
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -482,6 +501,22 @@ class Recorder:
         is_diagnosing = any(each.is_diagnosing for each in observers())
         event = {"event": "device", "step": 1, "device": device, "machine": machine}
         self._write(event | {"is_diagnosing": is_diagnosing})
+        self._note_hooks()
+
+    def _note_hooks(self) -> None:
+        """Say which hooks on gradients see them multiplied by the scale of the losses."""
+        if self._loss_scaler is None or not self._loss_scaler.is_enabled():
+            return
+        owners = [*self._models.parameters()]
+        owners += [each for model in self._models for each in model.named_modules()]
+        hooked = [name or OUTERMOST for name, owner in owners if autograd.hooks_of(owner)]
+        if hooked:
+            more = ", ..." if len(hooked) > MOST_NAMED else ""
+            self.say(
+                f"{HOOKS_AND_SCALE}: hooks of {', '.join(hooked[:MOST_NAMED])}{more}. One that "
+                "clamps, adds, compares or stores has to divide by scaler.get_scale() before and "
+                "multiply after; `halfstep run --amp fp16` does so in a script without a scaler"
+            )
 
     def _write_culprits(self, outcome: Outcome) -> None:
         if outcome.taken or outcome.reason is Reason.LEFT_OUT:
@@ -548,8 +583,16 @@ class Recorder:
                 )
 
 
+def _scalar(loss: Tensor) -> Tensor:
+    """Return a copy in float32 without dimensions."""
+    copied = loss.clone() if loss.dtype is torch.float32 else loss.float()
+    return copied.reshape(()) if copied.dim() else copied
+
+
 def _sum(losses: Sequence[Tensor]) -> Tensor:
     """Return the sum on the device of the last one."""
+    if len(losses) == 1:
+        return losses[0]
     return torch.stack([to_device(loss, losses[-1].device) for loss in losses]).sum()
 
 
