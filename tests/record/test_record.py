@@ -540,6 +540,8 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
             train(model, 70, scaler=scaler)
     assert record.num_steps == 71
     assert len(warned) == 1
+    seen = record._recorder.seen
+    assert (seen.num_written, seen.problem) == (1, "No space left on device")
 
 
 def test_a_scaler_of_pytorch_is_not_recorded_in_silence(tmp_path: Path) -> None:

@@ -241,7 +241,15 @@ def runs_at(path: Path | None) -> list[Run]:
 def _with_steps(path: Path) -> list[Run]:
     from halfstep._tools.record.read import read_run
 
-    return [run for run in map(read_run, folders_of_run(path) or [path]) if run.num_steps]
+    runs, folders = [], folders_of_run(path) or [path]
+    for folder in folders:
+        try:
+            runs.append(read_run(folder))
+        except RecordError as error:
+            if len(folders) == 1:
+                raise
+            tell(str(error), sys.stderr)
+    return [run for run in runs if run.num_steps]
 
 
 def _newest() -> list[Run]:

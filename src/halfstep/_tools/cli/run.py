@@ -113,8 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         type=_norm,
         metavar="MAX_NORM",
-        help="leave out steps with inf or NaN gradients in a script without a GradScaler, and clip "
-        "the norm of the gradients to MAX_NORM",
+        help="leave out steps with inf or NaN gradients, restore buffers and the scale after them, "
+        "and clip the norm of the gradients to MAX_NORM",
     )
     parser.add_argument(
         "--guard-ranks",

@@ -41,8 +41,8 @@ class record:
     or the process group). It appends to an existing file. docs/record.md describes its
     format, what is measured, and the cost.
 
-    Recording does not change the training, bit for bit. Iterations are those of halfstep's
-    ``GradScaler``; without one, each ``optimizer.step()`` is one.
+    Recording does not change the training, bit for bit. In a step of the record each optimizer
+    steps at most once, whatever scaler there is.
 
     Args:
         path: The folder; created if it does not exist.

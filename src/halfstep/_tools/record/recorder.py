@@ -566,7 +566,7 @@ class Recorder:
         except (OSError, ValueError) as error:
             # A full disk must not end a run; ValueError is raised by a closed file.
             if self.seen.problem is None:
-                self.seen.problem = str(error)
+                self.seen.problem = getattr(error, "strerror", None) or str(error)
                 _warn(f"halfstep.record can no longer write: {error}")
             return False
         return True

@@ -94,7 +94,8 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
         last = ", the last one." if loss.num_non_finite == 1 else ", including the last one."
         later = "and it recovered" if summary.buffers is None else "later losses were finite"
         end = last if is_last else f", {later}."
-        cure = (*cure, *_guarded(summary.facts, "leaves steps with NaN gradients out"))
+        if not summary.has_scaler:
+            cure = (*cure, *_guarded(summary.facts, "leaves out steps with inf or NaN gradients"))
         yield say(
             "bad" if is_last else "warning",
             f"The loss became {became} at step {step}{where}; {had}{end}",
@@ -135,15 +136,15 @@ def about_rise(summary: Summary) -> Iterator[Sentence]:
 def _rise(loss: Curve, factor: float) -> str:
     """Return how far a loss rose; empty if it rose by less than a factor, or is not finite."""
     before, after = loss.first, loss.last
-    told = f"the first was {number(before)}, the last {number(after)}"
+    text = f"the first was {number(before)}, the last {number(after)}"
     if loss.early_max is not None and loss.recent is not None:
         before, after = loss.early_max, loss.recent
-        told = f"the mean of the last 20 is {number(after)}, the largest of the first 20 was "
-        told += number(before)
+        text = f"the mean of the last 20 is {number(after)}, the largest of the first 20 was "
+        text += number(before)
     else:  # too few for a mean
         factor = 2.0 if factor == 1.0 and loss.min == before else MANIFOLD
     limit = before if factor == 1.0 else before * factor if before > 0 else math.inf
-    return told if math.isfinite(loss.last) and after > limit else ""
+    return text if math.isfinite(loss.last) and after > limit else ""
 
 
 def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
@@ -454,16 +455,20 @@ def again(facts: Facts, option: str) -> Code:
     """Return the command that was run with another option, in place of the same one."""
     program = facts.command if facts.command and facts.command[0].endswith(".py") else ("train.py",)
     words = facts.run_as or ("halfstep", "run", *program)
-    begin = words.index("run") + 1
-    given = tuple(takewhile(lambda word: word.startswith("-"), words[begin:]))
+    begin, given = words.index("run") + 1, _options(words)
     others = (word for word in given if word.partition("=")[0] != option.partition("=")[0])
     return Code(shlex.join([*words[:begin], option, *others, *words[begin + len(given) :]]))
 
 
+def _options(words: Sequence[str]) -> list[str]:
+    """Return the options of a ``halfstep run``, each of which is one word."""
+    return list(takewhile(lambda word: word.startswith("-"), words[words.index("run") + 1 :]))
+
+
 def can_add(option: str, facts: Facts) -> bool:
     """Return whether the run could have had an option that it did not have."""
-    given = {word.partition("=")[0] for word in facts.run_as}
-    return bool(facts.run_as) and option not in given and "--amp=fp16" not in facts.run_as
+    given = _options(facts.run_as) if facts.run_as else ["--amp=fp16"]
+    return "--amp=fp16" not in given and option not in {word.partition("=")[0] for word in given}
 
 
 def island(module: str | None, summary: Summary) -> Code | None:

@@ -497,7 +497,7 @@ def _read(kind: type, text: str) -> object:
 
 
 class NotRunnable(SystemExit):
-    """The target is not a runnable module, or a policy names modules that it has not."""
+    """The target is not a runnable module, or a policy names a module of no model."""
 
 
 def require_file(path: str) -> None:
