@@ -30,6 +30,7 @@ from halfstep._tools.dtype_errors.failing_call import (
     nodes_of,
     origin_of,
 )
+from halfstep._tools.dtype_errors.rest import ordered
 from halfstep._tools.user_code import is_same_view
 
 _ABOUT_DTYPES = re.compile(
@@ -174,6 +175,8 @@ def _explained(error: BaseException) -> DtypeError | None:
             again = _again(made or (user if user.has_no_effects else inner[0]))
         if again is not None:
             cures += _cures(again, made or own, operands, function, hidden)
+            if made is None and own is user:
+                cures = ordered(cures, user)
             if made is None and user.has_no_effects:
                 cures += _keeps(again, user, users)
     if made is not None and isinstance(made.other, ast.Call):
