@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
 from halfstep._autocast import autocast, current_policy, keep
 from halfstep._common.formats import dtype_name
@@ -404,10 +405,15 @@ def _cures(
             with autocast(device, lower, policy=rules):
                 return again.call(lambda t: t)
 
+        def under_pytorchs() -> Any:
+            with torch_autocast(device, lower):
+                return again.call(lambda t: t)
+
         if not _runs(under_autocast):
             continue
         arguments = f'"{device}", {lower}' + ("" if rules is None else f', policy="{rules}"')
-        yield f"the call inside autocast({arguments})"
+        of = "halfstep." if rules is not None or not _runs(under_pytorchs) else ""
+        yield f"the call inside {of}autocast({arguments})"
         if function is not None and function.is_backward:
             yield (
                 f'@halfstep.custom_fwd(device_type="{device}") on {function.name}.forward, '
