@@ -67,12 +67,13 @@ def judge(name: str, folder: Path) -> Judged:
     if truth.one("form") == "error":
         return _of_error(truth, file)
     told: list[tuple[Diagnosis, int | None]] = []
+    names: dict[str, Any] = {}
     if truth.one("form") == "step":
         names = run_file(truth.source, file)
         told = [(halfstep.diagnose(names["step"]), None)]
         told = [each for each in told if each[0].verdict != "none"]
     else:
-        with Watch(tell=lambda *found: told.append(found)):
+        with Watch(tell=lambda *found: told.append(found)), suppress(ValueError):
             names = run_file(truth.source, file)
     said = "\n\n".join(f"step {step}\n{found}" for found, step in told)
     if truth.verdict == "none":

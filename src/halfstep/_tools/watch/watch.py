@@ -376,10 +376,11 @@ class Watch:
             return None
         self._pause(is_stepping=True)
         closure, others, kwargs = split_closure(args[1:], kwargs)
-        self._taking = self._step, None if closure else numbers_of(optimizer)
+        number = self._steps.num + 1 if closure else self._step
+        self._taking = number, None if closure else numbers_of(optimizer)
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
-            optimizer, self._step, lambda: self._model_of(needed_for(ends))
+            optimizer, number, lambda: self._model_of(needed_for(ends))
         )
         setting = with_bad_setting(optimizer) or state
         if setting is not None:
