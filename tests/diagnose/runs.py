@@ -67,12 +67,13 @@ def judge(name: str, folder: Path) -> Judged:
     if truth.one("form") == "error":
         return _of_error(truth, file)
     told: list[tuple[Diagnosis, int | None]] = []
+    names: dict[str, Any] = {}
     if truth.one("form") == "step":
         names = run_file(truth.source, file)
         told = [(halfstep.diagnose(names["step"]), None)]
         told = [each for each in told if each[0].verdict != "none"]
     else:
-        with Watch(tell=lambda *found: told.append(found)):
+        with Watch(tell=lambda *found: told.append(found)), suppress(ValueError):
             names = run_file(truth.source, file)
     said = "\n\n".join(f"step {step}\n{found}" for found, step in told)
     if truth.verdict == "none":
@@ -152,6 +153,11 @@ def _of_error(truth: _Truth, file: Path) -> Judged:
 
 def _runs(truth: _Truth, found: Any, file: Path) -> bool:
     lines = truth.source.splitlines()
+    if before := re.match(r"(.+) before this line$", found.cures[0]):
+        number = int(found.where.rpartition(":")[2]) - 1
+        indent = re.match(r"\s*", lines[number])[0]
+        lines.insert(number, indent + before[1])
+        return _ends("\n".join(lines) + "\n", file)
     for cure in found.cures[0].split("; "):
         at = re.search(r"at line (\d+)", cure) or re.search(r"(?:line |:)(\d+)", found.where)
         number, edits = int(at[1]) - 1, _CURE.findall(cure)
@@ -159,7 +165,11 @@ def _runs(truth: _Truth, found: Any, file: Path) -> bool:
             lines[number] = re.sub(rf"(?<![\w.]){re.escape(old)}(?![\w.])", new, lines[number])
         if not edits:
             return False
+    return _ends("\n".join(lines) + "\n", file)
+
+
+def _ends(source: str, file: Path) -> bool:
     with suppress(Exception):
-        run_file("\n".join(lines) + "\n", file.with_name("cured.py"))
+        run_file(source, file.with_name("cured.py"))
         return True
     return False

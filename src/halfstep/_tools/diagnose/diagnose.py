@@ -62,6 +62,7 @@ OF_NO_OP = (
     "no op that was seen made the inf or NaN: they were there before the step, or were made where "
     "ops are not seen (another thread, a library outside of PyTorch)"
 )
+WAS_FINITE = "its replay was finite"
 TO_SEE_MORE = "return its values from the function as a plain tensor on a device"
 COMPILED = "compiled code was replayed as it is written, in eager mode"
 
@@ -142,7 +143,7 @@ def diagnosis_of_calls(
         named = () if model is None else (*model.named_parameters(), *model.named_buffers())
         if found.tensor not in {without_wrappers(name) for name, _ in named}:
             return None, gap
-    return (None if found.verdict == "none" else found), gap or "its replay was finite"
+    return (None if found.verdict == "none" else found), gap or WAS_FINITE
 
 
 def why_not_replayed(calls: Sequence[KeptCall], model: nn.Module | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCalls, call_of
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import BlameTracker, scan
-from halfstep._tools.replay.replay import Replayer
+from halfstep._tools.replay.replay import OutOfTime, Replayer
 from halfstep._tools.replay.variant import Variant
 from halfstep._tools.user_code import called_by_user
 
@@ -138,12 +138,13 @@ def fault_of_step(replayer: Replayer, scale: float | None) -> Diagnosis | None:
         bad = inspect(replayer, blame, scale).bad
         trial = CureTrial(replayer, found.run)
         call = call_of(calls, blame)
-        if event.is_rounded:
-            cure = Cure("code", STEP_IN_FLOAT32)
-        elif event.has_eps:
-            cure = _of_eps(trial, optimizer)
-        if cure is None and is_users and not event.is_of_state:
-            cure = cure_search.of_maths(trial, blame, call)
+        with suppress(OutOfTime):
+            if event.is_rounded:
+                cure = Cure("code", STEP_IN_FLOAT32)
+            elif event.has_eps:
+                cure = _of_eps(trial, optimizer)
+            if cure is None and is_users and not event.is_of_state:
+                cure = cure_search.of_maths(trial, blame, call)
     return diagnosis_of_event(event, None if bad is None else _shown(bad), cure)
 
 
@@ -228,7 +229,11 @@ def _zero_where_bad(optimizer: Optimizer) -> Iterator[None]:
 
 
 def diagnosis_of_taken_step(
-    optimizer: Optimizer, before: Numbers, event: StepEvent, model: nn.Module | None
+    optimizer: Optimizer,
+    before: Numbers,
+    event: StepEvent,
+    model: nn.Module | None,
+    seconds: float,
 ) -> Diagnosis:
     """Take a step again that has made weights bad; name its op and its cure if it goes bad again.
 
@@ -246,6 +251,7 @@ def diagnosis_of_taken_step(
         type(optimizer).step(optimizer)
 
     replayer = Replayer(partial(step, optimizer), model)
+    replayer.limit = seconds
     with _zero_where_bad(optimizer):
         found = fault_of_step(replayer, None)
     if found is None:

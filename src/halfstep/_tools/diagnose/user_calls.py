@@ -199,17 +199,17 @@ class _Changes:
         self._num += int(changed.sum())
         self._of += changed.numel()
         self._is_of_data |= not before.requires_grad
-        self._rows = self._rows or named_rows(changed)
+        is_of_limits = bool((after[changed].abs() >= 1).any())  # a mask or a count is no label
+        self._rows = self._rows or ("" if is_of_limits else named_rows(changed))
         return before.requires_grad and bool(changed.any())
 
     def __str__(self) -> str:
         if not self._num:
             return ""
         changed = f"it changes {self._num:,} of {things(self._of, 'value')}"
-        if not self._is_of_data:
+        if not self._is_of_data or not self._rows:
             return changed
-        rows = self._rows or "the rows"
-        return f"{changed} without a gradient; if they are labels, leave {rows} out instead"
+        return f"{changed} without a gradient; if they are labels, leave {self._rows} out instead"
 
 
 def named_rows(bad: Tensor) -> str:

@@ -217,12 +217,17 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
         return
     step, is_skipped = found.step, found.step in summary.steps.skipped
     when = f"at step {step}, which was skipped" if is_skipped else f"by step {step}"
+    is_seen = summary.loss is not None and summary.loss.first_non_finite is not None
+    of_norms: tuple[str | Code, ...] = ()
+    if any(name.rpartition(".")[2].startswith("running_") for name in found.names):
+        reset = Code("reset_running_stats()")
+        of_norms = " (", reset, " of a norm) and run some batches in training mode"
     yield say(
         "bad",
         f"{things(found.num, 'buffer')} of the model became inf or NaN {when}",
         f"{on_ranks(found.ranks, summary.facts)}, and stayed so: ",
         *names(found.names),
-        ". Every evaluation uses them, while the losses of the training do not show it.",
+        ". Every evaluation uses them" + ("." if is_seen else ", while no loss shows it."),
         cure=(
             " ",
             *((again(summary.facts, "--guard"), ", ") if can_add("--guard", summary.facts) else ()),
@@ -230,9 +235,9 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
             " and ",
             Code("guard(optimizer, module=model)"),
             " restore buffers at skipped steps. For this model, load a checkpoint from before step "
-            f"{step}, or reset the buffers (",
-            Code("reset_running_stats()"),
-            " of a norm) and run some batches in training mode.",
+            f"{step}, or reset the buffers",
+            *of_norms,
+            ".",
         ),
         evidence="steps",
     )

@@ -184,7 +184,7 @@ class Growth:
                 f"before step {before.step} to {number(amax)} before step {step}"
                 + (f", at a learning rate of {number(max(rates))}" if rates else "")
             )
-            text = _of_decay(optimizer) or (
+            text = _of_settings(optimizer) or (
                 f"lower the learning rate of {name}, or clip the gradients before its step:\n"
                 "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
             )
@@ -226,8 +226,13 @@ def _grew(losses: list[float]) -> bool:
     return all(a < b for a, b in pairwise(quarters)) and quarters[3] > EXPLODED * quarters[0]
 
 
-def _of_decay(optimizer: Optimizer) -> str:
-    """Return the cure of a weight decay that makes weights larger; empty if it is not the cause."""
+def _of_settings(optimizer: Optimizer) -> str:
+    """Return the cure of a setting that makes weights larger; empty if none is the cause.
+
+    A weight decay may do so, and LBFGS without a line search takes steps of any length.
+    """
+    if type(optimizer) is torch.optim.LBFGS and not _groups(optimizer)[0]["line_search_fn"]:
+        return 'LBFGS(..., line_search_fn="strong_wolfe")  # limits its steps; or a lower lr'
     is_of_sgd = type(optimizer) is torch.optim.SGD
     for group in _groups(optimizer):
         rate, decay = group.get("lr"), group.get("weight_decay")

@@ -31,6 +31,7 @@ from halfstep._pytorch import modes, optim
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._tools.diagnose.diagnose import (
     SECONDS,
+    WAS_FINITE,
     diagnosis_of_calls,
     is_bad_at_scale_1,
     why_not_replayed,
@@ -74,6 +75,11 @@ WENT_BAD_LATE = (
     "the gradients were finite when they were unscaled, and the loop made them inf or NaN between "
     "unscale_() and step(): check what it divides by (a norm of 0, inf or NaN), its sums over "
     "ranks, and its clipping"
+)
+
+INNOCENT = (
+    "the loss and the gradients of this rank are finite when it runs alone: the inf or NaN came "
+    "from another rank"
 )
 
 MOST_DIAGNOSES = 5
@@ -324,7 +330,7 @@ class Watch:
             self._is_spoiled = True
         step.is_bad = True
         ends = self._capture.ends[-1:]
-        if any(isinstance(call.function, DistributedDataParallel) for call in needed_for(ends)):
+        if _is_averaged(needed_for(ends)):
             # Not replayed before this backward pass, whose gradients DDP's hooks count.
             step.bad_ends = ends
         else:
@@ -370,10 +376,11 @@ class Watch:
             return None
         self._pause(is_stepping=True)
         closure, others, kwargs = split_closure(args[1:], kwargs)
-        self._taking = self._step, None if closure else numbers_of(optimizer)
+        number = self._steps.num + 1 if closure else self._step
+        self._taking = number, None if closure else numbers_of(optimizer)
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
-            optimizer, self._step, lambda: self._model_of(needed_for(ends))
+            optimizer, number, lambda: self._model_of(needed_for(ends))
         )
         setting = with_bad_setting(optimizer) or state
         if setting is not None:
@@ -449,7 +456,8 @@ class Watch:
             return
         (step, numbers), ends = self._taking, self._capture.ends or self._running.ends_before
         model = self._model_of(needed_for(ends))
-        event = event_of(optimizer, names_in(model), frozenset(self._went_bad))
+        with modes.unseen_by_modes():
+            event = event_of(optimizer, names_in(model), frozenset(self._went_bad))
         if event is None:
             return
         names = [event.tensor, *_bad_names(model, parameters=True)]
@@ -458,12 +466,11 @@ class Watch:
         self._running.is_bad = not self._counts_plain_steps()
         self._was_finite, self._is_spoiled = False, True
         if self._may_look():
-            with modes.unseen_by_modes():
-                found = (
-                    diagnosis_of_event(event)
-                    if numbers is None
-                    else diagnosis_of_taken_step(optimizer, numbers, event, model)
-                )
+            if numbers is None:  # its closure may not be called again
+                found = diagnosis_of_event(event)
+            else:
+                seconds = self._seconds
+                found = diagnosis_of_taken_step(optimizer, numbers, event, model, seconds)
             self._report(found, step)
 
     def _may_look(self) -> bool:
@@ -544,6 +551,9 @@ class Watch:
                     return
             self._report(found)
             return
+        if why_not == WAS_FINITE and _is_averaged(calls):
+            self._report(Diagnosis("none", notes=(INNOCENT,)))
+            return
         self.notes.append(f"step {self._step} was not replayed: {why_not}")
         is_skipping = (self._scaler or self._loss_scaler) is not None
         if is_skipping and not is_last:  # later bad steps are skipped and can be traced
@@ -621,6 +631,11 @@ class Watch:
         if all(_place(found) != _place(known) for known in self.found):
             self.found.append(found)
             self._tell(found, number)
+
+
+def _is_averaged(calls: Sequence[KeptCall]) -> bool:
+    """Return whether the gradients of calls are averaged over ranks as they are computed."""
+    return any(isinstance(call.function, DistributedDataParallel) for call in calls)
 
 
 def _bad_names(model: nn.Module | None, *, parameters: bool = False) -> list[str]:

@@ -1,7 +1,7 @@
 # kind: 7
 # form: error
 # expect: error
-# cure: lora_B
+# cure: low
 import torch
 from torch import nn
 
@@ -12,7 +12,8 @@ class LoRA(nn.Module):
     def __init__(self):
         super().__init__()
         self.base = nn.Linear(8, 8).half()
-        self.lora_A, self.lora_B = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.lora_A = nn.Linear(8, 2, bias=False)
+        self.lora_B = nn.Linear(2, 8, bias=False).half()
 
     def forward(self, x):
         out = self.base(x)
