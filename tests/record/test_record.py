@@ -876,11 +876,11 @@ def products_seen(record: halfstep.record) -> dict[str, int]:
 
 class Lowered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
         return x.bfloat16()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, *gradients):
         return gradients[0].float()
 
 
