@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,18 +158,14 @@ def test_parts_of_the_scaler_of_pytorch() -> None:
     assert param[0] == 0.0
 
 
-def test_ranks_may_end_early_in_join(tmp_path: Path) -> None:
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
-        found = [distributed.may_end_early(module)]
-        for options in ({}, {"throw_on_early_termination": True}, {}, {"enable": False}):
-            with module.join(**options):
-                found.append(distributed.may_end_early(module))
-        assert found == [False, True, False, True, False]
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_may_end_early_in_join() -> None:
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    found = [distributed.may_end_early(module)]
+    for options in ({}, {"throw_on_early_termination": True}, {}, {"enable": False}):
+        with module.join(**options):
+            found.append(distributed.may_end_early(module))
+    assert found == [False, True, False, True, False]
 
 
 def test_composites_can_be_taken_apart_in_a_mode() -> None:
@@ -461,14 +456,10 @@ def test_the_code_that_every_backward_pass_begins_in() -> None:
     assert seen == [True, True]
 
 
-def test_the_store_of_a_job(tmp_path: Path) -> None:
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        distributed.default_store().set("key", "value")
-        assert distributed.default_store().get("key") == b"value"
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.usefixtures("one_rank")
+def test_the_store_of_a_job() -> None:
+    distributed.default_store().set("key", "value")
+    assert distributed.default_store().get("key") == b"value"
 
 
 def test_hooks_for_what_autograd_saves_are_known() -> None:

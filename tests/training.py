@@ -79,6 +79,12 @@ def take_step(scaler: Any, optimizer: Any, loss: Tensor) -> None:
     scaler.update()
 
 
+def step_on(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Take a step on a loss, without a scaler; it adds to gradients that are there."""
+    loss.backward()
+    optimizer.step()
+
+
 def train(model: Any, scaler: Any, optimizer: Any, data: Iterable[Tensor]) -> None:
     """Do an iteration for each batch."""
     for batch in data:

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.device import DEVICE
-from tests.training import assert_same
+from tests.training import assert_same, step_on
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -229,8 +229,7 @@ def test_updates_are_not_lost() -> None:
         before = model.weight.detach().clone()
         for seed in range(100):
             optimizer.zero_grad()
-            loss_at(model, seed).backward()
-            optimizer.step()
+            step_on(optimizer, loss_at(model, seed))
         moved.append((model.weight != before).float().mean().item())
     assert moved[0] < 0.1
     assert moved[1] > 0.5
@@ -387,8 +386,7 @@ def test_gradients_that_a_hook_sets_to_zero_are_zero() -> None:
     original = optimizer.step
     optimizer.step = lambda *args: original(*args)  # type: ignore[method-assign, assignment]
     master_weights(optimizer)
-    loss_at(model, 0).backward()
-    optimizer.step()
+    step_on(optimizer, loss_at(model, 0))
     assert model.weight.grad is not None
     assert not model.weight.grad.any()
 
@@ -444,8 +442,7 @@ def test_compiled_models_and_contexts() -> None:
     x = torch.randn(2, 16)
     with halfstep.autocast(DEVICE, BF16):
         first = model(x)
-        first.float().sum().backward()
-        optimizer.step()
+        step_on(optimizer, first.float().sum())
         second = model(x)
         assert not torch.equal(first, second)
         again = nn.functional.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
@@ -512,8 +509,7 @@ def test_a_step_in_a_hook_of_the_backward_pass() -> None:
     for seed in range(4):
         loss_at(ours, seed).backward()
         theirs.zero_grad()
-        loss_at(theirs, seed).backward()
-        by_hand.step()
+        step_on(by_hand, loss_at(theirs, seed))
         assert_same(ours.parameters(), by_hand.params)
 
 
@@ -568,13 +564,11 @@ def test_the_next_step_goes_on_from_there(store: Any, write: str) -> None:
     model = linear()
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1), store)
     for seed in range(2):
-        loss_at(model, seed).backward()
-        optimizer.step()
+        step_on(optimizer, loss_at(model, seed))
     WRITES[write](model)
     before = [param.detach().clone() for param in model.parameters()]
     optimizer.param_groups[0]["lr"] = 0.0
-    loss_at(model, 2).backward()
-    optimizer.step()
+    step_on(optimizer, loss_at(model, 2))
     assert_same(model.parameters(), before)
 
 
@@ -655,8 +649,7 @@ def test_a_parameter_of_a_new_shape_begins_anew() -> None:
 def test_the_state_of_a_plain_optimizer_loads() -> None:
     plain = linear()
     before = torch.optim.AdamW(plain.parameters(), foreach=True)
-    loss_at(plain, 0).backward()
-    before.step()
+    step_on(before, loss_at(plain, 0))
     model = copy.deepcopy(plain)
     optimizer = master_weights(torch.optim.AdamW(model.parameters(), foreach=True))
     optimizer.load_state_dict(before.state_dict())
@@ -664,15 +657,13 @@ def test_the_state_of_a_plain_optimizer_loads() -> None:
     assert state["exp_avg"].dtype is torch.float32
     assert torch.equal(state["exp_avg"], before.state[plain.weight]["exp_avg"].float())
     optimizer.zero_grad()
-    loss_at(model, 1).backward()
-    optimizer.step()
+    step_on(optimizer, loss_at(model, 1))
 
 
 def test_state_that_an_optimizer_has_already_becomes_float32() -> None:
     model = linear()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    loss_at(model, 0).backward()
-    optimizer.step()
+    step_on(optimizer, loss_at(model, 0))
     master_weights(optimizer)
     assert optimizer.state[model.weight]["exp_avg"].dtype is torch.float32
     optimizer.step()
@@ -770,15 +761,13 @@ def test_another_store_may_go_on(saved: Any, loaded: Any) -> None:
     model = linear()
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=1e-4), saved)
     for seed in range(3):
-        loss_at(model, seed).backward()
-        optimizer.step()
+        step_on(optimizer, loss_at(model, seed))
     other = copy.deepcopy(model)
     after = master_weights(torch.optim.SGD(other.parameters(), lr=1e-4), loaded)
     after.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for each, stepped in ((model, optimizer), (other, after)):
         each.zero_grad()
-        loss_at(each, 9).backward()
-        stepped.step()
+        step_on(stepped, loss_at(each, 9))
     torch.testing.assert_close(other.weight, model.weight, rtol=2**-7, atol=0)
     keys = {"split": "master_remainder", "float32": "master_weight"}
     assert set(after.state[other.weight]) == {keys[loaded]}
@@ -796,8 +785,7 @@ def test_a_checkpoint_of_a_removed_store_is_refused(store: Any, where: str, key:
 
     model = linear()
     optimizer = fresh()
-    loss_at(model, 0).backward()
-    optimizer.step()
+    step_on(optimizer, loss_at(model, 0))
     saved = optimizer.state_dict()
     place = saved["state"][0] if store == "kahan" else saved["param_groups"][0]
     place[key] = torch.zeros_like(model.weight) if store == "kahan" else 7
@@ -820,8 +808,7 @@ def test_state_is_loaded_while_a_model_is_float32() -> None:
     for dtype in (BF16, torch.float32, BF16):
         model.to(dtype)
         optimizer.zero_grad()
-        loss_at(model, 0).backward()
-        optimizer.step()
+        step_on(optimizer, loss_at(model, 0))
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert optimizer.state[model.weight]["master_remainder"].dtype is torch.int16
 
@@ -837,8 +824,7 @@ def test_a_copy_goes_on(kind: Any, store: Any, copied: Callable[[Any], Any]) -> 
     """As the original does, which does not notice."""
     model = linear()
     optimizer = master_weights(kind(model.parameters()), store, "float32")
-    loss_at(model, 0).backward()
-    optimizer.step()
+    step_on(optimizer, loss_at(model, 0))
     again, other = copied((model, optimizer))
     assert type(other) is kind
     for each, stepped in ((model, optimizer), (again, other)):
@@ -861,8 +847,7 @@ def test_a_copy_goes_on(kind: Any, store: Any, copied: Callable[[Any], Any]) -> 
 def test_a_state_that_was_loaded_too_early_is_refused() -> None:
     model = linear()
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
-    loss_at(model, 0).backward()
-    optimizer.step()
+    step_on(optimizer, loss_at(model, 0))
     late = torch.optim.SGD(model.parameters(), lr=0.1)
     late.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     with pytest.raises(ValueError, match=r"Call\s+master_weights\(\) first"):
@@ -1195,8 +1180,7 @@ def test_tensors_are_where_the_parameters_are(store: Any) -> None:
 def test_nothing_is_kept_alive() -> None:
     model = linear()
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
-    loss_at(model, 0).backward()
-    optimizer.step()
+    step_on(optimizer, loss_at(model, 0))
     gone = weakref.ref(optimizer), weakref.ref(model)
     del optimizer, model
     gc.collect()

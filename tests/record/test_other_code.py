@@ -12,6 +12,7 @@ import torch
 from tests import forked
 from tests.device import DEVICE
 from tests.record.training import Net, train
+from tests.training import step_on
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,8 +52,7 @@ def test_lazy_modules_are_measured_once_they_have_seen_a_batch(tmp_path: Path) -
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with halfstep.record(tmp_path, model=model, every=1) as record:
         for _ in range(3):
-            model(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
+            step_on(optimizer, model(torch.ones(2, 3)).sum())
             optimizer.zero_grad()
     assert record.num_steps == 3
 
@@ -119,8 +119,7 @@ def test_a_warning_is_shown_as_often_as_without_a_record(tmp_path: Path) -> None
             warnings.warn("one place", stacklevel=1)
             with context:  # its added rule is counted
                 loss = model(torch.ones(1, 2)).sum()
-            loss.backward()
-            optimizer.step()
+            step_on(optimizer, loss)
     assert len(shown) == 1
 
 
@@ -178,8 +177,7 @@ def test_a_leaf_that_a_module_returns_keeps_no_hooks(tmp_path: Path) -> None:
     (optimizer,) = sgd(model)
     with halfstep.record(tmp_path, every=1):
         for _ in range(3):
-            model().sum().backward()
-            optimizer.step()
+            step_on(optimizer, model().sum())
     assert not model.tokens._backward_hooks
 
 
@@ -252,8 +250,7 @@ def test_a_reentrant_checkpoint_is_no_loss(tmp_path: Path) -> None:
     x = torch.ones(1, 2, requires_grad=True)
     with halfstep.record(tmp_path):
         loss = 3 * checkpoint(lambda x: model(x).sum(), x, use_reentrant=True)
-        loss.backward()
-        optimizer.step()
+        step_on(optimizer, loss)
     assert read_run(tmp_path).steps[0].loss == pytest.approx(loss.item())
 
 
@@ -285,8 +282,7 @@ def test_an_optimizer_around_another_counts_once(tmp_path: Path) -> None:
     optimizer = Around(model.parameters(), lr=0.1)
     with halfstep.record(tmp_path) as record:
         for _ in range(3):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+            step_on(optimizer, model(torch.ones(1, 2)).sum())
     assert record.num_steps == 3
     assert read_run(tmp_path).steps[0].optimizer == "Around"
 
@@ -326,8 +322,7 @@ def test_a_part_that_runs_before_the_whole(tmp_path: Path) -> None:
     (optimizer,) = sgd(model)
     with halfstep.record(tmp_path):
         model[0](torch.ones(1, 2))
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+        step_on(optimizer, model(torch.ones(1, 2)).sum())
     run = read_run(tmp_path)
     assert [model.name for model in run.models] == ["Sequential"]
     names = [t.name for t in run.samples[0].tensors if t.kind == "parameter"]

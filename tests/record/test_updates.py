@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.device import DEVICE
 from tests.scaler.containers import Parts
-from tests.training import take_step
+from tests.training import step_on, take_step
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 
@@ -87,8 +87,7 @@ def test_what_is_kept_is_not_lost(tmp_path, store):
     with halfstep.record(tmp_path, model=model, every=1):
         for _ in range(3):
             optimizer.zero_grad()
-            random_loss(model).backward()
-            optimizer.step()
+            step_on(optimizer, random_loss(model))
     weights, shares = sampled_weights(tmp_path)
     assert shares[3] < 0.2
     assert weights[3]["0.weight"][0] > 0
@@ -126,8 +125,7 @@ def test_a_learning_rate_of_zero_loses_nothing(tmp_path, rate):
     groups = [{"params": model[0].parameters(), "lr": rate}, {"params": model[2].parameters()}]
     optimizer = torch.optim.SGD(groups, lr=1e-9, foreach=False)
     with halfstep.record(tmp_path, model=model), halfstep.lost_updates(optimizer, model) as lost:
-        random_loss(model).backward()
-        optimizer.step()
+        step_on(optimizer, random_loss(model))
     weights, shares = sampled_weights(tmp_path)
     assert weights[1]["0.weight"] == [0, 0]
     assert weights[1]["2.weight"] == [32, 32]
@@ -212,8 +210,7 @@ def test_what_a_step_does_around_that_of_its_base_class_counts(tmp_path, is_firs
     torch.optim.SGD(model.parameters())  # from now on its step has hooks
     optimizer = Decaying(model.parameters(), lr=1e-30)
     with halfstep.record(tmp_path, model=model, every=1):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+        step_on(optimizer, model(torch.ones(1, 2)).sum())
     assert sampled_weights(tmp_path)[0][1] == {"weight": [4, 0], "bias": [2, 0]}
 
 
@@ -225,8 +222,7 @@ def test_a_parameter_of_another_shape_does_not_count(tmp_path):
     model = nn.Linear(2, 2)
     optimizer = Shrinking(model.parameters(), lr=1e-30)
     with halfstep.record(tmp_path, model=model, every=1):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+        step_on(optimizer, model(torch.ones(1, 2)).sum())
     assert sampled_weights(tmp_path)[0][1] == {"weight": [None, None], "bias": [2, 2]}
 
 
@@ -235,8 +231,7 @@ def test_ranks_add_their_counts(tmp_path):
         model = small()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
         with halfstep.record(tmp_path / str(rank), model=model, every=1):
-            random_loss(model).backward()
-            optimizer.step()
+            step_on(optimizer, random_loss(model))
         if rank:
             text = (tmp_path / "1" / "rank0.jsonl").read_text()
             (tmp_path / "0" / "rank1.jsonl").write_text(text)
@@ -256,8 +251,7 @@ def test_a_count_that_fails_is_a_note(tmp_path, monkeypatch, name, error):
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with halfstep.record(tmp_path, model=model, every=1) as run:
-        random_loss(model).backward()
-        optimizer.step()
+        step_on(optimizer, random_loss(model))
     assert run.num_steps == 1
     assert "lost updates cannot be counted: out of memory" in (tmp_path / "rank0.jsonl").read_text()
 
@@ -274,8 +268,7 @@ def test_sinks_get_the_share(tmp_path):
     with halfstep.record(tmp_path, model=model, every=2, sinks=[Seen()]):
         for _ in range(3):
             optimizer.zero_grad()
-            random_loss(model).backward()
-            optimizer.step()
+            step_on(optimizer, random_loss(model))
     assert (2, 1.0) in seen
     assert (3, None) in seen
 
@@ -308,8 +301,7 @@ def test_optimizers_that_step_in_turn_are_both_sampled(tmp_path, every):
         for _ in range(6):
             for optimizer in optimizers:
                 optimizer.zero_grad()
-                random_loss(model).backward()
-                optimizer.step()
+                step_on(optimizer, random_loss(model))
     steps = read_run(tmp_path).steps
     counted = [(step.step, step.optimizer) for step in steps if step.share_lost_updates is not None]
     assert {name for number, name in counted if number > 1} == {"AdamW", "SGD"}
