@@ -91,7 +91,7 @@ def test_an_argument_of_a_wrong_type_is_an_error_of_ours(name: str) -> None:
         (lambda: halfstep.guard(sgd(), "1"), "max_norm is '1' (str): pass a number such as 1.0"),
         (lambda: halfstep.Dynamic(backoff_factor="x"), "(str): pass a number such as 0.5"),
         (lambda: GradScaler("cpu", "1"), "init_scale is '1' (str): pass a number such as 65536.0"),
-        (lambda: GradScaler(module=torch.ones(1)), "module is a Tensor: pass the torch.nn.Mod"),
+        (lambda: GradScaler(module=torch.ones(1)), "torch.nn.Module that is trained, got Tensor"),
         (lambda: Policy("standard"), "write Policy.parse('standard')"),
         (lambda: Policy.parse(None), "got None (NoneType); pass a text"),
         (lambda: halfstep.doctor("train.py"), "for a file: halfstep doctor train.py"),

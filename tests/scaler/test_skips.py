@@ -217,7 +217,7 @@ def test_many_culprits_are_counted() -> None:
         ({"min_scale": 2.0**17}, ValueError, "init_scale"),
         ({"max_scale": 4.0}, ValueError, "init_scale"),
         ({"schedule": Dynamic(), "growth_factor": 3.0}, ValueError, "schedule=Dynamic"),
-        ({"module": 3}, TypeError, r"watch\(int\)"),
+        ({"module": 3}, TypeError, "that is trained, got int"),
     ],
 )
 def test_arguments(kwargs: dict[str, Any], error: type[Exception], words: str) -> None:

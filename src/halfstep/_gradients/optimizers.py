@@ -192,7 +192,7 @@ class Names:
         """Add a module whose parameter names are used."""
         if not isinstance(module, torch.nn.Module):
             raise TypeError(
-                f"module is a {type(module).__name__}: pass the torch.nn.Module that is trained"
+                f"module must be the torch.nn.Module that is trained, got {type(module).__name__}"
             )
         if module not in self.modules():
             self._modules.append(weakref.ref(module))
