@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +33,7 @@ CLIP_EPSILON = 1e-6
 """The epsilon that PyTorch adds to the norm before it divides by it."""
 
 
-@dataclass(frozen=True, eq=False)
-class Norms:
+class Norms(NamedTuple):
     """The L2 norm of every gradient, on the devices where the gradients are."""
 
     params: list[Tensor]

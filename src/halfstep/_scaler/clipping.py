@@ -15,7 +15,7 @@ from halfstep._gradients.optimizers import is_optimizer, name, require_optimizer
 from halfstep._gradients.scalars import checked_number
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Stage, Step
-from halfstep._scaler.step import clip_coefficient_of, gather, keep, measure, multiply_, refuse_half
+from halfstep._scaler.step import clip_coefficient_of, gather, measure, multiply_, refuse_half
 from halfstep.errors import CallOrderError
 
 
@@ -77,7 +77,7 @@ def clip_grad_norm_(
     step = gather(engine, "clip_grad_norm_", owner, params, optimizer)
     refuse_half(engine, step)
     norm, clipped = clip_(step, max_norm)
-    keep(engine.iteration, clipped, Stage.UNSCALED)
+    engine.iteration.keep(clipped, Stage.UNSCALED)
     return norm
 
 

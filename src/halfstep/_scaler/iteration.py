@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ class Stage(Enum):
     STEPPED = "step() has already been called"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Step:
+class Step(NamedTuple):
     """What a call knows of the gradients of an optimizer, from gathering them to the end.
 
     Each change gives a new one. The iteration keeps the last one of an optimizer, but no gradients.
@@ -107,14 +106,14 @@ class Step:
         if not flags:
             raise nothing_checked(self.optimizer)
         if len(flags) == 1 and not self.earlier:  # a new one, which no user can have modified
-            return replace(self, skip=scalars.scalar(flags[0]))
+            return self._replace(skip=scalars.scalar(flags[0]))
         device = self.loss_scale.device
         if self.look is None:
-            return replace(self, skip=scalars.combine(flags, device))
+            return self._replace(skip=scalars.combine(flags, device))
         is_here = device.type in scalars.READABLE
         found_inf = (scalars.combine if is_here else scalars.any_of)(flags, device)
         later = self.look.flags().values()
-        return replace(self, skip=scalars.combine([*flags, *later], device), found_inf=found_inf)
+        return self._replace(skip=scalars.combine([*flags, *later], device), found_inf=found_inf)
 
     def read(self, values: list[Scalar]) -> list[float]:
         """Return scalars as Python floats; raise if the ranks disagree. Sync: one."""
@@ -192,6 +191,24 @@ class Iteration:
     def step_of(self, optimizer: torch.optim.Optimizer) -> Step | None:
         """Return the step of the last call for an optimizer, None if nothing has been done."""
         return self.steps.get(id(optimizer))
+
+    def keep(
+        self, step: Step, stage: Stage, left_scaled_by: tuple[Scalar, Scalar] | None = None
+    ) -> None:
+        """Record the checks and the stage of a call; without a check there is nothing to record."""
+        if step.own is not None:
+            self.ledger.mark(step.gradients, step.own, left_scaled_by)
+        if step.checks and step.optimizer is not None:
+            self.steps[id(step.optimizer)] = Step(
+                step.optimizer,
+                step.loss_scale,
+                earlier=step.checks,
+                before=step.unclipped,
+                ranks=step.ranks,
+                stage=stage,
+                num_losses=self.num_losses,
+                skip=step.skip if stage is Stage.STEPPED else None,
+            )
 
     def forget(self, key: int) -> None:
         """Forget the step of an optimizer, by its ``id``, and what was found for it."""

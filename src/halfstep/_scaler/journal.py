@@ -90,17 +90,8 @@ class Taken(NamedTuple):
         """Record the step in the iteration, for what is unusual after it."""
         check = Check(loss_scale, {self.flag.device: self.flag})
         self.ranks.agree_on(check)
-        iteration.ledger.mark(self.gradients, check)
-        iteration.steps[id(self.optimizer)] = Step(
-            self.optimizer,
-            loss_scale,
-            earlier=(check,),
-            before=self.norms,
-            ranks=self.ranks,
-            stage=Stage.STEPPED,
-            num_losses=self.outcome.num_losses,
-            skip=0.0,
-        )
+        step = Step(self.optimizer, loss_scale, self.gradients, own=check, norms=self.norms)
+        iteration.keep(step._replace(ranks=self.ranks, skip=0.0), Stage.STEPPED)
 
 
 class Journal:

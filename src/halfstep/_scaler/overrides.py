@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -32,7 +31,6 @@ from halfstep._scaler.iteration import (
 from halfstep._scaler.ledger import Check
 from halfstep._scaler.step import (
     gather,
-    keep,
     new_check,
     remember,
     remember_failure,
@@ -85,8 +83,8 @@ def unscale_(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
     found = scaler._unscale_grads_(optimizer, reciprocal_of(scale), found_inf, False)
     if found or step.ranks.is_together:
-        step = replace(step, multiplier=None, own=new_check(step, flags_of(found)))
-        keep(engine.iteration, step, Stage.UNSCALED)
+        step = step._replace(multiplier=None, own=new_check(step, flags_of(found)))
+        engine.iteration.keep(step, Stage.UNSCALED)
 
 
 def flags_of(found: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
@@ -143,9 +141,9 @@ def step(
         with _noting_steps(optimizer) as stepped:
             result = scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
         skip = None if stepped is None else float(not stepped)
-    step = replace(step, gradients=collect(params)).decide()
+    step = step._replace(gradients=collect(params)).decide()
     if skip is not None:
-        step = replace(step, skip=skip)
+        step = step._replace(skip=skip)
     remember(engine, optimizer, step, engine.journal.plan(optimizer), is_fused=is_fused)
     return result
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any
@@ -129,10 +128,10 @@ def unscale(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     step = gather(engine, "unscale_", optimizer, parameters(optimizer), optimizer)
     refuse_half(engine, step)
     if step.is_first and step.multiplier is not None:
-        step = replace(multiply_(measure(step)), norms=None)
+        step = multiply_(measure(step))._replace(norms=None)
     else:
         step = unscale_(step)
-    keep(engine.iteration, step, Stage.UNSCALED)
+    engine.iteration.keep(step, Stage.UNSCALED)
 
 
 def require_scaled(optimizer: torch.optim.Optimizer, earlier: Step | None) -> None:
@@ -198,7 +197,7 @@ def gather(
     require_known(iteration.ledger, call, gradients.params)
     step = Step(optimizer, loss_scale, gradients, ranks=ranks)
     if earlier is not None and not is_scaled:
-        step = replace(step, earlier=earlier.checks, before=earlier.before)
+        step = step._replace(earlier=earlier.checks, before=earlier.before)
         if iteration.num_losses > earlier.num_losses:
             return _with_later_checks(engine, step, params, f"{call}({name(owner)})")
         return step
@@ -207,7 +206,7 @@ def gather(
     if optimizer is not None and loss_scale.state.scale != 1.0:
         plan = engine.journal.plans.get(id(optimizer))
         is_first = plan is None or plan.early_clipping.is_measuring
-    step = replace(step, scaled_by=scale, multiplier=scale, is_first=is_first)
+    step = step._replace(scaled_by=scale, multiplier=scale, is_first=is_first)
     if iteration.ledger.entries or ranks.is_together:
         return _unscaled_apart(engine, step, params)
     return step
@@ -237,7 +236,7 @@ def _with_later_checks(engine: Engine, step: Step, params: list[Tensor], call: s
     for entry in later:
         entry.unscale_what_was_left()
     added = (entry.check for entry in later if entry.check not in step.earlier)
-    return replace(step, earlier=(*step.earlier, *added))
+    return step._replace(earlier=(*step.earlier, *added))
 
 
 def _unscaled_apart(engine: Engine, step: Step, params: list[Tensor]) -> Step:
@@ -245,7 +244,7 @@ def _unscaled_apart(engine: Engine, step: Step, params: list[Tensor]) -> Step:
     ledger, all_param_ids = engine.iteration.ledger, _param_ids(step.ranks, params)
     scaled, entries = ledger.split(step.gradients, all_param_ids)
     checks = tuple(entry.check for entry in entries)
-    rest = replace(step, gradients=scaled, earlier=checks, all_param_ids=all_param_ids)
+    rest = step._replace(gradients=scaled, earlier=checks, all_param_ids=all_param_ids)
     if not checks:
         return rest
     refuse_half(engine, rest)
@@ -254,7 +253,7 @@ def _unscaled_apart(engine: Engine, step: Step, params: list[Tensor]) -> Step:
     rest = unscale_(rest)
     if rest.own is not None:
         ledger.mark(scaled, rest.own)
-    return replace(step, scaled_by=None, multiplier=None, earlier=rest.checks, is_first=False)
+    return step._replace(scaled_by=None, multiplier=None, earlier=rest.checks, is_first=False)
 
 
 def _param_ids(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
@@ -279,7 +278,7 @@ def unscale_(step: Step) -> Step:
         return step
     can_amplify = step.loss_scale.can_amplify
     found_inf = step.gradients.unscale_(step.multiplier, can_amplify=can_amplify)
-    return replace(step, multiplier=None, own=new_check(step, found_inf))
+    return step._replace(multiplier=None, own=new_check(step, found_inf))
 
 
 def check(step: Step) -> Step:
@@ -292,9 +291,8 @@ def check(step: Step) -> Step:
     # With other ranks, the total norm would take another collective.
     if not step.ranks.is_together and step.gradients.is_measured_fast():
         return measure(step)
-    return replace(
-        step, own=_joined_check(step, _nonfinite(step.gradients, step.loss_scale.device))
-    )
+    found = _nonfinite(step.gradients, step.loss_scale.device)
+    return step._replace(own=_joined_check(step, found))
 
 
 def look(ledger: Ledger, step: Step) -> Step:
@@ -309,7 +307,7 @@ def look(ledger: Ledger, step: Step) -> Step:
     if not (written.grads or step.ranks.is_together):
         return step
     found = _nonfinite(written, step.loss_scale.device) if written.grads else []
-    return replace(step, look=_joined_check(step, found))
+    return step._replace(look=_joined_check(step, found))
 
 
 def _nonfinite(gradients: Gradients, device: torch.device) -> list[Tensor]:
@@ -337,12 +335,12 @@ def measure(step: Step) -> Step:
             own = _joined_check(step, [scalars.flag_nonfinite(norms.total(device), device)])
         squares = finish()
         found = scalars.flag_nonfinite(squares, device)
-    norms = replace(norms, squares=squares, found_inf=found)
+    norms = norms._replace(squares=squares, found_inf=found)
     if multiplier is None or own is None:
-        return replace(step, norms=norms, look=Check(step.loss_scale, {device: found}))
+        return step._replace(norms=norms, look=Check(step.loss_scale, {device: found}))
     if step.is_first:
         own.first = norms.norm, largest(step.gradients, multiplier, device)
-    return replace(step, norms=norms, own=own)
+    return step._replace(norms=norms, own=own)
 
 
 def _joined_check(step: Step, found: list[Tensor]) -> Check:
@@ -403,7 +401,7 @@ def read(step: Step, norm: Scalar | None = None) -> tuple[Step, float | None]:
     if step.look is not None:
         step.look.note(skip != 0.0)
     multiplier = step.multiplier if norm is None else numbers.get("multiplier")
-    step = replace(step, skip=skip, found_inf=found_inf, multiplier=multiplier)
+    step = step._replace(skip=skip, found_inf=found_inf, multiplier=multiplier)
     return step, numbers.get("norm")
 
 
@@ -423,7 +421,7 @@ def multiply_(step: Step, coefficient: Scalar | None = None) -> Step:
         factor if coefficient is None else scalars.to_single(factor),
         was_just_read=step.norms is not None,
     )
-    return replace(step, multiplier=None)
+    return step._replace(multiplier=None)
 
 
 def _ready(step: Step, max_norm: float | None) -> Step:
@@ -438,7 +436,7 @@ def _ready(step: Step, max_norm: float | None) -> Step:
     if step.skip != 0.0:
         if divided_by is not None:
             step.gradients.multiply_(divided_by)
-            step = replace(step, multiplier=divided_by)
+            step = step._replace(multiplier=divided_by)
     elif divided_by is None:
         coefficient = None
         if norm is not None and max_norm is not None:
@@ -480,28 +478,6 @@ def _skip_flag(step: Step) -> Tensor:
 # --- remember -------------------------------------------------------------------------------------
 
 
-def keep(
-    iteration: Iteration,
-    step: Step,
-    stage: Stage,
-    left_scaled_by: tuple[Scalar, Scalar] | None = None,
-) -> None:
-    """Record the checks and the stage of a call; without a check there is nothing to record."""
-    if step.own is not None:
-        iteration.ledger.mark(step.gradients, step.own, left_scaled_by)
-    if step.checks and step.optimizer is not None:
-        iteration.steps[id(step.optimizer)] = Step(
-            step.optimizer,
-            step.loss_scale,
-            earlier=step.checks,
-            before=step.unclipped,
-            ranks=step.ranks,
-            stage=stage,
-            num_losses=iteration.num_losses,
-            skip=step.skip if stage is Stage.STEPPED else None,
-        )
-
-
 def remember(
     engine: Engine, optimizer: torch.optim.Optimizer, step: Step, plan: Plan, *, is_fused: bool
 ) -> None:
@@ -524,7 +500,7 @@ def remember(
     )
     outcome.num_losses = engine.iteration.num_losses
     engine.journal.add(plan, outcome)
-    keep(engine.iteration, step, Stage.STEPPED, left_scaled_by)
+    engine.iteration.keep(step, Stage.STEPPED, left_scaled_by)
     if step.look is not None:
         engine.iteration.looks.append(step.look)
     if engine.buffers.watched:
@@ -545,7 +521,7 @@ def _measured(step: Step) -> tuple[Tensor, Tensor, Tensor] | None:
 def remember_failure(iteration: Iteration, step: Step) -> None:
     """Record the state of the gradients after a step that raised."""
     if step.multiplier is None:
-        keep(iteration, step, Stage.UNSCALED)
+        iteration.keep(step, Stage.UNSCALED)
     elif step.own is not None and not _is_untouched(step):
         iteration.ledger.doubt(step.gradients)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -62,7 +61,7 @@ class OptimizerState(Mapping[str, Any]):
             check = Check(scale, flags_of(value))
             _keep_check(self._engine, self._key, optimizer, check)
         elif key == "stage" and step is not None and stages:
-            step = replace(step, stage=stages[0], num_losses=iteration.num_losses)
+            step = step._replace(stage=stages[0], num_losses=iteration.num_losses)
             iteration.steps[self._key] = step
         else:
             raise TypeError(
@@ -291,4 +290,4 @@ def _keep_check(
     engine.iteration.ledger.mark(NONE, check)
     steps = engine.iteration.steps
     earlier = steps.get(key) or Step(optimizer, engine.loss_scale)
-    steps[key] = replace(earlier, earlier=(check,))
+    steps[key] = earlier._replace(earlier=(check,))

@@ -8,7 +8,6 @@ usual step from where it finds inf or NaN. Both give the same numbers, bit for b
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
         norms = norms_of(gradients, scale)
         squares = norms.sum_of_squares(CPU).item()
         is_finite, flag = math.isfinite(squares), scalars.flag_nonfinite(squares, CPU)
-        norms = replace(norms, squares=squares, found_inf=flag)
+        norms = norms._replace(squares=squares, found_inf=flag)
     else:
         (flag,) = gradients.multiply_(1.0 if is_fused else scalars.reciprocal(scale)).values()
         is_finite = flag.item() == 0.0
@@ -59,7 +58,7 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
         """Return what the long road goes on from."""
         scaled = Step(optimizer, loss_scale, gradients, scale, norms=norms, ranks=plan.ranks)
         own = new_check(scaled, {CPU: flag})
-        return replace(scaled, multiplier=scale if is_scaled else None, own=own)
+        return scaled._replace(multiplier=scale if is_scaled else None, own=own)
 
     if not is_finite:
         found = step(is_fused or norms is not None)
