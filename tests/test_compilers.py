@@ -57,9 +57,7 @@ def diagnosed(model: nn.Module, _: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("block", [traced, recorded, diagnosed])
-def test_they_work_inside_of_blocks(
-    block: Callable[..., Iterator[None]], compiler: str, tmp_path: Path
-) -> None:
+def test_they_work_inside_of_blocks(block, compiler, tmp_path):
     torch.compiler.reset()
     model = Net()
     expected = model(X)

@@ -263,9 +263,7 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step-*"))
 
 
-def test_a_kill_while_saving_leaves_the_last_checkpoint(
-    new: Callable[[], Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_saving_leaves_the_last_checkpoint(new, tmp_path, monkeypatch):
     def save_half(state: object, checkpoint_id: Path) -> None:
         checkpoint_id.mkdir()
         (checkpoint_id / ".metadata").write_text("half of it")
@@ -291,9 +289,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint(
     assert saved(tmp_path) == ["step-00000002", "step-00000004"]
 
 
-def test_the_last_two_are_kept_and_none_before_the_first_step(
-    new: Callable[[], Training], tmp_path: Path
-) -> None:
+def test_the_last_two_are_kept_and_none_before_the_first_step(new, tmp_path):
     training = new()
     assert training.checkpoints.load() == 0
     for step in (1, 2):
@@ -305,9 +301,7 @@ def test_the_last_two_are_kept_and_none_before_the_first_step(
     training.end()
 
 
-def test_a_run_waits_for_the_one_before(
-    new: Callable[[], Training], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_waits_for_the_one_before(new, capsys):
     first, second = new(), []
     thread = threading.Thread(target=lambda: second.append(new()))
     thread.start()

@@ -112,9 +112,7 @@ class Watched:
 
 
 @pytest.fixture
-def watch(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Watched]:
+def watch(monkeypatch, capsys):
     def run(name: str, arguments: str, init_scale: float | None = None) -> Watched:
         watched = Watched()
 
@@ -239,9 +237,7 @@ def test_what_runs_where(name: str, watch: Callable[..., Watched]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*EXAMPLES} - {"half_parameters"}))  # it has no autocast
-def test_optimizer_sees_the_gradients_of_float32(
-    name: str, watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimizer_sees_the_gradients_of_float32(name, watch, monkeypatch):
     """Whatever is scaled, unscaled, clipped or divided: it comes out as without mixed precision."""
     mixed = watch(name, "--steps 1", init_scale=2.0**12)
     monkeypatch.setattr(halfstep, "autocast", functools.partial(halfstep.autocast, enabled=False))
@@ -359,9 +355,7 @@ def test_by_hand_equals_the_scaler(watch: Callable[..., Watched]) -> None:
     assert min(dynamic) < dynamic[-1]  # and grew
 
 
-def test_by_hand_notices_a_difference(
-    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_by_hand_notices_a_difference(watch, monkeypatch):
     scale = halfstep.GradScaler.scale
     off_by_one_bit = 1 + 2.0**-23
     monkeypatch.setattr(
@@ -423,9 +417,7 @@ def test_tune_finds_the_two_modules_and_then_it_learns(tmp_path: Path) -> None:
     assert int(re.search(r"result: (\d+) of 120 steps were skipped", trained)[1]) < 10
 
 
-def test_without_the_policy_no_step_is_taken(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_policy_no_step_is_taken(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["signals", "--steps", "20"])
     with pytest.warns(halfstep.errors.SkippedStepsWarning, match="steps 1 to (17|20) were skipped"):
         runpy.run_path(str(FOLDER / "tune" / "signals.py"), run_name="__main__")

@@ -110,9 +110,7 @@ def test_inside_vmap_nothing_is_measured() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(400, 300), (120_000,), (30, 400, 10), (300, 50, 3, 3)])
-def test_a_large_tensor_is_sampled_and_its_amax_is_exact(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_tensor_is_sampled_and_its_amax_is_exact(shape, monkeypatch):
     monkeypatch.setitem(measure_module.LARGE, "cpu", 8192)
     torch.manual_seed(0)
     tensor = torch.randn(shape)
@@ -129,9 +127,7 @@ def test_a_large_tensor_is_sampled_and_its_amax_is_exact(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_no_nan_and_no_inf_of_a_large_tensor_is_missed(
-    bad: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_nan_and_no_inf_of_a_large_tensor_is_missed(bad, monkeypatch):
     monkeypatch.setitem(measure_module.LARGE, "cpu", 1024)
     tensor = torch.randn(100, 100)
     tensor[99, 1] = bad
@@ -191,9 +187,7 @@ def test_float32_and_bfloat16_gradients_have_flushed_nothing() -> None:
 
 @given(st.lists(st.floats(2.0**-120, 2.0**100, width=32), min_size=1), st.integers(-20, 20))
 @settings(max_examples=100)
-def test_underflow_at_another_scale_is_exact_for_powers_of_two(
-    values: list[float], power: int
-) -> None:
+def test_underflow_at_another_scale_is_exact_for_powers_of_two(values, power):
     tensor, fp16 = torch.tensor(values), FORMATS["fp16"]
     found = measure(tensor)
     assert found is not None

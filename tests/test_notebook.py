@@ -10,8 +10,6 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-import pytest
-
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "ten_minutes.md").read_text(encoding="utf-8")
 
@@ -38,9 +36,7 @@ def run_cell(code: str, number: int, namespace: dict) -> str:
     return printed.getvalue()
 
 
-def test_the_cells_of_the_notebook_print_what_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cells_of_the_notebook_print_what_the_page_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
     blocks = re.findall(r"^```console\n\$ [^\n]+\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

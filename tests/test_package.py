@@ -72,9 +72,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
         ("report {record}", "report.html"),
     ],
 )
-def test_it_works_where_it_is_installed(
-    command: str, says: str, wheel: Path, tmp_path: Path
-) -> None:
+def test_it_works_where_it_is_installed(command, says, wheel, tmp_path):
     installed = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(installed)
     words = command.format(record=records.healthy(tmp_path / "record")).split()

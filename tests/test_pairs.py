@@ -344,7 +344,7 @@ def assert_continues(case: Case, folder: Path) -> None:
     assert whole.scaler.get_scale() == second.scaler.get_scale()
 
 
-@pytest.mark.parametrize("case", rotated(("AdamW", "AdamW fused", "SGD")), ids=str)
+@pytest.mark.parametrize("case", rotated(("AdamW fused", "SGD")), ids=str)
 def test_a_pair_is_as_by_hand(case: Case, tmp_path: Path) -> None:
     assert_as_by_hand(case, tmp_path)
 
@@ -354,7 +354,7 @@ def test_a_pair_continues_from_a_checkpoint(case: Case, tmp_path: Path) -> None:
     assert_continues(case, tmp_path)
 
 
-# `make pairs` runs all 3,600: half an hour.
+# `make pairs` runs all 3,600, with all optimizers: half an hour.
 STEP = 1 if os.environ.get("HALFSTEP_PAIRS") == "all" else 25
 
 
@@ -369,9 +369,7 @@ def test_all_pairs(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("feature", ["scaler", "max_norm", "unscale_", "accumulate", "retry"])
 @pytest.mark.parametrize("optimizer", ["AdamW", "AdamW fused", "SGD"])
-def test_a_guard_beside_a_scaler_names_the_cure(
-    optimizer: str, feature: str, tmp_path: Path
-) -> None:
+def test_a_guard_beside_a_scaler_names_the_cure(optimizer, feature, tmp_path):
     case = Case(optimizer, "fp16 float32", (feature,))
     trained = Trained(case, tmp_path)
     halfstep.guard(trained.optimizer)
@@ -399,7 +397,7 @@ def signature_of(optimizer: torch.optim.Optimizer) -> inspect.Signature:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "AdamW fused", "SGD fused", "Adagrad fused"])
 def test_any_order_around_a_step(optimizer: str, tmp_path: Path) -> None:
-    """The step keeps its signature: PyTorch's scaler and ours look for ``grad_scaler`` in it."""
+    """The step keeps its signature, in which PyTorch's scaler and ours look for ``grad_scaler``."""
     case = Case(optimizer, "bf16 split", ("guard", "scheduler"))
     theirs = ByHand(case, {}).take_steps().weights
     before = signature_of(ByHand(case, {}).optimizer)

@@ -50,9 +50,7 @@ def test_other_lines_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("severity", "color"), [("bad", 31), ("warning", 33), ("notice", 36), ("good", 32)]
 )
-def test_the_severity_has_a_color(
-    severity: str, color: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_severity_has_a_color(severity, color, monkeypatch):
     assert (
         told(f"{severity}: bad good", Terminal()) == f"\x1b[{color}m{severity}\x1b[0m: bad good\n"
     )

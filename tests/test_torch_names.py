@@ -204,15 +204,19 @@ def test_a_storage_that_is_gone_does_not_give_its_number_away() -> None:
 
 
 @pytest.mark.slow
-def test_the_classes_of_checkpoint_that_keep_a_function() -> None:
-    """Each is called with the function to run again first: that is what gets wrapped."""
+def test_what_a_new_process_finds() -> None:
+    """In this one, what torch.utils.checkpoint keeps is wrapped, and torch.compile is imported."""
     code = (
         "import inspect, torch.utils.checkpoint as c\n"
+        "from halfstep._pytorch import compiler\n"
         "for f in (c.CheckpointFunction.forward, c._CheckpointFrame.__init__):\n"
-        "    print(list(inspect.signature(f).parameters)[1])\n"
+        "    print(list(inspect.signature(f).parameters)[1])  # what is run again stands first\n"
+        "print(compiler.is_loaded())\n"
+        "import sys, torch._dynamo\n"
+        "print(compiler.is_loaded(), compiler.MODULE_OF_CONTEXTS in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["run_function", "recompute_fn"]
+    assert done.stdout.split() == ["run_function", "recompute_fn", "False", "True", "True"]
 
 
 MARK = compiler.CompileMark(compiler.numbered_guard(0), "a", backward_off=True)
@@ -629,18 +633,6 @@ def test_ddp_keeps_its_buckets() -> None:
         ddp(torch.ones(1, 2)).sum().backward()
     ddp.reducer = reducer
     assert reducer._rebuild_buckets()
-
-
-@pytest.mark.slow
-def test_torch_compile_is_seen_when_it_is_imported() -> None:
-    code = (
-        "from halfstep._pytorch import compiler\n"
-        "print(compiler.is_loaded())\n"
-        "import sys, torch._dynamo\n"
-        "print(compiler.is_loaded(), compiler.MODULE_OF_CONTEXTS in sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True", "True"]
 
 
 def test_modes_stand_aside() -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
     from halfstep._tools.doctor.doctor import doctor as doctor
     from halfstep._tools.record.record import record as record
     from halfstep._tools.trace.trace import trace as trace
-    from halfstep._tools.tune.check import self_check as self_check
+    from halfstep._tools.tune.tuner import self_check as self_check
     from halfstep._tools.tune.tuner import tune as tune
     from halfstep._tools.watch.diagnose import diagnose as diagnose
     from halfstep.errors import CallOrderError as CallOrderError
@@ -66,7 +66,7 @@ _MODULES = {
     "master_weights": "halfstep._master_weights.master_weights",
     "preset": "halfstep._autocast",
     "record": "halfstep._tools.record.record",
-    "self_check": "halfstep._tools.tune.check",
+    "self_check": "halfstep._tools.tune.tuner",
     "trace": "halfstep._tools.trace.trace",
     "tune": "halfstep._tools.tune.tuner",
     "use_policy": "halfstep._autocast",

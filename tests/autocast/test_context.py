@@ -643,3 +643,20 @@ def test_an_op_with_a_small_weight_takes_few_calls() -> None:
     with autocast(DEVICE, BF16):
         called = calls_of_ours(lambda: F.linear(x, weight))
     assert len(called) <= 6, called
+
+
+@pytest.mark.parametrize(
+    ("call", "note"),
+    [
+        (lambda h: h.masked_fill(h > 0, -1e10), 'policy="standard; masked_fill:fp32"'),
+        (lambda h: F.pad(h, (1, 1), value=1e10), 'policy="standard; pad:fp32"'),
+        (lambda h: h.masked_fill_(h > 0, -1e10), "halfstep: torch.finfo(x.dtype).min"),
+    ],
+)
+def test_an_error_about_a_number_that_does_not_fit_has_its_cure(call: Any, note: str) -> None:
+    with (
+        pytest.raises(RuntimeError, match="without overflow") as caught,
+        autocast(DEVICE, torch.float16),
+    ):
+        call(F.linear(torch.ones(2, 2), torch.ones(2, 2)))
+    assert note in caught.value.__notes__[0]

@@ -256,7 +256,7 @@ def test_text_and_file_give_back_the_policy(name: str, more: list[Rule]) -> None
         ("standard; softmax.integer:fp32", r"no op 'softmax.integer'; did you mean 'softmax.int'"),
         (
             "standard; convolutin*:fp32",
-            r"no op that a preset names is like 'convolutin\*'; did",
+            r"no op named in a preset matches 'convolutin\*'; did",
         ),
         (
             "standard; nolib::op:fp32",

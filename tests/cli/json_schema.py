@@ -90,7 +90,10 @@ def json_schema() -> dict[str, Any]:
     for part in (parts["Finding"], parts["Rule"]):  # values that may be left out in Python
         part["required"] = [*part["properties"]]
     own = {
-        "report": {"sentences": {"type": "array", "items": {"$ref": "#/$defs/Said"}}},
+        "report": {
+            "sentences": {"type": "array", "items": {"$ref": "#/$defs/Said"}},
+            "processes": {"type": "array", "items": {"$ref": "#/$defs/Summary"}},
+        },
         "comparison": {"verdict": {"$ref": "#/$defs/Said"}},
     }
     for kind, document in DOCUMENTS.items():

@@ -1,5 +1,6 @@
 """``halfstep check``: the bad sentences of a report, and exit codes."""
 
+import json
 import math
 
 import pytest
@@ -23,7 +24,6 @@ def check(capsys, folder):
     [
         (records.healthy, "good: 60 steps; {RAN}"),
         (records.with_skips, "good: 100 steps, 1 warning in the report; {RAN}"),
-        (records.killed, "good: 5 steps, 1 warning in the report; {RAN}"),
     ],
 )
 def test_a_run_without_a_bad_finding_is_one_line(tmp_path, capsys, record, line):
@@ -36,9 +36,10 @@ def test_a_run_without_a_bad_finding_is_one_line(tmp_path, capsys, record, line)
         (records.failed, ["bad: The loss became NaN at step 7; 3 steps had such a loss"]),
         (records.losing_updates, ["bad: 97 % of the updates measured in 6 steps were lost"]),
         (records.several_ranks, ["bad: ranks disagree from step 20 on"]),
+        (records.killed, ["bad: The record has no end after 5 steps, at 2.5 s, and no process"]),
         (
             records.diagnosed,
-            ["bad: Steps 41, 42 went bad in `linear`", "bad: Step 80 went bad in `log`"],
+            ["bad: Steps 41, 42 went bad: `linear`", "bad: Step 80 went bad: `log`"],
         ),
     ],
 )
@@ -96,3 +97,40 @@ def test_other_options_are_refused(tmp_path, capsys, option):
         main(["check", str(records.healthy(tmp_path)), option])
     assert ended.value.code == 2
     assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_parent", [True, False])
+def test_all_processes_of_a_run_are_checked_and_reported(tmp_path, capsys, has_parent):
+    folder = tmp_path / "runs/x"
+    makes = {"process-1": records.healthy, "process-2": records.bf16, "process-10": records.failed}
+    paths = [make(folder / name) for name, make in makes.items()]
+    (folder / "process-3").mkdir(parents=True)
+    (folder / "process-3/rank0.jsonl").write_text("?")
+    if has_parent:
+        paths.insert(0, records.healthy(folder))
+    code, out, err = called(capsys, "check", folder)
+    assert code == 1
+    assert "process-3/rank0.jsonl: none of its lines begins a record" in err
+    good = [f"{path}: good: 60 steps" for path in paths[:-1]]
+    bad = f"{paths[-1]}: bad: The loss became NaN at step 7"
+    assert [line.startswith(x) for line, x in zip(out.splitlines(), [*good, bad], strict=True)]
+    code, out, _ = called(capsys, "report", folder)
+    assert code == 0
+    rows = out.splitlines()[1 : len(paths) + 1]
+    assert [row.split()[0] for row in rows] == list(map(str, paths))
+    assert "bad: The loss became NaN at step 7" in rows[-1]
+    assert (paths[0] / "report.html").exists()
+    _, out, _ = called(capsys, "report", folder, "--json")
+    told = json.loads(out)
+    assert [told["path"], *(each["path"] for each in told["processes"])] == list(map(str, paths))
+    _, out, _ = called(capsys, "report", folder, "--md")
+    assert out.count("## halfstep report: ") == len(paths)
+
+
+def test_the_newest_run_is_checked_with_its_processes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records.failed(tmp_path / "runs/x/process-1")
+    records.healthy(tmp_path / "runs/x")
+    code, out, err = called(capsys, "check")
+    assert (code, err) == (1, "runs/x: the newest record under runs/\n")
+    assert len(out.splitlines()) == 2

@@ -19,9 +19,7 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, "by exp@head:leave" in out) == (0, True)
 
 
-def test_show_by_action(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_show_by_action(capsys, monkeypatch):
     """Rules of one action stand together; one that a later rule replaces is left out."""
     text = "fp32; exp,log[fp16]:fp32; log:lower; exp@a:lower; @head:fp32; sin:lower"
     code, out, _ = called(capsys, "policy", "show", text)
@@ -103,9 +101,7 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: list[str], messa
     assert message in err
 
 
-def test_a_file_that_does_not_exist_is_looked_for(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_file_that_does_not_exist_is_looked_for(capsys, tmp_path):
     (tmp_path / "mine.toml").write_text('preset = "standard"\n')
     for verb in ("show", "check"):
         _, _, err = called(capsys, "policy", verb, str(tmp_path / "mien.toml"))

@@ -11,7 +11,7 @@ from tests.cli.called import called
 from tests.report import records
 
 from halfstep._tools.cli import main
-from halfstep._tools.record.files import file_of
+from halfstep._tools.record.files import LineWriter, file_of
 
 
 @pytest.fixture(autouse=True)
@@ -106,9 +106,13 @@ def test_the_newest_record_is_taken_and_said(tmp_path, capsys):
 
 
 def test_a_record_that_is_being_written_is_told(tmp_path, capsys):
-    code, out, _ = called(capsys, "report", records.killed(tmp_path / "a"))
-    assert code == 0
-    assert "still running, or it was killed" in out
+    folder = records.killed(tmp_path / "a")
+    assert "bad: The record has no end after 5 steps" in called(capsys, "report", folder)[1]
+    writer = LineWriter(file_of(folder, 0))
+    assert "notice: The run is still running after 5 steps" in called(capsys, "report", folder)[1]
+    assert called(capsys, "check", folder)[0] == 0
+    writer.close()
+    assert called(capsys, "check", folder)[0] == 1
 
 
 def test_one_of_the_files_of_a_record_will_do(tmp_path, capsys):

@@ -1,5 +1,4 @@
 import argparse
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -7,6 +6,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from tests import forked
 
 from halfstep._tools.cli import _build_parser, main
 from halfstep._tools.cli.run import _note_options, add_arguments
@@ -145,27 +145,24 @@ def test_a_policy_may_be_in_a_file(tmp_path):
     assert done.returncode == 0
 
 
-def launched(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *words],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )
+def launched(module: str, *words: object) -> forked.Done:
+    code = f"import runpy, sys; sys.argv = {[module, *map(str, words)]}; "
+    code += f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return forked.python("-c", code, cwd=Path.cwd(), environ={"PYTHONWARNINGS": "ignore"})
 
 
 def test_every_rank_that_torchrun_starts_records_into_one_folder(tmp_path):
     launcher = ("torch.distributed.run", "--nproc-per-node", 2, "-m")
-    done = launched(*map(str, launcher), "halfstep", "run", SCRIPTS / "ranks.py", "--help")
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
+    done = launched(*launcher, "halfstep", "run", SCRIPTS / "ranks.py", "--help")
+    assert done.code == 0, done.err
+    assert sorted(done.out.splitlines()) == [
         "scaler of halfstep on rank 0",
         "scaler of halfstep on rank 1",
     ]
     (folder,) = (tmp_path / "runs").iterdir()
     assert sorted(file.name for file in folder.iterdir()) == ["rank0.jsonl", "rank1.jsonl"]
-    assert done.stderr.count("halfstep: 3 steps recorded, 0 skipped: halfstep report runs/") == 1
-    assert done.stderr.count("halfstep report") == 1
+    assert done.err.count("halfstep: 3 steps recorded, 0 skipped; ") == 1
+    assert done.err.count("halfstep report") == 1
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
@@ -173,8 +170,8 @@ def test_accelerate_launch(tmp_path):
     launcher = "accelerate.commands.launch --cpu --num_processes 1 --num_machines 1"
     launcher += " --mixed_precision no --dynamo_backend no -m"
     done = launched(*launcher.split(), "halfstep", "run", "-o", "out", SCRIPTS / "recipe.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.endswith("halfstep: 6 steps recorded, 0 skipped: halfstep report out\n")
+    assert done.code == 0, done.err
+    assert done.err.endswith("(products: float32): halfstep report out\n")
     assert (tmp_path / "out" / "rank0.jsonl").exists()
 
 

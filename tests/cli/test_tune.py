@@ -1,6 +1,6 @@
 import json
+import shutil
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,61 +12,12 @@ from halfstep._tools.cli import main
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-    import os
-    import torch
-    from helper import Overflows
-    from torch import nn
-
-    calls = 0
-
-    def make():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), Overflows(8, 8), nn.Linear(8, 4))
-        return model, [torch.randn(4, 8)], loss_fn
-
-    def loss_fn(model, batch):
-        return model(batch).float().square().mean()
-
-    def stops():
-        def loss_fn(model, batch):
-            global calls
-            calls += 1
-            if calls == int(os.environ["STOP_AT"]):
-                raise KeyboardInterrupt
-            return model(batch).float().square().mean()
-        return *make()[:2], loss_fn
-
-    def late():
-        model, batches, _ = make()
-        weight = torch.full((1, 4), 1e6)
-        return model, batches, lambda m, batch: nn.functional.linear(m(batch), weight).mean()
-
-    def one():
-        return make()[0]
-
-    def two():
-        return make()[:2]
-
-    def half():
-        return make()[0].half(), [torch.ones(4, 8)], None
-
-    def no_batches():
-        return make()[0], [], None
-"""
-HELPER = """
-    from torch import nn
-
-    class Overflows(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * 1e6 / 1e6
-"""
+CORPUS = Path(__file__).parent / "corpus" / "tuned"
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    (tmp_path / "helper.py").write_text(textwrap.dedent(HELPER))
+    shutil.copytree(CORPUS, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path / "script.py"
@@ -91,17 +42,13 @@ def test_options(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("policy.toml").exists()
 
 
-def test_without_a_policy_that_is_enough_the_exit_code_is_1(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_policy_that_is_enough_the_exit_code_is_1(script, capsys):
     code, out, _ = called(capsys, "tune", "script.py:late", "-o", "policy.toml")
     assert (code, "NOT within bounds" in out) == (1, True)
     assert Path("policy.toml").exists()
 
 
-def test_ctrl_c_and_the_same_again(
-    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_and_the_same_again(script, capsys, monkeypatch):
     monkeypatch.setenv("STOP_AT", "4")
     code, out, err = called(capsys, "tune", "script.py:stops", "--record", "tune.jsonl")
     assert (code, out) == (130, "")
@@ -137,9 +84,7 @@ def test_ctrl_c_and_the_same_again(
         ),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(
-    script: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
-) -> None:
+def test_mistakes_are_one_line_and_exit_code_2(script, capsys, argv, message):
     code, out, err = called(capsys, "tune", *argv)
     assert (code, out) == (2, "")
     assert err.startswith("halfstep tune: ")
@@ -173,9 +118,7 @@ def test_a_target_that_is_no_python_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"halfstep tune: {target}:1: ")
 
 
-def test_the_function_is_looked_for_before_the_file_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_function_is_looked_for_before_the_file_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text("raise SystemExit('it ran')\ndef make(): ...\ndef other(): ...\n")
     assert called(capsys, "tune", "model.py:made")[2].endswith("did you mean 'make'?\n")
@@ -188,9 +131,7 @@ def test_the_function_is_looked_for_before_the_file_runs(
     "source",
     ["from helper import make", "from helper import *", "globals()['make'] = 1", "make = 1"],
 )
-def test_a_function_may_come_from_elsewhere(
-    source: str, script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_function_may_come_from_elsewhere(source, script, capsys):
     script.write_text("raise SystemExit('it ran')\n" + source)
     with pytest.raises(SystemExit, match="it ran"):
         called(capsys, "tune", "script.py:make")

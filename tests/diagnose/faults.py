@@ -16,9 +16,10 @@ from functools import partial
 from itertools import chain
 
 import torch
-from tests.diagnose import gradients, overflowing, undefined  # noqa: F401  (they fill INJECTIONS)
+from tests.diagnose import gradients  # noqa: F401  (it fills INJECTIONS, too)
+from tests.diagnose.corpus.code import overflowing, undefined  # noqa: F401  (they fill INJECTIONS)
+from tests.diagnose.corpus.code.harmless import DECOYS
 from tests.diagnose.gpt import CONTEXT, GPT, MASKS, Attention
-from tests.diagnose.harmless import DECOYS
 from tests.diagnose.injections import INJECTIONS
 from tests.diagnose.losses import LOSSES
 from tests.diagnose.models import spots_of

@@ -53,9 +53,16 @@ def diagnose_bad_rank(rank: int) -> dict[str, Any]:
     with halfstep.diagnose(scaler, tell=lambda *_: None) as watch:
         for x in (good, bad, good):
             step(x)
+    after = digest()
+    with halfstep.diagnose(halfstep.GradScaler(enabled=False), tell=lambda *_: None) as plain:
+        for x in (good, bad):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), torch.tensor([0, 1, 0, 1])).backward()
+            optimizer.step()
     return {
+        "without a scaler": [found.to_json() for found in plain.found],
         "on request": on_request.to_json(),
         "same": same,
         "in a loop": [found.to_json() for found in watch.found],
-        "digest": digest(),
+        "digest": after,
     }

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 HERE = Path(__file__).parent
+PLACES = HERE, HERE / "corpus" / "code"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _line_of_caller() -> tuple[str, int] | None:
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.parent == HERE and path.name != "reference.py":
+        if path.parent in PLACES and path.name != "reference.py":
             return path.name, frame.f_lineno
         frame = frame.f_back
     return None
@@ -98,7 +99,7 @@ def _line_in_backward() -> tuple[str, int] | None:
 def _line_in(traceback: list[str]) -> tuple[str, int] | None:
     for entry in reversed(traceback):
         match = re.match(r'\s*File "(.+?)", line (\d+)', entry)
-        if match and Path(match[1]).parent == HERE and Path(match[1]).name != "reference.py":
+        if match and Path(match[1]).parent in PLACES and Path(match[1]).name != "reference.py":
             return Path(match[1]).name, int(match[2])
     return None
 

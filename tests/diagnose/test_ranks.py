@@ -7,6 +7,7 @@ from tests.diagnose.ranks import diagnose_bad_rank
 from tests.ranks.pool import Pool
 
 from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.watch.watch import INNOCENT
 
 pytestmark = pytest.mark.slow
 
@@ -23,4 +24,11 @@ def test_each_rank_replays_its_own_and_rank_0_knows_all(pool: Pool) -> None:
     assert one["same"]
     # After the exchange of gradients both skip; only rank 1 has a bad batch.
     assert [Diagnosis.from_json(text).verdict for text in one["in a loop"]] == ["data"]
+    # Both step with NaN: one rank has the batch and is told what the others wait for.
+    (innocent,), (guilty,) = (
+        [Diagnosis.from_json(text) for text in each["without a scaler"]] for each in (zero, one)
+    )
+    assert (innocent.verdict, innocent.notes[0]) == ("none", INNOCENT)
+    assert guilty.cure is not None
+    assert "leave this batch out on all ranks" in guilty.cure.text
     assert zero["digest"][:6] == one["digest"][:6]

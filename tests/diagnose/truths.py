@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from tests.diagnose.harmless import DECOYS
+from tests.diagnose.corpus.code.harmless import DECOYS
 from tests.diagnose.injections import Phase, Verdict
 from tests.diagnose.models import spots_of
 from tests.diagnose.training import Setting, Training, armed
@@ -76,7 +76,8 @@ def nothing(training: Training) -> None:
 def lines_of(marker: str) -> frozenset[tuple[str, int]]:
     """Return the lines that bear a marker: (file name, number)."""
     found = set()
-    for path in Path(__file__).parent.glob("*.py"):
+    folder = Path(__file__).parent
+    for path in (*folder.glob("*.py"), *folder.glob("corpus/code/*.py")):
         for number, text in enumerate(path.read_text().splitlines(), 1):
             marked = re.search(r"# fault: (.+)$", text)
             if marked and marker in re.split(", ", marked[1]):

@@ -44,11 +44,11 @@ def test_the_best_time_counts_and_times_that_scatter_are_reported(seconds, rate,
 
 
 def test_a_measurement_goes_on_until_the_best_times_are_confirmed(monkeypatch) -> None:
-    clock = iter(2.0**-n for n in range(500))  # each call is twice as fast as the one before
+    clock = iter(2.0**-n for n in range(900))  # each call is twice as fast as the one before
     monkeypatch.setattr(hardware, "_duration", lambda run, device: next(clock))
     shares: list[float] = []
     found = measure_speeds("cpu", seconds=1e-9, on_round=shares.append)
-    assert len(shares) == 5  # never longer than ``LONGEST`` times the seconds
+    assert len(shares) == hardware.FEWEST_ROUNDS  # never longer than ``LONGEST`` times the seconds
     assert "took" in found.noise
 
 

@@ -120,7 +120,7 @@ def judge(program: Hostile, folder: Path) -> Judged:
     found = explain(raised_by(file))
     if found is None:
         return Judged(False, said, False, "")
-    has_line = found.where == f"train.py, line {marks['!']}"
+    has_line = found.where == f"train.py:{marks['!']}"
     missing = [part for part in said if part not in str(found)]
     ran = set()
     for number, cure in enumerate(found.cures):
@@ -169,7 +169,7 @@ def pasted(text: str, line: int, cure: str, *, only_last: bool = False) -> str:
     if cure.startswith("the call inside "):
         indent = " " * statement.col_offset
         lines[first:last] = ["    " + each for each in lines[first:last]]
-        lines.insert(first, f"{indent}with halfstep.{cure.removeprefix('the call inside ')}:")
+        lines.insert(first, f"{indent}with halfstep.{re.split(r'inside (?:halfstep.)?', cure)[1]}:")
     for new, old in re.findall(
         r"(?:^|, )(\S.*?) in place of (.*?)(?=, [^ ]+ in place of |$)", cure
     ):

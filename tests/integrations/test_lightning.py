@@ -298,9 +298,7 @@ class Growing(Module):
             self.net[2] = nn.Linear(16, 1)
 
 
-def test_rules_for_modules_walk_the_model_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rules_for_modules_walk_the_model_once(tmp_path, monkeypatch):
     walks = []
     monkeypatch.setattr(context, "name_modules", lambda *given: walks.append(name_modules(*given)))
     for module, num in ((Module(), 1), (Growing(), 2)):
@@ -403,9 +401,7 @@ class ClippingByHandAndLooking(ClippingByHand):
 
 @pytest.mark.parametrize("cls", [ClippingByHand, ClippingByHandAndLooking])
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clips_in_manual_optimization(
-    cls: type[ClippingByHand], algorithm: str, tmp_path: Path
-) -> None:
+def test_clips_in_manual_optimization(cls, algorithm, tmp_path):
     module, x = cls(algorithm), samples(bad=None)
     scaler = halfstep.GradScaler(init_scale=1024.0)
     fit(tmp_path, module, x, plugins=[HalfstepPrecision(scaler=scaler)])

@@ -7,9 +7,7 @@ import pytest
 
 
 @pytest.mark.parametrize("framework", ["transformers", "timm"])
-def test_the_error_names_the_package_and_the_cure(
-    framework: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_names_the_package_and_the_cure(framework, monkeypatch):
     module = f"halfstep.integrations.{framework}"
     monkeypatch.delitem(sys.modules, module, raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == framework]:

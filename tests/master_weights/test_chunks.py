@@ -40,9 +40,7 @@ def test_chunks_of_limited_size_in_turn(many: Any, monkeypatch: pytest.MonkeyPat
     assert [len(group["params"]) for group in optimizer.param_groups] == [20, 20]
 
 
-def test_a_closure_is_called_once_before_the_first_chunk(
-    many: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closure_is_called_once_before_the_first_chunk(many, monkeypatch):
     monkeypatch.setattr(exchange, "CACHED", 500)
     params, optimizer, sizes = many
     master_weights(optimizer)
@@ -69,9 +67,7 @@ def test_a_small_model_is_one_chunk(many: Any) -> None:
 
 
 @pytest.mark.parametrize(("device", "expected"), [(DEVICE, [3, 1]), ("meta", [8, 2])])
-def test_a_chunk_fits_the_cache_of_a_cpu_and_is_a_tenth_elsewhere(
-    device: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_fits_the_cache_of_a_cpu_and_is_a_tenth_elsewhere(device, expected, monkeypatch):
     monkeypatch.setattr(exchange, "CACHED", 30)
     params = params_of(*[10] * 82, device=device)
     give_gradients(params, 0)
@@ -100,9 +96,7 @@ class Counts(torch.optim.Optimizer):
                 param.sub_(param.grad / norm)
 
 
-def test_an_optimizer_that_is_not_of_pytorch_steps_all_parameters_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_optimizer_that_is_not_of_pytorch_steps_all_parameters_at_once(monkeypatch):
     monkeypatch.setattr(exchange, "CACHED", 10)
     params = params_of(7, 5, 8)
     optimizer = master_weights(Counts(params))

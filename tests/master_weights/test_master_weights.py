@@ -265,11 +265,18 @@ def test_lbfgs(search: str | None) -> None:
         return loss
 
     for _ in range(3):
-        found = optimizer.step(closure=closure)  # by name, elsewhere as an argument
+        found = optimizer.step(closure)
         expected = by_hand.optimizer.step(closure_by_hand)  # type: ignore[arg-type]
         assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
         by_hand.round()
         assert_same(ours.parameters(), by_hand.params)
+
+
+def test_a_closure_that_is_given_by_name() -> None:
+    model, seen = linear(), []
+    optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert optimizer.step(closure=lambda: seen.append(model.weight.dtype) or 1.0) == 1.0
+    assert seen == [BF16]
 
 
 class TwoSteps(torch.optim.SGD):
@@ -339,6 +346,17 @@ def test_an_optimizer_that_swaps_weights_and_their_average() -> None:
 
 
 # --- what else has the optimizer ------------------------------------------------------------------
+
+
+def test_a_scheduler_sees_the_steps(recwarn: pytest.WarningsRecorder) -> None:
+    params = parameters()
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    master_weights(optimizer)
+    give_gradients(params, 0)
+    optimizer.step()
+    scheduler.step()
+    assert not recwarn
 
 
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "AdamW fused", "Signs"])
@@ -861,12 +879,7 @@ class Elsewhere(torch.optim.AdamW):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Elsewhere])
 @pytest.mark.parametrize("store", ["split", "float32"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_small_and_large_parameters_together(
-    kind: type[torch.optim.AdamW],
-    store: Any,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_small_and_large_parameters_together(kind, store, dtype, monkeypatch):
     """Those that are converted side by side step like those that are converted alone."""
     if store == "split" and dtype is FP16:
         pytest.skip("split serves bfloat16")
@@ -927,9 +940,7 @@ def test_all_are_float32_where_another_step_was_put(many: Any) -> None:
 
 
 @pytest.mark.parametrize("is_wrapped", [True, False])
-def test_all_are_float32_where_another_step_is_that_of_the_class(
-    many: Any, is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_are_float32_where_another_step_is_that_of_the_class(many, is_wrapped, monkeypatch):
     monkeypatch.setattr(exchange, "CACHED", 1)
     params, optimizer, sizes = many
     original, calls = torch.optim.SGD.step, []
@@ -951,9 +962,7 @@ def test_all_are_float32_where_another_step_is_that_of_the_class(
 
 
 @pytest.mark.parametrize("place", ["step", "closure"])
-def test_parameters_are_put_back_after_an_error(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_are_put_back_after_an_error(place, monkeypatch):
     model = linear()
     optimizer = master_weights(Signs(list(model.parameters()), lr=0.1))
     loss_at(model, 0).backward()

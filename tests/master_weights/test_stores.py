@@ -123,9 +123,7 @@ def test_float32_keeps_the_weight(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES)
 @pytest.mark.parametrize("is_special", [False, True])
-def test_looking_for_special_numbers_changes_nothing(
-    store: Store, is_special: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looking_for_special_numbers_changes_nothing(store, is_special, monkeypatch):
     """What is left out where a look finds none is done on devices, which are not looked at."""
     weight = weights(1 << 18) if is_special else torch.randn(3 * PIECE // 2)
     for dtype in store.dtypes:

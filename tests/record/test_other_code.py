@@ -146,9 +146,7 @@ class CountFunctions(TorchFunctionMode):
 
 @pytest.mark.parametrize("mode", [CountOps, CountFunctions])
 @pytest.mark.parametrize("has_scaler", [False, True])
-def test_a_mode_of_the_user_does_not_see_the_record(
-    mode: type[CountOps | CountFunctions], has_scaler: bool, tmp_path: Path
-) -> None:
+def test_a_mode_of_the_user_does_not_see_the_record(mode, has_scaler, tmp_path):
     model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
     (optimizer,) = sgd(model)
 

@@ -1,7 +1,9 @@
 """What a record holds, and that recording changes nothing."""
 
+import cProfile
 import math
 import os
+import pstats
 import signal
 import warnings
 from collections import Counter
@@ -9,7 +11,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -372,9 +373,7 @@ def test_the_gradient_of_several_backward_passes_is_their_sum(tmp_path: Path) ->
         (Facade, False, [(1, "SGD"), (1, "AdamW"), (2, "SGD"), (2, "AdamW")]),
     ],
 )
-def test_steps_of_a_container(
-    kind: Any, is_scaled: bool, wanted: list[tuple[int, str]], tmp_path: Path
-) -> None:
+def test_steps_of_a_container(kind, is_scaled, wanted, tmp_path):
     model, scaler = net_and_scaler()
     container = kind(
         [torch.optim.SGD(model.first.parameters()), torch.optim.AdamW(model.head.parameters())]
@@ -485,25 +484,13 @@ def test_how_a_run_ended(error: BaseException, tmp_path: Path) -> None:
     assert read_run(tmp_path).error == (None if error.args == (0,) else expected)
 
 
-KILLED = """
-import os, signal, sys, torch, halfstep
-from tests.record.training import Net, train
-def kill(step):
-    if step == 8:
-        os.kill(os.getpid(), signal.SIGKILL)
-def slow(step):
-    import time
-    time.sleep(0.3)
-    kill(step)
-with halfstep.record(sys.argv[1], every=5):
-    train(Net(), 20, scaler=halfstep.GradScaler("cpu"), before_step=slow)
-"""
+KILLED = Path(__file__).parent / "corpus" / "killed.py"
 
 
 @pytest.mark.slow
 def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path) -> None:
     environ = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = forked.python("-c", KILLED, tmp_path, cwd=tmp_path, environ=environ)
+    done = forked.python(KILLED, tmp_path, cwd=tmp_path, environ=environ)
     assert done.code == -signal.SIGKILL, done.err
     run = read_run(tmp_path)
     assert len(run.steps) == 7
@@ -553,6 +540,8 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
             train(model, 70, scaler=scaler)
     assert record.num_steps == 71
     assert len(warned) == 1
+    seen = record._recorder.seen
+    assert (seen.num_written, seen.problem) == (1, "No space left on device")
 
 
 def test_a_scaler_of_pytorch_is_not_recorded_in_silence(tmp_path: Path) -> None:
@@ -880,6 +869,11 @@ def test_a_step_of_a_gan_is_counted_once_however_it_is_scaled(how: str, tmp_path
     assert len(run.steps) == 40
 
 
+def products_seen(record: halfstep.record) -> dict[str, int]:
+    assert record._recorder is not None
+    return record._recorder.seen.products
+
+
 class Lowered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -916,7 +910,7 @@ def test_products_are_counted_by_the_dtype_in_which_they_ran(
                 y = model(*[x] * num)
             (y[0] if isinstance(y, tuple) else y).sum().backward()
             optimizer.step()
-    assert record.products == {name: 2 * num for name, num in products.items()}
+    assert products_seen(record) == {name: 2 * num for name, num in products.items()}
     assert [each.num for each in read_run(tmp_path).products] == [products] * (2 * bool(products))
 
 
@@ -937,7 +931,7 @@ def test_functions_that_hide_products_are_counted_apart(
     with halfstep.record(tmp_path) as record:
         function(weight).sum().backward()
         torch.optim.SGD([weight], lr=0.1).step()
-    assert record.products == products
+    assert products_seen(record) == products
 
 
 def test_two_optimizers_of_one_backward_pass_have_its_loss(tmp_path: Path) -> None:
@@ -1069,3 +1063,64 @@ def test_rules_are_counted_once_while_a_trace_runs(is_outside: bool, tmp_path: P
         loss.backward()
         optimizer.step()
     assert [each.calls for each in read_run(tmp_path).rules] == [{"linear:fp32": 2}]
+
+
+@pytest.mark.parametrize("kind", ["a parameter", "after accumulation", "a module", "none"])
+def test_hooks_that_see_the_scale_are_noted(kind: str, tmp_path: Path) -> None:
+    model, scaler = net_and_scaler()
+    match kind:
+        case "a parameter":
+            next(model.parameters()).register_hook(lambda g: g.clamp(-1, 1))
+        case "after accumulation":
+            next(model.parameters()).register_post_accumulate_grad_hook(lambda p: None)
+        case "a module":
+            [*model.children()][-1].register_full_backward_hook(lambda m, g, o: None)
+    with halfstep.record(tmp_path, every=1):
+        train(model, dtype=torch.float16, scaler=scaler)
+    noted = [n.text for n in read_run(tmp_path).notes if "are multiplied by the scale" in n.text]
+    assert len(noted) == (kind != "none")
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+def test_a_sample_of_many_tensors_has_the_worst_some_by_name_and_sums(tmp_path: Path) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(600)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with halfstep.record(tmp_path, every=1, model=model):
+        for _ in range(2):
+            sum(
+                (p * (torch.nan if n == 321 else 1e-9 if n == 333 else 1)).sum()
+                for n, p in enumerate(model)
+            ).backward()  # type: ignore[union-attr]
+            optimizer.step()
+    run = read_run(tmp_path)
+    names = [{t.name for t in s.tensors if t.kind == "parameter_gradient"} for s in run.samples]
+    assert {"321", "333", "0", "(others)"} <= names[0] == names[1]
+    assert len(names[0]) == 257
+    gradients = [t for t in run.samples[0].tensors if t.kind == "parameter_gradient"]
+    assert sum(t.size for t in gradients) == 1200
+    assert any("at most 256 of a kind one by one" in note.text for note in run.notes)
+    assert (tmp_path / "rank0.jsonl").stat().st_size / 2 < 400_000
+
+
+def test_a_tiny_step_makes_few_calls(tmp_path: Path) -> None:
+    """There were 223: the numbers of each step went through a tensor to its line."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def num_calls() -> float:
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(200):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+        profile.disable()
+        return pstats.Stats(profile).total_calls / 200  # type: ignore[attr-defined]
+
+    num_calls()
+    alone = num_calls()
+    with halfstep.record(tmp_path, every=0):
+        num_calls()
+        assert num_calls() - alone < 160

@@ -300,7 +300,7 @@ def test_a_number_that_is_nan_is_data_and_one_that_was_read_has_its_origin() -> 
     assert (found.verdict, found.tensor) == ("data", "the number nan")
     assert found.bad is not None
     assert found.bad.op == "mul"
-    assert "data: mul, forward is given the number nan" in str(found)
+    assert "data: `mul` in the forward pass is given the number nan" in str(found)
 
     def step() -> None:
         weight = (x - x).sum() / (x - x).sum()

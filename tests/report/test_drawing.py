@@ -7,19 +7,17 @@ from itertools import pairwise
 
 import pytest
 
-from halfstep._tools.report.drawing import (
+from halfstep._tools.report.page_curves import Axis, line, round_numbers
+from halfstep._tools.report.page_heat import (
     FIRST_LEVEL,
     NO_VALUE,
     NOT_FINITE,
-    Axis,
-    bars,
     dots,
-    line,
     palette,
     png,
     ramp,
-    round_numbers,
 )
+from halfstep._tools.report.page_tables import bars
 
 
 def test_an_axis_that_points_up_counts_from_the_top():

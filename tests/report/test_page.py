@@ -245,3 +245,12 @@ def test_the_script_is_small(skips):
 def test_styles_and_scripts_are_in_the_package():
     names = {file.name for file in (files("halfstep._tools.report") / "templates").iterdir()}
     assert {"page.html.jinja", "comparison.html.jinja", "page.css", "page.js"} <= names
+
+
+def test_what_is_invisible_or_reorders_text_is_shown_by_its_number(tmp_path):
+    name = "a\x1b[2J\u202eb\u2066\u200bc\u0085"
+    events = [records.header(command=["x\u202e.py"]), records.step(1, optimizer=name)]
+    events += [records.note(1, name), records.culprits(1, name), records.policy(text=name)]
+    page = page_of(records.write(tmp_path, events))
+    assert all(each.isprintable() or each.isspace() for each in page.text)
+    assert "a\\u001b[2J\\u202eb\\u2066\\u200bc\\u0085" in page.text

@@ -9,8 +9,17 @@ import pytest
 from tests.report import records
 
 from halfstep._tools.record.read import read_run
-from halfstep._tools.report.drawing import FIRST_LEVEL, NO_VALUE, NOT_FINITE
-from halfstep._tools.report.page_heat import HEADROOM, LOST, MOST_COLUMNS, heat, labelled, ticks_of
+from halfstep._tools.report.page_heat import (
+    FIRST_LEVEL,
+    HEADROOM,
+    LOST,
+    MOST_COLUMNS,
+    NO_VALUE,
+    NOT_FINITE,
+    heat,
+    labelled,
+    ticks_of,
+)
 from halfstep._tools.report.summarize import summarize
 
 

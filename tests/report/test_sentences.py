@@ -61,7 +61,12 @@ def sampled(*rows):
 
 def short(*steps):
     """Return a run of these steps alone."""
-    events = [records.header(), records.policy(), *steps, records.end(1.0, len(steps))]
+    events = [
+        records.header(),
+        records.policy(),
+        *steps,
+        records.end(1.0, len({each["step"] for each in steps})),
+    ]
     return partial(records.write, events=events)
 
 
@@ -450,8 +455,8 @@ def test_ranks_are_put_together(tmp_path):
             events.append(diagnosis(1, rank=4, verdict="maths"))
         records.write(tmp_path, [*events, records.end(1.0, 2)], rank)
     found = said_of(tmp_path)
-    the_one(found, "Step 2 on ranks 0 and 3 went bad in `linear`")
-    the_one(found, "Step 1 on rank 4 went bad in `linear`")
+    the_one(found, "Step 2 on ranks 0 and 3 went bad: `linear`")
+    the_one(found, "Step 1 on rank 4 went bad: `linear`")
 
 
 def test_what_other_ranks_have_found_is_told_with_their_rank(tmp_path):
@@ -468,7 +473,7 @@ def test_what_other_ranks_have_found_is_told_with_their_rank(tmp_path):
 def test_hostile_names_are_marked_and_stay_whole(tmp_path):
     found = said_of(records.hostile(tmp_path))
     assert records.HOSTILE in codes(the_one(found, "skipped ("))
-    data = the_one(found, "was already bad")
+    data = the_one(found, "was not finite before the step")
     assert codes(data).count(records.HOSTILE) == 3
     assert "What to do: \\</script\\>" in data.markdown
     for sentence in found:
@@ -513,3 +518,43 @@ def test_the_cure_of_lost_updates_runs(tmp_path):
                 optimizer.step()
         said.append(the_one(said_of(tmp_path / folder), "of the updates"))
     assert [sentence.severity for sentence in said] == ["bad", "good"]
+
+
+@pytest.mark.parametrize(
+    ("run_as", "told"),
+    [
+        ("halfstep run --amp=fp16 -m a.train", ["halfstep run --diagnose --amp=fp16 -m a.train"]),
+        (
+            "torchrun ... -m halfstep run t.py --guard",
+            [
+                "torchrun ... -m halfstep run --guard t.py --guard",
+                "torchrun ... -m halfstep run --diagnose t.py --guard",
+            ],
+        ),
+        ("", ["halfstep run --diagnose train.py --lr 1e-3"]),
+    ],
+)
+def test_advice_repeats_the_command_that_was_run(tmp_path, run_as, told):
+    steps = [step(n, loss=math.nan, scale=None, scale_after=None) for n in range(1, 101)]
+    found = run(*steps, header=records.header(run_as=run_as.split()))
+    assert list(codes(the_one(said_of(found(tmp_path)), "The loss became NaN"))) == told
+
+
+@pytest.mark.parametrize("run_as", ["", "halfstep run --policy=standard train.py"])
+def test_cures_of_who_used_run_are_options(tmp_path, run_as):
+    header = records.header(run_as=run_as.split())
+    weight = counted({0: 100}, updates=100, lost_updates=90)
+    rows = [output(counted({0: 9}, inf=3)), tensor("parameter", "head.weight", weight, "bfloat16")]
+    lost = step(40, share_lost_updates=0.9)
+    found = run(lost, sample(40, rows), records.buffers(50, "bn.mean"), header=header)(tmp_path)
+    given = {code for each in said_of(found) for code in codes(each)}
+    policy = "'--policy=standard; @head:fp32'"
+    options = {f"halfstep run {each} train.py" for each in (policy,)}
+    options |= {f"halfstep run {x} --policy=standard train.py" for x in ("--masters", "--guard")}
+    assert options <= given if run_as else not options & given
+
+
+def test_steps_that_could_not_be_written_are_said_to_be_missing(tmp_path):
+    found = run(records.end(9.0, 300), end=False)(tmp_path)
+    text = "100 of 300 steps are in rank0.jsonl: the others could not be written."
+    assert the_one(said_of(found), "could not").text == text

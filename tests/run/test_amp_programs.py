@@ -206,11 +206,11 @@ def test_a_hook_may_repair_nan_once_the_scale_is_1():
 
 def test_the_backward_pass_of_a_function_is_named():
     said: list[str] = []
-    model = nn.Sequential(nn.Linear(4, 1), Net(Clamp.apply))
+    model = nn.Sequential(nn.Linear(4, 1), Net(lambda h: Clamp.apply(h[torch.arange(16)])))
     model[1].linear = nn.Identity()
     with mixed_precision(FP16, said.append):
         trained(model)
-    assert "Clamp.backward gets gradients multiplied by the scale: right only where" in said[0]
+    assert "; Clamp.backward gets gradients multiplied by the scale: right only where" in said[0]
 
 
 def test_a_module_with_hooks_is_saved_and_copied_with_the_scripts_own():
@@ -230,3 +230,63 @@ def test_gradients_that_are_written_to_after_the_pass_are_checked_again():
         model.weight.grad.div_(0)
         optimizer.step()
     assert model.weight.isfinite().all()
+
+
+# --- what ran in lower precision ------------------------------------------------------------------
+
+
+class Methods(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+def steps_of(net: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        call(x).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        net(x)
+
+
+HIDDEN = "; what trains calls other methods than model(x)"
+PROGRAMS: dict[str, tuple[Callable[[], None], str]] = {
+    "plain": (lambda: steps_of(net := Methods(), net, torch.ones(2, 4)), ", 2 of 2 products in {}"),
+    "float64": (
+        lambda: steps_of(net := Methods().double(), net, torch.ones(2, 4).double()),
+        ", but no product of the training ran in {} (2 in float64)",
+    ),
+    "forward": (
+        lambda: steps_of(net := Methods(), net.forward, torch.ones(2, 4)),
+        f", but no product of the training ran in {{}} (3 in float32{HIDDEN})",
+    ),
+    "a method": (
+        lambda: steps_of(net := Methods(), net.training_step, torch.ones(2, 4)),
+        f", but no product of the training ran in {{}} (3 in float32{HIDDEN})",
+    ),
+    "a compiled model": (
+        lambda: steps_of(
+            torch.compile(net := Methods(), backend="aot_eager"), net, torch.ones(2, 4)
+        ),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_products_are_counted_by_dtype(name, dtype):
+    script, counted = PROGRAMS[name]
+    said: list[str] = []
+    with mixed_precision(dtype, said.append):
+        script()
+    text = counted.format(str(dtype).removeprefix("torch."))
+    assert f"Methods.forward runs under autocast{text}" in said[-1]

@@ -123,12 +123,29 @@ for _ in range(2):
 """
 
 
-def test_run_takes_rules_for_modules_without_amp(halfstep_run: Run, tmp_path) -> None:
-    (tmp_path / "train.py").write_text(LOOP.format(enabled=True))
-    policy = "torch; linear@1:fp32; @nosuch:fp32"
+@pytest.mark.parametrize(
+    ("policy", "code", "told", "dtypes"),
+    [
+        ("torch; linear@1:fp32", 0, "products ran in bfloat16 (50 %) and float32", [FP32] * 2),
+        ("torch; linear@1:fp32; @nosuch:fp32", 1, "'nosuch'; its modules are 0, 1", [FP32]),
+        ("torch; @late:fp32", 0, "no module of this Sequential is named like 'late'", [BF16] * 2),
+    ],
+)
+def test_run_takes_rules_for_modules_without_amp(
+    policy: str,
+    code: int,
+    told: str,
+    dtypes: list[torch.dtype],
+    halfstep_run: Run,
+    tmp_path,
+) -> None:
+    """A name that no module has is an error at once; a model may be called later, or never."""
+    late = "import torch\nother = torch.nn.ModuleDict({'late': torch.nn.Linear(1, 1)})\n"
+    (tmp_path / "train.py").write_text(late * ("late" in policy) + LOOP.format(enabled=True))
     done = halfstep_run("--policy", policy, "-o", "out", "train.py")
-    assert done.out == "torch.float32\n" * 2
-    assert "halfstep: the policy's rule @nosuch:fp32 never acted: no module of this" in done.err
+    assert (done.code, told in done.err) == (code, True), done.err
+    assert done.out.split() == list(map(str, dtypes))
+    assert (tmp_path / "out").exists() is (code == 0)
 
 
 def test_run_says_that_a_policy_never_acted(halfstep_run: Run, tmp_path) -> None:

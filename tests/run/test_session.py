@@ -16,8 +16,11 @@ from tests.report import records
 
 import halfstep
 from halfstep import preset
+from halfstep._tools.cli.run import _without_folder
 from halfstep._tools.record.read import read_run
+from halfstep._tools.record.run import Seen
 from halfstep._tools.run import session
+from halfstep._tools.run.last_words import findings, recorded
 from halfstep._tools.run.masters import Additions
 from halfstep._tools.run.session import Command, Options, Session, noting_warnings
 from halfstep.errors import RecordError
@@ -245,3 +248,71 @@ def test_what_the_program_puts_in_place_of_showwarning_stays(
     with noting_warnings([].append):
         warnings.showwarning = own
     assert warnings.showwarning is own
+
+
+def test_two_runs_at_once_in_one_folder_are_refused(seen):
+    Session(COMMAND, options(folder=Path("x")))
+    with pytest.raises(RecordError, match=r"another run records there.* -o"):
+        Session(COMMAND, options(folder=Path("x")))
+    seen.close()
+    go(seen, "train.py")
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        (Seen(), []),
+        (Seen(lost=[0.9, 0.5]), []),  # of float32
+        (Seen(lost=[0.01], has_low_weights=True), []),
+        (
+            Seen(lost=[0.9, 0.5], has_low_weights=True),
+            ["70 % of the updates in 2 sampled steps were lost to rounding; halfstep run M"],
+        ),
+        (
+            Seen(bad_buffers=["a", "b", "c", "d"]),
+            ["4 buffers of the model ended with inf or NaN: a, b, c and 1 more; halfstep run G"],
+        ),
+        (
+            Seen(num_bad_taken=2, first_bad_taken=7),
+            [
+                "an optimizer stepped although the loss was inf or NaN, in 2 steps (first: step 7);"
+                " halfstep run G"
+            ],
+        ),
+        (Seen(first_scale=1.0, scale=1.0), []),  # of a guard
+        (
+            Seen(first_scale=65536.0, scale=2.0**-126),
+            ["the scale fell from 6.554e+04 to 1.175e-38, where it protects no gradient; "
+             "halfstep run G"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_known_at_the_end_is_said(known, said):
+    told = list(findings(known, guard="G", masters="M"))
+    assert told == [f"{text} prevents that" for text in said]
+    told = list(findings(known, guard="", masters=""))
+    assert told == [text.rpartition(";")[0] for text in said]
+
+
+def test_a_run_that_could_not_write_says_what_the_record_has():
+    assert recorded(3, 1, Seen(num_written=3)) == "3 steps recorded, 1 skipped"
+    assert recorded(300, 1, Seen(num_written=16, problem="No space left on device")) == (
+        "300 steps, 1 skipped, of which the record has 16, because it could not be written (No "
+        "space left on device)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("run train.py -o x", []),
+        ("run -o x --amp fp16 -q --guard=1.0 -m a.train", ["--amp=fp16", "--guard=1.0", "-m"]),
+        ("run --output=x --append --policy fp32 -- train.py", ["--policy=fp32"]),
+    ],
+)
+def test_the_command_is_kept_without_its_folder(words, kept):
+    target = words[words.index("train") - 2 * ("a.train" in words) :].split()
+    if "--" in words.split():
+        target.insert(0, "--")
+    given = SimpleNamespace(words=words.split(), target=target)
+    assert list(_without_folder(given)) == kept

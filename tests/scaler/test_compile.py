@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from halfstep._gradients.gradients import collect
 from halfstep._scaler import GradScaler, step
 from halfstep._scaler.agreement import ALONE
-from halfstep._scaler.iteration import Checked, Gathered
+from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.schedules import Dynamic, Schedule
@@ -57,11 +57,12 @@ makes_objects = pytest.mark.skipif(
 Part = Callable[[LossScale, list[torch.nn.Parameter]], list[torch.Tensor]]
 
 
-def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> Gathered:
-    return Gathered(None, scale, collect(params), scale.number(), ranks=ALONE)
+def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> Step:
+    number = scale.number()
+    return Step(None, scale, collect(params), number, number, ranks=ALONE)
 
 
-def finish(checked: Checked) -> torch.Tensor:
+def finish(checked: Step) -> torch.Tensor:
     skip = checked.decide().skip
     assert isinstance(skip, torch.Tensor)
     assert checked.own is not None
@@ -75,17 +76,17 @@ def plain(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tens
 def plain_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     checked = step.measure(prepare(scale, params))
     step.multiply_(checked, step.clip_coefficient_of(checked, 1.0))
-    assert checked.measured is not None
-    assert isinstance(checked.measured.norm, torch.Tensor)
-    return [finish(checked), checked.measured.norm]
+    assert checked.norms is not None
+    assert isinstance(checked.norms.norm, torch.Tensor)
+    return [finish(checked), checked.norms.norm]
 
 
 def fused_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     checked = step.measure(prepare(scale, params))
     divisor = step.divisor_of(checked.multiplier, step.clip_coefficient_of(checked, 1.0))
     assert isinstance(divisor, torch.Tensor)
-    assert checked.measured is not None
-    sums = (sums for _, sums in checked.measured.norms.on_device.values())
+    assert checked.norms is not None
+    sums = (sums for _, sums in checked.norms.on_device.values())
     return [finish(checked), divisor, *sums]
 
 

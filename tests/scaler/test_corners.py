@@ -18,50 +18,6 @@ def param(*values: float) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.tensor(values or (1.0,)))
 
 
-class Foreign(SGD):
-    """The older protocol; checks its gradients, or forgets to."""
-
-    _step_supports_amp_scaling = True
-    checks = True
-
-    def step(self, closure: Any = None, *, grad_scaler: GradScaler) -> None:  # type: ignore[override]
-        if self.checks:
-            grad_scaler._check_inf_per_device(self)
-
-
-def test_a_foreign_optimizer_without_gradients_checks_nothing() -> None:
-    scaler, optimizer = GradScaler(), Foreign([param()], 1.0)
-    scaler.scale(torch.ones(()))
-    assert scaler._check_inf_per_device(optimizer) == {}
-    with pytest.raises(CallOrderError, match="no gradients were checked"):
-        scaler.update()
-
-
-def test_a_foreign_optimizer_that_checks_nothing() -> None:
-    p, scaler = param(), GradScaler()
-    optimizer = Foreign([p], 1.0)
-    optimizer.checks = False
-    scaler.scale(p.sum()).backward()
-    with pytest.raises(CallOrderError, match=r"step\(Foreign\)"):
-        scaler.step(optimizer)
-
-
-def test_what_a_foreign_optimizer_has_checked_is_still_to_be_unscaled() -> None:
-    p, scaler = param(), GradScaler(init_scale=4.0)
-    foreign, second = Foreign([p], 1.0), SGD([p], 1.0)
-    scaler.scale(p.sum()).backward()
-    scaler.step(foreign)
-    scaler.unscale_(second)
-    assert p.grad.item() == 1.0
-
-
-def test_a_foreign_optimizer_clips_by_itself() -> None:
-    p, scaler = param(), GradScaler()
-    scaler.scale(p.sum()).backward()
-    with pytest.raises(ValueError, match=r"step\(Foreign, max_norm=1.0\): .* let it clip too"):
-        scaler.step(Foreign([p], 1.0), max_norm=1.0)
-
-
 def test_a_closure_whose_loss_does_not_depend_on_the_parameters() -> None:
     p, other, scaler = param(), param(), GradScaler()
     with pytest.raises(CallOrderError, match="none of its 1 parameter has a gradient"):

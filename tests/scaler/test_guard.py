@@ -414,27 +414,6 @@ def test_a_step_that_was_kept_from_before_is_an_error() -> None:
     assert made.counts()[:2] == (1, 0)
 
 
-class TakesScaler(torch.optim.SGD):
-    """The older protocol, which PyTorch's fused optimizers had: ``step`` takes the scaler."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
-        assert grad_scaler is None
-        return super().step(closure)
-
-
-def test_an_optimizer_that_takes_a_scaler_gets_none() -> None:
-    model = mlp(4, 8, 1)
-    optimizer = TakesScaler(model.parameters(), lr=0.1)
-    made = guard(optimizer, max_norm=1.0, on_skips=silent)
-    for seed in range(4):
-        backward(model, seed, is_bad=seed == 2)
-        optimizer.step()
-    assert made.counts()[:2] == (3, 1)
-    assert all(param.isfinite().all() for param in model.parameters())
-
-
 def test_with_master_weights() -> None:
     model = mlp(4, 8, 1).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -82,24 +82,6 @@ class Data:
     step = Plain.step
 
 
-class WithoutGroups:
-    """The older protocol; it says itself what it found."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, param: nn.Parameter) -> None:
-        self.param = param
-
-    @torch.no_grad()
-    def step(self, *, grad_scaler: Any) -> None:
-        assert self.param.grad is not None
-        grad = self.param.grad / grad_scaler._get_scale_async()
-        found = (~grad.isfinite()).any().float()
-        grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = {grad.device: found}
-        if not found:
-            self.param -= grad
-
-
 UNUSUAL = {
     "slots": lambda p: Plain(p, [{"params": [p]}]),
     "data class": lambda p: Data(p, [{"params": [p]}]),
@@ -108,11 +90,9 @@ UNUSUAL = {
     "an empty group": lambda p: Plain(p, [{"params": []}, {"params": [p]}]),
     "views": lambda p: Plain(p, {0: {"params": {"w": p}.values()}}.values()),
     "tuples": lambda p: Plain(p, ({"params": (p,)},)),
-    "no groups": WithoutGroups,
 }
 
 
-@pytest.mark.filterwarnings("ignore:GradScaler is going to stop")
 @pytest.mark.parametrize("make", UNUSUAL.values(), ids=UNUSUAL)
 @pytest.mark.parametrize("value", [1.0, math.inf])
 def test_an_unusual_optimizer(make: Any, value: float) -> None:

@@ -566,3 +566,19 @@ def test_a_get_scale_with_a_floor_is_saved() -> None:
         made.load_state_dict(scaler.state_dict())
         assert made.get_scale() == scaler.get_scale() == 8.0
         copy.deepcopy(scaler)
+
+
+def test_a_fused_step_refuses_gradients_of_two_scales() -> None:
+    """They came before the scale moved, and after it."""
+    often, rarely = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    one, other = (torch.optim.SGD([param], lr=0.1, fused=True) for param in (often, rarely))
+    scaler = GradScaler(growth_interval=1)
+    scaler._check_inf_per_device = MethodType(GradScaler._check_inf_per_device, scaler)  # type: ignore[method-assign]
+    for optimizers in ((one, other), (one,), (one,)):
+        scaler.scale((often + rarely).sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+    with pytest.raises(CallOrderError, match="one GradScaler for each cadence"):
+        scaler.step(other)

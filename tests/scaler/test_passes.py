@@ -23,7 +23,7 @@ from halfstep._gradients import norms
 from halfstep._scaler import GradScaler
 from halfstep._scaler import step as step_module
 from halfstep._scaler.early_clipping import NUM_STEPS
-from halfstep._scaler.iteration import Checked
+from halfstep._scaler.iteration import Step
 from halfstep.errors import CallOrderError
 
 SHAPES = [(300, 400), (7,), (), (64, 64), (64, 64), (0, 3)]
@@ -279,7 +279,7 @@ def test_only_the_first_steps_are_searched(
     measured, largest = [], step_module.largest
     monkeypatch.setattr(step_module, "largest", lambda *a: measured.append(a) or largest(*a))
     made = setup(make_scaler, fused=False)  # makes WARM_UP steps without a closure
-    made.scaler._engine.journal.memories.clear()
+    made.scaler._engine.journal.plans.clear()
     del measured[:]
     for _ in range(8):
         made.backward()
@@ -347,8 +347,8 @@ def test_a_plain_step_waits_once(
     step: Callable[[Setup], None], value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = setup(GradScaler, fused=False)
-    reads, read = [], Checked.read
-    monkeypatch.setattr(Checked, "read", lambda *args: reads.append(args) or read(*args))
+    reads, read = [], Step.read
+    monkeypatch.setattr(Step, "read", lambda *args: reads.append(args) or read(*args))
     with made.counted() as ops:
         made.params[0].grad.mul_(value)
         step(made)

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._gradients import scalars
 from halfstep._scaler import GradScaler
-from halfstep.errors import NothingCheckedError
 
 
 class CountItems(TorchDispatchMode):
@@ -43,25 +42,11 @@ class Attributes(torch.optim.SGD):
         return "stepped"
 
 
-class Keyword(torch.optim.SGD):
+class Keyword(Attributes):
     """The older protocol: gets the scaler and does everything itself."""
 
-    _step_supports_amp_scaling = True
-
-    def __init__(self, params: Any, *, unscale: bool) -> None:
-        super().__init__(params, lr=1.0)
-        self.unscale = unscale
-
     def step(self, closure: None = None, *, grad_scaler: GradScaler) -> str:  # type: ignore[override]
-        if self.unscale:
-            grad_scaler.unscale_(self)
-            found = grad_scaler._found_inf_per_device(self)
-        else:
-            found = grad_scaler._check_inf_per_device(self)
-        self.seen = (grad_scaler._get_scale_async(), found)
-        if not sum(found.values()):
-            super().step()
-        return "stepped"
+        raise AssertionError
 
 
 def scaled_backward(scaler: GradScaler, param: torch.nn.Parameter, value: float = 1.0) -> None:
@@ -148,20 +133,11 @@ def test_an_overflow_on_each_of_two_devices_counts_as_one() -> None:
     assert found == 1.0
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("value", [1.0, math.inf])
-def test_keyword(param: torch.nn.Parameter, unscale: bool, value: float) -> None:
-    optimizer = Keyword([param], unscale=unscale)
-    scaler = GradScaler(init_scale=8.0)
-    scaled_backward(scaler, param, value)
-    assert scaler.step(optimizer) == "stepped"
-    scale, found = optimizer.seen
-    assert scale == 8.0
-    assert list(found) == [torch.empty(0).device]
-    step = 0.0 if math.isinf(value) else -1.0 if unscale else -8.0
-    assert torch.equal(param, torch.full((2,), step))
-    scaler.update()
-    assert scaler.get_scale() == (4.0 if math.isinf(value) else 8.0)
+def test_the_older_protocol_is_refused(param: torch.nn.Parameter) -> None:
+    scaler = GradScaler()
+    scaled_backward(scaler, param)
+    with pytest.raises(TypeError, match=r"step\(Keyword\).*Cure: leave _step_supports_amp"):
+        scaler.step(Keyword([param], lr=1.0))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -292,17 +268,3 @@ def test_an_optimizer_may_stop_to_handle_the_scale(param: torch.nn.Parameter, pl
         scaler.update()
     assert torch.equal(param, torch.full((2,), -3.0))
     assert scaler.outcome(optimizer).skipped
-
-
-def test_an_optimizer_that_ends_the_iteration_in_its_step_unchecked() -> None:
-    class Ending(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, *, grad_scaler: GradScaler) -> None:  # type: ignore[override]
-            grad_scaler.update(2.0)
-
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).to(DEVICE)
-    optimizer, scaler = Ending(model.parameters(), lr=0.1), GradScaler(module=model)
-    scaler.scale(model(torch.randn(4, 2, device=DEVICE)).sum()).backward()
-    with pytest.raises(NothingCheckedError, match="none of its"):
-        scaler.step(optimizer)

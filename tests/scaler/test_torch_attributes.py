@@ -248,53 +248,5 @@ def test_no_checks_are_an_assertion_error(make: Any) -> None:
         scaler.update()
 
 
-class Takes(torch.optim.SGD):
-    """The older protocol."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, params: Any, how: str) -> None:
-        super().__init__(params, lr=1.0)
-        self.how = how
-
-    def step(self, closure: None = None, *, grad_scaler: Any) -> None:  # type: ignore[override]
-        if self.how == "reports":
-            state = grad_scaler._per_optimizer_states[id(self)]
-            assert state["stage"] is OptState.READY
-            grad = self.param_groups[0]["params"][0].grad.div_(grad_scaler._scale)
-            found_inf = (~grad.isfinite().all()).float().view(1)
-            state["found_inf_per_device"] = {found_inf.device: found_inf}
-            if found_inf.item():
-                return
-        super().step()
-
-
-@pytest.mark.parametrize("value", [1.0, math.inf])
-def test_an_optimizer_that_says_what_it_found(value: float) -> None:
-    scaler = GradScaler(init_scale=8.0, on_skips=str)
-    param, _ = backward(scaler)
-    assert param.grad is not None
-    param.grad *= value
-    optimizer = Takes([param], "reports")
-    scaler.step(optimizer)
-    scaler.update()
-    is_good = math.isfinite(value)
-    assert scaler.outcome(optimizer).taken == is_good
-    assert scaler.get_scale() == (8.0 if is_good else 4.0)
-    assert torch.equal(param, -torch.ones(2) if is_good else torch.zeros(2))
-
-
-def test_an_optimizer_that_does_not_use_the_scaler() -> None:
-    scaler: Any = GradScaler()
-    param, _ = backward(scaler)
-    optimizer = Takes([param], "ignores")
-    with pytest.raises(CallOrderError, match=r"takes the scaler .* and did not use it"):
-        scaler.step(optimizer)
-    assert dict(scaler._per_optimizer_states) == {}
-    param.grad = None
-    with pytest.raises(CallOrderError, match="none of its 1 parameter has a gradient"):
-        scaler.step(optimizer)
-
-
 def test_what_autocast_is_available_for() -> None:
     assert halfstep.is_autocast_available(DEVICE)

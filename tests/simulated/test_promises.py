@@ -59,9 +59,7 @@ def test_of_a_plain_iteration_the_step_waits_once(profile: str, kwargs: dict[str
 
 @pytest.mark.parametrize("profile", FUSED, indirect=True)
 @pytest.mark.parametrize("kwargs", [{}, {"max_norm": 1.0}])
-def test_a_fused_iteration_waits_only_where_no_copy_tells_when_it_has_arrived(
-    profile: str, kwargs: dict[str, Any]
-) -> None:
+def test_a_fused_iteration_waits_only_where_no_copy_tells_when_it_has_arrived(profile, kwargs):
     facts = devices.facts(DEVICE)
     can_follow = facts.fused_skips and facts.has_arrivals
     assert sum(waits_of_an_iteration(True, **kwargs)) == (0 if can_follow else 1)
@@ -87,9 +85,7 @@ def test_what_is_read_at_once_after_a_fused_step_has_arrived(profile: str) -> No
 @pytest.mark.parametrize("profile", ["cuda"], indirect=True)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_a_step_takes_at_most_four_ops_more_than_torch_amp(
-    profile: str, max_norm: float | None, fused: bool
-) -> None:
+def test_a_step_takes_at_most_four_ops_more_than_torch_amp(profile, max_norm, fused):
     ours = accelerator_ops.step(GradScaler(DEVICE), max_norm, fused=fused)
     theirs = accelerator_ops.step(torch.amp.GradScaler(DEVICE), max_norm, fused=fused)
     assert ours.ops - theirs.ops <= 4

@@ -30,9 +30,7 @@ def test_other_words_name_no_dtype(name: str) -> None:
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_dtypes_are_promoted_as_by_pytorch(
-    dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...]
-) -> None:
+def test_dtypes_are_promoted_as_by_pytorch(dtypes, shapes):
     one, other = (torch.zeros(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
     found = promoted((dtype_name(x.dtype), tuple(x.shape)) for x in (one, other))
     assert found == dtype_name((one + other).dtype)

@@ -32,6 +32,6 @@ def test_elsewhere_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_rich_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setitem(sys.modules, "rich", None)
     tune(nn.Linear(8, 4), batches(1, 4, 8), None)
     assert terminal.getvalue() == ""

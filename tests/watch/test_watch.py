@@ -6,12 +6,14 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.device import DEVICE
+from tests.training import quiet, take_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -20,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep
 from halfstep._tools.replay.replay import is_replaying
 from halfstep._tools.watch import skips
-from halfstep._tools.watch.skips import LONGEST_START
 from halfstep._tools.watch.watch import Watch
 from halfstep.errors import DiagnosisWarning
 
@@ -80,6 +81,30 @@ def large_steps(loop: Loop, large: Iterable[bool]) -> Watch:
     return watch
 
 
+def scaled_losses(
+    model: nn.Module, scaler: halfstep.GradScaler, losses: Iterable[Callable[[], Tensor]]
+) -> Watch:
+    """Do a step with each of the losses, under float16 and a scaler that is watched."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with (
+        halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch,
+        warnings.catch_warnings(action="ignore"),
+    ):
+        for loss_of in losses:
+            with halfstep.autocast(DEVICE, torch.float16):
+                loss = loss_of()
+            take_step(scaler, optimizer, loss)
+    return watch
+
+
+def scaled_steps(loss: Callable[[Tensor, int], Tensor], num: int, **options: Any) -> Watch:
+    """Train a layer, whose step ``i`` has the loss ``loss(out, i)``."""
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(4, 4), quiet(**options)
+    losses = [partial(lambda i: loss(model(torch.ones(2, 4)), i), i) for i in range(num)]
+    return scaled_losses(model, scaler, losses)
+
+
 LOSSES: list[Losses] = [
     F.cross_entropy,
     lambda out, y: F.cross_entropy(out.float(), y),
@@ -135,26 +160,15 @@ def test_each_batch_of_an_accumulation_is_replayed() -> None:
     assert found.verdict == "range"
 
 
-def test_a_loss_that_outgrows_the_scale_is_cured_by_a_smaller_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_loss_that_outgrows_the_scale_is_cured_by_a_smaller_one(monkeypatch):
     monkeypatch.setattr(skips, "SETTLED", 1)
     monkeypatch.setattr(skips, "MOST_FALLS", 0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    scaler = halfstep.GradScaler(init_scale=4096.0)
-    with (
-        halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        for target in (1.0, 1000.0):
-            optimizer.zero_grad()
-            with halfstep.autocast(DEVICE, torch.float16):
-                loss = F.mse_loss(model(torch.ones(5, 4)), torch.full((5, 1), target))
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), torch.ones(5, 4)
+    losses = [
+        partial(lambda y: F.mse_loss(model(x), y), torch.full((5, 1), target))
+        for target in (1.0, 1000.0)
+    ]
+    watch = scaled_losses(model, halfstep.GradScaler(init_scale=4096.0), losses)
     (found,) = watch.found
     assert (found.verdict, found.scale) == ("scale", 4096.0)
     assert found.cure is not None
@@ -191,18 +205,11 @@ def test_batches_in_containers_of_the_user(batch: Callable[[Tensor], Any]) -> No
             return out
 
     model = Model()
-    optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler(init_scale=16.0)
-    with (
-        halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        for value in (1.0, math.inf):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(batch(torch.full((2, 4), value))), torch.ones(2, 1))
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    losses = [
+        partial(lambda x: F.mse_loss(model(batch(x)), torch.ones(2, 1)), torch.full((2, 4), value))
+        for value in (1.0, math.inf)
+    ]
+    watch = scaled_losses(model, halfstep.GradScaler(init_scale=16.0), losses)
     (found,) = watch.found
     assert found.verdict == "data"
 
@@ -217,50 +224,12 @@ def test_a_scale_that_finds_its_place_is_no_fault() -> None:
     assert watch.found == []
 
 
-def test_an_overflow_that_no_smaller_scale_cures_is_a_fault_at_the_start_too() -> None:
-    class SquareRoot(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.layer(x) * 0).sqrt().sum()
-
-    model = SquareRoot()
-    optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler(init_scale=16.0)
-    with halfstep.diagnose(scaler, tell=lambda *_: None) as watch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(LONGEST_START + 2):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.ones(2, 4))).backward()
-            scaler.step(optimizer)
-            scaler.update()
+def test_an_overflow_that_no_smaller_scale_cures_is_a_fault_at_the_start_too(monkeypatch):
+    monkeypatch.setattr(skips, "LONGEST_START", 4)
+    watch = scaled_steps(lambda out, _: (out.float() * 0).sqrt().sum(), 6, init_scale=16.0)
     (found,) = watch.found
     assert found.bad is not None
     assert (found.verdict, found.bad.phase, found.bad.forward_op) == ("maths", "backward", "sqrt")
-
-
-def scaled_steps(
-    loss: Callable[[Tensor, int], Tensor], num: int, **options: Any
-) -> tuple[Watch, halfstep.GradScaler]:
-    """Train a layer under float16 and a scaler, whose step ``i`` has the loss ``loss(out, i)``."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = halfstep.GradScaler(on_skips=lambda report: None, **options)
-    with (
-        halfstep.diagnose(scaler, model=model, tell=lambda *_: None) as watch,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        for i in range(num):
-            optimizer.zero_grad()
-            with halfstep.autocast(DEVICE, torch.float16):
-                loss_i = loss(model(torch.ones(2, 4)), i)
-            scaler.scale(loss_i).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    return watch
 
 
 def skipped_in(watch: Watch) -> list[int]:
@@ -346,7 +315,7 @@ def test_without_a_scaler_a_step_is_diagnosed_before_it_is_taken() -> None:
     assert found.verdict == "data"
     # The parameters were good when it was replayed: the batch is named, not a parameter.
     assert found.tensor not in dict(model.named_parameters())
-    assert any("the loss of step 1 was finite" in note for note in found.notes)
+    assert any("the step before it was finite" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.LBFGS])
@@ -501,7 +470,7 @@ def test_a_place_is_told_once() -> None:
 def test_without_a_tell_function_it_is_a_warning() -> None:
     loop = Loop()
     loop.step()
-    with pytest.warns(DiagnosisWarning, match=r"step 1 went bad\nrange of float16: mul"):
+    with pytest.warns(DiagnosisWarning, match=r"step 1 went bad\nrange: `mul`"):
         watched_step(loop)
 
 

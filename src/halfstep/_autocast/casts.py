@@ -5,7 +5,9 @@ A kernel calls its op with the Autocast key excluded, so that component ops are 
 
 from __future__ import annotations
 
+import linecache
 import operator
+import re
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from typing import Any
@@ -510,6 +512,31 @@ def _held(value: Any, end: float) -> Any:
     if not _is_number(value) or not end < abs(value) < float("inf"):
         return value
     return value.clamp(-end, end) if isinstance(value, Tensor) else min(max(value, -end), end)
+
+
+def explain_number(error: RuntimeError) -> None:
+    """Note the cure on the error of an op whose number 16 bits cannot hold."""
+    is_known = hasattr(error, "__notes__")  # an inner context has explained it
+    if is_known or not re.search(r"c10::(Half|BFloat16) without overflow", str(error)):
+        return
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    line = (
+        "" if last is None else linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno)
+    )
+    ops = {
+        "pad",
+        *(
+            name.partition(".")[0]
+            for name in WITH_NUMBERS
+            if not is_in_place(name.partition(".")[0])
+        ),
+    }
+    called = [op for op in re.findall(r"\b(\w+)\(", line) if op.removesuffix("_") in ops]
+    fits = "torch.finfo(x.dtype).min (or .max) fits"
+    rule = f'policy="standard; {next(iter(called), "masked_fill")}:fp32" computes it in float32'
+    error.add_note(f"halfstep: {fits if ''.join(called[:1]).endswith('_') else f'{rule}; {fits}'}")
 
 
 # --- casting arguments ----------------------------------------------------------------------------

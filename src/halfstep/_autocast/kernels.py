@@ -184,8 +184,7 @@ def observe_ops(observer: OpObserver) -> Iterator[None]:
     with _lock:
         if _observer is not None:
             raise CallOrderError(
-                "a trace is running already, and there is one at a time in a process; leave its "
-                "block first"
+                "another trace is running, and a process can have only one; leave its block first"
             )
         _observer = observer
     try:

@@ -337,7 +337,7 @@ def _check_one(rule: Rule) -> None:
     meant = meant_by([rule])
     if rule.is_glob and not meant:
         near = did_you_mean(rule.op.replace("*", ""), _ops_of_presets())
-        raise ValueError(f"no op that a preset names is like {rule.op!r}{near}")
+        raise ValueError(f"no op named in a preset matches {rule.op!r}{near}")
     if not _exists(rule.op) and not rule.is_glob:
         raise ValueError(f"there is no op {rule.op!r}{_near(rule.op)}")
     if not meant:

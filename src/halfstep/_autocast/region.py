@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
-from halfstep._autocast import kernels, native, scopes
+from halfstep._autocast import casts, kernels, native, scopes
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.scopes import Settings
 from halfstep._pytorch import amp, compiler, modes
@@ -65,6 +65,7 @@ class Region:
             and self._settings.policy is not None
         ):
             native.explain(error, self._settings.switches.device)
+            casts.explain_number(error)
         scope = scopes.thread.state.scope
         if scope.context is self:  # so the scope has no nesting depth
             _exit(scope)

@@ -27,13 +27,10 @@ MOST_REACHED = 10_000
 """Maximum number of values that are searched for tensors."""
 
 
-def values_reached(value: Any, leave_out: tuple[type, ...] = ()) -> Iterator[Any]:
+def values_reached(value: Any, leave_out: tuple[type, ...]) -> Iterator[Any]:
     """Yield the values in containers and in attributes of objects, each once, without containers.
 
-    Args:
-        value: The value to search: lists, tuples, sets, mappings, dataclasses, and any other
-            objects with attributes, but not Python classes, functions and modules.
-        leave_out: Classes of objects that are not searched.
+    Python classes, functions and modules are not searched, nor are objects of ``leave_out``.
     """
     waiting, seen = deque([value]), set[int]()
     while waiting and len(seen) < MOST_REACHED:

@@ -21,6 +21,9 @@ from halfstep._pytorch import compiler, optim
 
 _MISSING = object()
 
+not_compiled = functools.partial(compiler.do_not_compile_alone, nor_below=False)
+"""A decorator: torch.compile must not start a graph in the function, but may in its callees."""
+
 Around = Callable[..., Any]
 """A wrapper, called as ``around(original, *args, **kwargs)``."""
 
@@ -37,11 +40,7 @@ class Patches(AbstractContextManager["Patches"]):
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, around: Around) -> Callable[..., Any]:
-        """Wrap a function of a class or module with ``around`` until :meth:`undo`.
-
-        Returns:
-            The wrapper.
-        """
+        """Wrap a function of a class or module until :meth:`undo`, and return the wrapper."""
         original = getattr(owner, name)
 
         # Copies the original's attributes, such as PyTorch's marks on optimizer.step.
@@ -49,7 +48,7 @@ class Patches(AbstractContextManager["Patches"]):
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs)
 
-        self.put(owner, name, compiler.do_not_compile_alone(wrapper, nor_below=False))
+        self.put(owner, name, not_compiled(wrapper))
         return wrapper
 
     def __exit__(self, *_: object) -> None:
@@ -109,23 +108,16 @@ def watch_steps(
 
 # --- top-level calls ------------------------------------------------------------------------------
 
-not_compiled = functools.partial(compiler.do_not_compile_alone, nor_below=False)
-"""A decorator: torch.compile must not start a graph in the function, but may in its callees."""
-
 
 class _Thread(threading.local):
     is_inside = False
 
 
 class TopLevelCalls:
-    """Handlers for modules and loss functions that are not called :meth:`inside` of others.
+    """Handlers for modules and loss functions that are not called :meth:`inside` of others."""
 
-    Attributes:
-        losses: The names of the handled loss functions in ``torch.nn.functional``; PyTorch's loss
-            modules call them.
-    """
-
-    # Without binary_cross_entropy: autocast rejects it in float16, and in float32 it needs no help.
+    # The loss functions of torch.nn.functional, which PyTorch's loss modules call. Without
+    # binary_cross_entropy: autocast rejects it in float16, and in float32 it needs no help.
     losses: tuple[str, ...] = (
         *(n for n in dir(functional) if n.endswith("_loss") and not n.startswith("_")),
         *("binary_cross_entropy_with_logits", "cross_entropy", "kl_div"),
@@ -151,7 +143,6 @@ class TopLevelCalls:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is :meth:`inside` a call."""
         return self._inside.is_inside
 
     @contextmanager

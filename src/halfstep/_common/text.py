@@ -24,36 +24,23 @@ SEVERITIES: tuple[Severity, ...] = ("bad", "warning", "notice", "good")
 
 @dataclass(frozen=True)
 class Code:
-    """A name, or a piece of code, in a sentence. It may come from outside, so escape it.
+    """A name, or a piece of code, in a sentence."""
 
-    Attributes:
-        text: The raw text.
-    """
-
-    text: str
+    text: str  # raw: it may come from outside, so escape it
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """One piece of information for the reader.
-
-    Attributes:
-        severity: How bad it is.
-        what: Plain text and names in order; both may come from outside.
-        cure: What to do about it, in the same form; empty if there is nothing to do.
-        evidence: The id of the part of the page that shows it.
-        follows: Whether it is a consequence of another problem of the run.
-    """
+    """One piece of information for the reader."""
 
     severity: Severity
-    what: tuple[str | Code, ...]
-    cure: tuple[str | Code, ...] = ()
-    evidence: str = ""
-    follows: bool = False
+    what: tuple[str | Code, ...]  # plain text and names in order; both may come from outside
+    cure: tuple[str | Code, ...] = ()  # what to do about it; empty if there is nothing to do
+    evidence: str = ""  # the id of the part of the page that shows it
+    follows: bool = False  # whether it is a consequence of another problem of the run
 
     @property
     def parts(self) -> tuple[str | Code, ...]:
-        """What happened and what to do."""
         return self.what + self.cure
 
     @property

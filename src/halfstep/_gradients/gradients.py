@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -44,6 +44,7 @@ _PLAIN_TYPES = {Tensor}
 _USUAL_PARAMETERS = {Tensor, torch.nn.Parameter}
 _NONE_TYPE = type(None)
 _STRIDED = {torch.strided}
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 @dataclass(eq=False, slots=True)
@@ -165,6 +166,8 @@ NONE = Gradients([], [], [], {}, frozenset())
 """No gradients."""
 
 
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
 Seen: TypeAlias = tuple[weakref.ref[Tensor], int]
 """A gradient and its version at one time."""
 
@@ -172,7 +175,7 @@ Seen: TypeAlias = tuple[weakref.ref[Tensor], int]
 def seen(grads: Iterable[Tensor]) -> list[Seen]:
     """Return what :func:`is_as_seen` needs later, without keeping the gradients alive."""
     grads = list(grads)
-    return list(zip(map(weakref.ref, grads), map(attrgetter("_version"), grads), strict=True))
+    return list(zip(map(weakref.ref, grads), map(version_of, grads), strict=True))
 
 
 def is_as_seen(earlier: Seen, grad: Tensor | None) -> bool:
@@ -240,7 +243,7 @@ def collect(params: Iterable[Tensor]) -> Gradients:
     # checks all properties of each gradient.
     dtypes = set(map(attrgetter("dtype"), values))
     if (
-        not any(map(attrgetter("is_complex"), dtypes))
+        _COMPLEX.isdisjoint(dtypes)
         and set(map(attrgetter("layout"), values)) <= _STRIDED
         and (
             all(map(Tensor.is_contiguous, values))
@@ -289,7 +292,7 @@ def refuse_float16(gradients: Gradients, owner: str, names: list[str]) -> None:
     rest = f" and {len(found) - NUM_NAMED} more" if len(found) > NUM_NAMED else ""
     raise ValueError(
         f"{owner} has float16 gradients, which cannot be unscaled without "
-        f"losing what the scale is there to keep: {', '.join(found[:NUM_NAMED])}{rest}.\n"
+        f"losing the small values that the scale protects: {', '.join(found[:NUM_NAMED])}{rest}.\n"
         "Cause: these parameters are stored in float16 (model.half(), .to(torch.float16), or a "
         "checkpoint loaded in float16).\n"
         "Cure: keep the parameters in float32 (model.float()) and let autocast choose float16 for "

@@ -27,7 +27,7 @@ from halfstep._gradients.scalars import (
     root,
     scalar,
 )
-from halfstep._pytorch.amp import norms_of_each
+from halfstep._pytorch.amp import norms_of_each, set_grad_enabled
 from halfstep._pytorch.devices import has_float64, to_device, widest_float
 
 CLIP_EPSILON = 1e-6
@@ -43,6 +43,16 @@ class Norms:
     """By device: the positions of its gradients in ``params``, and the sums of their squares."""
     scale: Scalar | None
     """The number by which the gradients were multiplied when measured; None if unscaled."""
+    squares: Scalar = math.nan
+    """The sum of all squares, over all ranks, once it was formed."""
+    found_inf: Tensor | None = None
+    """1 if that is inf or NaN, else 0, on the device of the scale."""
+
+    @property
+    def norm(self) -> Scalar:
+        """The total norm, unscaled, once the squares were summed."""
+        norm = root(self.squares)
+        return norm if self.scale is None else norm / self.scale
 
     def total(self, device: torch.device) -> Scalar:
         """Return the total norm of all gradients, not unscaled, for ``device``."""
@@ -52,7 +62,7 @@ class Norms:
         """Return the sum of all squares, not unscaled, on ``device``, weighted by ``shares``."""
         sums = []
         for positions, squares in self.on_device.values():
-            if any(share != 1.0 for share in shares):
+            if shares:
                 own = [shares[position] for position in positions]
                 squares = squares * torch.tensor(own, dtype=squares.dtype).to(squares.device)
             total = squares.sum()
@@ -71,18 +81,22 @@ class Norms:
         return norms
 
 
-@torch.no_grad()
 def norms_of(gradients: Gradients, scale: Scalar | None) -> Norms:
     """Return the norms of gradients that are multiplied by ``scale``. One read (1 G).
 
     A norm is inf or NaN if and only if the gradient has such an entry, so this is also a check.
     """
     on_device = {}
-    for device, positions in gradients.by_device().items():
-        values = gradients.values
-        if len(positions) < len(values):
-            values = [values[position] for position in positions]
-        on_device[device] = positions, sums_of_squares(values)
+    is_grad_enabled = torch.is_grad_enabled()
+    set_grad_enabled(False)
+    try:
+        for device, positions in gradients.by_device().items():
+            values = gradients.values
+            if len(positions) < len(values):
+                values = [values[position] for position in positions]
+            on_device[device] = positions, sums_of_squares(values)
+    finally:
+        set_grad_enabled(is_grad_enabled)
     return Norms(gradients.params, on_device, scale)
 
 
@@ -167,7 +181,9 @@ def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
 def _sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     dtype = widest_float(device)
-    shortened = list(map(_shortened, tensors)) if device.type in READABLE else list(tensors)
+    shortened = list(tensors)
+    if device.type in READABLE and any(map(SMALL.__lt__, map(Tensor.numel, tensors))):
+        shortened = list(map(_shortened, tensors))
     sums = torch.stack(norms_of_each(shortened, 2, dtype=dtype)).square_()
     if dtype is torch.float32:
         return sums  # an overflow of the sum is one of the gradients, which could not be clipped

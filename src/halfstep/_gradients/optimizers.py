@@ -16,7 +16,7 @@ from halfstep._pytorch.devices import facts, to_device
 from halfstep._pytorch.optim import replace_method
 from halfstep.errors import CallOrderError
 
-_HANDLES_SCALE = "_step_supports_amp_scaling"
+HANDLES_SCALE = "_step_supports_amp_scaling"
 
 HOLDERS = ("optimizers", "chained_optimizers")
 """The attributes in which containers keep their optimizers."""
@@ -161,8 +161,8 @@ class Replacements:
         if not self.is_called:
             raise CallOrderError(
                 f"step({name(optimizer)}): this is the step from before {self._feature}(), which "
-                f"{self._harm}. Something has kept it: call {self._feature}(optimizer) first, and "
-                "then what keeps its step, such as accelerator.prepare(optimizer)"
+                f"{self._harm}. Other code stored it: call {self._feature}(optimizer) first, and "
+                "then the code that stores its step, such as accelerator.prepare(optimizer)"
             )
 
 
@@ -324,9 +324,9 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
     and ``found_inf``, set on the wrapper, would not reach the optimizer, and it would ignore both.
     Neither does a container, whose members would not get them.
     """
-    own = getattr(optimizer, "__dict__", {}).get(_HANDLES_SCALE, _NOT_SET)
+    own = getattr(optimizer, "__dict__", {}).get(HANDLES_SCALE, _NOT_SET)
     if own is _NOT_SET:
-        of_class = getattr(type(optimizer), _HANDLES_SCALE, False)
+        of_class = getattr(type(optimizer), HANDLES_SCALE, False)
         return bool(of_class) and not hasattr(of_class, "__get__")
     if own:
         if any(_attribute(optimizer, holder) is not None for holder in HOLDERS):
@@ -349,24 +349,20 @@ def writes_unscaled(optimizer: torch.optim.Optimizer) -> bool:
 
 _NOT_SET = object()
 
-_takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""Results by the function behind ``step``, so that signatures are read only once."""
 
-
-def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer.step`` takes the scaler itself (the older protocol)."""
-    step = optimizer.step
-    function = getattr(step, "__func__", step)
-    is_function = type(function) is FunctionType  # other callables may not be hashable
-    found = _takes_scaler.get(function) if is_function else None
-    if found is None:
-        try:
-            found = "grad_scaler" in inspect.signature(step).parameters
-        except ValueError:  # a method wrapped twice with functools.wraps, or a built-in
-            found = False
-        if is_function:
-            _takes_scaler[function] = found
-    return found
+def refuse_older_protocol(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError if ``optimizer.step`` takes the scaler itself."""
+    parameters: Iterable[str] = ()
+    with suppress(ValueError):  # a method wrapped twice with functools.wraps, or a built-in
+        parameters = inspect.signature(optimizer.step).parameters
+    if "grad_scaler" in parameters:
+        raise TypeError(
+            f"step({name(optimizer)}): its step() takes the scaler (grad_scaler=...), the older "
+            "protocol of torch.amp, which no optimizer of PyTorch uses any more. Cure: leave "
+            f"{HANDLES_SCALE} out of the optimizer, and the scaler unscales and checks; or let "
+            "step() divide by self.grad_scale and skip if self.found_inf is 1: both are set while "
+            "it runs"
+        )
 
 
 def step_with_scale(

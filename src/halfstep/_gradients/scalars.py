@@ -112,8 +112,8 @@ def checked_device(device: str | torch.device) -> str:
     if not is_available():
         raise ValueError(
             f"GradScaler(device={str(device)!r}): PyTorch {torch.__version__} sees no "
-            f"{device.type} device on this machine. Leave the device out, GradScaler(), and that "
-            "of the first loss is taken; or pass enabled=False to train without scaling"
+            f"{device.type} device on this machine. Write GradScaler() to use the device of the "
+            "first loss, or pass enabled=False to train without scaling"
         )
     return str(device)
 

@@ -58,28 +58,17 @@ class Scratch:
 
 @dataclass(eq=False, slots=True)
 class _Exchanged:
-    """A parameter that is temporarily float32.
-
-    Attributes:
-        low: The original data of the parameter, in its usual memory.
-        dense: This rank's part of ``low`` without gaps: the same memory, or a copy.
-        keeper: The store that wrote ``kept``; the current one if nothing was kept.
-        kept: The tensor that the store keeps, laid out like ``dense``.
-        weight: The float32 weight, laid out like ``dense``.
-        wide: The gradient during the exchange; None if there is none.
-        version: The version counter of ``wide`` before the step.
-        swap: The swap of the parameter with its float32 version; None before the exchange.
-    """
+    """A parameter that is temporarily float32."""
 
     param: Tensor
-    low: Tensor
-    dense: Tensor
-    keeper: Store
-    kept: Tensor
-    weight: Tensor | None = None
-    wide: Tensor | None = None
-    version: int = 0
-    swap: Swap | None = None
+    low: Tensor  # the original data of the parameter, in its usual memory
+    dense: Tensor  # this rank's part of it without gaps: the same memory, or a copy
+    keeper: Store  # which wrote what is kept; the current store if nothing was
+    kept: Tensor  # what the store keeps, laid out like `dense`
+    weight: Tensor | None = None  # in float32, laid out like `dense`
+    wide: Tensor | None = None  # the gradient during the exchange, if there is one
+    version: int = 0  # the version counter of `wide` before the step
+    swap: Swap | None = None  # None before the exchange
 
 
 class _Batch:
@@ -337,7 +326,6 @@ def _found(optimizer: Optimizer, store: Store, param: Tensor) -> _Exchanged:
 
 
 def _has_narrow_gradient(each: _Exchanged) -> bool:
-    """Return whether a parameter has a dense gradient of its own dtype."""
     grad = each.param.grad
     return grad is not None and grad.dtype is each.param.dtype and grad.layout is torch.strided
 
@@ -396,7 +384,6 @@ def steps_one_at_a_time(optimizer: Optimizer, step: Callable[..., Any]) -> bool:
 
 
 def step_in_chunks(optimizer: Optimizer, step: Callable[[], object]) -> None:
-    """Call a step once for each chunk of the parameters."""
     groups = optimizer.param_groups
     before = [group["params"] for group in groups]
 

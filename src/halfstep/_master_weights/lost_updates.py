@@ -31,12 +31,7 @@ ROW = 1024
 
 
 def looked_at(values: Tensor, limit: int | None = None) -> Tensor:
-    """Return all entries, or equally spaced rows of a large tensor.
-
-    Args:
-        values: The entries.
-        limit: Number of entries above which a tensor is large; None for :data:`LOOKED_AT`.
-    """
+    """Return all entries, or equally spaced rows if there are more than ``limit``."""
     limit = limit or LOOKED_AT
     if values.numel() <= limit:
         return values
@@ -77,14 +72,9 @@ class StepUpdates:
     """The weights of an optimizer before a step, to count lost updates after it.
 
     The following do not count: sparse gradients, weights with a learning rate of 0 (as in the first
-    step of a warm-up), and tensors without values. Sync: none.
-
-    Args:
-        optimizer: The optimizer. If it has ``found_inf``, it skips bad steps by itself; a skipped
-            step does not count.
-        has_closure: Whether a closure computes the gradients during the step: the last ones count.
-            Otherwise the gradients before the step count, since the step may zero them.
-        part: A function that returns the entries of a tensor to inspect.
+    step of a warm-up), tensors without values, and steps that an optimizer with ``found_inf`` skips
+    by itself. The gradients before the step count, since the step may zero them; the last ones if a
+    closure computes them. ``part`` returns the entries of a tensor to inspect. Sync: none.
     """
 
     @torch.no_grad()
@@ -258,10 +248,9 @@ def lost_updates(optimizer: Optimizer, module: torch.nn.Module | None = None) ->
 
     Returns:
         A context manager with ``share`` and, by parameter, ``shares``: of the entries with a
-        nonzero gradient, the share, 0 to 1, whose weight did not change. The following do not
-        count: steps that a GradScaler skips, steps with a learning rate of 0, and sparse
-        gradients. With a closure, the last gradients count. For DTensors, the entries on this rank
-        count.
+        nonzero gradient, the share, 0 to 1, whose weight did not change. Steps that a GradScaler
+        skips, steps with a learning rate of 0, and sparse gradients do not count. With a closure,
+        the last gradients count; for DTensors, the entries on this rank.
 
     Memory: a copy of the weights during a step. Sync: none until the shares are read.
 

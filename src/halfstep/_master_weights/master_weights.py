@@ -84,17 +84,12 @@ def master_weights(
 ) -> _Optimizer:
     """Make an optimizer step its bfloat16 and float16 parameters in float32.
 
-    In bfloat16 an update below 1/512 of a weight is lost to rounding; at usual learning rates most
-    updates are. Therefore the state of the optimizer keeps what rounding leaves out of each weight.
-    During ``optimizer.step`` parameters and gradients *are* float32: any optimizer of PyTorch
-    computes bit for bit as on a float32 model, and creates float32 state. Afterwards the parameters
-    have their own dtype again: they are the same objects in the same memory, newly rounded.
-
-    The parameter is authoritative: after any write to it (``load_state_dict``, a merge, an average,
-    a mask), the next step continues from the new value. ``state_dict`` holds all that is needed to
-    continue bit for bit; the state of an optimizer without master weights can be loaded too.
-    Parameters that are added later or moved to another device also get master weights; float32
-    parameters are left alone.
+    The state of the optimizer keeps what rounding leaves out of each weight. During
+    ``optimizer.step`` parameters and gradients *are* float32: any optimizer of PyTorch computes bit
+    for bit as on a float32 model, and creates float32 state. Afterwards the parameters have their
+    own dtype again: they are the same objects in the same memory, newly rounded. After any other
+    write to a parameter, the next step continues from the new value. docs/half_parameters.md says
+    what else changes parameters, and what it costs.
 
     Args:
         optimizer: Any optimizer with PyTorch's interface. It is changed in place.
@@ -114,9 +109,8 @@ def master_weights(
             parameter is bfloat16 or float16; one has a dtype that the store does not support, or
             shares memory with another; gradients cannot be float32; or an argument is not valid.
 
-    Memory: float32 weights and gradients during a step: of a million entries at a time on a CPU, of
-    a tenth of the parameters on other devices; of all parameters with LBFGS, and with an optimizer
-    that is not PyTorch's. Sync: none.
+    Memory: float32 weights and gradients of some parameters at a time; of all with LBFGS, and with
+    an optimizer that is not PyTorch's. Sync: none.
 
     Example:
         >>> import halfstep
@@ -139,7 +133,7 @@ def master_weights(
         )
     if not is_whole(optimizer):
         raise TypeError(
-            f"{call}: it wraps an optimizer, and a checkpoint would not have its own state. Pass "
+            f"{call}: it wraps an optimizer, and a checkpoint would omit the wrapper's state. Pass "
             "the optimizer that it wraps"
         )
     if optimizer in _MASTERS:
@@ -251,12 +245,7 @@ class MasterWeights:
         replace_method(optimizer, "load_state_dict", load_state_dict)
 
     def _served(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[Tensor]:
-        """Return the parameters that the store serves, and set the dtype of their gradients.
-
-        Raises:
-            ValueError: The store does not support the dtype of a parameter, a gradient cannot be
-                float32, or two parameters share memory.
-        """
+        """Return the parameters that the store serves, and set the dtype of their gradients."""
         found = []
         for group in groups:
             names = group.get("param_names") or range(len(group["params"]))
@@ -386,14 +375,13 @@ def _refuse_removed_stores(
     for store, (key, where) in REMOVED.items():
         if any(key in each for each in (*state.values(), *groups) if isinstance(each, dict)):
             raise ValueError(
-                f"master_weights({type(optimizer).__name__}): the state is that of the store "
+                f"master_weights({type(optimizer).__name__}): the state comes from the store "
                 f"{store!r}, which was removed ({where}). To continue from the rounded parameters, "
                 f"delete each {key!r} in its state and param_groups first"
             )
 
 
 def _copied(store: str, float32_gradients: bool, parts: tuple[Any, ...]) -> Optimizer:
-    """Return a copy of an optimizer with master weights."""
     make, args, state, *_ = parts
     optimizer: Optimizer = make(*args)
     optimizer.__setstate__(state)
@@ -454,8 +442,8 @@ def float32_weights(model: torch.nn.Module, *optimizers: Optimizer) -> dict[str,
     if lower and lower.isdisjoint(map(id, owners)):
         raise ValueError(
             f"float32_weights({type(model).__name__}): no optimizer has a parameter of its "
-            "state_dict. Pass the model that is trained: no copy of it, none whose parameters were "
-            "replaced (load_state_dict(assign=True)), and no FullyShardedDataParallel"
+            "state_dict. Pass the model that is trained, not a copy, not a model with replaced "
+            "parameters (load_state_dict(assign=True)), and not a FullyShardedDataParallel"
         )
     exact: dict[Tensor, Tensor] = {}  # tied parameters stay tied
     for name, value in weights.items():
@@ -528,7 +516,6 @@ def _at_gradients(params: list[Tensor], check: Callable[[], bool]) -> None:
 
 
 def _reduced_dtypes(module: torch.nn.parallel.DistributedDataParallel) -> set[torch.dtype | None]:
-    """Return the dtypes of the gradients that a DistributedDataParallel reduces."""
     left_out = names_left_out(module)
     return {
         param.grad_dtype

@@ -69,15 +69,9 @@ def update_scale_(
 ) -> None:
     """Make the transition of torch.amp, in place on the device. Sync: none.
 
-    The scale grows when ``growth_tracker + 1 == growth_interval``, by equality, but not to inf.
-
-    Args:
-        scale: A float32 scalar.
-        growth_tracker: An int32 scalar.
-        found_inf: A float32 scalar; the scale backs off unless it is 0.
-        growth_factor: The factor of a growth.
-        backoff_factor: The factor after inf or NaN.
-        growth_interval: The number of steps from one growth to the next.
+    The scale backs off unless ``found_inf`` is 0, and grows when ``growth_tracker + 1 ==
+    growth_interval``, by equality, but not to inf. The tensors are scalars, the tracker int32 and
+    the others float32.
     """
     if can_move_scale(scale.device):
         torch._amp_update_scale_(
@@ -112,11 +106,9 @@ custom_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 
 
 def restart_scaler(scaler: torch.amp.GradScaler, scale: float | None) -> None:
-    """Give PyTorch's scaler new state objects, and leave the existing ones unchanged.
+    """Give PyTorch's scaler new state objects, with its scale unless one is given.
 
-    Args:
-        scaler: Its attributes are replaced; save ``vars(scaler)`` to restore them.
-        scale: The scale; None for its current one.
+    The existing objects do not change: ``vars(scaler)`` from before restores them.
     """
     attributes: Any = vars(scaler)
     device = None if attributes["_scale"] is None else attributes["_scale"].device

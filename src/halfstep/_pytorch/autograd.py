@@ -31,12 +31,6 @@ def leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [node.variable for node in _nodes(roots) if type(node).__name__ == "AccumulateGrad"]
 
 
-def functions_of(roots: Iterable[torch.Tensor]) -> list[type]:
-    """Return the subclasses of ``torch.autograd.Function`` in a graph, PyTorch's own left out."""
-    found = (getattr(type(node), "_forward_cls", None) for node in _nodes(roots))
-    return [cls for cls in found if cls is not None and not cls.__module__.startswith("torch.")]
-
-
 _PRODUCT = re.compile(
     r"(Add|B|Baddb|Addb|Grouped|SparseAdd|Sspadd)?[Mm]mBackward|(Add)?MvBackward|V?[Dd]otBackward|"
     r"(Mkldnn)?LinearBackward|TrilinearBackward|\w*(Conv|Attention|Rnn|LstmMps)\w*Backward"
@@ -84,6 +78,7 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 # (): the id of the backward pass running in this thread, -1 for none.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
+
 
 # (): the node running backward in this thread, None for none.
 running_node: Callable[[], Any] = torch._C._current_autograd_node
@@ -250,3 +245,25 @@ def function_without_autocast(context: object) -> type | None:
     """Return the ``autograd.Function`` of a ``ctx``; None if ``custom_fwd`` has marked it."""
     function: type | None = getattr(type(context), "_forward_cls", None)
     return None if hasattr(context, "_fwd_used_autocast") else function
+
+
+def functions_of(roots: Iterable[torch.Tensor]) -> list[type]:
+    """Return the user's subclasses of ``torch.autograd.Function`` in a graph."""
+    found = (getattr(type(node), "_forward_cls", None) for node in _nodes(roots))
+    return [cls for cls in found if cls is not None and not _is_ours(cls.__module__)]
+
+
+def hooks_of(owner: torch.Tensor | torch.nn.Module) -> list[Any]:
+    """Return the user's hooks on the gradients of a parameter, or on those at a module."""
+    names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    found = (hook for name in names for hook in (getattr(owner, name, None) or {}).values())
+    return [hook for hook in found if not _is_ours(_module_of(hook))]
+
+
+def _module_of(hook: Any) -> str:
+    hook = getattr(hook, "func", hook)  # of a partial
+    return getattr(hook, "__module__", None) or type(hook).__module__
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith(("torch.", "halfstep."))

@@ -87,9 +87,7 @@ def do_not_compile_alone(
     If torch.compile gives up on a function, it runs it eagerly and compiles its callees. A graph of
     code that enables autocast would do so only during tracing, and never when it runs.
 
-    Args:
-        function: the function.
-        nor_below: whether the functions that it calls are excluded too.
+    ``nor_below`` excludes the functions that it calls too.
     """
     frames = torch._C._dynamo.eval_frame
     skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT

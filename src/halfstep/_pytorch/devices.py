@@ -22,29 +22,18 @@ _ALL = _PLAIN | {torch.bfloat16}
 
 @dataclass(frozen=True)
 class Facts:
-    """What PyTorch has for a type of device. The defaults hold for a device that it does not know.
+    """What PyTorch has for a type of device; the defaults hold for one that it does not know."""
 
-    Attributes:
-        unscales: The dtypes that ``_amp_foreach_non_finite_check_and_unscale_`` computes right.
-        moves_scale: Whether ``_amp_update_scale_`` is right, for views into a larger tensor too.
-        fused_skips: Whether fused optimizers use ``grad_scale`` and ``found_inf``.
-        has_float64: Whether there is float64; None if that depends on the card.
-        has_arrivals: Whether the host can be told when a copy has arrived: there are events, and
-            pinned memory to copy to.
-        reads_at_once: Whether a non-blocking copy from unpinned memory of the host has read it when
-            the call returns, so that the memory may be freed.
-        adds_in_float32: The ops whose kernels add up 16-bit terms in float32.
-        adds_rows_in_float32: Those that do along dimension 0 of several only.
-    """
-
+    # The dtypes that _amp_foreach_non_finite_check_and_unscale_ computes right.
     unscales: frozenset[torch.dtype] = _PLAIN
-    moves_scale: bool = True
-    fused_skips: bool = True
-    has_float64: bool | None = True
-    has_arrivals: bool = False
+    moves_scale: bool = True  # _amp_update_scale_ is right, for views into a larger tensor too
+    fused_skips: bool = True  # fused optimizers use grad_scale and found_inf
+    has_float64: bool | None = True  # None if that depends on the card
+    has_arrivals: bool = False  # events tell when a copy to pinned memory has arrived
+    # A non-blocking copy from unpinned memory of the host has read it when the call returns.
     reads_at_once: bool = False
-    adds_in_float32: frozenset[str] = frozenset()
-    adds_rows_in_float32: frozenset[str] = frozenset()
+    adds_in_float32: frozenset[str] = frozenset()  # the ops whose kernels add up 16-bit terms so
+    adds_rows_in_float32: frozenset[str] = frozenset()  # only along dimension 0 of several
 
 
 UNKNOWN = Facts()
@@ -151,15 +140,10 @@ def _card_has_float64(device: torch.device) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """A copy on the host, to be read once it has arrived.
-
-    Attributes:
-        values: The copy.
-        arrival: The event after it; None if it is there already.
-    """
+    """A copy on the host, to be read once it has arrived."""
 
     values: torch.Tensor
-    arrival: torch.Event | None = None
+    arrival: torch.Event | None = None  # the event after it; None if it is there already
 
     def has_arrived(self) -> bool:
         """Return whether ``values`` can be read. Sync: none."""
@@ -249,20 +233,12 @@ _MATRIX_CORES = {
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU of CUDA or ROCm.
-
-    Attributes:
-        name: Its name.
-        kind: Its compute capability or, of an AMD GPU, its architecture.
-        formats: The formats that its matrix units multiply: of ``fp16``, ``bf16``, ``tf32``,
-            ``fp8``.
-        has_safe_fp16: Whether convolutions in float16 are right.
-    """
+    """A GPU of CUDA or ROCm."""
 
     name: str
-    kind: str
-    formats: tuple[str, ...]
-    has_safe_fp16: bool = True
+    kind: str  # its compute capability or, of an AMD GPU, its architecture
+    formats: tuple[str, ...]  # that its matrix units multiply: of fp16, bf16, tf32, fp8
+    has_safe_fp16: bool = True  # whether convolutions in float16 are right
 
 
 def card_of(device: torch.device | None = None) -> Card:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -41,14 +42,12 @@ def saving_group() -> torch.distributed.ProcessGroup | None:
     None if it is not, or for one rank only. There is no API for this; the arguments of ``save`` on
     the stack show it.
     """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
             arguments = frame.f_locals
             if "process_group" in arguments and "no_dist" in arguments:
                 world = None if arguments["no_dist"] else torch.distributed.group.WORLD
                 return world and (arguments["process_group"] or world)
-        frame = frame.f_back
     return None
 
 
@@ -58,7 +57,6 @@ def is_dtensor(value: object) -> bool:
 
 
 def is_dtensor_class(kind: type) -> bool:
-    """Return whether a class is DTensor or derived from it."""
     module: Any = sys.modules.get("torch.distributed.tensor")  # else there are none
     return issubclass(kind, getattr(module, "DTensor", ()))
 
@@ -138,9 +136,7 @@ class Swap:
         self._own = (param._local_tensor, param._spec) if is_dtensor(param) else None
 
     def is_made(self) -> bool:
-        """Return whether the exchange is in effect."""
-        made: bool = self.param._cdata != self._id
-        return made
+        return bool(self.param._cdata != self._id)
 
     @keep_out_of_graphs
     def make(self) -> None:
@@ -177,7 +173,6 @@ def world() -> torch.distributed.ProcessGroup:
 
 
 def has_ranks() -> bool:
-    """Return whether this process is one of several."""
     return has_process_group() and torch.distributed.get_world_size() > 1
 
 

@@ -134,11 +134,14 @@ def dispatch_modes() -> list[TorchDispatchMode]:
     return [torch._C._get_dispatch_stack_at(i) for i in range(num_dispatch_modes())]
 
 
+_NOTHING = nullcontext()
+
+
 def unseen_by_modes() -> AbstractContextManager[object]:
     """Return a context whose ops are hidden from all of the user's modes."""
     has_functions, has_ops = has_function_mode(), num_dispatch_modes() > 0
     if not has_ops:
-        return torch._C.DisableTorchFunction() if has_functions else nullcontext()
+        return torch._C.DisableTorchFunction() if has_functions else _NOTHING
     stack = ExitStack()
     if has_functions:
         stack.enter_context(torch._C.DisableTorchFunction())

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from traceback import walk_stack
 from types import MethodType
 from typing import Any
 
@@ -43,12 +44,7 @@ _STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 
 def optimizer_step_depth() -> int:
     """Return the number of nested optimizer steps running in this thread."""
-    frame: Any = sys._getframe(1)
-    depth = 0
-    while frame is not None:
-        depth += frame.f_code is _STEP_CODE
-        frame = frame.f_back
-    return depth
+    return sum(frame.f_code is _STEP_CODE for frame, _ in walk_stack(sys._getframe(1)))
 
 
 TRANSPARENT: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
@@ -92,8 +88,7 @@ def _is_schedulers(step: Any) -> bool:
 def replace_method(owner: object, name: str, call: Callable[..., Any]) -> MethodType:
     """Replace a method on an instance by ``call(owner, ...)``, with its signature and attributes.
 
-    Returns:
-        The replacement: a method, because schedulers use its ``__func__``.
+    The result is the replacement, a method, because schedulers use its ``__func__``.
     """
     original = getattr(owner, name)
     # With a bound method in ``__wrapped__`` the signature would lose its first parameter.

@@ -90,25 +90,21 @@ class ByMemory(Generic[_Value]):
         return self.get(tensor) is not None
 
     def get(self, tensor: torch.Tensor) -> _Value | None:
-        """Return the value for the memory of a tensor."""
         number = number_of_memory(tensor) if self._items else None
         found = None if number is None else self._items.get(number)
         return None if found is None else found[1]
 
     def put(self, tensor: torch.Tensor, value: _Value) -> None:
-        """Set the value for the memory of a tensor."""
         reference = memory_of(tensor)
         if reference is not None:
             self._items[reference.cdata] = (reference, value)
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Remove the value for the memory of a tensor, if there is one."""
         number = number_of_memory(tensor) if self._items else None
         if number is not None:
             self._items.pop(number, None)
 
     def values(self) -> Iterator[_Value]:
-        """Yield all values, in order of insertion."""
         return (value for _, value in self._items.values())
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.gradients import Gradients, parameters
 from halfstep._scaler.iteration import Stage
-from halfstep._scaler.ledger import Entry, GradientCheck
+from halfstep._scaler.ledger import Check, Entry
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.scaler import GradScaler
 
@@ -28,6 +29,11 @@ def begin_anew(scaler: GradScaler, scale: float | None) -> None:
 def watch_names(scaler: GradScaler, model: torch.nn.Module) -> None:
     """Call ``GradScaler.watch``, even if a subclass uses that name differently."""
     scaler._engine.names.watch(model)
+
+
+def restore_with(scaler: GradScaler, buffers: Buffers) -> None:
+    """Let a skipped step restore these buffers, which other scalers may restore too."""
+    scaler._engine.buffers = buffers
 
 
 def loss_scale(scaler: GradScaler) -> LossScale:
@@ -57,7 +63,7 @@ def add_check(
     ``found_inf``: device to float32 scalar, 1 if a gradient on the device is inf or NaN.
     """
     engine = scaler._engine
-    check = GradientCheck(engine.loss_scale, found_inf)
+    check = Check(engine.loss_scale, found_inf)
     ranks = engine.ranks_of("step", optimizer, parameters(optimizer))
     check.agreement = ranks.agree_on(check)
     return engine.iteration.ledger.mark(gradients, check)

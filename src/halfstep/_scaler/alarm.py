@@ -10,10 +10,9 @@ from typing import Literal, TypeAlias
 from halfstep._common.numbers import power, things
 from halfstep._common.text import warn
 from halfstep._gradients.scalars import checked_count
-from halfstep._scaler.culprits import Culprit
 from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.outcome import Culprit, Outcome
 from halfstep._scaler.scale_state import Reason, ScaleState
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 

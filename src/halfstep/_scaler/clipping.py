@@ -11,12 +11,11 @@ from torch import Tensor
 
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import parameters
-from halfstep._gradients.norms import clip_coefficient
 from halfstep._gradients.optimizers import is_optimizer, name, require_optimizer
 from halfstep._gradients.scalars import checked_number
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Checked, Gathered, Stage
-from halfstep._scaler.step import gather, keep, measure, multiply_, refuse_half
+from halfstep._scaler.iteration import Stage, Step
+from halfstep._scaler.step import clip_coefficient_of, gather, keep, measure, multiply_, refuse_half
 from halfstep.errors import CallOrderError
 
 
@@ -75,23 +74,22 @@ def clip_grad_norm_(
             f"clip_grad_norm_({name(optimizer)}): {earlier.stage.value} since the last "
             "update(). Clip before step()"
         )
-    gathered = gather(engine, "clip_grad_norm_", owner, params, optimizer)
-    refuse_half(engine, gathered)
-    norm, clipped = clip_(gathered, max_norm)
+    step = gather(engine, "clip_grad_norm_", owner, params, optimizer)
+    refuse_half(engine, step)
+    norm, clipped = clip_(step, max_norm)
     keep(engine.iteration, clipped, Stage.UNSCALED)
     return norm
 
 
 @torch.no_grad()
-def clip_(gathered: Gathered, max_norm: float) -> tuple[Tensor, Checked]:
+def clip_(step: Step, max_norm: float) -> tuple[Tensor, Step]:
     """Unscale and clip gradients in place; return their norm, and what they are now.
 
     The norm is a float32 scalar on the device of the scale, unscaled and before clipping; 0 without
     gradients. 3 G. Sync: none.
     """
-    scale, checked = gathered.loss_scale, measure(gathered)
-    measured = checked.measured
-    if measured is None:  # there are no gradients
-        return torch.zeros_like(scale.tensor), checked
-    clipped = multiply_(checked, clip_coefficient(measured.norm, max_norm, measured.found_inf))
-    return scalars.as_float32(measured.norm, scale.device), clipped
+    scale, step = step.loss_scale, measure(step)
+    coefficient = clip_coefficient_of(step, max_norm)
+    if step.norms is None:  # there are no gradients
+        return torch.zeros_like(scale.tensor), step
+    return scalars.as_float32(step.norms.norm, scale.device), multiply_(step, coefficient)

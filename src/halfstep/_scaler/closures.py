@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from halfstep._gradients.gradients import (
 from halfstep._gradients.optimizers import Closure, handles_scale, is_pytorchs, name, with_closure
 from halfstep._scaler.after_step import backup_of
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Decided, Iteration, Stage
+from halfstep._scaler.iteration import Iteration, Stage, Step
 from halfstep._scaler.journal import Journal
 from halfstep._scaler.outcome import has_its_gradients
 from halfstep._scaler.step import (
@@ -101,7 +100,7 @@ class _Evaluations:
         closure: Closure,
         max_norm: float | None,
     ) -> None:
-        self._last: Decided | None = None  # with the gradients that the optimizer uses
+        self._last: Step | None = None  # with the gradients that the optimizer uses
         self._iteration: Iteration | None = None  # of the last evaluation
         self._from_before: dict[int, Seen] = {}  # gradients from before the step
         self._has_backward = False  # whether the closure has called it
@@ -150,7 +149,7 @@ class _Evaluations:
             inner.ledger.close()
         return loss.detach() if isinstance(loss, Tensor) else loss
 
-    def used(self) -> Decided:
+    def used(self) -> Step:
         """Return the step with the gradients that the optimizer uses; raise if there are none."""
         if self._last is None:
             raise CallOrderError(
@@ -168,10 +167,10 @@ class _Evaluations:
             # gradients.
             iteration.num_losses += inner.num_losses
             iteration.ledger.take_over(inner.ledger.entries)
-        memory = self._engine.journal.memory(optimizer)
+        plan = self._engine.journal.plan(optimizer)
         is_fused = handles_scale(optimizer)
-        remember(self._engine, optimizer, self.used(), memory, is_fused=is_fused)
-        memory.stepped_gradients = seen_of(parameters(optimizer))
+        remember(self._engine, optimizer, self.used(), plan, is_fused=is_fused)
+        plan.stepped_gradients = seen_of(parameters(optimizer))
 
     def _error(self, problem: str, more: str = "") -> CallOrderError:
         return CallOrderError(f"{self._call}: {problem}. {CONTRACT}{more}")
@@ -215,19 +214,18 @@ class _Evaluations:
         """Unscale, check and clip gradients; leave the step if they are not usable."""
         engine, optimizer = self._engine, self._optimizer
         params = parameters(optimizer)
-        gathered = gather(engine, "step", optimizer, params, optimizer, needs_one=True)
-        refuse_half(engine, gathered)
+        step = gather(engine, "step", optimizer, params, optimizer, needs_one=True)
+        refuse_half(engine, step)
         if self._max_norm is not None:
-            checked = measure(gathered)
-        elif gathered.multiplier is None:
-            checked = look(engine.iteration.ledger, gathered)
+            step = measure(step)
+        elif step.multiplier is None:
+            step = look(engine.iteration.ledger, step)
         else:
-            checked = unscale_(gathered)
-        coefficient = clip_coefficient_of(checked, self._max_norm)
-        self._last, _ = read(checked.decide())
+            step = unscale_(step)
+        self._last, _ = read(step.decide())
         if self._last.skip:
             raise UnusableEvaluationError
-        self._last = replace(self._last, checked=multiply_(checked, coefficient))
+        self._last = multiply_(self._last, clip_coefficient_of(step, self._max_norm))
 
 
 def seen_of(params: list[Tensor]) -> dict[int, Seen]:
@@ -250,13 +248,13 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 def drop_used(journal: Journal, optimizer: torch.optim.Optimizer) -> None:
     """Set the gradients to None that are still those of the last step. Sync: none."""
-    outcome, memory = journal.last(optimizer), journal.memories.get(id(optimizer))
-    if memory is None or not memory.stepped_gradients:
+    outcome, plan = journal.last(optimizer), journal.plans.get(id(optimizer))
+    if plan is None or not plan.stepped_gradients:
         if outcome is not None and has_its_gradients(outcome):
             drop_gradients(optimizer)
         return
     for param in parameters(optimizer):
-        earlier = memory.stepped_gradients.get(id(param))
+        earlier = plan.stepped_gradients.get(id(param))
         if earlier is not None and is_as_seen(earlier, param.grad):
             param.grad = None
 

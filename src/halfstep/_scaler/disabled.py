@@ -20,9 +20,9 @@ from halfstep._scaler.closures import (
     seen_of,
 )
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Checked, Decided, Gathered
+from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.outcome import Outcome, outcome_of
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.schedules import Static
 from halfstep.errors import RanksError
@@ -41,8 +41,7 @@ def clip_grad_norm_(
         ranks = engine.ranks.of("clip_grad_norm_", params, has_scale=True)
     except RanksError:  # a disabled scaler needs no more than PyTorch's clipping
         ranks = ALONE
-    gathered = Gathered(optimizer, _one(device), found, ranks=ranks)
-    return clipping.clip_(gathered, max_norm)[0]
+    return clipping.clip_(Step(optimizer, _one(device), found, ranks=ranks), max_norm)[0]
 
 
 def step(
@@ -60,7 +59,7 @@ def step(
         if max_norm is not None:
             clip_grad_norm_(engine, optimizer, clipping.checked_max_norm(max_norm))
         return optimizer.step(*args, **kwargs)
-    memory = engine.journal.memory(optimizer)
+    plan = engine.journal.plan(optimizer)
 
     @torch.enable_grad()
     def evaluate() -> Any:
@@ -75,21 +74,20 @@ def step(
                 loss.backward()  # type: ignore[no-untyped-call]
         if max_norm is not None:
             clip_grad_norm_(engine, optimizer, clipping.checked_max_norm(max_norm))
-        memory.stepped_gradients = seen_of(params)
+        plan.stepped_gradients = seen_of(params)
         return loss
 
     args, kwargs = with_closure(evaluate, args, kwargs)
     result = optimizer.step(*args, **kwargs)
-    memory.stepped_gradients = seen_of(parameters(optimizer))
+    plan.stepped_gradients = seen_of(parameters(optimizer))
     return result
 
 
 def outcome(engine: Engine, optimizer: torch.optim.Optimizer) -> Outcome:
     """Return the outcome of a taken step, with the current gradients."""
     scale = _one(torch.device("cpu"))
-    checked = Checked(Gathered(optimizer, scale, collect(parameters(optimizer))), None)
-    taken = Decided(checked, skip=0.0)
-    found = Outcome(optimizer, engine.names, taken, None, can_measure_late=True)
+    taken = Step(optimizer, scale, collect(parameters(optimizer)), skip=0.0)
+    found = outcome_of(taken, optimizer, engine.names, None, can_measure_late=True)
     found.after = scale.snapshot()
     return found
 

@@ -28,7 +28,6 @@ from halfstep._scaler.observers import THIS_THREAD
 from halfstep._scaler.outcome import Counts, Outcome
 from halfstep._scaler.scaler import GradScaler
 from halfstep._scaler.schedules import Static
-from halfstep._scaler.step import take
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
@@ -116,16 +115,6 @@ class GuardScaler(GradScaler):
             process_group=process_group,
         )
         self._alarm = _Alarm(1, on_skips)
-
-    def _step_with_scaler(
-        self,
-        optimizer: torch.optim.Optimizer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        max_norm: float | None,
-    ) -> Any:
-        """Step without the older protocol: there is no scale to divide by."""
-        return take(self._engine, optimizer, args, kwargs, max_norm, is_fused=False)
 
 
 class _Alarm(Alarm):

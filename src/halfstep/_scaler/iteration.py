@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from halfstep._gradients.norms import Norms
 from halfstep._gradients.optimizers import name
 from halfstep._gradients.scalars import Scalar, float32_from_bits
 from halfstep._scaler.agreement import ALONE, NUM_NUMBERS, Agreement, Alone, Together
-from halfstep._scaler.ledger import GradientCheck, Ledger
+from halfstep._scaler.ledger import Check, Ledger
 from halfstep._scaler.loss_scale import LossScale
 from halfstep.errors import NothingCheckedError
 
@@ -30,50 +29,50 @@ class Stage(Enum):
     STEPPED = "step() has already been called"
 
 
-class Measured(NamedTuple):
-    """What one read of gradients says.
-
-    Attributes:
-        norms: The norm of each gradient.
-        squares: The sum of all squares, over all ranks.
-        found_inf: 1 if it is inf or NaN, else 0, on the device of the scale.
-    """
-
-    norms: Norms
-    squares: Scalar
-    found_inf: Tensor
-
-    @property
-    def norm(self) -> Scalar:
-        """The total norm, unscaled."""
-        norm, scale = scalars.root(self.squares), self.norms.scale
-        return norm if scale is None else norm / scale
-
-
 @dataclass(frozen=True, eq=False, slots=True)
-class Gathered:
-    """The gradients of an optimizer at the beginning of a call.
+class Step:
+    """What a call knows of the gradients of an optimizer, from gathering them to the end.
+
+    Each change gives a new one. The iteration keeps the last one of an optimizer, but no gradients.
 
     Attributes:
-        optimizer: The optimizer; None for a list of parameters.
-        multiplier: The number by which the gradients are multiplied, None if they are unscaled.
-        checks: Every earlier check of any of these gradients, also for another optimizer or a
+        optimizer: None for a list of parameters, or if only its id is known.
+        scaled_by: The number by which the gradients were multiplied when they were gathered, None
+            if they had been unscaled.
+        multiplier: The same number now.
+        earlier: Every earlier check of any of these gradients, also for another optimizer or a
             wrapper that shares parameters.
+        own: The check of this call; None if there was nothing to check.
+        look: The second check, of gradients that were already unscaled. It decides about the step,
+            and not about the scale, which the first one has shown to be usable.
+        norms: What this call has measured; None if it measured nothing.
+        before: What an earlier call has measured, before it clipped.
         ranks: Who decides about the step.
         all_param_ids: Ids of the parameters, with or without gradients, if several ranks decide.
         is_first: Whether norm and largest magnitude are measured, as in the first steps.
-        measured: The gradients before an earlier call clipped them, if it has measured them.
+        num_losses: Number of losses that had been scaled when the call ended.
+        skip: 1 if a check found inf or NaN, so that the step must be skipped, else 0; None before
+            the decision.
+        found_inf: The same without the second look, nonzero in place of 1; None if there was none.
     """
 
     optimizer: torch.optim.Optimizer | None
     loss_scale: LossScale
-    gradients: Gradients
+    gradients: Gradients = NONE
+    scaled_by: Scalar | None = None
     multiplier: Scalar | None = None
-    checks: tuple[GradientCheck, ...] = ()
+    earlier: tuple[Check, ...] = ()
+    own: Check | None = None
+    look: Check | None = None
+    norms: Norms | None = None
+    before: Norms | None = None
     ranks: Alone | Together = ALONE
     all_param_ids: frozenset[int] = frozenset()
     is_first: bool = False
-    measured: Measured | None = None
+    stage: Stage = Stage.SCALED
+    num_losses: int = 0
+    skip: Scalar | None = None
+    found_inf: Scalar | None = None
 
     @property
     def has_gradients(self) -> bool:
@@ -81,78 +80,54 @@ class Gathered:
         # torch.compile of 2.11 cannot trace bool() of a list.
         return len(self.gradients.grads) > 0 or self.ranks.is_together
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Checked:
-    """Gradients after a call has checked, measured, unscaled or clipped them.
-
-    Attributes:
-        multiplier: The number by which they are multiplied now, None if they are unscaled.
-        own: The check of this call; None if there was nothing to check.
-        look: The second check, of gradients that were already unscaled. It decides about the step,
-            and not about the scale, which the first one has shown to be usable.
-        measured: What this call has measured; None if it measured nothing.
-    """
-
-    gathered: Gathered
-    multiplier: Scalar | None
-    own: GradientCheck | None = None
-    measured: Measured | None = None
-    look: GradientCheck | None = None
+    @property
+    def unclipped(self) -> Norms | None:
+        """What was measured before any clipping."""
+        return self.before or self.norms
 
     @property
-    def unclipped(self) -> Measured | None:
-        """What was measured before any clipping."""
-        return self.gathered.measured or self.measured
-
-    def checks(self) -> tuple[GradientCheck, ...]:
-        """Return the checks that move the scale: the earlier ones and the own one."""
-        earlier = self.gathered.checks
-        return earlier if self.own is None else (*earlier, self.own)
+    def checks(self) -> tuple[Check, ...]:
+        """The checks that move the scale: the earlier ones and the own one."""
+        return self.earlier if self.own is None else (*self.earlier, self.own)
 
     def agreements(self) -> list[Agreement]:
         """Return the agreements of all checks; empty if this rank decides alone."""
-        checks = self.checks() if self.look is None else (*self.checks(), self.look)
+        checks = self.checks if self.look is None else (*self.checks, self.look)
         return [check.agreement for check in checks if check.agreement is not None]
 
-    def decide(self) -> Decided:
+    def decide(self) -> Step:
         """Decide whether the step must be skipped. Sync: none.
 
         Raises:
             NothingCheckedError: There was no gradient to check.
         """
-        gathered = self.gathered
-        flags: list[Tensor] = []
-        for check in gathered.checks:
-            flags += check.found_inf.values()
+        flags = [flag for check in self.earlier for flag in check.found_inf.values()]
         if self.own is not None:
             flags += self.own.flags().values()
         if not flags:
-            raise nothing_checked(gathered.optimizer)
-        if len(flags) == 1 and not gathered.checks:  # a new one, which no user can have modified
-            return Decided(self, scalars.scalar(flags[0]))
-        device = gathered.loss_scale.device
+            raise nothing_checked(self.optimizer)
+        if len(flags) == 1 and not self.earlier:  # a new one, which no user can have modified
+            return replace(self, skip=scalars.scalar(flags[0]))
+        device = self.loss_scale.device
         if self.look is None:
-            return Decided(self, scalars.combine(flags, device))
-        later = list(self.look.flags().values())
-        if device.type in scalars.READABLE:
-            found_inf = scalars.combine(flags, device)
-        else:
-            found_inf = scalars.any_of(flags, device)
-        return Decided(self, scalars.combine([*flags, *later], device), found_inf)
+            return replace(self, skip=scalars.combine(flags, device))
+        is_here = device.type in scalars.READABLE
+        found_inf = (scalars.combine if is_here else scalars.any_of)(flags, device)
+        later = self.look.flags().values()
+        return replace(self, skip=scalars.combine([*flags, *later], device), found_inf=found_inf)
 
     def read(self, values: list[Scalar]) -> list[float]:
         """Return scalars as Python floats; raise if the ranks disagree. Sync: one."""
         agreements = self.agreements()
-        device = self.gathered.loss_scale.device
+        device = self.loss_scale.device
         if device.type in scalars.READABLE:
             for agreement in agreements:
                 agreement.require(agreement.vector().tolist())
             return [float(value) for value in values]
+        tensors = [v if isinstance(v, Tensor) else scalars.as_tensor(v, device) for v in values]
         if not agreements:
-            tensors = [v if isinstance(v, Tensor) else scalars.as_tensor(v, device) for v in values]
             return torch.stack(tensors).tolist() if len(tensors) > 1 else [tensors[0].item()]
-        tensors = [scalars.as_tensor(value, device) for value in values]
+        tensors = [scalars.as_tensor(value, device) for value in tensors]
         vectors = [agreement.vector() for agreement in agreements]
         bits = torch.cat([*vectors, torch.stack(tensors).view(torch.int32)]).tolist()
         for agreement in agreements:
@@ -161,65 +136,7 @@ class Checked:
         return [float32_from_bits(number) for number in bits]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Decided:
-    """Checked gradients with the decision about their step.
-
-    Attributes:
-        skip: 1 if a check found inf or NaN, so that the step must be skipped, else 0.
-        found_inf: The same without the second look, nonzero in place of 1; None if there was none.
-    """
-
-    checked: Checked
-    skip: Scalar
-    found_inf: Scalar | None = None
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Remembered:
-    """What an iteration knows of an optimizer after a call.
-
-    It has no reference to gradients.
-
-    Attributes:
-        optimizer: None if a subclass with its own ``unscale_`` has only told its id.
-        checks: All checks of its gradients.
-        measured: The gradients before they were clipped, if the call has measured them.
-        num_losses: Number of losses that had been scaled when it ended.
-        skip: 1 if its step was skipped, else 0; None if the scaler has made no step.
-    """
-
-    optimizer: torch.optim.Optimizer | None
-    checks: tuple[GradientCheck, ...] = ()
-    stage: Stage = Stage.SCALED
-    num_losses: int = 0
-    measured: Measured | None = None
-    skip: Scalar | None = None
-    ranks: Alone | Together = ALONE
-
-    def parameters(self) -> list[Tensor]:
-        return [] if self.optimizer is None else parameters(self.optimizer)
-
-    def decide(self) -> Decided:
-        """Decide by the checks whether the step must be skipped. Sync: none.
-
-        Raises:
-            NothingCheckedError: There are none.
-        """
-        if not self.checks:
-            raise nothing_checked(self.optimizer)
-        gathered = Gathered(
-            self.optimizer,
-            self.checks[0].scale,
-            NONE,
-            checks=self.checks,
-            ranks=self.ranks,
-            measured=self.measured,
-        )
-        return Checked(gathered, None).decide()
-
-
-def found_inf_by_device(checks: Sequence[GradientCheck]) -> dict[torch.device, Tensor]:
+def found_inf_by_device(checks: Sequence[Check]) -> dict[torch.device, Tensor]:
     """Return, by device, 1 if a gradient there is inf or NaN, else 0."""
     if len(checks) == 1:
         return checks[0].found_inf  # no copy: users may all-reduce the flags
@@ -262,17 +179,17 @@ class Iteration:
     """
 
     def __init__(self) -> None:
-        self.steps: dict[int, Remembered] = {}
+        self.steps: dict[int, Step] = {}
         self.num_losses = 0
         self.ledger = Ledger()
-        self.looks: list[GradientCheck] = []
+        self.looks: list[Check] = []
 
     @property
-    def checks(self) -> list[GradientCheck]:
+    def checks(self) -> list[Check]:
         """All checks that move the scale, in order."""
         return [entry.check for entry in self.ledger.entries]
 
-    def step_of(self, optimizer: torch.optim.Optimizer) -> Remembered | None:
+    def step_of(self, optimizer: torch.optim.Optimizer) -> Step | None:
         """Return the step of the last call for an optimizer, None if nothing has been done."""
         return self.steps.get(id(optimizer))
 

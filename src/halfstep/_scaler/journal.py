@@ -5,29 +5,65 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from itertools import islice
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from halfstep._gradients.gradients import Seen
-from halfstep._gradients.optimizers import makes_step_of, name
+from halfstep._gradients.gradients import Gradients, Seen, parameters
+from halfstep._gradients.norms import Norms
+from halfstep._gradients.optimizers import (
+    HANDLES_SCALE,
+    makes_step_of,
+    members,
+    name,
+)
+from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.early_clipping import EarlyClipping
+from halfstep._scaler.iteration import Iteration, Stage, Step
+from halfstep._scaler.ledger import Check
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import HistoryEntry, Outcome, forget_gradients, read_all
+from halfstep._scaler.ranks import key_of
 from halfstep.errors import CallOrderError
 
 HISTORY_LENGTH = 10_000
 """Maximum number of outcomes in the history; each takes a few hundred bytes on the device."""
 
 
-class Memory:
-    """The data about an optimizer that outlives an iteration."""
+class Plan:
+    """What outlives an iteration of an optimizer: its last outcome, and how its usual steps go.
+
+    Attributes:
+        number: That of its last step in the order of all steps.
+        stepped_gradients: After a step with a closure, by id of the parameter: its gradient.
+        key: A number that changes with the parameters and the ranks; None: no usual steps.
+        flag: The flag by which the optimizer says that it handles the scale.
+        is_fused: Whether it does.
+        ranks: Who decides.
+    """
+
+    flag: object
+    is_fused: bool
+    ranks: Alone
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self.outcome: Outcome | None = None  # of its last step
-        self.number = 0  # of that step in the order of all steps
+        self.outcome: Outcome | None = None
+        self.number = 0
         self.early_clipping = EarlyClipping()
-        # After a step with a closure, by id of the parameter: its gradient and the version of it.
         self.stepped_gradients: dict[int, Seen] = {}
+        self.key: int | None = None
+
+    def make(
+        self, optimizer: torch.optim.Optimizer, ranks: Alone | Together, *, is_fused: bool
+    ) -> None:
+        """Find out what usual steps need not find out again, once the first steps are over."""
+        if ranks.is_together or not self.early_clipping.is_over:
+            return
+        if [*map(id, members(optimizer))] == [id(optimizer)]:  # no container
+            self.key, self.ranks = key_of(parameters(optimizer)), ranks
+            self.is_fused, self.flag = is_fused, getattr(optimizer, HANDLES_SCALE, None)
 
     def clear(self) -> None:
         """Release the parameters: the optimizer no longer exists."""
@@ -36,31 +72,63 @@ class Memory:
             self.outcome = None
 
 
+class Taken(NamedTuple):
+    """The usual step of an iteration.
+
+    Attributes:
+        flag: 0, unless a fused optimizer, which gets it, has changed it.
+    """
+
+    optimizer: torch.optim.Optimizer
+    gradients: Gradients
+    ranks: Alone
+    flag: Tensor
+    norms: Norms | None
+    outcome: Outcome
+
+    def record(self, iteration: Iteration, loss_scale: LossScale) -> None:
+        """Record the step in the iteration, for what is unusual after it."""
+        check = Check(loss_scale, {self.flag.device: self.flag})
+        self.ranks.agree_on(check)
+        iteration.ledger.mark(self.gradients, check)
+        iteration.steps[id(self.optimizer)] = Step(
+            self.optimizer,
+            loss_scale,
+            earlier=(check,),
+            before=self.norms,
+            ranks=self.ranks,
+            stage=Stage.STEPPED,
+            num_losses=self.outcome.num_losses,
+            skip=0.0,
+        )
+
+
 class Journal:
     """The outcomes in the order of the steps. Sync: none, except :meth:`entries`."""
 
     def __init__(self) -> None:
         # By id of the optimizer, until it no longer exists: data classes are not hashable.
-        self.memories: dict[int, Memory] = {}
+        self.plans: dict[int, Plan] = {}
         self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
         self.open: list[Outcome] = []  # of the iteration that has not ended
         self._num_steps = 0
 
-    def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
-        memory = self.memories.get(id(optimizer))
-        if memory is None:
-            memory = self.memories[id(optimizer)] = Memory(optimizer)
+    def plan(self, optimizer: torch.optim.Optimizer) -> Plan:
+        """Return the plan of an optimizer, a new one if it is not known."""
+        plan = self.plans.get(id(optimizer))
+        if plan is None:
+            plan = self.plans[id(optimizer)] = Plan(optimizer)
             # The callback must not keep the journal alive as long as the optimizer.
-            arguments = weakref.ref(self), id(optimizer), memory
+            arguments = weakref.ref(self), id(optimizer), plan
             weakref.finalize(optimizer, _forget, *arguments).atexit = False
-        return memory
+        return plan
 
-    def add(self, memory: Memory, outcome: Outcome) -> None:
-        if memory.outcome is not None:
-            forget_gradients(memory.outcome)
-        memory.outcome, memory.stepped_gradients = outcome, {}
+    def add(self, plan: Plan, outcome: Outcome) -> None:
+        if plan.outcome is not None:
+            forget_gradients(plan.outcome)
+        plan.outcome, plan.stepped_gradients = outcome, {}
         self._num_steps += 1
-        memory.number = self._num_steps
+        plan.number = self._num_steps
         self._all.append(outcome)
         self.open.append(outcome)
 
@@ -86,15 +154,15 @@ class Journal:
 
     def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
         """Return the outcome of the last step of an optimizer, None if there was none."""
-        own = self.memories.get(id(optimizer))
+        own = self.plans.get(id(optimizer))
         if own is not None and own.number == self._num_steps:  # as with one optimizer
             return own.outcome
         newest = None
-        for memory in self.memories.values():
-            stepped = memory.optimizer()
-            is_newer = newest is None or memory.number > newest.number
-            if memory.outcome is not None and is_newer and makes_step_of(stepped, optimizer):
-                newest = memory
+        for plan in self.plans.values():
+            stepped = plan.optimizer()
+            is_newer = newest is None or plan.number > newest.number
+            if plan.outcome is not None and is_newer and makes_step_of(stepped, optimizer):
+                newest = plan
         return None if newest is None else newest.outcome
 
     def entries(self) -> list[HistoryEntry]:
@@ -102,9 +170,9 @@ class Journal:
         return read_all(list(self._all))
 
 
-def _forget(journal: weakref.ref[Journal], key: int, memory: Memory) -> None:
+def _forget(journal: weakref.ref[Journal], key: int, plan: Plan) -> None:
     """Forget an optimizer that no longer exists."""
-    memory.clear()
+    plan.clear()
     alive = journal()
     if alive is not None:
-        alive.memories.pop(key, None)
+        alive.plans.pop(key, None)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import NONE, Gradients
+from halfstep._gradients.gradients import NONE, Gradients, version_of
 from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
@@ -24,7 +23,7 @@ from halfstep._scaler.loss_scale import LossScale
 
 
 @dataclass(eq=False, slots=True)
-class GradientCheck:
+class Check:
     """A check of gradients that share one scale; the result updates that scale.
 
     Attributes:
@@ -90,7 +89,7 @@ class Entry:
     """
 
     gradients: Gradients
-    check: GradientCheck
+    check: Check
     left_scaled_by: tuple[Scalar, Scalar] | None = None
     versions: list[int] = field(init=False)
 
@@ -111,7 +110,7 @@ class Entry:
 
 
 def _versions(gradients: Gradients) -> list[int]:
-    return list(map(attrgetter("_version"), gradients.grads))
+    return list(map(version_of, gradients.grads))
 
 
 class Ledger:
@@ -135,7 +134,7 @@ class Ledger:
     def mark(
         self,
         gradients: Gradients,
-        check: GradientCheck,
+        check: Check,
         left_scaled_by: tuple[Scalar, Scalar] | None = None,
     ) -> Entry:
         """Record that gradients were checked, and unscaled unless ``left_scaled_by`` is given."""
@@ -202,7 +201,7 @@ class Ledger:
         """Return whether it is not known what any of the gradients is multiplied by."""
         return bool(self._in_doubt) and any(id(param.grad) in self._in_doubt for param in params)
 
-    def forget(self, checks: Iterable[GradientCheck]) -> None:
+    def forget(self, checks: Iterable[Check]) -> None:
         """Forget checks: their gradients count as scaled."""
         forgotten = set(checks)
         self.entries = [entry for entry in self.entries if entry.check not in forgotten]

@@ -24,13 +24,12 @@ from halfstep._gradients.optimizers import name, step_with_scale
 from halfstep._pytorch.amp import reciprocal_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.iteration import (
-    Checked,
-    Gathered,
     Stage,
+    Step,
     found_inf_by_device,
     nothing_checked,
 )
-from halfstep._scaler.ledger import GradientCheck
+from halfstep._scaler.ledger import Check
 from halfstep._scaler.step import (
     gather,
     keep,
@@ -74,20 +73,20 @@ def unscale_(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     earlier = engine.iteration.step_of(optimizer)
     require_scaled(optimizer, earlier)
     scaler._check_scale_growth_tracker("unscale_")
-    gathered = gather(engine, "unscale_", optimizer, parameters(optimizer), optimizer)
-    if gathered.multiplier is None:
+    step = gather(engine, "unscale_", optimizer, parameters(optimizer), optimizer)
+    if step.multiplier is None:
         raise CallOrderError(
             f"unscale_({name(optimizer)}): some of its gradients have been unscaled with another "
             "optimizer, and _unscale_grads_(), which is overridden, would divide them again. Give "
             "each parameter to one optimizer; give this iteration up with "
             "update(new_scale=scaler.get_scale())"
         )
-    scale = gathered.loss_scale.tensor
+    scale = step.loss_scale.tensor
     found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
     found = scaler._unscale_grads_(optimizer, reciprocal_of(scale), found_inf, False)
-    if found or gathered.ranks.is_together:
-        checked = Checked(gathered, None, new_check(gathered, flags_of(found)))
-        keep(engine.iteration, checked, Stage.UNSCALED)
+    if found or step.ranks.is_together:
+        step = replace(step, multiplier=None, own=new_check(step, flags_of(found)))
+        keep(engine.iteration, step, Stage.UNSCALED)
 
 
 def flags_of(found: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
@@ -109,6 +108,7 @@ def step(
     earlier = engine.iteration.step_of(optimizer)
     require_not_stepped(earlier)
     require_known(engine.iteration.ledger, "step", params)
+    engine.unused.use(f"step({name(optimizer)})", params)
     scaler._check_scale_growth_tracker("step")
     is_scaled = earlier is None or earlier.stage is Stage.SCALED
     state = scaler._per_optimizer_states[id(optimizer)]
@@ -125,9 +125,8 @@ def step(
     if is_fused and is_scaled:
         # The optimizer will divide these gradients, and they are divided only once.
         multiplier = scale.number()
-        own = GradientCheck(scale, found_inf_by_device(before.checks))
-    gathered = Gathered(optimizer, scale, collect(params), multiplier, before.checks)
-    checked = Checked(gathered, multiplier, own)
+        own = Check(scale, found_inf_by_device(before.checks))
+    step = Step(optimizer, scale, collect(params), multiplier, multiplier, before.checks, own)
     skip: float | None = None
     if is_fused:
         divisor = scaler._get_scale_async() if is_scaled else None
@@ -138,16 +137,16 @@ def step(
                 optimizer, partial(optimizer.step, *args, **kwargs), divisor, flag
             )
         except BaseException:
-            remember_failure(engine.iteration, checked)
+            remember_failure(engine.iteration, step)
             raise
     else:
         with _noting_steps(optimizer) as stepped:
             result = scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
         skip = None if stepped is None else float(not stepped)
-    decided = replace(checked, gathered=replace(gathered, gradients=collect(params))).decide()
+    step = replace(step, gradients=collect(params)).decide()
     if skip is not None:
-        decided = replace(decided, skip=skip)
-    remember(engine, optimizer, decided, engine.journal.memory(optimizer), is_fused=is_fused)
+        step = replace(step, skip=skip)
+    remember(engine, optimizer, step, engine.journal.plan(optimizer), is_fused=is_fused)
     return result
 
 

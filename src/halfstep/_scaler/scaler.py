@@ -20,14 +20,14 @@ from halfstep._common.text import warn
 from halfstep._gradients.optimizers import (
     handles_scale,
     name,
+    refuse_older_protocol,
     require_optimizer,
     split_closure,
-    takes_scaler,
 )
 from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
-from halfstep._scaler import clipping, disabled, overrides, step
+from halfstep._scaler import clipping, disabled, overrides, step, usual
 from halfstep._scaler.after_step import Count, attempts, step_quietly
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
@@ -44,10 +44,6 @@ from halfstep.errors import CallOrderError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-
-NUM_LOSSES_WITHOUT_UPDATE = 1000
-"""Number of calls of ``scale`` without an ``update`` after which a warning is raised."""
 
 
 class GradScaler(TorchAttributes):
@@ -164,12 +160,6 @@ class GradScaler(TorchAttributes):
         if self._device is None:
             scale = self._engine.loss_scale
             self._device = scale.device.type if scale.is_created else None
-        if self._engine.iteration.num_losses == NUM_LOSSES_WITHOUT_UPDATE:
-            warn(
-                f"{NUM_LOSSES_WITHOUT_UPDATE} losses have been scaled since the last update(). If "
-                "this is no accumulation, scaler.step(optimizer) and scaler.update() are missing: "
-                "optimizer.step() alone steps with gradients that are multiplied by the scale",
-            )
         return scaled
 
     @keep_out_of_graphs
@@ -230,6 +220,7 @@ class GradScaler(TorchAttributes):
         Raises:
             CallOrderError: Before ``scale``, twice without an ``update`` in between, without any
                 gradient, or with a closure that calls ``backward`` on an unscaled loss.
+            TypeError: ``optimizer.step`` takes the scaler itself (``grad_scaler=``).
             ValueError: The gradients are float16 and the optimizer cannot unscale them itself.
 
         Sync: one; none for an optimizer that handles the scale itself; with a closure, one for each
@@ -237,11 +228,12 @@ class GradScaler(TorchAttributes):
         """
         if not self._is_enabled:
             return disabled.step(self._engine, optimizer, args, kwargs, max_norm)
-        if not (hasattr(optimizer, "param_groups") or handles_scale(optimizer)):
+        if not hasattr(optimizer, "param_groups"):
             require_optimizer("step", optimizer)
-        if max_norm is not None:
-            if not (type(max_norm) is float and max_norm >= 0.0):
-                max_norm = clipping.checked_max_norm(max_norm)
+        if max_norm is not None and not (type(max_norm) is float and max_norm >= 0.0):
+            max_norm = clipping.checked_max_norm(max_norm)
+        overridden = self._overridden()
+        if overridden and max_norm is not None:
             overrides.refuse(self, f"step(max_norm={max_norm})", overrides.CLIP)
         before, THIS_THREAD.stepping = THIS_THREAD.stepping, self
         try:
@@ -252,10 +244,14 @@ class GradScaler(TorchAttributes):
                     return step_with_closure(
                         self._engine, optimizer, closure, others, kwargs, max_norm
                     )
+            if not (args or kwargs or overridden):
+                result = usual.take(self._engine, optimizer, max_norm)
+                if result is not usual.NOT_USUAL:
+                    return result
             is_fused = handles_scale(optimizer)
-            if is_fused and takes_scaler(optimizer):
-                return self._step_with_scaler(optimizer, args, kwargs, max_norm)
-            if self._overridden():
+            if is_fused and id(optimizer) not in self._engine.journal.plans:
+                refuse_older_protocol(optimizer)
+            if overridden:
                 return overrides.step(self, optimizer, args, kwargs, is_fused=is_fused)
             return step.take(self._engine, optimizer, args, kwargs, max_norm, is_fused=is_fused)
         finally:
@@ -421,6 +417,8 @@ class GradScaler(TorchAttributes):
         Sync: none.
         """
         self._engine.ranks.replicated(params, process_group)
+        for plan in self._engine.journal.plans.values():
+            plan.key = None
 
     def after_step(
         self,

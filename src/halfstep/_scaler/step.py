@@ -41,19 +41,10 @@ from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.distributed import has_process_group
 from halfstep._scaler.agreement import ALONE, Alone, Together
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import (
-    Checked,
-    Decided,
-    Gathered,
-    Iteration,
-    Measured,
-    Remembered,
-    Stage,
-    nothing_checked,
-)
-from halfstep._scaler.journal import Memory
-from halfstep._scaler.ledger import GradientCheck, Ledger
-from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.iteration import Iteration, Stage, Step, nothing_checked
+from halfstep._scaler.journal import Plan
+from halfstep._scaler.ledger import Check, Ledger
+from halfstep._scaler.outcome import outcome_of
 from halfstep.errors import CallOrderError, RanksError
 
 
@@ -71,58 +62,80 @@ def take(
     ``is_fused``: whether ``optimizer.step`` divides by the scale and skips by itself.
     """
     require_not_stepped(engine.iteration.step_of(optimizer))
-    gathered = gather(engine, "step", optimizer, parameters(optimizer), optimizer, needs_one=True)
-    memory = engine.journal.memories.get(id(optimizer)) or engine.journal.memory(optimizer)
+    step = gather(engine, "step", optimizer, parameters(optimizer), optimizer, needs_one=True)
+    plan = engine.journal.plan(optimizer)
     # Looked up on the instance: accelerate replaces `step` there to detect whether it was called.
     make_step = partial(optimizer.step, *args, **kwargs)
-    checked = Checked(gathered, gathered.multiplier)
     try:
-        if not is_fused and torch.float16 in gathered.gradients.dtypes:
-            refuse_half(engine, gathered)
-        is_searched = gathered.is_first and gathered.multiplier is not None
-        if is_searched or max_norm is not None:
-            checked = measure(gathered)
-        elif gathered.multiplier is None:
-            checked = look(engine.iteration.ledger, gathered)
-        elif is_fused or gathered.loss_scale.can_amplify:
+        if not is_fused and torch.float16 in step.gradients.dtypes:
+            refuse_half(engine, step)
+        if max_norm is not None or (step.is_first and step.multiplier is not None):
+            step = measure(step)
+        elif step.multiplier is None:
+            step = look(engine.iteration.ledger, step)
+        elif is_fused or step.loss_scale.can_amplify:
             # Dividing by a scale below 1 may overflow, and a skipped step must leave the gradients
             # unchanged.
-            checked = check(gathered)
+            step = check(step)
         else:
-            checked = unscale_(gathered)
-        if is_fused:
-            coefficient = clip_coefficient_of(checked, max_norm)
-            decided = _agreed(checked.decide())
-            result = _step_fused(optimizer, make_step, decided, coefficient)
-        else:
-            decided = _ready(checked.decide(), max_norm)
-            checked = decided.checked
-            result = make_step() if decided.skip == 0.0 else None
+            step = unscale_(step)
     except BaseException as error:
-        if gathered.ranks.is_together and isinstance(error, RanksError | CallOrderError):
-            engine.end_iteration()  # raised on all ranks, which can continue
-        else:
-            remember_failure(engine.iteration, checked)
-        if memory.outcome is None:
-            engine.journal.memories.pop(id(optimizer), None)
+        failed(engine, plan, step, error)
         raise
-    remember(engine, optimizer, decided, memory, is_fused=is_fused)
+    return finish(engine, plan, make_step, step, max_norm, is_fused=is_fused)
+
+
+def finish(
+    engine: Engine,
+    plan: Plan,
+    make_step: Callable[[], Any],
+    step: Step,
+    max_norm: float | None,
+    *,
+    is_fused: bool,
+) -> Any:
+    """Decide, step and remember; see :func:`take`."""
+    optimizer: Any = step.optimizer
+    try:
+        if is_fused:
+            coefficient = clip_coefficient_of(step, max_norm)
+            step = _agreed(step.decide())
+            result = _step_fused(make_step, step, coefficient)
+        else:
+            step = _ready(step.decide(), max_norm)
+            result = make_step() if step.skip == 0.0 else None
+    except BaseException as error:
+        failed(engine, plan, step, error)
+        raise
+    remember(engine, optimizer, step, plan, is_fused=is_fused)
+    if plan.key is None:
+        plan.make(optimizer, step.ranks, is_fused=is_fused)
     return result
+
+
+def failed(engine: Engine, plan: Plan, step: Step, error: BaseException) -> None:
+    """Record a step that raised."""
+    if step.ranks.is_together and isinstance(error, RanksError | CallOrderError):
+        engine.end_iteration()  # raised on all ranks, which can continue
+    else:
+        remember_failure(engine.iteration, step)
+    if plan.outcome is None:
+        engine.journal.plans.pop(id(step.optimizer), None)
 
 
 def unscale(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Divide the gradients of an optimizer by the scale; see ``GradScaler.unscale_``."""
     require_scaled(optimizer, engine.iteration.step_of(optimizer))
-    gathered = gather(engine, "unscale_", optimizer, parameters(optimizer), optimizer)
-    refuse_half(engine, gathered)
-    if gathered.is_first and gathered.multiplier is not None:
-        checked = replace(multiply_(measure(gathered)), measured=None)
+    step = gather(engine, "unscale_", optimizer, parameters(optimizer), optimizer)
+    refuse_half(engine, step)
+    if step.is_first and step.multiplier is not None:
+        step = replace(multiply_(measure(step)), norms=None)
     else:
-        checked = unscale_(gathered)
-    keep(engine.iteration, checked, Stage.UNSCALED)
+        step = unscale_(step)
+    keep(engine.iteration, step, Stage.UNSCALED)
 
 
-def require_scaled(optimizer: torch.optim.Optimizer, earlier: Remembered | None) -> None:
+def require_scaled(optimizer: torch.optim.Optimizer, earlier: Step | None) -> None:
     """Raise CallOrderError if ``unscale_`` comes too late for an optimizer."""
     if earlier is not None and earlier.stage is not Stage.SCALED:
         raise CallOrderError(
@@ -132,7 +145,7 @@ def require_scaled(optimizer: torch.optim.Optimizer, earlier: Remembered | None)
         )
 
 
-def require_not_stepped(earlier: Remembered | None) -> None:
+def require_not_stepped(earlier: Step | None) -> None:
     """Raise CallOrderError if the optimizer has stepped since the last ``update``."""
     if earlier is not None and earlier.stage is Stage.STEPPED:
         raise CallOrderError(
@@ -162,7 +175,7 @@ def gather(
     optimizer: torch.optim.Optimizer | None,
     *,
     needs_one: bool = False,
-) -> Gathered:
+) -> Step:
     """Collect the gradients of ``params`` and the number they are multiplied by. Sync: none.
 
     Error messages name ``call`` and ``owner``; ``optimizer`` is None for a list of parameters. If
@@ -183,49 +196,39 @@ def gather(
     loss_scale = engine.scale_of_iteration(call, owner)
     gradients = collect(params)
     require_known(iteration.ledger, call, gradients.params)
+    step = Step(optimizer, loss_scale, gradients, ranks=ranks)
     if earlier is not None and not is_scaled:
-        gathered = Gathered(
-            optimizer,
-            loss_scale,
-            gradients,
-            checks=earlier.checks,
-            ranks=ranks,
-            measured=earlier.measured,
-        )
+        step = replace(step, earlier=earlier.checks, before=earlier.before)
         if iteration.num_losses > earlier.num_losses:
-            return _with_later_checks(engine, gathered, params, f"{call}({name(owner)})")
-        return gathered
+            return _with_later_checks(engine, step, params, f"{call}({name(owner)})")
+        return step
+    scale, is_first = loss_scale.number(), False
     # With a scale of 1, as that of a guard, clipping is never too early.
-    is_first = False
     if optimizer is not None and loss_scale.state.scale != 1.0:
-        memory = engine.journal.memories.get(id(optimizer))
-        is_first = memory is None or memory.early_clipping.is_measuring
-    gathered = Gathered(
-        optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks, is_first=is_first
-    )
+        plan = engine.journal.plans.get(id(optimizer))
+        is_first = plan is None or plan.early_clipping.is_measuring
+    step = replace(step, scaled_by=scale, multiplier=scale, is_first=is_first)
     if iteration.ledger.entries or ranks.is_together:
-        return _unscaled_apart(engine, gathered, params)
-    return gathered
+        return _unscaled_apart(engine, step, params)
+    return step
 
 
 _grad = attrgetter("grad")
 _is_none = partial(is_, None)
 
 
-def _with_later_checks(
-    engine: Engine, gathered: Gathered, params: list[Tensor], call: str
-) -> Gathered:
+def _with_later_checks(engine: Engine, step: Step, params: list[Tensor], call: str) -> Step:
     """Add the checks of other calls since the gradients were unscaled.
 
     Raises:
         CallOrderError: A backward pass has added scaled gradients to those that were unscaled.
     """
-    all_param_ids = _param_ids(gathered.ranks, params)
-    new, later = engine.iteration.ledger.split(gathered.gradients, all_param_ids)
+    all_param_ids = _param_ids(step.ranks, params)
+    new, later = engine.iteration.ledger.split(step.gradients, all_param_ids)
     if new.grads:
         problem = (
             f"{call}: backward() of a scaled loss came after its gradients were unscaled, and "
-            f"{len(new.grads)} of {len(gathered.gradients.grads)} are new and "
+            f"{len(new.grads)} of {len(step.gradients.grads)} are new and "
             "still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
             "give this iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
         )
@@ -233,27 +236,25 @@ def _with_later_checks(
     # The new gradients may have been checked with another optimizer or a list of parameters.
     for entry in later:
         entry.unscale_what_was_left()
-    checks = [entry.check for entry in later]
-    added = (check for check in checks if check not in gathered.checks)
-    return replace(gathered, checks=(*gathered.checks, *added))
+    added = (entry.check for entry in later if entry.check not in step.earlier)
+    return replace(step, earlier=(*step.earlier, *added))
 
 
-def _unscaled_apart(engine: Engine, gathered: Gathered, params: list[Tensor]) -> Gathered:
+def _unscaled_apart(engine: Engine, step: Step, params: list[Tensor]) -> Step:
     """Return the gradients that are still scaled; if others are unscaled, all, unscaled."""
-    ledger, all_param_ids = engine.iteration.ledger, _param_ids(gathered.ranks, params)
-    scaled, entries = ledger.split(gathered.gradients, all_param_ids)
+    ledger, all_param_ids = engine.iteration.ledger, _param_ids(step.ranks, params)
+    scaled, entries = ledger.split(step.gradients, all_param_ids)
     checks = tuple(entry.check for entry in entries)
-    rest = replace(gathered, gradients=scaled, checks=checks, all_param_ids=all_param_ids)
+    rest = replace(step, gradients=scaled, earlier=checks, all_param_ids=all_param_ids)
     if not checks:
         return rest
     refuse_half(engine, rest)
     for entry in entries:
         entry.unscale_what_was_left()
-    own = unscale_(rest).own
-    if own is not None:
-        ledger.mark(scaled, own)
-        checks = (*checks, own)
-    return replace(gathered, multiplier=None, checks=checks, is_first=False)
+    rest = unscale_(rest)
+    if rest.own is not None:
+        ledger.mark(scaled, rest.own)
+    return replace(step, scaled_by=None, multiplier=None, earlier=rest.checks, is_first=False)
 
 
 def _param_ids(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
@@ -261,10 +262,10 @@ def _param_ids(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
     return frozenset(map(id, params)) if ranks.is_together else frozenset()
 
 
-def refuse_half(engine: Engine, gathered: Gathered) -> None:
+def refuse_half(engine: Engine, step: Step) -> None:
     """Raise if float16 gradients would have to be unscaled in place."""
-    gradients, optimizer = gathered.gradients, gathered.optimizer
-    if gathered.multiplier is not None and torch.float16 in gradients.dtypes:
+    gradients, optimizer = step.gradients, step.optimizer
+    if step.multiplier is not None and torch.float16 in gradients.dtypes:
         owner = "the list of parameters" if optimizer is None else name(optimizer)
         refuse_float16(gradients, owner, engine.names.of(gradients.params, optimizer))
 
@@ -272,46 +273,43 @@ def refuse_half(engine: Engine, gathered: Gathered) -> None:
 # --- check, agree ---------------------------------------------------------------------------------
 
 
-def unscale_(gathered: Gathered) -> Checked:
+def unscale_(step: Step) -> Step:
     """Divide the gradients by the scale in place and check for inf and NaN. 2 G. Sync: none."""
-    scale, multiplier = gathered.loss_scale, gathered.multiplier
-    if multiplier is None or not gathered.has_gradients:
-        return Checked(gathered, multiplier)
-    found_inf = gathered.gradients.unscale_(multiplier, can_amplify=scale.can_amplify)
-    return Checked(gathered, None, new_check(gathered, found_inf))
+    if step.multiplier is None or not step.has_gradients:
+        return step
+    can_amplify = step.loss_scale.can_amplify
+    found_inf = step.gradients.unscale_(step.multiplier, can_amplify=can_amplify)
+    return replace(step, multiplier=None, own=new_check(step, found_inf))
 
 
-def check(gathered: Gathered) -> Checked:
+def check(step: Step) -> Step:
     """Check scaled gradients, and measure them too if that is no slower.
 
     1 G, or 2 G for small gradients. Sync: none.
     """
-    multiplier, gradients = gathered.multiplier, gathered.gradients
-    if multiplier is None or not gathered.has_gradients:
-        return Checked(gathered, multiplier)
+    if not step.has_gradients:
+        return step
     # With other ranks, the total norm would take another collective.
-    if not gathered.ranks.is_together and gradients.is_measured_fast():
-        return measure(gathered)
-    found = _nonfinite(gradients, gathered.loss_scale.device)
-    return Checked(gathered, multiplier, _check_of_scaled(gathered, multiplier, found))
+    if not step.ranks.is_together and step.gradients.is_measured_fast():
+        return measure(step)
+    return replace(
+        step, own=_joined_check(step, _nonfinite(step.gradients, step.loss_scale.device))
+    )
 
 
-def look(ledger: Ledger, gathered: Gathered) -> Checked:
+def look(ledger: Ledger, step: Step) -> Step:
     """Check unscaled gradients again that were written to since. At most as :func:`check`.
 
     Without a process group, and on the CPU, versions tell which. Collectives bump none, nor does
     PyTorch's clipping elsewhere, in one kernel for all gradients: all are checked. Sync: none.
     """
-    gradients, device = gathered.gradients, gathered.loss_scale.device
-    is_version_enough = not has_process_group() and all(
-        each.type in scalars.READABLE for each, _ in gradients.by_kind
-    )
-    written = ledger.written(gradients) if is_version_enough else gradients
-    if not (written.grads or gathered.ranks.is_together):
-        return Checked(gathered, None)
-    found = _nonfinite(written, device) if written.grads else []
-    flags = {device: scalars.any_of(found, device)} if found else {}
-    return Checked(gathered, None, look=new_check(gathered, flags))
+    written, kinds = step.gradients, step.gradients.by_kind
+    if not has_process_group() and all(each.type in scalars.READABLE for each, _ in kinds):
+        written = ledger.written(step.gradients)
+    if not (written.grads or step.ranks.is_together):
+        return step
+    found = _nonfinite(written, step.loss_scale.device) if written.grads else []
+    return replace(step, look=_joined_check(step, found))
 
 
 def _nonfinite(gradients: Gradients, device: torch.device) -> list[Tensor]:
@@ -321,176 +319,162 @@ def _nonfinite(gradients: Gradients, device: torch.device) -> list[Tensor]:
     return [scalars.flag_nonfinite(norms_of(gradients, None).total(device), device)]
 
 
-def measure(gathered: Gathered) -> Checked:
-    """Measure the norms; check scaled gradients too. 1 G. Sync: none."""
-    multiplier, gradients = gathered.multiplier, gathered.gradients
-    if not gathered.has_gradients:
-        return Checked(gathered, multiplier)
-    device, own = gathered.loss_scale.device, None
-    norms = norms_of(gradients, multiplier)
-    if not gathered.ranks.is_together:
+def measure(step: Step) -> Step:
+    """Measure the norms; check the gradients too, which is free. 1 G. Sync: none."""
+    if not step.has_gradients:
+        return step
+    device, multiplier, own = step.loss_scale.device, step.multiplier, None
+    norms = norms_of(step.gradients, multiplier)
+    if not step.ranks.is_together:
         squares = scalars.scalar(norms.sum_of_squares(device))
         found = scalars.flag_nonfinite(squares, device)
         if multiplier is not None:
-            own = _check_of_scaled(gathered, multiplier, [found])
+            own = _joined_check(step, [found])
     else:
-        finish = gathered.ranks.start_norm(norms, gradients, device)
+        finish = step.ranks.start_norm(norms, step.gradients, device)
         if multiplier is not None:
             # The flags of the other ranks are reduced at the same time as their norms.
-            here = scalars.flag_nonfinite(norms.total(device), device)
-            own = _check_of_scaled(gathered, multiplier, [here])
+            own = _joined_check(step, [scalars.flag_nonfinite(norms.total(device), device)])
         squares = finish()
         found = scalars.flag_nonfinite(squares, device)
-    measured = Measured(norms, squares, found)
-    if own is None:  # this look is free
-        again = GradientCheck(gathered.loss_scale, {device: found})
-        return Checked(gathered, None, None, measured, again)
-    if gathered.is_first and multiplier is not None:
-        own.first = measured.norm, largest(gradients, multiplier, device)
-    return Checked(gathered, multiplier, own, measured)
+    norms = replace(norms, squares=squares, found_inf=found)
+    if multiplier is None or own is None:
+        return replace(step, norms=norms, look=Check(step.loss_scale, {device: found}))
+    if step.is_first:
+        own.first = norms.norm, largest(step.gradients, multiplier, device)
+    return replace(step, norms=norms, own=own)
 
 
-def _check_of_scaled(gathered: Gathered, multiplier: Scalar, found: list[Tensor]) -> GradientCheck:
-    """Return the check of gradients that remain scaled."""
-    if gathered.loss_scale.can_amplify:
-        found += overflows_when_divided(gathered.gradients, multiplier)
-    device = gathered.loss_scale.device
-    return new_check(gathered, {device: scalars.any_of(found, device)} if found else {})
+def _joined_check(step: Step, found: list[Tensor]) -> Check:
+    """Return a check with one flag; of scaled gradients also whether dividing them overflows."""
+    if step.multiplier is not None and step.loss_scale.can_amplify:
+        found = [*found, *overflows_when_divided(step.gradients, step.multiplier)]
+    device = step.loss_scale.device
+    return new_check(step, {device: scalars.any_of(found, device)} if found else {})
 
 
-def new_check(gathered: Gathered, found_inf: dict[torch.device, Tensor]) -> GradientCheck:
+def new_check(step: Step, found_inf: dict[torch.device, Tensor]) -> Check:
     """Return a check, shared with the other ranks if several decide."""
-    own = GradientCheck(gathered.loss_scale, found_inf, all_param_ids=gathered.all_param_ids)
-    if gathered.ranks is not ALONE:
-        has_gradients = len(gathered.gradients.grads) + len(gathered.checks) > 0
-        own.agreement = gathered.ranks.agree_on(own, has_gradients=has_gradients)
+    own = Check(step.loss_scale, found_inf, all_param_ids=step.all_param_ids)
+    if step.ranks is not ALONE:
+        has_gradients = len(step.gradients.grads) + len(step.earlier) > 0
+        own.agreement = step.ranks.agree_on(own, has_gradients=has_gradients)
     return own
 
 
 # --- decide ---------------------------------------------------------------------------------------
 
 
-def clip_coefficient_of(checked: Checked, max_norm: float | None) -> Scalar | None:
+def clip_coefficient_of(step: Step, max_norm: float | None) -> Scalar | None:
     """Return the clip coefficient, None without clipping or gradients. Sync: none."""
-    measured = checked.measured
-    if measured is None or max_norm is None:
+    if step.norms is None or max_norm is None:
         return None
-    return clip_coefficient(measured.norm, max_norm, measured.found_inf)
+    return clip_coefficient(step.norms.norm, max_norm, step.norms.found_inf)
 
 
-def divisor_of(multiplier: Scalar | None, coefficient: Scalar | None) -> Scalar | None:
-    """Return scale and clip coefficient as the one divisor of a fused optimizer, None for 1."""
+def divisor_of(multiplier: Scalar, coefficient: Scalar | None) -> Scalar:
+    """Return scale and clip coefficient as the one divisor of a fused optimizer."""
     if coefficient is None:
         return multiplier
     if not isinstance(coefficient, Tensor) and coefficient == 0.0:
         return math.inf  # clipped to 0
-    return scalars.to_single((1.0 if multiplier is None else multiplier) / coefficient)
+    return scalars.to_single(multiplier / coefficient)
 
 
-def read(decided: Decided, norm: Scalar | None = None) -> tuple[Decided, float | None]:
+def read(step: Step, norm: Scalar | None = None) -> tuple[Step, float | None]:
     """Return a decision that the host knows, and ``norm`` as a number.
 
     What else the host needs for the step is read at the same time. Sync: the one of a plain step.
     """
-    checked, scale = decided.checked, decided.checked.gathered.loss_scale
-    values = {"skip": decided.skip, "found_inf": decided.found_inf, "norm": norm}
+    scale = step.loss_scale
+    values = {"skip": step.skip, "found_inf": step.found_inf, "norm": norm}
     if scale.device.type not in scalars.READABLE:
         values |= {"scale": scale.tensor, "bad_loss": scale.bad_loss if scale.has_loss else None}
-    values["multiplier"] = None if norm is None else checked.multiplier
+    values["multiplier"] = None if norm is None else step.multiplier
     given = {key: value for key, value in values.items() if value is not None}
-    numbers = dict(zip(given, checked.read(list(given.values())), strict=True))
-    skip = numbers["skip"]
+    numbers = dict(zip(given, step.read(list(given.values())), strict=True))
     if "scale" in numbers:
         scale.note_number(numbers["scale"])
     if "bad_loss" in numbers:
         scale.note_loss(numbers["bad_loss"] == 0.0)
-    found_inf = numbers.get("found_inf")
-    for each in checked.checks():
+    skip, found_inf = numbers["skip"], numbers.get("found_inf")
+    for each in step.checks:
         each.note((skip if found_inf is None else found_inf) != 0.0)
-    if checked.look is not None:
-        checked.look.note(skip != 0.0)
-    if norm is not None:
-        checked = replace(checked, multiplier=numbers.get("multiplier"))
-    return Decided(checked, skip, found_inf), numbers.get("norm")
+    if step.look is not None:
+        step.look.note(skip != 0.0)
+    multiplier = step.multiplier if norm is None else numbers.get("multiplier")
+    step = replace(step, skip=skip, found_inf=found_inf, multiplier=multiplier)
+    return step, numbers.get("norm")
 
 
 # --- take -----------------------------------------------------------------------------------------
 
 
-def multiply_(checked: Checked, coefficient: Scalar | None = None) -> Checked:
+def multiply_(step: Step, coefficient: Scalar | None = None) -> Step:
     """Unscale and clip in one in-place pass, 2 G; do nothing if neither is needed."""
     factor = coefficient
-    if checked.multiplier is not None:
-        factor = scalars.reciprocal(checked.multiplier)
+    if step.multiplier is not None:
+        factor = scalars.reciprocal(step.multiplier)
         if coefficient is not None:
             factor = factor * coefficient
     if factor is None:
-        return checked
-    checked.gathered.gradients.multiply_(
+        return step
+    step.gradients.multiply_(
         factor if coefficient is None else scalars.to_single(factor),
-        was_just_read=checked.measured is not None,
+        was_just_read=step.norms is not None,
     )
-    return replace(checked, multiplier=None)
+    return replace(step, multiplier=None)
 
 
-def _ready(decided: Decided, max_norm: float | None) -> Decided:
+def _ready(step: Step, max_norm: float | None) -> Step:
     """Return a decision that the host knows; unscale and clip gradients that will be used.
 
     Those of a skipped step get their values back, if they were unscaled for the check.
     """
-    checked, norm = decided.checked, None
-    gathered = checked.gathered
-    if checked.measured is not None and max_norm is not None:
-        norm = checked.measured.norm
-    if isinstance(decided.skip, Tensor) or gathered.ranks is not ALONE:
-        decided, norm = read(decided, norm)
-        checked = decided.checked
-    divided_by = gathered.multiplier if checked.multiplier is None else None
-    if decided.skip != 0.0:
+    norm = step.norms.norm if step.norms is not None and max_norm is not None else None
+    if isinstance(step.skip, Tensor) or step.ranks is not ALONE:
+        step, norm = read(step, norm)
+    divided_by = step.scaled_by if step.multiplier is None else None
+    if step.skip != 0.0:
         if divided_by is not None:
-            gathered.gradients.multiply_(divided_by)
-            checked = replace(checked, multiplier=divided_by)
+            step.gradients.multiply_(divided_by)
+            step = replace(step, multiplier=divided_by)
     elif divided_by is None:
         coefficient = None
         if norm is not None and max_norm is not None:
             coefficient = clip_coefficient(norm, max_norm)
-        checked = multiply_(checked, coefficient)
-    return replace(decided, checked=checked)
+        step = multiply_(step, coefficient)
+    return step
 
 
-def _agreed(decided: Decided) -> Decided:
+def _agreed(step: Step) -> Step:
     """Make sure that the ranks can make a fused step; on the CPU the host reads the decision."""
-    checked = decided.checked
-    is_on_host = checked.gathered.loss_scale.device.type in scalars.READABLE
-    if is_on_host and checked.gathered.ranks is not ALONE:
-        return read(decided)[0]
-    for agreement in checked.agreements():
+    if step.loss_scale.device.type in scalars.READABLE and step.ranks is not ALONE:
+        return read(step)[0]
+    for agreement in step.agreements():
         agreement.verify()
-    return decided
+    return step
 
 
-def _step_fused(
-    optimizer: torch.optim.Optimizer,
-    make_step: Callable[[], Any],
-    decided: Decided,
-    coefficient: Scalar | None,
-) -> Any:
+def _step_fused(make_step: Callable[[], Any], step: Step, coefficient: Scalar | None) -> Any:
     """Step with an optimizer that divides and skips by itself."""
-    divisor = divisor_of(decided.checked.multiplier, coefficient)
-    device = decided.checked.gathered.loss_scale.device
-    scale = None if divisor is None else scalars.as_tensor(divisor, device)
-    return step_with_scale(optimizer, make_step, scale, _skip_flag(decided))
+    scale, device = None, step.loss_scale.device
+    if not (step.multiplier is None and coefficient is None):
+        divisor = divisor_of(1.0 if step.multiplier is None else step.multiplier, coefficient)
+        scale = scalars.as_tensor(divisor, device)
+    optimizer: Any = step.optimizer
+    return step_with_scale(optimizer, make_step, scale, _skip_flag(step))
 
 
-def _skip_flag(decided: Decided) -> Tensor:
+def _skip_flag(step: Step) -> Tensor:
     """Return the skip flag as a tensor; that of the only check if nothing else decides."""
-    checked, own = decided.checked, decided.checked.own
-    device = checked.gathered.loss_scale.device
-    if not checked.gathered.checks and own is not None and own.agreement is None:
+    own, device = step.own, step.loss_scale.device
+    if not step.earlier and own is not None and own.agreement is None:
         flag = own.found_here.get(device)
         if flag is not None and len(own.found_here) == 1:
             return flag
-    return scalars.as_tensor(decided.skip, device)
+    assert step.skip is not None
+    return scalars.as_tensor(step.skip, device)
 
 
 # --- remember -------------------------------------------------------------------------------------
@@ -498,82 +482,78 @@ def _skip_flag(decided: Decided) -> Tensor:
 
 def keep(
     iteration: Iteration,
-    checked: Checked,
+    step: Step,
     stage: Stage,
     left_scaled_by: tuple[Scalar, Scalar] | None = None,
-    decided: Decided | None = None,
 ) -> None:
     """Record the checks and the stage of a call; without a check there is nothing to record."""
-    gathered, checks = checked.gathered, checked.checks()
-    if checked.own is not None:
-        iteration.ledger.mark(gathered.gradients, checked.own, left_scaled_by)
-    if checks and gathered.optimizer is not None:
-        iteration.steps[id(gathered.optimizer)] = Remembered(
-            gathered.optimizer,
-            checks,
-            stage,
-            iteration.num_losses,
-            checked.unclipped,
-            skip=None if decided is None else decided.skip,
-            ranks=gathered.ranks,
+    if step.own is not None:
+        iteration.ledger.mark(step.gradients, step.own, left_scaled_by)
+    if step.checks and step.optimizer is not None:
+        iteration.steps[id(step.optimizer)] = Step(
+            step.optimizer,
+            step.loss_scale,
+            earlier=step.checks,
+            before=step.unclipped,
+            ranks=step.ranks,
+            stage=stage,
+            num_losses=iteration.num_losses,
+            skip=step.skip if stage is Stage.STEPPED else None,
         )
 
 
 def remember(
-    engine: Engine,
-    optimizer: torch.optim.Optimizer,
-    decided: Decided,
-    memory: Memory,
-    *,
-    is_fused: bool,
+    engine: Engine, optimizer: torch.optim.Optimizer, step: Step, plan: Plan, *, is_fused: bool
 ) -> None:
     """Record a decided step and its outcome. Sync: none."""
-    checked, left_scaled_by = decided.checked, None
-    gathered, multiplier = checked.gathered, checked.multiplier
-    if checked.own is not None and multiplier is not None:
-        left_scaled_by = decided.skip, multiplier
-        if checked.unclipped is None:
-            multiplier = scalars.where(decided.skip, multiplier, 1.0)
-    if gathered.ranks is not ALONE:
-        gathered.loss_scale.forget_later_losses()
+    left_scaled_by, multiplier, skip = None, step.multiplier, step.skip
+    assert skip is not None
+    if step.own is not None and multiplier is not None:
+        left_scaled_by = skip, multiplier
+        if step.unclipped is None:
+            multiplier = scalars.where(skip, multiplier, 1.0)
+    if step.ranks is not ALONE:
+        step.loss_scale.forget_later_losses()
     # Whether the unscaled gradients of a taken step still have their original values: small float16
     # gradients may become zero when the optimizer unscales them.
     can_measure_late = not is_fused or (
-        writes_unscaled(optimizer) and torch.float16 not in gathered.gradients.dtypes
+        writes_unscaled(optimizer) and torch.float16 not in step.gradients.dtypes
     )
-    outcome = Outcome(optimizer, engine.names, decided, multiplier, can_measure_late)
+    outcome = outcome_of(
+        step, optimizer, engine.names, multiplier, can_measure_late=can_measure_late
+    )
     outcome.num_losses = engine.iteration.num_losses
-    engine.journal.add(memory, outcome)
-    keep(engine.iteration, checked, Stage.STEPPED, left_scaled_by, decided)
-    if checked.look is not None:
-        engine.iteration.looks.append(checked.look)
+    engine.journal.add(plan, outcome)
+    keep(engine.iteration, step, Stage.STEPPED, left_scaled_by)
+    if step.look is not None:
+        engine.iteration.looks.append(step.look)
     if engine.buffers.watched:
-        engine.buffers.restore(decided.skip)
-    if not memory.early_clipping.is_over:
-        memory.early_clipping.see(optimizer, _measured(checked))
+        engine.buffers.restore(skip)
+    if not plan.early_clipping.is_over:
+        plan.early_clipping.see(optimizer, _measured(step))
 
 
-def _measured(checked: Checked) -> tuple[Tensor, Tensor, Tensor] | None:
+def _measured(step: Step) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return unscaled norm, largest magnitude and scale, None if they were not measured."""
-    checks, scale = checked.checks(), checked.gathered.loss_scale
+    checks, scale = step.checks, step.loss_scale
     if len(checks) != 1 or checks[0].first is None:
         return None
     norm, amax = checks[0].first
     return scalars.as_float32(norm, scale.device), amax, scale.tensor
 
 
-def remember_failure(iteration: Iteration, checked: Checked) -> None:
+def remember_failure(iteration: Iteration, step: Step) -> None:
     """Record the state of the gradients after a step that raised."""
-    if checked.multiplier is None:
-        keep(iteration, checked, Stage.UNSCALED)
-    elif checked.own is not None and not _is_untouched(checked):
-        iteration.ledger.doubt(checked.gathered.gradients)
+    if step.multiplier is None:
+        keep(iteration, step, Stage.UNSCALED)
+    elif step.own is not None and not _is_untouched(step):
+        iteration.ledger.doubt(step.gradients)
 
 
-def _is_untouched(checked: Checked) -> bool:
+def _is_untouched(step: Step) -> bool:
     """Return whether the gradients provably have the values that were measured. Sync: some."""
-    if checked.unclipped is None:
+    if step.unclipped is None:
         return False
-    now = norms_of(checked.gathered.gradients, checked.multiplier)
+    now = norms_of(step.gradients, step.multiplier)
     # Via repr, since NaN != NaN.
-    return repr(now.unscaled()) == repr(checked.unclipped.norms.unscaled())
+    return repr(now.unscaled()) == repr(step.unclipped.unscaled())

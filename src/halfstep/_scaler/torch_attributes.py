@@ -19,16 +19,12 @@ from halfstep._pytorch import amp
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import (
-    Checked,
-    Gathered,
-    Remembered,
     Stage,
+    Step,
     found_inf_by_device,
-    nothing_checked,
 )
-from halfstep._scaler.ledger import GradientCheck
+from halfstep._scaler.ledger import Check
 from halfstep._scaler.overrides import flags_of
-from halfstep._scaler.step import remember, require_not_stepped
 from halfstep.errors import CallOrderError
 
 STAGES = {
@@ -54,7 +50,7 @@ class OptimizerState(Mapping[str, Any]):
         raise KeyError(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Accept a stage or flags from an optimizer or a subclass with its own step."""
+        """Accept a stage or flags from a subclass with its own step."""
         iteration = self._engine.iteration
         step = iteration.steps.get(self._key)
         stages = [ours for ours, theirs in STAGES.items() if value in (theirs, theirs.value)]
@@ -63,7 +59,7 @@ class OptimizerState(Mapping[str, Any]):
         elif key == "found_inf_per_device" and isinstance(value, Mapping):
             optimizer = None if step is None else step.optimizer
             scale = self._engine.scale_of_iteration("step", optimizer)
-            check = GradientCheck(scale, flags_of(value))
+            check = Check(scale, flags_of(value))
             _keep_check(self._engine, self._key, optimizer, check)
         elif key == "stage" and step is not None and stages:
             step = replace(step, stage=stages[0], num_losses=iteration.num_losses)
@@ -187,10 +183,7 @@ def _number_of_schedule(name: str) -> property:
 
 
 class TorchAttributes:
-    """Private attributes of torch.amp.GradScaler as properties of halfstep's scaler.
-
-    The methods implement the older protocol for optimizers that handle the scale themselves.
-    """
+    """Private attributes of torch.amp.GradScaler as properties of halfstep's scaler."""
 
     _device: str | None
     _engine: Engine
@@ -245,53 +238,6 @@ class TorchAttributes:
             )
         return self._scale, self._growth_tracker
 
-    def _step_with_scaler(
-        self,
-        optimizer: torch.optim.Optimizer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        max_norm: float | None,
-    ) -> Any:
-        """Call ``optimizer.step`` with this scaler as ``grad_scaler``, the older protocol.
-
-        The optimizer calls ``unscale_``, ``_check_inf_per_device``, ``_found_inf_per_device`` and
-        ``_get_scale_async``, or writes its flags into ``_per_optimizer_states``.
-        """
-        engine = self._engine
-        earlier = engine.iteration.step_of(optimizer)
-        require_not_stepped(earlier)
-        if max_norm is not None:
-            raise ValueError(
-                f"step({name(optimizer)}, max_norm={max_norm}): it takes the scaler "
-                "(grad_scaler=...) and unscales by itself; let it clip too"
-            )
-        engine.scale_of_iteration("step", optimizer)
-        engine.unused.use(f"step({name(optimizer)})", parameters(optimizer))
-        steps = engine.iteration.steps
-        steps[id(optimizer)] = earlier or Remembered(optimizer)
-        try:
-            result = optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
-        finally:
-            if not steps[id(optimizer)].checks:
-                del steps[id(optimizer)]
-        step = engine.iteration.step_of(optimizer)
-        if step is None and any(param.grad is not None for param in parameters(optimizer)):
-            raise CallOrderError(
-                f"step({name(optimizer)}): its step() takes the scaler (grad_scaler=...) and did "
-                "not use it: gradients were not checked for inf or NaN; if parameters were "
-                "updated, still-scaled gradients were used.\n"
-                "Cure: leave _step_supports_amp_scaling out of the optimizer, and the scaler "
-                "unscales and checks; or call grad_scaler.unscale_(self) in its step(), and skip "
-                "if one of grad_scaler._found_inf_per_device(self).values() is 1."
-            )
-        if step is None:
-            raise nothing_checked(optimizer)
-        gradients, scale = collect(parameters(optimizer)), step.checks[0].scale
-        checked = Checked(Gathered(optimizer, scale, gradients, checks=step.checks), None)
-        memory = engine.journal.memory(optimizer)
-        remember(engine, optimizer, checked.decide(), memory, is_fused=True)
-        return result
-
     @keep_out_of_graphs
     def _check_inf_per_device(
         self: Any, optimizer: torch.optim.Optimizer
@@ -310,9 +256,6 @@ class TorchAttributes:
         device = accelerator or torch.device("cpu") if dev is None else torch.device(dev)
         self._device = self._device or device.type
         self._engine.loss_scale.create(device)
-
-
-# --- optimizers that receive the scaler -----------------------------------------------------------
 
 
 def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
@@ -336,16 +279,16 @@ def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, 
         for flag in overflows_when_divided(gradients, multiplier):
             if flag.device in found:
                 found[flag.device].clamp_(min=flag)
-    check = GradientCheck(scale, found)
+    check = Check(scale, found)
     check.agreement = ranks.agree_on(check, has_gradients=bool(gradients.grads))
     _keep_check(engine, id(optimizer), optimizer, check)
     return check.found_inf
 
 
 def _keep_check(
-    engine: Engine, key: int, optimizer: torch.optim.Optimizer | None, check: GradientCheck
+    engine: Engine, key: int, optimizer: torch.optim.Optimizer | None, check: Check
 ) -> None:
     engine.iteration.ledger.mark(NONE, check)
     steps = engine.iteration.steps
-    earlier = steps.get(key) or Remembered(optimizer)
-    steps[key] = replace(earlier, checks=(check,))
+    earlier = steps.get(key) or Step(optimizer, engine.loss_scale)
+    steps[key] = replace(earlier, earlier=(check,))

@@ -23,7 +23,7 @@ from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.autograd import after_backward
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
-from halfstep._scaler.iteration import Iteration, Stage
+from halfstep._scaler.iteration import Iteration, Stage, Step
 from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import has_its_gradients
@@ -88,16 +88,16 @@ class UnusedGradients:
         self, iteration: Iteration, *, iteration_ends: bool = True
     ) -> list[tuple[Tensor, Unused]]:
         """Return what is unused if the scale changes now. Sync: none."""
-        steps, memories = iteration.steps, self._journal.memories
+        steps, plans = iteration.steps, self._journal.plans
         stepped = [step for step in steps.values() if step.stage is Stage.STEPPED]
         done = {id(s.optimizer) for s in stepped if s.num_losses == iteration.num_losses}
-        if len(done) == len(steps) == len(memories) or not self._loss_scale.is_created:
+        if len(done) == len(steps) == len(plans) or not self._loss_scale.is_created:
             return []
         # A step has used what was unscaled before or by it, but not what was unscaled afterwards.
-        used = {(id(p), check) for s in stepped for p in s.parameters() for check in s.checks}
+        used = {(id(p), check) for s in stepped for p in _params(s) for check in s.checks}
         found = []
-        for key, memory in list(memories.items()):
-            optimizer, outcome = memory.optimizer(), memory.outcome
+        for key, plan in list(plans.items()):
+            optimizer, outcome = plan.optimizer(), plan.outcome
             if optimizer is None or outcome is None or key in done:
                 continue
             if key not in steps and has_its_gradients(outcome):
@@ -150,6 +150,10 @@ class UnusedGradients:
         unused = self.by_param.pop(id(param), None)
         if unused is not None and unused.hook is not None:
             unused.hook.remove()
+
+
+def _params(step: Step) -> list[Tensor]:
+    return [] if step.optimizer is None else parameters(step.optimizer)
 
 
 @keep_out_of_graphs

@@ -32,10 +32,6 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 def decoded(kind: type[_Kind], text: str | bytes) -> _Kind:
     """Return JSON as a value of a type; keys that the type does not have are ignored.
 
-    Args:
-        kind: A dataclass or ``msgspec.Struct``, with fields of such or plain types.
-        text: The JSON.
-
     Raises:
         ValueError: It is not JSON, or a part is missing, of another type or out of range. The
             message names the part.
@@ -52,12 +48,20 @@ def _decoder(kind: Any) -> Decoder[Any]:
     return Decoder(kind, strict=False)  # strict decoding would reject "nan" as a float
 
 
+_PLAIN = frozenset({str, int, bool, type(None)})
+
+
 def to_plain(value: Any) -> Any:
     """Return a value with non-finite numbers as strings; a ``Struct`` becomes a dict."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
+        return {
+            str(key): item if type(item) in _PLAIN else to_plain(item)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
     if isinstance(value, Struct):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from msgspec.structs import replace
@@ -198,6 +199,7 @@ def _zeros_in_live_rows(sample: Tensor) -> int:
     return int(live - is_not_zero.sum())
 
 
+@cache
 def _bits(value: float) -> int:
     return int.from_bytes(struct.pack(">f", value), "big")
 

@@ -92,11 +92,7 @@ def binned(by_exponent: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
 
 
 def merged(statistics: Iterable[Statistics]) -> Statistics:
-    """Return the combined statistics of several parts.
-
-    Raises:
-        TypeError: There are no parts.
-    """
+    """Return the combined statistics of several parts, at least one."""
     parts = tuple(statistics)
     if not parts:
         raise TypeError("there are no statistics to merge")

@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _build_parser()
         if "_ARGCOMPLETE" in os.environ:
             _complete(parser)
-        arguments = parser.parse(argv)
+        arguments = parser.parse(words)
+        arguments.command_line = words
         function: Callable[[argparse.Namespace], int] | None = getattr(arguments, "run", None)
         if function is None:
             parser.print_help()

@@ -5,14 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from halfstep._common.numbers import things
 from halfstep._common.text import printable
 from halfstep._tools.cli.exits import ending_at_interrupts
-from halfstep._tools.cli.report import RUN_HELP, run_at
+from halfstep._tools.cli.report import RUN_HELP, runs_at
+
+if TYPE_CHECKING:
+    from halfstep._tools.record.run import Run
 
 HELP = "exit with 1 if the report of a recorded run has a bad finding, for CI"
-DESCRIPTION = "Checks a recorded run, for CI: prints the sentences of its report that are bad."
+DESCRIPTION = (
+    "Checks a recorded run, and the processes that it started, for CI: prints the sentences of its "
+    "report that are bad. A record without an end is bad, unless a process writes it."
+)
 EPILOG = """\
 Exit code: 0 and one line if no sentence is bad; 1 and a line for each bad one;
 2 if there is no record to read.
@@ -24,20 +31,23 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("run_path", type=Path, metavar="RUN", nargs="?", help=RUN_HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit code."""
-    run = run_at(arguments.run_path)
+    runs = runs_at(arguments.run_path)
+    with ending_at_interrupts(by_signal=False):  # checking a cure may import PyTorch
+        return max(map(_check, runs))
+
+
+def _check(run: Run) -> int:
+    """Print what is bad about one record, or a line; return the exit code."""
     from halfstep._tools.record.run import dtypes_text
     from halfstep._tools.report.summarize import summarize
     from halfstep._tools.report.text import sentences
 
-    with ending_at_interrupts(by_signal=False):  # checking a cure may import PyTorch
-        summary = summarize(run)
-        said = [each for each in sentences(summary) if not each.follows]
+    summary = summarize(run)
+    said = [each for each in sentences(summary) if not each.follows]
     for note in run.left_out:
         print(printable(f"{run.path}: {note.text}"), file=sys.stderr)
     bad = [each.text for each in said if each.severity == "bad"]

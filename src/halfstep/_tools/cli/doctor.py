@@ -50,7 +50,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("scripts", type=Path, nargs="*", metavar="SCRIPT", help="a Python file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--no-machine", action="store_true", help="do not measure the machine")
@@ -62,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit code."""
     changes = arguments.fix or arguments.diff
     if (arguments.no_machine or changes) and not arguments.scripts:
         option = "--no-machine" if not changes else "--fix" if arguments.fix else "--diff"
@@ -162,7 +160,8 @@ def _machine_lines(machine: MachineReport) -> Iterator[str]:
     for kind, rates in machine.speeds.gflops.items():
         ratios = machine.speeds.ratios[kind]
         cells = (
-            f"{rates[name]:,.0f}" + ("" if name == "fp32" else f" ({ratios[name]:.2g} x)")
+            f"{rates[name]:,.{0 if rates[name] >= 10 else 1}f}"
+            + ("" if name == "fp32" else f" ({ratios[name]:.2g} x)")
             for name in names
         )
         yield f"  {titles[kind]}".ljust(18) + "".join(cell.rjust(18) for cell in cells)

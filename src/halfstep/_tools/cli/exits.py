@@ -68,11 +68,8 @@ def replace_file(path: Path, content: bytes) -> None:
 def ending_at_interrupts(*, by_signal: bool) -> Iterator[None]:
     """Make Ctrl-C end this process in the block, at once and without a traceback.
 
-    Importing PyTorch takes seconds, and its dependencies turn a KeyboardInterrupt into errors.
-
-    Args:
-        by_signal: Whether SIGINT ends the process, as without a handler, which a shell also reports
-            as 130. Otherwise it exits with 130.
+    Importing PyTorch takes seconds, and its dependencies turn a KeyboardInterrupt into errors. The
+    process exits with 130; ``by_signal`` it ends as without a handler: shells say 130 then too.
     """
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

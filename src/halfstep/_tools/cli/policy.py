@@ -36,7 +36,6 @@ More: docs/policies.md.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     verbs = parser.add_subparsers(dest="verb", title="verbs", metavar="VERB", required=True)
 
     show = verbs.add_parser("show", help="print the rules, or the rule that decides for one op")
@@ -63,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit code."""
     verbs = {"show": _show, "diff": _diff, "check": _check}
     return verbs[arguments.verb](arguments)
 

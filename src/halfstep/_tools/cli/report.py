@@ -47,7 +47,6 @@ _DISPLAYS = {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("run_path", type=Path, metavar="RUN", nargs="?", help=RUN_HELP)
     parser.add_argument(
         "--against",
@@ -80,19 +79,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit code."""
     if arguments.open and (arguments.json or arguments.md):
         raise CommandError("--open opens the page, which --json and --md do not write")
     forms = (arguments.json, arguments.md, arguments.output, arguments.against, arguments.open)
-    if arguments.run_path is not None and not any(forms):
-        records = records_inside(arguments.run_path)
+    path = arguments.run_path
+    if path is not None and not any(forms) and not folders_of_run(path):
+        records = records_in(path)
         if len(records) > 1:
             _list(records, is_all=arguments.all)
             return 0
-    run = run_at(arguments.run_path)
-    others = [run_at(path) for path in arguments.against or ()]
+    run, *processes = runs_at(path)
+    others = [runs_at(path)[0] for path in arguments.against or ()]
     with ending_at_interrupts(by_signal=False):  # checking a cure may import PyTorch
-        text, page = _against([run, *others], arguments) if others else _about(run, arguments)
+        text, page = (
+            _against([run, *others], arguments) if others else _about(run, processes, arguments)
+        )
     if arguments.json:
         print(text)  # unchanged: escaping or wrapping would break the JSON
     else:
@@ -141,19 +142,26 @@ def _list(records: Sequence[Path], *, is_all: bool) -> None:
         tell(f"the newest {len(shown)} of {things(len(records), 'record')}; --all lists the others")
 
 
-def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
+def _about(
+    run: Run, processes: Sequence[Run], arguments: argparse.Namespace
+) -> tuple[str, str | None]:
     """Return the text to print on a run, and its page, None with ``--json`` or ``--md``."""
     from halfstep._tools.report import text
     from halfstep._tools.report.summarize import summarize
 
-    summary = summarize(run)
+    summary, *others = map(summarize, (run, *processes))
     if arguments.json:
-        return _json(text.summary_json(summary)), None
+        return _json(text.summary_json(summary, *others)), None
     if arguments.md:
-        return text.summary_markdown(summary), None
+        return "\n\n".join(map(text.summary_markdown, (summary, *others))), None
     from halfstep._tools.report.page import render
 
-    return text.summary_text(summary), render(summary, run)
+    told = text.summary_text(summary)
+    if others:
+        rows: list[TableLine] = [("record", "step", "skipped", "finding")]
+        rows += (text.summary_row(each) for each in (summary, *others))
+        told = "\n".join([*aligned(rows, right=("step", "skipped")), "", f"{run.path}:", told])
+    return told, render(summary, run)
 
 
 def _against(runs: Sequence[Run], arguments: argparse.Namespace) -> tuple[str, str | None]:
@@ -193,15 +201,18 @@ def _written(path: Path, page: str) -> str:
 # --- records on the command line ------------------------------------------------------------------
 
 
-def records_inside(path: Path) -> list[Path]:
-    """Return the records in a folder, the last changed first; empty if it is itself a record."""
-    return [] if files_in(path) else records_in(path)
+def folders_of_run(path: Path) -> list[Path]:
+    """Return the folders of the records of a run: its own, and one for each of its processes.
+
+    A process that the program started has one if it is none of the ranks.
+    """
+    found = {each.relative_to(path).parts: each for each in records_in(path)}
+    own = [parts for parts in found if all(part.startswith("process-") for part in parts)]
+    return [found[parts] for parts in sorted(own, key=lambda each: [(len(p), p) for p in each])]
 
 
-def run_at(path: Path | None) -> Run:
-    """Read the record in a folder, or the newest under ``runs/`` and print its path to stderr."""
-    from halfstep._tools.record.read import read_run
-
+def runs_at(path: Path | None) -> list[Run]:
+    """Read the records of the run in a folder, or of the newest under ``runs/``, told on stderr."""
     if path is None:
         return _newest()
     if path.is_file() and path not in files_in(path.parent).values():
@@ -211,31 +222,46 @@ def run_at(path: Path | None) -> Run:
             f"{path} does not exist: give the folder that `halfstep run` or `halfstep.record` has "
             f"written{near(path)}"
         )
-    inside = records_inside(path)
-    if len(inside) == 1:
+    path = path.parent if path.is_file() else path
+    inside = records_in(path)
+    if inside and not folders_of_run(path):
+        if len(inside) > 1:
+            shown = ", ".join(map(str, inside[:3])) + (", ..." if len(inside) > 3 else "")
+            raise CommandError(f"{path} contains {len(inside)} records: name one of them, {shown}")
         path = inside[0]
-    elif inside:
-        shown = ", ".join(map(str, inside[:3])) + (", ..." if len(inside) > 3 else "")
-        raise CommandError(f"{path} contains {len(inside)} records: name one of them, {shown}")
-    run = read_run(path)
-    if not run.num_steps:
+    runs = _with_steps(path)
+    if not runs:
         raise CommandError(
             f"{path}: the record contains no step: the run ended before the first step of an "
             "optimizer, or has not reached it yet"
         )
-    return run
+    return runs
 
 
-def _newest() -> Run:
+def _with_steps(path: Path) -> list[Run]:
     from halfstep._tools.record.read import read_run
 
-    for path in records_in(RUNS):
+    runs, folders = [], folders_of_run(path) or [path]
+    for folder in folders:
         try:
-            run = read_run(path)
+            runs.append(read_run(folder))
+        except RecordError as error:
+            if len(folders) == 1:
+                raise
+            tell(str(error), sys.stderr)
+    return [run for run in runs if run.num_steps]
+
+
+def _newest() -> list[Run]:
+    for path in records_in(RUNS):
+        while path.name.startswith("process-"):  # of a process of a run
+            path = path.parent
+        try:
+            runs = _with_steps(path)
         except RecordError as error:
             tell(str(error), sys.stderr)
             continue
-        if run.num_steps:
+        if runs:
             tell(f"{path}: the newest record under {RUNS}/", sys.stderr)
-            return run
+            return runs
     raise CommandError(f"there is no record with a step under {RUNS}/: name the folder of one")

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,8 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         type=_norm,
         metavar="MAX_NORM",
-        help="leave out steps with inf or NaN gradients in a script without a GradScaler, and clip "
-        "the norm of the gradients to MAX_NORM",
+        help="leave out steps with inf or NaN gradients, restore buffers and the scale after them, "
+        "and clip the norm of the gradients to MAX_NORM",
     )
     parser.add_argument(
         "--guard-ranks",
@@ -127,6 +128,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="replay a step whose loss or gradients are inf or NaN, and print the op, the module, "
         "the cause and the cure",
+    )
+    parser.add_argument(
+        "--diagnose-seconds",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="begin no replay of a step after this time (default: 30)",
     )
     parser.add_argument(
         "--no-children",
@@ -212,10 +220,12 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         is_quiet=arguments.quiet,
         amp=amp,
         is_diagnosing=arguments.diagnose,
+        diagnose_seconds=arguments.diagnose_seconds,
         has_children=arguments.children,
         sinks=tuple(arguments.sink),
         is_appending=arguments.append,
         additions=additions if is_adding else None,
+        run_as=(*_command_of(machine.num_ranks()), *_without_folder(arguments), *words),
     )
     try:
         return Session(Command(target, rest, arguments.module), options)
@@ -226,6 +236,22 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         ) from None
     except RecordError as error:
         raise CommandError(str(error)) from None
+
+
+def _command_of(num_ranks: int) -> tuple[str, ...]:
+    return (*(("torchrun", "...", "-m") if num_ranks > 1 else ()), "halfstep", "run")
+
+
+def _without_folder(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the options of another run like this one, each as one word."""
+    given = iter(arguments.command_line[1 : len(arguments.command_line) - len(arguments.target)])
+    for word in given:
+        if word in ("-o", "--output"):
+            next(given)
+        elif word in ("--policy", "--every", "--sink", "--amp", "--guard-ranks"):
+            yield f"{word}={next(given)}"
+        elif not re.match("-o|--output=|-q$|--quiet$|--append$", word):
+            yield word
 
 
 def _command_in_python(target: str) -> str | None:

@@ -49,7 +49,6 @@ docs/tune.md.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument(
         "target", metavar="TARGET", help="file.py:function or package.module:function"
     )
@@ -80,7 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return the exit code."""
     policy = read_policy(arguments.policy)
     function = _function(arguments.target)
     for path in (arguments.output, arguments.record):
@@ -121,7 +119,6 @@ def _error(text: str) -> float:
 
 
 def _function(target: str) -> Callable[[], Any]:
-    """Return the function named by a target."""
     place, colon, name = target.rpartition(":")
     if not (place and colon and name.isidentifier()):
         raise CommandError(

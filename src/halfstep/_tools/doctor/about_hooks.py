@@ -12,8 +12,7 @@ from halfstep._tools.doctor.read_names import Function, arguments, dotted
 from halfstep._tools.doctor.read_program import Program
 from halfstep._tools.doctor.read_sites import Site
 
-_OF_PARAMETERS = "register_post_accumulate_grad_hook"
-_REGISTER = ("register_hook", "register_full_backward_hook", _OF_PARAMETERS)
+_REGISTER = re.compile(r"register_(hook|full_backward_hook|post_accumulate_grad_hook)$")
 _CLAMPS = re.compile(r"(clamp(_min|_max)?|clip)_?$")
 _BOUNDED = re.compile(r"(hardtanh|tanh|sign|clip_by_norm|clip_grad_\w+)_?$")
 _ADDS = re.compile(r"(add|sub)_?$")
@@ -35,7 +34,7 @@ def findings(program: Program) -> Iterator[Finding]:
 def _functions(program: Program) -> Iterator[tuple[int, str, ast.AST, set[str]]]:
     """Yield line, text, function and names of the gradients of each hook and ``backward``."""
     for site in program.sites:
-        if site.method in _REGISTER and site.call.args:
+        if _REGISTER.match(site.method) and site.call.args:
             function = _hook(program, site)
             if function is not None:
                 names = [arg.arg for arg in function.args.args if arg.arg != "self"]
@@ -64,17 +63,25 @@ def _hook(program: Program, site: Site) -> Function | ast.Lambda | None:
 
 def _why(function: ast.AST, names: set[str]) -> str:
     """Return why a function of gradients is not linear in them, empty if it may be linear."""
-    nodes = list(ast.walk(function))
-    for node in nodes:  # outer statements come before inner ones
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if _reads(value, names):
-                names = names | {name}
-            case (
-                ast.For(target=ast.Name(id=name), iter=value)
-                | ast.comprehension(target=ast.Name(id=name), iter=value)
-            ) if _reads(value, names):
-                names = names | {name}
-    return next(filter(None, (_why_not_linear(node, names) for node in nodes)), "")
+    statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
+    ordered: list[ast.AST] = [*sorted(statements, key=lambda node: node.lineno)]
+    for statement in ordered or [function]:
+        parts = [e for e in ast.iter_child_nodes(statement) if not isinstance(e, ast.stmt)]
+        own = [statement, *(node for part in parts for node in ast.walk(part))]
+        for node in own:
+            match node:
+                case ast.For() | ast.comprehension() if _reads(node.iter, names):
+                    names = names | {e.id for e in ast.walk(node.target) if isinstance(e, ast.Name)}
+        why = next(filter(None, (_why_not_linear(node, names) for node in own)), "")
+        if why:
+            return why
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                if _reads(value, names):
+                    names = names | {name}
+                elif statement in getattr(function, "body", ()):  # not in an arm
+                    names = names - {name}
+    return ""
 
 
 def _why_not_linear(node: ast.AST, names: set[str]) -> str:
@@ -82,12 +89,14 @@ def _why_not_linear(node: ast.AST, names: set[str]) -> str:
         case ast.Call(func=called):
             method = called.attr if isinstance(called, ast.Attribute) else dotted(called)
             operands = [called.value] if isinstance(called, ast.Attribute) else []
-            operands += [each for each in arguments(node) if not _is_zero(each)]
+            operands += [each for each in arguments(node) if ast.unparse(each) not in ("0", "0.0")]
             read = [_reads(each, names) for each in operands]
-            is_limit = _BOUNDED.match(method) or (_CLAMPS.match(method) and not all(read[1:]))
-            if any(read) and is_limit:
+            others = read[1:]
+            if any(read) and (
+                _BOUNDED.match(method) or (_CLAMPS.match(method) and not all(others))
+            ):
                 return _LIMITED
-            return _ADDED if _ADDS.match(method) and read[0] and not any(read[1:]) else ""
+            return _ADDED if _ADDS.match(method) and any(read[:1]) and not any(others) else ""
         case (
             ast.BinOp(op=ast.Add() | ast.Sub(), left=left, right=right)
             | ast.AugAssign(op=ast.Add() | ast.Sub(), target=left, value=right)
@@ -98,10 +107,6 @@ def _why_not_linear(node: ast.AST, names: set[str]) -> str:
         case ast.BinOp(op=ast.Div(), left=left, right=right):
             return _LIMITED if _reads(left, names) and _reads(right, names) else ""
     return ""
-
-
-def _is_zero(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and not node.value
 
 
 def _reads(node: ast.AST, names: set[str]) -> bool:

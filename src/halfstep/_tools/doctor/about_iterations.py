@@ -104,11 +104,9 @@ def _schedules(program: Program, root: Root) -> Iterator[Finding]:
         if not ungated or not scheduler:
             continue
         scaler = dotted(ungated[0].owner)
-        known = program.meaning.scaler(ungated[0].owner, ungated[0].scope)
-        code = _gated(scaler, scheduler, known is not None and known.is_torch)
         names = scheduler, scaler
         yield catalog.finding(
-            "scheduler-ungated", site.line, names, scheduler=scheduler, scaler=scaler, code=code
+            "scheduler-ungated", site.line, names, scheduler=scheduler, scaler=scaler
         )
 
 
@@ -152,16 +150,6 @@ def _never_zeroed(program: Program, root: Root) -> Iterator[Finding]:
     if optimizer in passed:  # another function may clear them
         return
     yield catalog.finding("gradients-never-zeroed", step.line, [optimizer], optimizer=optimizer)
-
-
-def _gated(scaler: str, scheduler: str, is_torch: bool) -> str:
-    if not is_torch:
-        return f"{scaler}.step_scheduler({scheduler})  # after {scaler}.update()"
-    return (
-        f"# halfstep.GradScaler has a call for it; with PyTorch's:\n"
-        f"scale = {scaler}.get_scale()\n{scaler}.update()\n"
-        f"if {scaler}.get_scale() >= scale:\n    {scheduler}.step()"
-    )
 
 
 def _never_updated(program: Program) -> Iterator[Finding]:
@@ -255,6 +243,7 @@ class _IterationWalk(Walk):
         self._is_step = bool(_STEPS.search(getattr(root.node, "name", "")))
         plain = filter(program.is_optimizer_step, program.sites)
         self._stepped_by_hand = {dotted(site.owner) for site in plain}
+        self._arms: dict[object, set[tuple[str, int]]] = {}  # by line
         self._kinds: dict[ast.Call, str] = {}
         self._mattering: dict[ast.AST, bool] = {}
 
@@ -300,6 +289,7 @@ class _IterationWalk(Walk):
             return self._made(now, site, path.names)
         if self._program.is_backward(site):
             return self._backward(now, site, path.names)
+        self._arms[site.line] = set(site.arms.items())
         key = self.key(site.owner, site.scope, path.names)
         if self.meaning.is_scaler(site.owner, site.scope, key):
             is_on = self.meaning.may_be_on(site.owner, site.scope)
@@ -438,6 +428,8 @@ class _IterationWalk(Walk):
     def _report(self, id: str, line: int, **values: object) -> None:
         if values.get("other") in self._stepped_by_hand:
             return  # perhaps on another path, behind a check of its gradients
+        if id == "gradients-dropped" and not self._arms[line] <= self._arms[values["step"]]:
+            return  # they are dropped on a condition, to leave the step out
         known = self._program.known_of(str(values.get("scaler", "")))
         self.found.append(finding(id, line, known, **values))
 

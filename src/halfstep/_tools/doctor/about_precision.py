@@ -10,7 +10,7 @@ from halfstep._tools.doctor.finding import Finding, finding
 from halfstep._tools.doctor.read_names import NameScope, arguments, dotted
 from halfstep._tools.doctor.read_program import Built, Program, Root
 from halfstep._tools.doctor.read_sites import Around, Site
-from halfstep._tools.doctor.read_values import SourceScaler
+from halfstep._tools.doctor.read_values import SourceScaler, argument
 
 SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
 """A pattern for names in code that scales a loss."""
@@ -43,6 +43,7 @@ def findings(program: Program) -> Iterator[Finding]:
     yield from _refused_on_cuda(program)
     yield from _scaler_with_bf16(program)
     yield from _other_device(program)
+    yield from _ignored(program)
     yield from _not_entered(program)
     for root in program.roots:
         yield from _without_forward(program, root)
@@ -259,6 +260,13 @@ def _not_entered(program: Program) -> Iterator[Finding]:
                 )
 
 
+_ON_CPU = {
+    "TrainingArguments": ("fp16", True, "use_cpu", "bf16=True"),
+    "Accelerator": ("mixed_precision", "fp16", "cpu", 'mixed_precision="bf16"'),
+}
+"""Option and value for float16, the option for a CPU, and the cure, by the end of a class name."""
+
+
 def _other_device(program: Program) -> Iterator[Finding]:
     """Yield findings about autocasts for a device other than that of the training."""
     regions: dict[NameScope, dict[int, str]] = {}
@@ -274,8 +282,26 @@ def _other_device(program: Program) -> Iterator[Finding]:
         lowered = types.pop()
         seen = "" if types or not lowered else _elsewhere(program, lowered)
         for line in lines if seen else ():
-            device = seen.rpartition(" ")[2]
-            yield finding("device-differs", line, lowered=lowered, seen=seen, device=device)
+            yield finding(
+                "device-differs",
+                line,
+                what=f"autocast lowers what runs on {lowered}, and {seen}",
+                cure="give autocast the device type of the model",
+                code=f'with autocast("{seen.rpartition(" ")[2]}"):\n    ...',
+            )
+
+
+def _ignored(program: Program) -> Iterator[Finding]:
+    """Yield findings about float16 that accelerate ignores, since the same call asks for a CPU."""
+    for site in program.sites:
+        name = dotted(site.call.func).rpartition(".")[2]
+        for end, (option, value, cpu, code) in _ON_CPU.items():
+            given = [argument(site.call, each) for each in (option, cpu)]
+            known = [each and program.meaning.constant(each, site.scope) for each in given]
+            if name.endswith(end) and known == [value, True]:
+                what = f"`{name}({option}={value!r}, {cpu}=True)`: accelerate ignores it on a CPU"
+                cure = "take bfloat16, which it uses there"
+                yield finding("device-differs", site.line, what=what, cure=cure, code=code)
 
 
 def _elsewhere(program: Program, lowered: str) -> str:

@@ -147,7 +147,7 @@ def _several(name: str, value: Any, *kinds: type) -> Iterator[Any]:
 
 # --- source ---------------------------------------------------------------------------------------
 
-_NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "step"}
+_NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "fp16", "step"}
 """The words of which a checked file contains at least one."""
 _ALLOWED = re.compile(r"#\s*halfstep:\s*allow\b([\w\s,-]*)")
 

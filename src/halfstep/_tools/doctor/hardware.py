@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -44,28 +45,9 @@ _BF16_SUMS = "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"
 _CUDA_FP32 = "torch.backends.cuda.matmul.fp32_precision"
 _ONEDNN = "torch.backends.mkldnn.enabled"
 
-_MEANINGS = {
-    _FP16_SUMS: "fp16 products on CUDA may add partial sums in fp16: faster, and sums above 65504 "
-    "are inf",
-    _BF16_SUMS: "the same in bf16: no overflow, fewer digits",
-    "torch.backends.cuda.matmul.allow_fp16_accumulation": "fp16 products on CUDA add up everything "
-    "in fp16",
-    _CUDA_FP32: "tf32: fp32 products on CUDA keep 10 bits of the fraction, several times faster",
-    "torch.backends.cudnn.conv.fp32_precision": "the same for convolutions",
-    "torch.get_float32_matmul_precision()": "high or medium allow TF32 or bf16 inside fp32 "
-    "products",
-    _ONEDNN: "oneDNN: what runs bf16 and fp16 on the matrix units of a CPU",
-    "torch.backends.mkldnn.matmul.fp32_precision": "bf16 or tf32: oneDNN computes fp32 products "
-    "with fewer digits",
-    "torch.backends.mkldnn.conv.fp32_precision": "the same for convolutions",
-    "torch.set_flush_denormal": "CPU: fp32 below 1.2e-38 becomes zero; measured, as PyTorch does "
-    "not report it",
-    "torch.backends.cudnn.benchmark": "CUDA tries out algorithms for each shape: the first steps "
-    "are slow, and runs differ",
-    "torch.are_deterministic_algorithms_enabled()": "the same results each time, slower",
-    'torch.get_autocast_dtype("cpu")': "what autocast lowers to on the CPU without dtype=",
-    'torch.get_autocast_dtype("cuda")': "what autocast lowers to on CUDA without dtype=",
-}
+_MEANINGS: dict[str, str] = tomllib.loads(
+    Path(__file__).with_name("flags.toml").read_text(encoding="utf-8")
+)
 
 _CALLS: dict[str, Callable[[], object]] = {
     "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
@@ -139,7 +121,8 @@ def slower(lowered: Mapping[tuple[str, str], int], machine: MachineReport) -> It
     for (dtype, device), line in lowered.items():
         name = next((name for name, known in DTYPES.items() if dtype_name(known) == dtype), "fp32")
         ratio = machine.speeds.ratios["matmul"][name]
-        if device in ("", machine.device) and ratio < 1 / WORTH_IT:
+        limit = 1 / WORTH_IT if not machine.speeds.noise else 1 / WORTH_IT**4
+        if device in ("", machine.device) and ratio < limit:
             cure = (
                 f"use {machine.advice.precision} on this machine; on another, run the doctor there"
             )
@@ -265,7 +248,9 @@ MATRIX_SIDE = {"cpu": 768, "cuda": 4096}
 CONVOLUTION = {"cpu": (4, 32, 32), "cuda": (32, 256, 56)}
 """The images, channels and side of the input of 3 x 3 convolutions."""
 
-FEWEST_ROUNDS, MOST_ROUNDS = 5, 30
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 30
+MOST_CALLS, LONG = 4, 0.2
+"""The calls of a work in a round, and the seconds after which no further one begins."""
 
 LONGEST = 3
 """How often the usual duration may pass while the best times are not confirmed."""
@@ -304,7 +289,7 @@ def measure_speeds(
         rounds: list[list[float]] = []
         began = time.perf_counter()
         while len(rounds) < MOST_ROUNDS:
-            rounds.append([_duration(run, device) for *_, run in works])
+            rounds.append([_best(run, device) for *_, run in works])
             gone = (time.perf_counter() - began) / seconds
             on_round(min(max(gone, len(rounds) / MOST_ROUNDS), 1.0))
             is_steady = all(map(_is_steady, zip(*rounds, strict=True)))
@@ -361,6 +346,14 @@ def _convolution(device: str, dtype: torch.dtype) -> tuple[Callable[[], object],
     x = torch.ones(images, channels, side, side, device=device, dtype=dtype)
     weight = torch.ones(channels, channels, 3, 3, device=device, dtype=dtype)
     return partial(F.conv2d, x, weight, padding=1), 2.0 * 9 * images * (channels * side) ** 2
+
+
+def _best(run: Callable[[], object], device: str) -> float:
+    """Return the best time of a few calls in a row: after a break, threads have to start again."""
+    times: list[float] = []
+    while len(times) < MOST_CALLS and sum(times) < LONG:
+        times.append(_duration(run, device))
+    return min(times)
 
 
 def _duration(run: Callable[[], object], device: str) -> float:

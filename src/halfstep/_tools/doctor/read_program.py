@@ -25,6 +25,8 @@ _MODEL = re.compile(
     r"(^|[._])(model|net|unet|network|generator|discriminator)$|(^|\.)net[A-Z_]\w*$"
 )
 """A pattern for names that are typical for a model."""
+_MAKES = re.compile(r"(^|\.)(load|build|get|create|make|init|setup|prepare|train|test|save)_\w*$")
+"""A pattern for functions that are named after a model."""
 _AMP_WORDS = re.compile(r"amp|fp16|float16|half|mixed|scaler|precision|autocast|scaling", re.I)
 
 
@@ -110,7 +112,8 @@ class Program:
         """Return whether an expression is a model, by its name or its use."""
         name = dotted(node).removesuffix(".module")
         is_defined = bool(name) and name.partition(".")[0] in self.meaning.names.imports
-        return name in self.models or (bool(_MODEL.search(name)) and not is_defined)
+        is_named = bool(_MODEL.search(name)) and not _MAKES.search(name)
+        return name in self.models or (is_named and not is_defined)
 
     @cached_property
     def switches(self) -> Mapping[str, int]:

@@ -21,6 +21,8 @@ _Seen: TypeAlias = frozenset[tuple[str, NameScope]]
 _MISSING: Any = object()
 _OPTIMIZERS = ("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")
 _OF_OPTIMIZERS = re.compile(r".*optim|opt$|opt_|.*_opt$")  # and not "options"
+_OF_VALUES = re.compile(r"(loss|weight|decay|beta|kl|temp\w*|noise|momentum|dropout|mask)_sched")
+"""A pattern for schedules of other values than the learning rate."""
 _CONTEXTS = (
     *("autocast", "no_grad", "enable_grad", "inference_mode", "set_grad_enabled"),
     *("nullcontext", "profile", "record_function", "sdpa_kernel"),
@@ -231,6 +233,8 @@ class Meaning:
 
     def is_optimizer(self, node: ast.expr, scope: NameScope, key: str = "") -> bool:
         """Return whether ``node`` is an optimizer, or ``node`` or its key is named like one."""
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Subscript):
+            return False  # such as the schedule in `optimizers[parameter][1]`
         if _OF_OPTIMIZERS.match(_last_name(node)) or is_optimizer_name(key):
             return True
         return self._is(node, scope, torch.optim.Optimizer, self.makes_optimizer)
@@ -257,7 +261,9 @@ class Meaning:
             is_class = dotted(call.func).rpartition(".")[2][:1].isupper()
             return is_class and not any(self.is_optimizer(e, scope) for e in arguments(call))
 
-        if "sched" in _last_name(node) and not self._is(node, scope, (), makes_other):
+        name = _last_name(node)
+        is_named = "sched" in name and not _OF_VALUES.search(name)
+        if is_named and not self._is(node, scope, (), makes_other):
             return True
         return self._is(node, scope, torch.optim.lr_scheduler.LRScheduler, makes_scheduler)
 

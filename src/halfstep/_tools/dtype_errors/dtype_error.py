@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
 from halfstep._autocast import autocast, current_policy, keep
 from halfstep._common.formats import dtype_name
@@ -30,6 +31,7 @@ from halfstep._tools.dtype_errors.failing_call import (
     nodes_of,
     origin_of,
 )
+from halfstep._tools.dtype_errors.rest import ordered
 from halfstep._tools.user_code import is_same_view
 
 _ABOUT_DTYPES = re.compile(
@@ -177,6 +179,8 @@ def _explained(error: BaseException) -> DtypeError | None:
             again = _again(inner[0])
         if again is not None:
             cures += _cures(again, made or own, operands, function, hidden)
+            if made is None and own is user:
+                cures = ordered(cures, user)
             if made is None and user.has_no_effects:
                 cures += _keeps(again, user, users)
     if made is not None and isinstance(made.other, ast.Call):
@@ -199,7 +203,7 @@ def _hidden_dtype(found: list[Named], message: str) -> torch.dtype | None:
 
 def _told(call: Call) -> tuple[str, str]:
     line = call.place.line
-    return f"{Path(line.file).name}, line {line.number}", line.text
+    return f"{Path(line.file).name}:{line.number}", line.text
 
 
 # --- operands -------------------------------------------------------------------------------------
@@ -409,10 +413,15 @@ def _cures(
             with autocast(device, lower, policy=rules):
                 return again.call(lambda t: t)
 
+        def under_pytorchs() -> Any:
+            with torch_autocast(device, lower):
+                return again.call(lambda t: t)
+
         if not _runs(under_autocast):
             continue
         arguments = f'"{device}", {lower}' + ("" if rules is None else f', policy="{rules}"')
-        yield f"the call inside autocast({arguments})"
+        of = "halfstep." if rules is not None or not _runs(under_pytorchs) else ""
+        yield f"the call inside {of}autocast({arguments})"
         if function is not None and function.is_backward:
             yield (
                 f'@halfstep.custom_fwd(device_type="{device}") on {function.name}.forward, '

@@ -149,6 +149,22 @@ def _lock(file: FileIO, path: Path) -> None:
         return  # not supported by this system or file system
 
 
+def is_being_written(path: Path) -> bool:
+    """Return whether a process has the file locked, where the system supports that."""
+    if (path.resolve(), os.getpid()) in _WRITERS:
+        return True
+    try:
+        import fcntl
+
+        with path.open("rb") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except (ImportError, OSError):
+        return False
+    return False
+
+
 def _ends_cut(path: Path) -> bool:
     """Return whether the last line of a record is truncated."""
     with path.open("rb") as file:
@@ -193,9 +209,12 @@ def require_schema(path: Path, schema: object, version: object) -> None:
         )
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def line_of(event: Event) -> bytes:
     """Return an event as a line, with its checksum."""
-    text = json.dumps(to_plain(event), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = _ENCODER.encode(to_plain(event))
     held = text.encode(errors="replace")[:-1]  # a file name may not be Unicode
     return held + _CHECKSUM + _checksum(held) + b'"}\n'
 

@@ -19,8 +19,9 @@ from msgspec.structs import replace
 from halfstep._common.numbers import count, power, step_list
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.json import Count, decoded
-from halfstep._tools.record.files import files_in, has_checksum, require_schema
+from halfstep._tools.record.files import files_in, has_checksum, is_being_written, require_schema
 from halfstep._tools.record.run import (
+    NOT_WRITTEN,
     BadBuffers,
     Culprits,
     Device,
@@ -223,6 +224,12 @@ class RankRecord:
                 )
             case End():
                 self.end = event
+                num = self._last_step - self._steps_before
+                if (event.steps or 0) > num and not (self._cut or self._damaged):
+                    text = (
+                        f"{count(num)} of {count(event.steps or 0)} steps are in {self.path.name}"
+                    )
+                    self.of(Note).append(Note(0, f"{text}: the others {NOT_WRITTEN}"))
             case Culprits() | BadBuffers():
                 self.of(type(event)).append(replace(event, rank=self.number))
             case Model():
@@ -239,11 +246,7 @@ def _line_head(line: bytes) -> _LineHead | None:
 
 
 def read_rank(path: Path, number: int) -> RankRecord:
-    """Read the file of a rank.
-
-    Raises:
-        RecordError: The file cannot be read, or is not a record.
-    """
+    """Read the file of a rank; raise ``RecordError`` if that is impossible."""
     rank = RankRecord(path, number)
     try:
         with path.open("rb") as file:
@@ -262,10 +265,7 @@ _RUN, _STEP, _END = (b'\n{"event":"%s"' % name for name in (b"run", b"step", b"e
 def glance(folder: Path) -> RankRecord:
     """Read the first rank's segment starts, last steps and ends, for a list of runs.
 
-    Nothing else in the file is decoded, however long it is.
-
-    Raises:
-        RecordError: It cannot be read, or is not a record.
+    Nothing else in the file is decoded, however long it is. Errors are those of :func:`read_rank`.
     """
     number, path = next(iter(files_in(folder).items()))
     rank = RankRecord(path, number)
@@ -317,7 +317,6 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 def _joined(folder: Path, ranks: Sequence[RankRecord]) -> Run:
-    """Join the records of the ranks."""
     first, *others = ranks
     trace, damage = _trace(folder / "trace.json")
     left_out = [note for rank in ranks for note in rank.left_out]
@@ -347,6 +346,7 @@ def _joined(folder: Path, ranks: Sequence[RankRecord]) -> Run:
         error=error,
         error_rank=error_rank,
         without_end=tuple(rank.number for rank in ranks if rank.end is None),
+        is_running=any(is_being_written(rank.path) for rank in ranks if rank.end is None),
         trace=trace,
     )
 
@@ -459,7 +459,6 @@ def _first_error(ranks: Iterable[RankRecord]) -> tuple[str | None, int | None]:
 
 
 def _joined_samples(ranks: Iterable[RankRecord]) -> Iterator[Sample]:
-    """Yield one sample for each step that any rank has sampled, in order."""
     for first, *others in grouped(_by_step(ranks, Sample), lambda sample: sample.step).values():
         if others:
             measured = (tensor for sample in (first, *others) for tensor in sample.tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,8 +41,8 @@ class record:
     or the process group). It appends to an existing file. docs/record.md describes its
     format, what is measured, and the cost.
 
-    Recording does not change the training, bit for bit. Iterations are those of halfstep's
-    ``GradScaler``; without one, each ``optimizer.step()`` is one.
+    Recording does not change the training, bit for bit. In a step of the record each optimizer
+    steps at most once, whatever scaler there is.
 
     Args:
         path: The folder; created if it does not exist.
@@ -76,6 +76,9 @@ class record:
         >>> run.num_steps, run.num_skipped
         (3, 0)
     """
+
+    _run_as: tuple[str, ...] = ()
+    """The words of the ``halfstep run`` that records, without its folder."""
 
     def __init__(
         self,
@@ -149,6 +152,7 @@ class record:
                 "started": self._started.isoformat(timespec="seconds"),
                 "command": sys.argv,
                 "every": self._every,
+                "run_as": self._run_as,
             }
         )
         return writer
@@ -205,11 +209,6 @@ class record:
     def num_steps(self) -> int:
         """Number of iterations that have ended."""
         return 0 if self._recorder is None else self._recorder.num_steps
-
-    @property
-    def products(self) -> Mapping[str, int]:
-        """The number of products by the dtypes of their results, in the sampled steps."""
-        return {} if self._recorder is None else self._recorder.products
 
     @property
     def current_step(self) -> int:

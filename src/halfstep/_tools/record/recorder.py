@@ -17,7 +17,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from halfstep._common.formats import dtype_name
+from halfstep._common.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import power, things
@@ -35,8 +35,16 @@ from halfstep._tools.line import line_text
 from halfstep._tools.record.files import Event, LateWriter, LineWriter
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.pending import PendingStep, PendingSteps, step_scalars
-from halfstep._tools.record.run import HIDDEN
-from halfstep._tools.record.sample import Sampler, UpdateCounter, sample_scalars
+from halfstep._tools.record.run import HIDDEN, Seen
+from halfstep._tools.record.sample import (
+    MOST_ROWS,
+    OTHERS,
+    OUTERMOST,
+    Sampler,
+    UpdateCounter,
+    bounded,
+    sample_scalars,
+)
 from halfstep._tools.user_code import user_line
 from halfstep.errors import CallOrderError
 from halfstep.events import is_observing, is_stepping, observers
@@ -68,8 +76,16 @@ RUINED = (
     "step; in this run, load a checkpoint, or reset these buffers"
 )
 
+MANY_TENSORS = (
+    f"each sample measures {{num}} tensors, and has at most {MOST_ROWS} of a kind one by one: some "
+    f"at equal distances in the model, and the worst; the rest is added up as {OTHERS}"
+)
+
 PAST_THE_SCALER = "steps were taken past the scaler"
 """The beginning of a note on gradients that were stepped with while multiplied by the scale."""
+
+HOOKS_AND_SCALE = "hooks get gradients that are multiplied by the scale"
+"""The beginning of a note on hooks in a script with its own scaler."""
 
 TORCH_SCALER = (
     "torch.amp.GradScaler scales the losses: they are recorded multiplied by its scale, and the "
@@ -114,7 +130,8 @@ class Recorder:
         self.num_steps = self._num_ended = 0
         self._rounds = Rounds()
         self.skipped: set[int] = set()
-        self.products: Counter[str] = Counter()  # in sampled steps, by dtype
+        self.seen = Seen()
+        self._last_written = 0
         self._writer, self._scaler, self._every, self._sinks = writer, scaler, every, list(sinks)
         self._models, self._waiting = models, PendingSteps()
         is_searching = not len(models)
@@ -123,7 +140,6 @@ class Recorder:
         self._updates = UpdateCounter(self.say, self._is_listening)
         self._began, self._pid = time.monotonic(), os.getpid()
         self._said: set[str] = set()
-        self._has_failed = False
         self._policies: dict[str, tuple[str, str]] = {}
         self._loss: Tensor | None = None
         self._scaled: list[Tensor] = []  # in the order of scaling
@@ -137,7 +153,6 @@ class Recorder:
         self._num_backward = self._num_waits = 0
         self._dropped: list[int] = []  # the steps before which gradients were dropped
         self._stepped: set[int] = set()
-        self._bad_buffers: list[str] = []
         self._first_in_turn = self._num_in_turn = 1
         self._begin_sample(is_measuring=every > 0)
 
@@ -325,7 +340,7 @@ class Recorder:
     def _add_losses(self, outputs: Any) -> Tensor | None:
         """Add losses to that of the iteration, and return their sum; None if there are none."""
         found = [
-            tensor.detach().float().reshape(()).clone()
+            _scalar(tensor.detach())
             for tensor in outputs
             if tensor.numel() == 1
             and not tensor.is_complex()
@@ -443,20 +458,25 @@ class Recorder:
                 self._write(event | {"dtype": dtype, "text": text})
         if self._products:
             self._write({"event": "products", "step": self.num_steps, "num": dict(self._products)})
-            self.products += self._products
+            self.seen.products += self._products
             self._products.clear()
         if self._sampler.acted:
             calls = self._sampler.acted
             self._write({"event": "rules", "step": self.num_steps, "calls": calls})
         if tensors:
             event = {"event": "sample", "step": self.num_steps, "scale": scale}
+            weights = (each.dtype for each in tensors if each.kind == "parameter")
+            self.seen.has_low_weights |= not FORMATS_BY_DTYPE.keys().isdisjoint(weights)
+            scalars, num, tensors = sample_scalars(tensors), len(tensors), bounded(tensors)
+            if len(tensors) < num:
+                self.say(MANY_TENSORS.format(num=f"{num:,}"))
             rows = [
                 {"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype}
                 | structs.asdict(tensor)
                 for tensor in tensors
             ]
             self._write(event | {"tensors": rows})
-            self._log(self.num_steps, sample_scalars(tensors))
+            self._log(self.num_steps, scalars)
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -467,7 +487,10 @@ class Recorder:
         for event in events:
             if not event["taken"]:
                 self.skipped.add(event["step"])
-            self._write(event)
+            if self._write(event) and event["step"] != self._last_written:
+                self._last_written = event["step"]
+                self.seen.num_written += 1
+            self.seen.take(event)
             self._log(event["step"], step_scalars(event))
 
     def _write_device(self) -> None:
@@ -478,6 +501,22 @@ class Recorder:
         is_diagnosing = any(each.is_diagnosing for each in observers())
         event = {"event": "device", "step": 1, "device": device, "machine": machine}
         self._write(event | {"is_diagnosing": is_diagnosing})
+        self._note_hooks()
+
+    def _note_hooks(self) -> None:
+        """Say which hooks on gradients see them multiplied by the scale of the losses."""
+        if self._loss_scaler is None or not self._loss_scaler.is_enabled():
+            return
+        owners = [*self._models.parameters()]
+        owners += [each for model in self._models for each in model.named_modules()]
+        hooked = [name or OUTERMOST for name, owner in owners if autograd.hooks_of(owner)]
+        if hooked:
+            more = ", ..." if len(hooked) > MOST_NAMED else ""
+            self.say(
+                f"{HOOKS_AND_SCALE}: hooks of {', '.join(hooked[:MOST_NAMED])}{more}. One that "
+                "clamps, adds, compares or stores has to divide by scaler.get_scale() before and "
+                "multiply after; `halfstep run --amp fp16` does so in a script without a scaler"
+            )
 
     def _write_culprits(self, outcome: Outcome) -> None:
         if outcome.taken or outcome.reason is Reason.LEFT_OUT:
@@ -510,9 +549,9 @@ class Recorder:
     def _write_buffers(self, step: int) -> None:
         """Write which buffers are inf or NaN, if others are than before. Sync: some."""
         bad = self._models.bad_buffers()
-        if bad == self._bad_buffers:
+        if bad == self.seen.bad_buffers:
             return
-        self._bad_buffers, shown = bad, bad[:NUM_CULPRITS]
+        self.seen.bad_buffers, shown = bad, bad[:NUM_CULPRITS]
         self._write({"event": "buffers", "step": step, "names": shown, "num_buffers": len(bad)})
         if bad and RUINED not in self._said:
             self._said.add(RUINED)
@@ -520,14 +559,17 @@ class Recorder:
             names = ", ".join(bad[:MOST_NAMED]) + more
             _warn(f"halfstep.record: {RUINED.format(step=step, names=names)}")
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: Event) -> bool:
+        """Write an event; return whether that was possible."""
         try:
             self._writer.write(event)
         except (OSError, ValueError) as error:
             # A full disk must not end a run; ValueError is raised by a closed file.
-            if not self._has_failed:
-                self._has_failed = True
+            if self.seen.problem is None:
+                self.seen.problem = getattr(error, "strerror", None) or str(error)
                 _warn(f"halfstep.record can no longer write: {error}")
+            return False
+        return True
 
     def _log(self, step: int, scalars: dict[str, float]) -> None:
         for sink in [*self._sinks]:
@@ -541,8 +583,16 @@ class Recorder:
                 )
 
 
+def _scalar(loss: Tensor) -> Tensor:
+    """Return a copy in float32 without dimensions."""
+    copied = loss.clone() if loss.dtype is torch.float32 else loss.float()
+    return copied.reshape(()) if copied.dim() else copied
+
+
 def _sum(losses: Sequence[Tensor]) -> Tensor:
     """Return the sum on the device of the last one."""
+    if len(losses) == 1:
+        return losses[0]
     return torch.stack([to_device(loss, losses[-1].device) for loss in losses]).sum()
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -21,6 +22,8 @@ from halfstep._tools.trace.rows import Recording
 Kind: TypeAlias = Literal["parameter", "parameter_gradient", "output", "output_gradient"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+NOT_WRITTEN = "could not be written"
+"""What a note says of steps that the record lacks."""
 LARGEST_EXPONENT = 1023
 """The largest exponent: beyond it, twice the next power of two is not a float."""
 
@@ -40,6 +43,7 @@ class Header(_Event, tag="run", frozen=True):
     machine: str | None = None
     cores: Count | None = None
     command: tuple[str, ...] = ()
+    run_as: tuple[str, ...] = ()  # the words of `halfstep run`, without its folder
     world_size: Count | None = None
     every: Count | None = None
     is_diagnosing: bool = False
@@ -194,6 +198,7 @@ class End(_Event, tag="end", frozen=True):
     """The end of a segment."""
 
     error: str | None  # the error that ended it; None if it ended normally
+    steps: Count | None = None  # that were made, which may be more than were written
     time: Seconds | None = None  # since the first segment of the record began
 
 
@@ -208,8 +213,7 @@ def dtypes_text(products: Mapping[str, int]) -> str:
     """Return in which dtypes products ran: ``products ran in float16 (96 %) and float32 (4 %)``."""
     seen = {dtype: num for dtype, num in products.items() if dtype != HIDDEN}
     if ran_lower(products) is False:
-        names = listed(sorted(seen))
-        return f"nothing ran in a lower precision: all products ran in {names}"
+        return f"nothing ran in a lower precision (products: {listed(sorted(seen))})"
     if not seen:
         return "the dtypes of products were not measured"
     where = " outside of compiled and custom functions" if HIDDEN in products else ""
@@ -218,6 +222,33 @@ def dtypes_text(products: Mapping[str, int]) -> str:
     shares = {dtype: num / sum(seen.values()) for dtype, num in seen.items()}
     parts = [f"{name} ({percent(shares[name])})" for name in sorted(seen, key=seen.__getitem__)]
     return f"products{where} ran in {listed(parts[::-1])}"
+
+
+@dataclass
+class Seen:
+    """What a recorder knows of a run without reading the record."""
+
+    products: Counter[str] = field(default_factory=Counter)  # by dtype, in sampled steps
+    lost: list[float] = field(default_factory=list)  # shares of lost updates in sampled steps
+    has_low_weights: bool = False  # whether any sampled weight is stored in less than float32
+    bad_buffers: list[str] = field(default_factory=list)  # that are inf or NaN
+    num_bad_taken: int = 0  # steps that an optimizer took although the loss was inf or NaN
+    first_bad_taken: int = 0
+    first_scale: float = 0.0  # of the first step
+    scale: float | None = None  # after the last step; None without a scaler
+    num_written: int = 0  # steps that the record has
+    problem: str | None = None  # why the record could not be written; None if it could
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Note a step."""
+        if event["share_lost_updates"] is not None:
+            self.lost.append(event["share_lost_updates"])
+        if event["taken"] and event["loss"] is not None and not math.isfinite(event["loss"]):
+            self.num_bad_taken += 1
+            self.first_bad_taken = self.first_bad_taken or event["step"]
+        if event["scale_after"] is not None:
+            self.first_scale = self.first_scale or event["scale"]
+            self.scale = event["scale_after"]
 
 
 @dataclass(frozen=True)
@@ -242,6 +273,7 @@ class Run:
     error: str | None  # the error that ended the last segment, on the first rank that failed
     error_rank: int | None  # the rank of that error
     without_end: tuple[int, ...]  # ranks whose last segment has no end: still running, or killed
+    is_running: bool  # whether a process writes it
     trace: Recording | None  # from trace.json
 
     @property

@@ -276,6 +276,43 @@ def _is_being_built(module: nn.Module) -> bool:
     return False
 
 
+MOST_ROWS = 256
+"""The most tensors of a kind that a sample has one by one: a quarter of them the worst."""
+OTHERS = "(others)"
+"""The name of the row that adds up the other tensors of a kind and dtype."""
+
+
+def bounded(measured: Sequence[Measured]) -> list[Measured]:
+    """Return the rows of a sample: of a kind with many tensors, the rest as sums.
+
+    Most rows are those of tensors at equal distances in the model, the same in each sample; the
+    others are those with inf and NaN, and with the largest shares that leave the range of float16.
+    """
+    rows: list[Measured] = []
+    order = {name: n for n, name in enumerate(dict.fromkeys(each.name for each in measured))}
+    for kind in KINDS:
+        found = [each for each in measured if each.kind == kind]
+        if len(found) > MOST_ROWS:
+            found.sort(key=lambda each: order[each.name])  # gradients come in that of backward
+            num_by_name = MOST_ROWS * 3 // 4
+            chosen = {number * len(found) // num_by_name for number in range(num_by_name)}
+            rest = [number for number in range(len(found)) if number not in chosen]
+            rest.sort(key=lambda number: _badness(found[number]), reverse=True)
+            chosen.update(rest[: MOST_ROWS - num_by_name])
+            others: dict[str, list[Measured]] = {}
+            for each in (each for number, each in enumerate(found) if number not in chosen):
+                others.setdefault(each.dtype, []).append(each)
+            found = [found[number] for number in sorted(chosen)]
+            found += [Measured.of(kind, OTHERS, d, merged(of)) for d, of in others.items()]
+        rows += found
+    return rows
+
+
+def _badness(measured: Measured) -> tuple[int, float]:
+    lost = measured.overflow["fp16"] + measured.lost()
+    return measured.nan + measured.inf, measured.share(lost)
+
+
 def sample_scalars(tensors: Sequence[Measured]) -> dict[str, float]:
     """Return what sinks receive of a sampled step, from its measured tensors."""
     headrooms, underflows, non_finite = [], [0.0], 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from pathlib import PurePath
 
 from halfstep._common.numbers import (
     at_steps,
@@ -38,22 +41,26 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
         what = f"The run ended {when}, with an error{on_ranks(failed, facts)}: "
         is_consequence = summary.went_bad_at is not None and not summary.has_recovered
         yield say("bad", what, Code(facts.error), ".", evidence="machine", follows=is_consequence)
-    elif facts.state == "no end":
+    elif facts.state == "running":
+        yield say("notice", f"The run is still running {when}.", evidence="machine")
+    elif facts.without_end:
+        ranks = on_ranks(facts.without_end, facts)
+        is_process = PurePath(summary.path).name.startswith("process-")  # a pool ends its own
         yield say(
-            "warning",
-            f"The record has no end: the run is still running, or it was killed {when} "
-            "(out of memory, a job's time limit, kill -9).",
+            "warning" if is_process else "bad",
+            f"The record has no end{ranks} {when}, and no process here writes it: the run was "
+            "killed (out of memory, a job's time limit, kill -9), left by os._exit, or could not "
+            "write on (a full disk). What came after that is not known.",
             evidence="machine",
         )
-    has_other_end = facts.error is not None or facts.without_end != facts.ranks
-    if facts.without_end and has_other_end:
+    if facts.without_end and facts.error is not None:
         ranks = on_ranks(facts.without_end, facts)
         yield say(
             "warning",
             f"The record has no end{ranks}: the process was killed (out of memory, kill -9), or "
             "stopped by the launcher after another rank had failed.",
             evidence="machine",
-            follows=facts.error is not None,
+            follows=True,
         )
     if not summary.steps.num:
         yield say(
@@ -87,6 +94,8 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
         last = ", the last one." if loss.num_non_finite == 1 else ", including the last one."
         later = "and it recovered" if summary.buffers is None else "later losses were finite"
         end = last if is_last else f", {later}."
+        if not summary.has_scaler:
+            cure = (*cure, *_guarded(summary.facts, "leaves out steps with inf or NaN gradients"))
         yield say(
             "bad" if is_last else "warning",
             f"The loss became {became} at step {step}{where}; {had}{end}",
@@ -127,15 +136,15 @@ def about_rise(summary: Summary) -> Iterator[Sentence]:
 def _rise(loss: Curve, factor: float) -> str:
     """Return how far a loss rose; empty if it rose by less than a factor, or is not finite."""
     before, after = loss.first, loss.last
-    told = f"the first was {number(before)}, the last {number(after)}"
+    text = f"the first was {number(before)}, the last {number(after)}"
     if loss.early_max is not None and loss.recent is not None:
         before, after = loss.early_max, loss.recent
-        told = f"the mean of the last 20 is {number(after)}, the largest of the first 20 was "
-        told += number(before)
+        text = f"the mean of the last 20 is {number(after)}, the largest of the first 20 was "
+        text += number(before)
     else:  # too few for a mean
         factor = 2.0 if factor == 1.0 and loss.min == before else MANIFOLD
     limit = before if factor == 1.0 else before * factor if before > 0 else math.inf
-    return told if math.isfinite(loss.last) and after > limit else ""
+    return text if math.isfinite(loss.last) and after > limit else ""
 
 
 def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
@@ -376,10 +385,19 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
             "bad",
             f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "
             "no gradient from underflow. Overflow at every scale is not caused by the scale.",
-            cure=(" Check where the skips began, keep that module in float32, or use bf16.",),
+            cure=(
+                " Check where the skips began, keep that module in float32, or use bf16.",
+                *_guarded(summary.facts, "brings the scale back once the skips end"),
+            ),
             evidence="steps",
             follows=summary.went_bad_at is not None or summary.steps.num_skipped_later > 0,
         )
+
+
+def _guarded(facts: Facts, effect: str) -> tuple[str | Code, ...]:
+    if not can_add("--guard", facts):
+        return ()
+    return (" ", again(facts, "--guard"), f" {effect}.")
 
 
 def is_scaled(summary: Summary) -> bool:
@@ -430,11 +448,34 @@ def about_course(summary: Summary) -> str:
     return listed(words)
 
 
-# --- code to paste --------------------------------------------------------------------------------
+# --- commands and code to paste -------------------------------------------------------------------
+
+
+def again(facts: Facts, option: str) -> Code:
+    """Return the command that was run with another option, in place of the same one."""
+    program = facts.command if facts.command and facts.command[0].endswith(".py") else ("train.py",)
+    words = facts.run_as or ("halfstep", "run", *program)
+    begin, given = words.index("run") + 1, _options(words)
+    others = (word for word in given if word.partition("=")[0] != option.partition("=")[0])
+    return Code(shlex.join([*words[:begin], option, *others, *words[begin + len(given) :]]))
+
+
+def _options(words: Sequence[str]) -> list[str]:
+    """Return the options of a ``halfstep run``, each of which is one word."""
+    return list(takewhile(lambda word: word.startswith("-"), words[words.index("run") + 1 :]))
+
+
+def can_add(option: str, facts: Facts) -> bool:
+    """Return whether the run could have had an option that it did not have."""
+    given = _options(facts.run_as) if facts.run_as else ["--amp=fp16"]
+    return "--amp=fp16" not in given and option not in {word.partition("=")[0] for word in given}
 
 
 def island(module: str | None, summary: Summary) -> Code | None:
-    """Return the call that keeps a module in float32; None if no rule can name the module."""
+    """Return the call, or the command, that keeps a module in float32.
+
+    None if no rule can name the module.
+    """
     from halfstep._autocast import Policy  # imports PyTorch, which few reports need
 
     text = f"{summary.policy.text if summary.policy else 'standard'}; @{module}:fp32"
@@ -445,6 +486,8 @@ def island(module: str | None, summary: Summary) -> Code | None:
         Policy.parse(text)
     except ValueError:
         return None
+    if summary.facts.run_as and summary.policies:
+        return again(summary.facts, f"--policy={text}")
     return Code(f'halfstep.autocast(..., policy="{text}", module=model)')
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from halfstep._common.numbers import bits, count, listed, percent, power, step_list, things
 from halfstep._common.text import Code, Sentence, Severity, names, say
 from halfstep._tools.report.about_steps import (
+    again,
+    can_add,
     island,
     known_origins,
     literal,
@@ -58,7 +60,7 @@ def about_underflow(summary: Summary) -> Iterator[Sentence]:
         f" {underflow(summary, worst)} {_at_scale(summary)}",
     ]
     if len(lossy) > 1:
-        parts += [", and ", percent(NOTABLE), " or more of those of ", *_names(lossy[1:])]
+        parts += [", and ", percent(NOTABLE), " or more in ", *_names(lossy[1:])]
     larger, cure = _better_scale(summary)
     is_limited = summary.is_lowered and not cure
     yield say(
@@ -101,12 +103,14 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     )
     store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
     call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
+    can_add_masters = can_add("--masters", summary.facts)
+    by_option = (again(summary.facts, "--masters"), ", or ") if can_add_masters else ()
     yield say(
         _severity(share) if worst.is_low_weight else "notice",
         what,
         Code(worst.name),
         f" ({worst.dtypes[-1]}).",
-        cure=(" Keep all that rounding leaves out: ", call, "."),  # left out of a notice
+        cure=(" Keep all that rounding leaves out: ", *by_option, call, "."),  # not of a notice
         evidence=row_of(summary, worst),
     )
 
@@ -213,21 +217,27 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
         return
     step, is_skipped = found.step, found.step in summary.steps.skipped
     when = f"at step {step}, which was skipped" if is_skipped else f"by step {step}"
+    is_seen = summary.loss is not None and summary.loss.first_non_finite is not None
+    of_norms: tuple[str | Code, ...] = ()
+    if any(name.rpartition(".")[2].startswith("running_") for name in found.names):
+        reset = Code("reset_running_stats()")
+        of_norms = " (", reset, " of a norm) and run some batches in training mode"
     yield say(
         "bad",
         f"{things(found.num, 'buffer')} of the model became inf or NaN {when}",
         f"{on_ranks(found.ranks, summary.facts)}, and stayed so: ",
         *names(found.names),
-        ". Every evaluation uses them, while the losses of the training do not show it.",
+        ". Every evaluation uses them" + ("." if is_seen else ", while no loss shows it."),
         cure=(
             " ",
+            *((again(summary.facts, "--guard"), ", ") if can_add("--guard", summary.facts) else ()),
             Code("GradScaler(module=model)"),
             " and ",
             Code("guard(optimizer, module=model)"),
             " restore buffers at skipped steps. For this model, load a checkpoint from before step "
-            f"{step}, or reset the buffers (",
-            Code("reset_running_stats()"),
-            " of a norm) and run some batches in training mode.",
+            f"{step}, or reset the buffers",
+            *of_norms,
+            ".",
         ),
         evidence="steps",
     )

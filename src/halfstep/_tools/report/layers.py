@@ -25,31 +25,23 @@ def lower_of(policies: Sequence[PolicySeen]) -> str:
 
 
 class SampledTensor(Struct, frozen=True, gc=False):
-    """One tensor of one sample, and how well it fits its format.
-
-    Attributes:
-        scale: The scale of the gradients in the sample.
-        format: The format whose range applies.
-        lost: Number of entries that are lost to underflow.
-        is_held: Whether the tensor is the gradient of a parameter that autocast left in a wider
-            dtype, such as that of a norm: no scale makes it overflow or underflow.
-    """
+    """One tensor of one sample, and how well it fits its format."""
 
     step: int
-    scale: float
+    scale: float  # of the gradients in the sample
     measured: Measured
-    format: Format
-    lost: int
+    format: Format  # whose range applies
+    lost: int  # number of entries that are lost to underflow
+    # Whether it is the gradient of a parameter that autocast left in a wider dtype, such as that of
+    # a norm: no scale makes it overflow or underflow.
     is_held: bool
 
     @property
     def headroom(self) -> float | None:
-        """Bits from the largest finite magnitude to the largest value of the format, if known."""
         return self.measured.headroom(self.format)
 
     @property
     def share_lost(self) -> float:
-        """``lost`` as a share of the measured entries."""
         return self.measured.share(self.lost)
 
 

@@ -24,9 +24,16 @@ from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import Run
 from halfstep._tools.report.about_diagnoses import when
 from halfstep._tools.report.compare_runs import RunComparison
-from halfstep._tools.report.drawing import FIRST_LEVEL, NOT_FINITE, css, dots
 from halfstep._tools.report.page_curves import curves
-from halfstep._tools.report.page_heat import HEADROOM, LOST, heat
+from halfstep._tools.report.page_heat import (
+    FIRST_LEVEL,
+    HEADROOM,
+    LOST,
+    NOT_FINITE,
+    css,
+    dots,
+    heat,
+)
 from halfstep._tools.report.page_tables import (
     KIND_TITLES,
     format_limits,
@@ -39,6 +46,9 @@ from halfstep._tools.report.text import FOLLOWED, sentences
 from halfstep._tools.trace.rows import short
 
 MOST_SKIPS = 200
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+)
 
 _Line: TypeAlias = tuple[str, Callable[[Any], str], *tuple[str, ...]]
 """A text with gaps, the format of the numbers in it, and their keys in a summary."""
@@ -102,7 +112,6 @@ def render(summary: Summary, run: Run) -> str:
 
 
 def render_comparison(comparison: RunComparison, runs: Sequence[Run]) -> str:
-    """Return the page that compares runs."""
     return _render(
         "comparison.html.jinja",
         comparison=comparison,
@@ -114,7 +123,9 @@ def render_comparison(comparison: RunComparison, runs: Sequence[Run]) -> str:
 
 
 def _render(template: str, **values: Any) -> str:
-    return _environment().get_template(template).render(**values)
+    page = _environment().get_template(template).render(**values)
+    # Names come from outside: what reorders text, or is invisible, is shown by its number.
+    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", page)
 
 
 @cache

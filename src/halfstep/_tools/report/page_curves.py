@@ -14,10 +14,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from halfstep._common import numbers
 from halfstep._tools.record.run import Step
-from halfstep._tools.report.drawing import UNITS, Axis, Tick, line, round_numbers, stairs
 from halfstep._tools.report.summarize import RECENT, Track, tracks_of
 from halfstep._tools.report.summary import NOTABLE
 from halfstep._tools.trace.rows import grouped
+
+UNITS = 1000
+"""Side length of a plot in its own units; the page scales it."""
+
+Tick: TypeAlias = tuple[float, str]
+"""Position in percent of the side, and label."""
 
 Key: TypeAlias = Literal["loss", "scale", "norm", "share_lost_updates"]
 TITLES: dict[Key, str] = {
@@ -49,59 +54,35 @@ class Lane(NamedTuple):
 
 
 class Path(NamedTuple):
-    """A curve in units of the plot.
+    """A curve in units of the plot; dots if most steps have no value, as only samples do."""
 
-    Attributes:
-        track: The index of its track.
-        kind: ``"line"``; ``"raw"`` for a curve below a smooth one; ``"dots"`` if most steps have no
-            value, because only samples are measured.
-    """
-
-    track: int
-    kind: Literal["line", "raw", "dots"]
+    track: int  # its index
+    kind: Literal["line", "raw", "dots"]  # "raw" is below a smooth one
     path: str
 
 
 class Panel(NamedTuple):
-    """One diagram.
-
-    Attributes:
-        axis: The kind of vertical axis, in words.
-        ticks: The ticks of the vertical axis.
-        paths: The curves of the tracks.
-        mean_of: The number of steps that the smooth curves average over; None without such curves.
-        nan: The marks of NaN values.
-        inf: The marks of inf values.
-    """
+    """One diagram."""
 
     key: Key
     title: str
-    axis: str
-    ticks: list[Tick]
+    axis: str  # the kind of vertical axis, in words
+    ticks: list[Tick]  # of the vertical axis
     paths: list[Path]
-    mean_of: int | None
+    mean_of: int | None  # the steps that smooth curves average over; None without such curves
     nan: list[Mark]
     inf: list[Mark]
 
 
 class Curves(NamedTuple):
-    """All diagrams over the steps, with a common step axis.
+    """All diagrams over the steps, with a common step axis."""
 
-    Attributes:
-        names: The names of the tracks; empty if there is only one.
-        ticks: The ticks of the step axis.
-        panels: The diagrams from top to bottom.
-        lanes: The skips by reason.
-        skips: The path of thin lines at the skips, through all panels.
-        data: The data of the tooltip.
-    """
-
-    names: list[str]
-    ticks: list[Tick]
+    names: list[str]  # of the tracks; empty if there is only one
+    ticks: list[Tick]  # of the step axis
     panels: list[Panel]
     lanes: list[Lane]
-    skips: str
-    data: dict[str, Any]
+    skips: str  # the path of thin lines at the skips, through all panels
+    data: dict[str, Any]  # of the tooltip
 
 
 def curves(runs: Mapping[str, Sequence[Step]]) -> Curves | None:
@@ -333,3 +314,73 @@ def _title(steps: Sequence[Step], what: str) -> str:
     if len(steps) == 1:
         return f"step {first:,}: {what}"
     return f"{len(steps):,} steps from {first:,} to {last:,}: {what}"
+
+
+# --- axes and paths -------------------------------------------------------------------------------
+
+
+class Axis(NamedTuple):
+    """A map from values to positions along a side of a plot."""
+
+    low: float  # at the left or lower end
+    high: float
+    points_up: bool = False  # a vertical axis: SVG counts from the top
+
+    def share(self, value: float) -> float:
+        """Return the position of a value along the side, 0 to 1; values outside are clamped."""
+        if self.high == self.low:
+            return 0.5
+        share = min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+        return 1 - share if self.points_up else share
+
+    def units(self, value: float) -> int:
+        return round(UNITS * self.share(value))
+
+    def percent(self, value: float) -> float:
+        return round(100 * self.share(value), 2)
+
+    def ticks(
+        self, values: Iterable[float], label: Callable[[float], str] = "{:,g}".format
+    ) -> list[Tick]:
+        """Return ticks for the values that are on the axis."""
+        inside = (value for value in values if self.low <= value <= self.high)
+        return [(self.percent(value), label(value)) for value in inside]
+
+
+def round_numbers(low: float, high: float, about: int, smallest: float = 0.0) -> list[float]:
+    """Return about ``about`` round numbers in a range, 1, 2 or 5 times a power of ten apart."""
+    if high <= low:
+        return [low]
+    roughly = max((high - low) / about, smallest)
+    power = 10.0 ** math.floor(math.log10(roughly))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= roughly * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def stairs(points: Iterable[tuple[int, int] | None]) -> Iterator[tuple[int, int] | None]:
+    """Yield the points of a step curve, which keeps its height up to the next point."""
+    for before, point in itertools.pairwise([None, *points]):
+        if before is not None and point is not None:
+            yield point[0], before[1]
+        yield point
+
+
+def line(points: Iterable[tuple[int, int] | None]) -> str:
+    """Return the path through points in units; None interrupts it.
+
+    Coordinates are relative, to save bytes. A single point becomes a line of length zero, which
+    round caps draw as a dot.
+    """
+    pieces: list[str] = []
+    before: tuple[int, int] | None = None
+    for point in points:
+        if point is None:
+            before = None
+        elif before is None:
+            pieces.append(f"M{point[0]} {point[1]}l0 0")
+            before = point
+        elif point != before:
+            pieces.append(f" {point[0] - before[0]} {point[1] - before[1]}")
+            before = point
+    return "".join(pieces).replace(" -", "-")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import math
+import struct
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,19 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 from halfstep._common.numbers import bits, count, percent
 from halfstep._tools.record.run import Kind, Run
-from halfstep._tools.report.drawing import (
-    FIRST_LEVEL,
-    NO_VALUE,
-    NOT_FINITE,
-    Colour,
-    Tick,
-    css,
-    data_uri,
-    palette,
-    png,
-    round_numbers,
-)
 from halfstep._tools.report.layers import sampled
+from halfstep._tools.report.page_curves import Tick, round_numbers
 from halfstep._tools.report.page_tables import KIND_TITLES, badness
 from halfstep._tools.report.summary import NOTABLE, Layer, Summary
 from halfstep._tools.trace.rows import grouped
@@ -39,48 +31,30 @@ class HeatRow(NamedTuple):
 
 
 class HeatMap(NamedTuple):
-    """One picture.
-
-    Attributes:
-        levels: The meaning of its colours.
-        image: The picture as a data URI, with one pixel per cell.
-        not_finite: The centre of the first cell with NaN or inf in each such row, in cells.
-    """
+    """One picture."""
 
     levels: Levels
-    image: str
-    not_finite: list[tuple[float, float]]
+    image: str  # a data URI, with one pixel per cell
+    not_finite: list[tuple[float, float]]  # the first cell with NaN or inf of each row, its centre
 
 
 class Tab(NamedTuple):
-    """The maps of one kind of tensor: headroom and underflow.
-
-    Attributes:
-        rows: The layers, from top to bottom.
-        row_height: The height of a row in pixels.
-        labels: The centre in pixels, text and full name of each row with room for a label.
-        num_troubled: The number of layers with inf or NaN, no headroom, or notable underflow.
-    """
+    """The maps of one kind of tensor: headroom and underflow."""
 
     kind: Kind
-    rows: list[HeatRow]
-    row_height: int
-    labels: list[tuple[float, str, str]]
+    rows: list[HeatRow]  # from top to bottom
+    row_height: int  # in pixels
+    labels: list[tuple[float, str, str]]  # centre in pixels, text, full name: where there is room
     maps: list[HeatMap]
-    num_troubled: int
+    num_troubled: int  # layers with inf or NaN, no headroom, or notable underflow
 
 
 class Heat(NamedTuple):
-    """All maps, with a tab for each kind of tensor.
-
-    Attributes:
-        opened: The tab that is open at first: the one with the worst layer.
-        columns: The first and last step of each column.
-    """
+    """All maps, with a tab for each kind of tensor."""
 
     tabs: list[Tab]
-    opened: Kind
-    columns: list[tuple[int, int]]
+    opened: Kind  # the tab that is open at first: the one with the worst layer
+    columns: list[tuple[int, int]]  # the first and last step of each
     ticks: list[Tick]
     num_samples: int
 
@@ -194,7 +168,8 @@ def _map(
         lines.append(bytes(line))
         if NOT_FINITE in line:
             not_finite.append((line.index(NOT_FINITE) + 0.5, number + 0.5))
-    return HeatMap(levels, data_uri(png(lines, levels.colours)), not_finite)
+    image = base64.b64encode(png(lines, levels.colours)).decode()
+    return HeatMap(levels, f"data:image/png;base64,{image}", not_finite)
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -245,21 +220,54 @@ def _short(name: str) -> str:
 # --- colours and their meaning --------------------------------------------------------------------
 
 
-class Levels(NamedTuple):
-    """The meaning of the colours of a map.
+Colour: TypeAlias = tuple[int, int, int]
 
-    Attributes:
-        colours: The palette.
-        labels: The tooltip of each level of the ramp.
-        ticks: The ticks of the colour bar.
-        level: A function from a value to its level.
+NO_VALUE, NOT_FINITE, FIRST_LEVEL = range(3)
+"""Indices of a pixel without a value (transparent), with NaN or inf, and of the lowest level."""
+
+
+def ramp(share: float) -> Colour:
+    """Return the colour of a share, from dark blue at 0 through green to bright yellow at 1.
+
+    The ramp runs through OKLab (Björn Ottosson, "A perceptual color space for image processing",
+    2020): lightness grows evenly, and red-green colour-blind readers can tell blue from yellow.
     """
+    lightness = 0.34 + 0.56 * share
+    green_red = -0.075 * math.sin(math.pi * share) ** 2
+    blue_yellow = -0.115 + 0.26 * share
+    long = (lightness + 0.3963377774 * green_red + 0.2158037573 * blue_yellow) ** 3
+    medium = (lightness - 0.1055613458 * green_red - 0.0638541728 * blue_yellow) ** 3
+    short = (lightness - 0.0894841775 * green_red - 1.2914855480 * blue_yellow) ** 3
+    linear = (
+        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
+        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
+        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
+    )
+    clamped = (min(1.0, max(0.0, channel)) for channel in linear)
+    srgb = (12.92 * c if c <= 0.0031308 else 1.055 * c ** (1 / 2.4) - 0.055 for c in clamped)
+    red, green, blue = (round(255 * channel) for channel in srgb)
+    return red, green, blue
+
+
+def palette(num_levels: int) -> list[Colour]:
+    """Return the colours by index: no value, NaN or inf, and the levels of the ramp."""
+    last = max(1, num_levels - 1)
+    levels = [ramp(level / last) for level in range(num_levels)]
+    return [(0, 0, 0), (255, 38, 98), *levels]
+
+
+def css(colour: Colour) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
+
+class Levels(NamedTuple):
+    """The meaning of the colours of a map."""
 
     title: str
     colours: list[Colour]
-    labels: list[str]
-    ticks: list[Tick]
-    level: Callable[[float], int]
+    labels: list[str]  # the tooltip of each level of the ramp
+    ticks: list[Tick]  # of the colour bar
+    level: Callable[[float], int]  # of a value
 
     @property
     def bar(self) -> str:
@@ -318,3 +326,36 @@ def _lost_levels() -> Levels:
 
 
 HEADROOM, LOST = _headroom_levels(), _lost_levels()
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def dots(points: Iterable[tuple[float, float]]) -> str:
+    """Return a path of zero-length lines: round caps draw them as dots as wide as the stroke."""
+    return "".join(f"M{x:g} {y:g}h0" for x, y in points)
+
+
+def png(rows: Sequence[bytes], colours: Sequence[Colour]) -> bytes:
+    """Return a PNG file with one byte per pixel, an index into at most 256 colours.
+
+    All rows have the same length, and the first colour is transparent.
+    """
+    width = len(rows[0])
+    header = struct.pack(">IIBBBBB", width, len(rows), 8, 3, 0, 0, 0)
+    lines = b"".join(b"\0" + row for row in rows)  # each line starts with its filter type: none
+    return b"".join(
+        (
+            b"\x89PNG\r\n\x1a\n",
+            _chunk(b"IHDR", header),
+            _chunk(b"PLTE", b"".join(map(bytes, colours))),
+            _chunk(b"tRNS", b"\0"),
+            _chunk(b"IDAT", zlib.compress(lines, 9)),
+            _chunk(b"IEND", b""),
+        )
+    )
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    check = zlib.crc32(name + data)
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", check)

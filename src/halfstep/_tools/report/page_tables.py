@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from halfstep._common.formats import FORMATS
 from halfstep._tools.record.run import Kind
-from halfstep._tools.report.drawing import Axis, Tick, bars
+from halfstep._tools.report.page_curves import Axis, Tick
 from halfstep._tools.report.summary import NOTABLE, Layer, Summary
 from halfstep._tools.trace.rows import Recording, Row, grouped, short
 
@@ -30,20 +30,13 @@ _DECADES = 6
 
 
 class FormatWindow(NamedTuple):
-    """The range of a format on the axis of exponents, in units from the lower end.
-
-    Attributes:
-        flushed: The limit below which values become zero.
-        normal: The limit from which on values have full precision.
-        largest: The largest value of the format.
-        title: The limits in numbers.
-    """
+    """The range of a format on the axis of exponents, in units from the lower end."""
 
     name: str
-    flushed: float
-    normal: float
+    flushed: float  # below it, values become zero
+    normal: float  # from it on, values have full precision
     largest: float
-    title: str
+    title: str  # the limits in numbers
 
 
 class Exponents(NamedTuple):
@@ -56,7 +49,6 @@ class Exponents(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of bins."""
         return self.high - self.low
 
 
@@ -77,7 +69,6 @@ class LayerTable(NamedTuple):
 
 
 def layer_table(summary: Summary) -> LayerTable:
-    """Return the table of layers."""
     axis = exponents_of(summary.layers)
     rows = []
     num_histograms = 0
@@ -158,6 +149,21 @@ def histogram(layer: Layer, axis: Exponents) -> str:
     return bars(heights[start:end], HEIGHT, start)
 
 
+def bars(heights: Sequence[int], height: int, start: int = 0) -> str:
+    """Return the outline of adjacent bars, each one unit wide, at the lower edge of a drawing."""
+    pieces = [f"M{start} {height}"]
+    at, run = 0, 0
+    for wanted in heights:
+        if wanted == at:
+            run += 1
+            continue
+        pieces.append(f"h{run}" if run else "")
+        pieces.append(f"v{at - wanted}")
+        at, run = wanted, 1
+    pieces.append(f"h{run}V{height}z")
+    return "".join(pieces)
+
+
 def format_limits(axis: Exponents) -> Sequence[float]:
     """Return the limits of all formats for the thin lines in the histograms."""
     places = {place for w in axis.windows for place in (w.flushed, w.normal, w.largest)}
@@ -172,49 +178,34 @@ CASTS = "casts"
 
 
 class ModulePrecision(NamedTuple):
-    """The number and time of the ops of a module and its submodules, by dtype.
+    """The number and time of the ops of a module and its submodules, by dtype or as casts."""
 
-    The name is a path, empty for all modules together. Casts are counted separately, as
-    ``"casts"``.
-    """
-
-    name: str
+    name: str  # a path, empty for all modules together
     ops_by_dtype: Counter[str]
     seconds_by_dtype: dict[str, float]
 
     @property
     def ops(self) -> int:
-        """The number of ops."""
         return self.ops_by_dtype.total()
 
     @property
     def seconds(self) -> float:
-        """The time of all ops, in seconds."""
         return sum(self.seconds_by_dtype.values())
 
     def share_of_ops(self, dtype: str) -> float:
-        """Return the share of the ops that ran in a dtype."""
         return self.ops_by_dtype[dtype] / max(1, self.ops)
 
     def share_of_time(self, dtype: str) -> float:
-        """Return the share of the time that went into a dtype."""
         return self.seconds_by_dtype.get(dtype, 0.0) / self.seconds if self.seconds else 0.0
 
 
 class PrecisionMap(NamedTuple):
-    """The whole map.
+    """The whole map."""
 
-    Attributes:
-        dtypes: All dtypes, the one with the most time first.
-        total: All modules together.
-        modules: The modules in the order in which they ran.
-        environment: Versions, device and policy of the trace.
-    """
-
-    dtypes: list[str]
-    total: ModulePrecision
-    modules: list[ModulePrecision]
-    environment: dict[str, str]
+    dtypes: list[str]  # the one with the most time first
+    total: ModulePrecision  # all modules together
+    modules: list[ModulePrecision]  # in the order in which they ran
+    environment: dict[str, str]  # versions, device and policy of the trace
 
 
 def precision_map(trace: Recording) -> PrecisionMap:

@@ -82,7 +82,7 @@ def _facts(run: Run) -> Facts:
     header, times = run.header, {step.step: step.time for step in run.steps}
     distances = [after - before for before, after in pairwise(times.values())]
     quartiles = quantiles(distances, n=4) if len(distances) >= 4 else None
-    state: State = "ended" if run.has_ended else "no end"
+    state: State = "ended" if run.has_ended else "running" if run.is_running else "no end"
     return Facts(
         halfstep=header.halfstep,
         torch=header.torch,
@@ -91,6 +91,7 @@ def _facts(run: Run) -> Facts:
         machine=header.machine or "unknown",
         cores=header.cores,
         command=header.command,
+        run_as=header.run_as,
         started=header.started,
         duration=max(times.values(), default=0.0),
         seconds_per_step=median(distances) if distances else None,

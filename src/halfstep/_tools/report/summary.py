@@ -22,9 +22,9 @@ NOTABLE = 0.01
 """The share of lost gradient entries or updates from which on it is mentioned."""
 FEW = 0.01
 """The share of skipped steps that is normal in dynamic scaling."""
-OTHER_CAUSES = ("absorbed", "range", "maths", "data")
+OTHER_CAUSES = ("absorbed", "range", "maths", "growth", "optimizer", "data")
 """The verdicts of diagnoses that found a cause other than the scale."""
-State: TypeAlias = Literal["ended", "failed", "no end"]
+State: TypeAlias = Literal["ended", "failed", "running", "no end"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ class Facts:
         world_size: Number of processes.
         ranks: The ranks that left a record.
         num_segments: Number of times that the run was started.
-        state: ``"ended"``, ``"failed"`` (with an error), ``"no end"`` (still running, or killed).
+        run_as: The words of the ``halfstep run`` that has recorded, without its folder; or empty.
+        state: ``"ended"``, ``"failed"`` (with an error), ``"running"`` (a process writes the
+            record), ``"no end"`` (none does).
         error: The error that ended the run, on the first rank that failed; None without one.
         error_rank: The rank of that error.
         without_end: The ranks whose record has no end.
@@ -56,6 +58,7 @@ class Facts:
     machine: str
     cores: int | None
     command: tuple[str, ...]
+    run_as: tuple[str, ...]
     started: str
     duration: float
     seconds_per_step: float | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from textwrap import shorten
 from typing import Any
 
 from halfstep._common.numbers import (
@@ -21,7 +22,6 @@ from halfstep._common.numbers import (
 )
 from halfstep._common.text import (
     SEVERITIES,
-    Code,
     Sentence,
     Severity,
     code,
@@ -30,7 +30,7 @@ from halfstep._common.text import (
     say,
 )
 from halfstep._tools.json import to_plain
-from halfstep._tools.record.run import dtypes_text
+from halfstep._tools.record.run import NOT_WRITTEN, dtypes_text
 from halfstep._tools.report import about_diagnoses, about_steps, about_tensors
 from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
 from halfstep._tools.report.summary import Layer, Summary
@@ -60,7 +60,7 @@ def about_loss_and_skips(summary: Summary) -> list[Sentence]:
     said = [*about_steps.about_loss(summary), *about_steps.about_skips(summary)]
     causes = [n for n, each in enumerate(said) if _is_problem(each) and not each.follows]
     if causes and not (summary.bad_places or summary.facts.is_diagnosing):
-        first, call = said[causes[0]], Code("halfstep run --diagnose train.py")
+        first, call = said[causes[0]], about_steps.again(summary.facts, "--diagnose")
         advice = (" To find the op and its cure, run ", call, ".")
         said[causes[0]] = replace(first, cure=first.cure + advice)
     return said
@@ -130,7 +130,7 @@ def _badness(sentence: Sentence) -> int:
 def _notes(summary: Summary) -> Iterator[Sentence]:
     for note in summary.notes:
         is_bad = "ranks disagree" in note.text or note.text.startswith("steps were taken past")
-        is_idle = about_steps.NEVER_ACTED in note.text
+        is_idle = about_steps.NEVER_ACTED in note.text or NOT_WRITTEN in note.text
         severity: Severity = "bad" if is_bad else "warning" if is_idle else "notice"
         is_at_end = note.step > summary.steps.num  # it has the number of a step that never came
         is_dated = is_idle or is_at_end or not note.step or re.search(r"\bstep \d", note.text)
@@ -139,8 +139,8 @@ def _notes(summary: Summary) -> Iterator[Sentence]:
 
 def about_precision(summary: Summary, *, is_good: bool) -> Sentence:
     """Return in which dtypes products ran; if nothing else is bad, with the numbers of the run."""
-    severity: Severity = "notice"
     ran = dtypes_text(summary.products)
+    severity: Severity = "notice"
     said, numbers = f"{ran[0].upper()}{ran[1:]}", _numbers(summary) if is_good else ()
     if summary.has_run_lower is False:
         if summary.is_lowered or about_steps.is_scaled(summary):
@@ -178,14 +178,19 @@ def _numbers(summary: Summary) -> Iterator[str]:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def summary_json(summary: Summary) -> dict[str, Any]:
-    """Return the whole summary with its sentences; inf and NaN are strings, as in the record."""
+def summary_json(summary: Summary, *processes: Summary) -> dict[str, Any]:
+    """Return the whole summary with its sentences; inf and NaN are strings, as in the record.
+
+    ``processes``: those of other processes of the run.
+    """
     plain_values: dict[str, Any] = to_plain(asdict(summary))
     said = [
         {"severity": sentence.severity, "text": sentence.text, "follows": sentence.follows}
         for sentence in sentences(summary)
     ]
-    return {"schema": SCHEMA, "kind": "report", "sentences": said, **plain_values}
+    others = list(map(summary_json, processes))
+    head = {"schema": SCHEMA, "kind": "report", "sentences": said, "processes": others}
+    return head | plain_values
 
 
 def comparison_json(comparison: RunComparison) -> dict[str, Any]:
@@ -202,6 +207,14 @@ def comparison_json(comparison: RunComparison) -> dict[str, Any]:
 def summary_text(summary: Summary) -> str:
     """Return the sentences for a terminal."""
     return "\n".join(f"{_label(each)}: {each.text}" for each in sentences(summary))
+
+
+def summary_row(summary: Summary) -> tuple[str, ...]:
+    """Return a line of a table of processes: the record, its steps, skips and worst sentence."""
+    worst = min(sentences(summary), key=_badness)
+    steps = summary.steps
+    finding = shorten(f"{worst.severity}: {worst.text}", 100, placeholder=" ...")
+    return summary.path, count(steps.num), count(steps.num_skipped), finding
 
 
 def _label(sentence: Sentence) -> str:

@@ -30,6 +30,7 @@ from halfstep._gradients.optimizers import (
 )
 from halfstep._gradients.scalars import CPU, combine
 from halfstep._pytorch import compiler, optim
+from halfstep._pytorch.listeners import listening_to_backward
 from halfstep._scaler import (
     DueSchedules,
     GradScaler,
@@ -87,6 +88,7 @@ def mixed_precision(
                 with (
                     observe_contexts(forward.note_region),
                     _noting_steps(script),
+                    listening_to_backward(script.note_products),
                     fitting_numbers(),
                 ):
                     yield scaler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ import torch
 from halfstep._common import machine
 from halfstep._pytorch import distributed
 from halfstep._tools.record.files import RUNS
+from halfstep.errors import RecordError
 
 
 def make_folder(stem: str, environ: Mapping[str, str], parent_pid: int) -> Path:
@@ -28,6 +30,29 @@ def make_folder(stem: str, environ: Mapping[str, str], parent_pid: int) -> Path:
     folder = RUNS / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
     others = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     return _first_new(chain([folder], others))
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Let no other run begin in a folder while this process lives; None if that is not possible.
+
+    Its file begins with its first step, so a lock of that would come too late.
+
+    Raises:
+        RecordError: Another run has it.
+    """
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise RecordError(
+            f"{folder}: another run records there. Give each run a folder of its own with -o"
+        ) from None
+    except (ImportError, OSError):  # not supported by this system or file system
+        return None
+    return descriptor
 
 
 def folder_of_process(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -22,9 +22,11 @@ from torch.optim.optimizer import (
 
 from halfstep._common.formats import dtype_name
 from halfstep._common.numbers import percent, things
-from halfstep._common.patches import Patches, watch_steps
-from halfstep._gradients.gradients import parameters
+from halfstep._common.patches import Patches, TopLevelCalls, not_compiled, watch_steps
+from halfstep._gradients.buffers import Buffers
+from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import is_bypassed, members, name
+from halfstep._gradients.scalars import CPU, combine
 from halfstep._master_weights.lost_updates import StepUpdates, looked_at
 from halfstep._master_weights.master_weights import (
     LOWER,
@@ -36,10 +38,11 @@ from halfstep._pytorch import compiler, optim
 from halfstep._pytorch.distributed import has_process_group, local_part, reduced_by, world
 from halfstep._pytorch.listeners import listening_to_backward
 from halfstep._pytorch.modes import unseen_by_modes
-from halfstep._scaler import Guard, GuardScaler, guard
+from halfstep._scaler import GradScaler, Guard, GuardScaler, access, guard
 from halfstep._tools.replay.replay import is_replaying
 from halfstep._tools.run.amp import watch_scalers
 from halfstep.errors import CallOrderError
+from halfstep.events import is_stepping
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,6 +88,34 @@ def added(additions: Additions, say: Callable[[str], None]) -> Iterator[None]:
         say(f"--masters: {text}")
 
 
+class _Watching(TopLevelCalls):
+    """The buffers of all modules that are trained, for the scalers and guards of a script."""
+
+    losses, is_on = (), True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers = Buffers()
+
+    def install(self, patches: Patches) -> None:
+        super().install(patches)
+        patches.wrap(torch.jit, "script", self._script)
+
+    @not_compiled
+    def call_module(
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        if is_trained and not (is_replaying() or isinstance(module, torch.jit.ScriptModule)):
+            self.buffers.watch(module)
+        with self.inside():
+            return original(module, *args, **kwargs)
+
+    def _script(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.buffers.unwatch()  # it cannot compile their hooks
+        return original(*args, **kwargs)
+
+
 class _Adding:
     def __init__(self, additions: Additions, say: Callable[[str], None]) -> None:
         self._additions, self._say = additions, functools.cache(say)  # each message once
@@ -95,6 +126,7 @@ class _Adding:
         self._steps = weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[Any], bool]]()
         self._guards = weakref.WeakKeyDictionary[Optimizer, Guard]()
         self._has_scaler = False
+        self._watching = _Watching()
 
     def install(self, patches: Patches) -> None:
         watch_steps(patches, self._step, self._meet, is_transparent=True)
@@ -102,6 +134,8 @@ class _Adding:
         patches.wrap(Optimizer, "load_state_dict", self._load)
         patches.wrap(DistributedDataParallel, "forward", self._forward)
         watch_scalers(patches, self._note_scaler)
+        if self._additions.is_guarding:
+            self._watching.install(patches)
 
     def _meet(self, optimizer: Optimizer) -> None:
         if self._additions.store is not None:
@@ -126,6 +160,8 @@ class _Adding:
         self, original: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
     ) -> Any:
         if not is_replaying():
+            if self._is_past_scaler_and_bad(optimizer):
+                return None
             self._add(optimizer)
             replacement = self._replacement(optimizer)
             # The script calls the step that it has kept from before, or calls one for the first
@@ -215,16 +251,33 @@ class _Adding:
 
     def _note_scaler(self, scaler: Any) -> None:
         """Leave the steps to a scaler of the script, which is an error in a step with a guard."""
-        if not self._additions.is_guarding or isinstance(scaler, GuardScaler) or is_replaying():
+        if not self._additions.is_guarding or is_replaying():
+            return
+        is_ours = isinstance(scaler, GradScaler)
+        if is_ours:
+            access.restore_with(scaler, self._watching.buffers)
+        if isinstance(scaler, GuardScaler):
             return
         self._has_scaler = True
         self._without_guard.clear()
         for each in self._guards.values():
             each.remove()
         self._guards.clear()
+        if not is_ours:
+            self._say("--guard: the script's GradScaler is PyTorch's own; nothing is guarded")
+            return
+        norm = "" if self._additions.max_norm is None else "; no norm is clipped"
         self._say(
-            "--guard: the script has its own GradScaler, which skips such steps; nothing is guarded"
+            "--guard: the script's GradScaler leaves out steps with inf or NaN gradients, after "
+            f"which buffers are restored, and the scale as soon as they end{norm}"
         )
+
+    def _is_past_scaler_and_bad(self, optimizer: Optimizer) -> bool:
+        """Return whether a step past the script's scaler would use inf or NaN. Sync: one."""
+        if not self._has_scaler or is_stepping() or has_process_group():
+            return False
+        gradients = collect(parameters(optimizer))
+        return bool(gradients.grads and combine(gradients.check().values(), CPU))
 
 
 _GROUPS: dict[str | None, Callable[[], ProcessGroup | Literal["local"] | None]] = {
@@ -294,6 +347,6 @@ class _SmallUpdates:
             return ""
         return (
             f"{percent(lost / updates)} of the updates in "
-            f"{things(self._num_counted, 'sampled step')} changed no 16-bit weight; the masters "
-            "have kept them"
+            f"{things(self._num_counted, 'sampled step')} were too small for the 16-bit weights; "
+            "the master weights kept them"
         )

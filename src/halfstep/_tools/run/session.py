@@ -40,7 +40,9 @@ from halfstep._tools.record.files import (
     is_same_program,
     programs_in,
 )
-from halfstep._tools.run.launch import folder_of_process, make_folder, show_once
+from halfstep._tools.record.run import Seen, dtypes_text
+from halfstep._tools.run.last_words import findings, recorded
+from halfstep._tools.run.launch import folder_of_process, lock_folder, make_folder, show_once
 from halfstep._tools.run.masters import Additions, added
 from halfstep._tools.run.stand_ins import PolicyUse, replaced
 from halfstep.errors import HalfstepWarning, RanksError, RecordError
@@ -75,11 +77,18 @@ class Options:
     is_quiet: bool
     amp: torch.dtype | None
     is_diagnosing: bool
+    diagnose_seconds: float = 30.0
     has_children: bool = True
     """Whether the processes that the program starts are recorded too."""
     sinks: tuple[str, ...] = ()
     is_appending: bool = False
     additions: Additions | None = None
+    run_as: tuple[str, ...] = ()
+    """The words of the command, without the folder, for advice."""
+
+    @property
+    def is_guarding(self) -> bool:
+        return self.additions is not None and self.additions.is_guarding
 
 
 class RunSink:
@@ -117,8 +126,13 @@ class RecordOfProcess(record):
     def __init__(self, options: Options, folder: Path, *, is_child: bool) -> None:
         sinks = [RunSink(name, folder, is_child=is_child) for name in options.sinks]
         super().__init__(folder, every=options.every, sinks=sinks)
-        self._is_child = is_child
+        self._is_child, self._run_as = is_child, options.run_as
         self.file: Path | None = None  # before the first step
+
+    @property
+    def seen(self) -> Seen:
+        """What is known of the run without reading the record."""
+        return Seen() if self._recorder is None else self._recorder.seen
 
     def leave(self) -> None:
         """Stop to observe without writing anything more: the file is another process's."""
@@ -134,7 +148,9 @@ class RecordOfProcess(record):
         return writer
 
     def _begin(self) -> LineWriter | LateWriter:
-        if not self._is_child or machine.num_ranks() > 1:
+        if not self._is_child:
+            return self._opened()
+        if machine.num_ranks() > 1:
             with suppress(RecordError):
                 return self._opened()
         self.path = folder_of_process(self.path)
@@ -159,12 +175,14 @@ class Session:
         self._is_launched = machine.num_ranks() > 1
         self._watch: Watch | None = None
         self._policy_use: PolicyUse | None = None
+        self._is_policy_checked = False
         self._explanation: DtypeError | None = None
         self._stderr = sys.stderr  # the program may replace it
         self._stack = ExitStack()
         stem = "" if command is None else command.stem  # other processes are given the folder
         self._shown_folder = options.folder or make_folder(stem, os.environ, os.getppid())
         self._has_made_folder = options.folder is None
+        self._lock: int | None = None
         self._folder = self._shown_folder.absolute()
         if command is not None:
             options = replace(options, folder=self._folder)
@@ -172,6 +190,8 @@ class Session:
             require_writable(file)
             if file.exists() and not options.is_appending:
                 _require_same_program(file, command.target)
+            if not self._has_made_folder and not self._is_launched:
+                self._lock = lock_folder(self._folder)
             sys.argv = [command.target, *command.arguments]  # stored in the record
         self._options = options
         self._record = self._begin_record()
@@ -189,10 +209,16 @@ class Session:
     def _begin_in_fork(self) -> None:
         """Let go of the parent's record in a fork of this process, and begin another one."""
         self._command, self._is_closed = None, not self._options.has_children
+        self._unlock()
         self._record.leave()
         if self._options.has_children:
             self._record = self._begin_record()
             self._close_with_multiprocessing()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _close_with_multiprocessing(self) -> None:
         """Also close where multiprocessing ends a process without ``atexit`` functions.
@@ -225,10 +251,14 @@ class Session:
         if self._options.is_diagnosing:
             from halfstep._tools.watch.watch import Watch
 
-            self._watch = Watch(tell=self._tell)
-        self._policy_use = self._stack.enter_context(replaced(policy))
+            self._watch = Watch(tell=self._tell, seconds=self._options.diagnose_seconds)
+        self._policy_use = self._stack.enter_context(
+            replaced(policy, is_guarding=self._options.is_guarding)
+        )
         if self._command is not None and self._options.has_children:
             self._stack.enter_context(reaching_children(self._options))
+        if amp is None and policy.module_rules:
+            self._stack.enter_context(listeners.listening_to_backward(self._require_modules))
         if amp is not None:
             self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
         if self._options.additions is not None:
@@ -236,6 +266,13 @@ class Session:
         if self._watch is not None:
             self._stack.enter_context(self._watch)
         self._stack.enter_context(noting_warnings(lambda text: self._record.add_note(text)))
+
+    def _require_modules(self, _: object) -> None:
+        """End the program at its first backward pass if the policy names a module of no model."""
+        self._is_policy_checked, was_checked = True, self._is_policy_checked
+        why = None if was_checked or self._policy_use is None else self._policy_use.named_nowhere()
+        if why is not None:
+            raise NotRunnable(f"halfstep run: {why}")
 
     def _tell(self, diagnosis: Diagnosis, step: int) -> None:
         """Record and print the diagnosis of a step on the rank that made it."""
@@ -274,7 +311,10 @@ class Session:
             elif self._command is not None and not self._options.is_quiet:
                 if self._explanation is not None:
                     self._say_of_rank(str(self._explanation))
+                for text in self._findings():
+                    self._say_of_rank(text)
                 self._say(self._last_line(of_others))
+            self._unlock()
 
     def _notes(self) -> Iterator[str]:
         if self._watch is not None:
@@ -284,6 +324,15 @@ class Session:
             yield from use.problems()
         if use is not None and use.wrong_step is not None:
             yield f"a step was wrong, as it is with torch.amp: {use.wrong_step}"
+
+    def _findings(self) -> Iterator[str]:
+        options, added = self._options, self._options.additions
+        is_scaling = options.amp is torch.float16  # neither option goes with that
+        return findings(
+            self._record.seen,
+            guard="" if is_scaling or options.is_guarding else "--guard",
+            masters="" if is_scaling or (added and added.store) else "--masters",
+        )
 
     def _records_of_others(self) -> list[Path]:
         """Return the files that other processes of the program have written."""
@@ -295,7 +344,7 @@ class Session:
         return [file for file in changed if file != own]
 
     def _last_line(self, of_others: Sequence[Path]) -> str:
-        steps, skipped = self._record.num_steps, self._record.num_skipped
+        steps = self._record.num_steps
         view = f"halfstep report {shlex.quote(str(self._shown_folder))}"
         others = things(len(of_others), "process", "processes")
         if not steps and of_others:
@@ -312,7 +361,10 @@ class Session:
             num = len(self._watch.found)
             diagnosed = f", {things(num, 'diagnosis', 'diagnoses')}"
         more = f", and {others} that the program started" if of_others else ""
-        return f"{things(steps, 'step')} recorded, {skipped} skipped{diagnosed}{more}: {view}"
+        seen = self._record.seen
+        ran = f"; {dtypes_text(seen.products)}" if seen.products else ""
+        had = recorded(steps, self._record.num_skipped, seen)
+        return f"{had}{diagnosed}{more}{ran}: {view}"
 
     def _say(self, text: str) -> None:
         """Print a message that is the same on all ranks, once."""
@@ -330,7 +382,9 @@ class Session:
             self._print(f"rank {machine.rank()}, {text}" if machine.num_ranks() > 1 else text)
 
     def _print(self, text: str) -> None:
-        if self._stderr is not None:
+        # A process of the program that made no step, such as a loader's worker, says nothing.
+        is_bystander = self._command is None and self._is_closed and not self._record.num_steps
+        if self._stderr is not None and not is_bystander:
             with suppress(OSError, ValueError):  # stderr was closed by the script or its reader
                 tell(f"halfstep: {text}", self._stderr, flush=True)
 
@@ -443,7 +497,7 @@ def _read(kind: type, text: str) -> object:
 
 
 class NotRunnable(SystemExit):
-    """The target is not a runnable module; none of its code has run."""
+    """The target is not a runnable module, or a policy names a module of no model."""
 
 
 def require_file(path: str) -> None:

@@ -7,11 +7,12 @@ like PyTorch.
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partialmethod
+from functools import partial, partialmethod
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -23,9 +24,10 @@ from torch.amp import autocast_mode
 
 import halfstep
 from halfstep import Dynamic, Policy, preset
-from halfstep._autocast import HALVES, LOWER_PRECISIONS, Region, Settings, name_modules
+from halfstep._autocast import HALVES, LOWER_PRECISIONS, Region, Rule, Settings, name_modules
 from halfstep._autocast.access import settings_of, with_policy
 from halfstep._common.machine import has_device
+from halfstep._common.module_names import matching
 from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._common.text import warn
 from halfstep._gradients.scalars import SMALLEST_SCALE
@@ -42,15 +44,16 @@ class PolicyUse(TopLevelCalls):
 
     Attributes:
         policy: The policy.
+        is_guarding: Whether the scale of the script's scaler moves as halfstep's, for ``--guard``.
         has_autocast: Whether the script has made a ``torch.autocast`` that is on.
         wrong_step: What is wrong with steps of the script's scaler, which were taken as in PyTorch.
     """
 
     losses = ()
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, is_guarding: bool = False) -> None:
         super().__init__()
-        self.policy, self.has_autocast = policy, False
+        self.policy, self.is_guarding, self.has_autocast = policy, is_guarding, False
         self.wrong_step: str | None = None
         self._missing = dict.fromkeys(
             policy.module_rules, "no model was called outside of a compiled function"
@@ -86,6 +89,19 @@ class PolicyUse(TopLevelCalls):
                     del self._missing[rule]
                     break
 
+    def named_nowhere(self) -> str | None:
+        """Return what is wrong with a rule for a module that no module alive has; None if unknown.
+
+        Models that are called later may have it, so those are tried that have not been called.
+        """
+        if not self._missing or not self._seen:
+            return None
+        alive = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        for rule, why in self._missing.items():
+            if not any(map(partial(_has_modules_of, rule), alive)):
+                return why
+        return None
+
     def problems(self) -> Iterator[str]:
         """Yield why the policy, or a rule of it, never acted on the script's own autocast."""
         if not self.has_autocast and self.policy != preset("torch"):
@@ -97,6 +113,13 @@ class PolicyUse(TopLevelCalls):
         for rule, why in self._missing.items():
             why = why.removeprefix(f"policy rule {rule}: ")
             yield f"the policy's rule {rule} never acted: {why}"
+
+
+def _has_modules_of(rule: Rule, model: nn.Module) -> bool:
+    try:
+        return bool(matching(model, rule.module or "", ""))
+    except ValueError:
+        return False
 
 
 # --- autocast -------------------------------------------------------------------------------------
@@ -214,7 +237,7 @@ class AutocastInMode(Autocast, metaclass=_PlaceInMode):
 
 
 class GradScaler(halfstep.GradScaler):
-    """Stand-in for ``torch.amp.GradScaler``, whose scale moves as that one's does.
+    """Stand-in for ``torch.amp.GradScaler``, whose scale moves as that one's does without --guard.
 
     It only stays in the range in which it can be divided by, and where PyTorch silently trains
     wrongly, this one warns and does the same.
@@ -245,12 +268,12 @@ class GradScaler(halfstep.GradScaler):
         if enabled:
             # PyTorch's scaler also ignores its device argument; the first loss decides.
             init_scale, growth_factor, backoff_factor, growth_interval = numbers
-            schedule = Dynamic(growth_factor, backoff_factor, growth_interval, trials=False)
+            guards = _use.is_guarding
             super().__init__(
                 None,
                 init_scale,
-                schedule=schedule,
-                min_scale=min(SMALLEST_SCALE, init_scale),
+                schedule=Dynamic(growth_factor, backoff_factor, growth_interval, trials=guards),
+                min_scale=None if guards else min(SMALLEST_SCALE, init_scale),
                 process_group=process_group,
             )
         else:
@@ -322,15 +345,16 @@ _SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 
 
 @contextmanager
-def replaced(policy: Policy) -> Iterator[PolicyUse]:
+def replaced(policy: Policy, *, is_guarding: bool = False) -> Iterator[PolicyUse]:
     """Replace PyTorch's autocast and GradScaler under all their names inside the block.
 
     Args:
         policy: The policy of ``torch.autocast`` where the script sets none.
+        is_guarding: As for :class:`PolicyUse`.
     """
     with _in_place(NAMES) as patches:
         patches.wrap(torch.export, "export", _export)
-        patches.put(sys.modules[__name__], "_use", PolicyUse(policy))
+        patches.put(sys.modules[__name__], "_use", PolicyUse(policy, is_guarding=is_guarding))
         if policy.module_rules:
             _use.install(patches)
 

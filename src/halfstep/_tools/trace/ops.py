@@ -41,7 +41,6 @@ _WRITE_BUFFERS = {
 
 @cache
 def op_name(func: Any) -> str:
-    """Return the name of an op, without its overload."""
     return schema_of(func).name.removeprefix("aten::")
 
 
@@ -120,29 +119,18 @@ class ModuleCall(NamedTuple):
 
 
 class ThreadState(threading.local):
-    """State of one thread.
-
-    Attributes:
-        calls: The running calls of modules, outermost first.
-        ruled: The nested ops that run by a rule, outermost first.
-        next_node: The next autograd sequence number, as of the last op.
-        nodes: The places of the autograd nodes created in this thread, by sequence number.
-        records: Whether gradients are recorded, by backward pass.
-        nested: The backward passes that began inside of another one.
-        is_cast: Whether autocast has cast the arguments of the composite being decomposed.
-        casts: Of a trace: casts made under plain ``torch.autocast``, by its kernels for the next op
-            or by hand, each with its own row.
-        of_cast: Of a trace, in the backward pass: the cast whose gradient the last op computed.
-    """
+    """State of one thread."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[nn.Module, ModuleCall]] = []
-        self.ruled: list[RuledOp] = []
-        self.next_node = autograd.next_sequence_number()
-        self.nodes: dict[int, OpPlace] = {}
-        self.records: dict[int, bool] = {}
-        self.nested: set[int] = set()
-        self.is_cast = False
+        self.calls: list[tuple[nn.Module, ModuleCall]] = []  # running, outermost first
+        self.ruled: list[RuledOp] = []  # the nested ops that run by a rule, outermost first
+        self.next_node = autograd.next_sequence_number()  # as of the last op
+        self.nodes: dict[int, OpPlace] = {}  # created in this thread, by sequence number
+        self.records: dict[int, bool] = {}  # whether gradients are recorded, by backward pass
+        self.nested: set[int] = set()  # the backward passes that began inside of another one
+        self.is_cast = False  # whether autocast has cast what the decomposed composite gets
+        # Of a trace: casts made under plain torch.autocast, by its kernels for the next op or by
+        # hand, each with its own row; and the cast whose gradient the last op computed.
         self.casts: list[Row] = []
         self.of_cast: int | None = None
 
@@ -188,7 +176,6 @@ class RunningModules:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Track calls during the block."""
         hooks = GlobalHooks(self._enter, self._leave)
         hooks.install()
         try:
@@ -229,36 +216,24 @@ def _rule_of_island(module: str) -> str | None:
 
 @dataclass
 class RuledOp:
-    """An op that runs by a rule.
-
-    Attributes:
-        lower: The lower precision of autocast.
-        casts: The casts for the next op in it that computes something.
-    """
+    """An op that runs by a rule."""
 
     op: str
     rule: Rule
-    lower: str
-    casts: list[Cast] = field(default_factory=list)
+    lower: str  # the lower precision of autocast
+    casts: list[Cast] = field(default_factory=list)  # for the next op in it that computes something
 
 
 class OpPlace(NamedTuple):
-    """The module, call and rule of an op.
-
-    Attributes:
-        op: The op that the rule was looked up for; None if the rule is that of an island.
-        cast: The number of the cast whose gradient an autograd node computes, if any.
-        number: For an autograd node, the number of the op that created it.
-        made_by: For an autograd node, the op that created it.
-    """
+    """The module, call and rule of an op, and for an autograd node of the op that created it."""
 
     module: str = ""
     call: int = 0
     rule: str | None = None
-    op: str | None = None
-    cast: int | None = None
-    number: int = -1
-    made_by: str = ""
+    op: str | None = None  # that the rule was looked up for; None if it is that of an island
+    cast: int | None = None  # the number of the cast whose gradient a node computes, if any
+    number: int = -1  # of the op that created a node
+    made_by: str = ""  # that op
 
 
 class OpPlaces:

@@ -205,7 +205,6 @@ def itemsize(dtype: str) -> int:
 
 
 def cast_bytes(shape: tuple[int, ...], source: str, to: str) -> int:
-    """Return the bytes that a cast reads and writes."""
     return math.prod(shape) * (itemsize(source) + itemsize(to))
 
 
@@ -294,19 +293,14 @@ class _Whole(Struct):
 
 
 class Recording:
-    """Ops that ran, in order: of a trace, or read from JSON.
-
-    Attributes:
-        environment: Versions, device and policy: ``halfstep``, ``torch``, ``device``, ``policy``.
-        notes: Caveats for the reader about how it was recorded.
-    """
+    """Ops that ran, in order: of a trace, or read from JSON."""
 
     def __init__(
         self, ops: tuple[Row, ...], environment: Mapping[str, str], notes: tuple[str, ...] = ()
     ) -> None:
         self._ops = ops
-        self.environment = dict(environment)
-        self.notes = notes
+        self.environment = dict(environment)  # versions, device and policy, by name
+        self.notes = notes  # for the reader, on how it was recorded
 
     def __repr__(self) -> str:
         num_ops = sum(not row.is_cast_only for row in self.ops)

@@ -284,7 +284,6 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
     def _row(
         self, op: str, inputs: tuple[Value, ...], device: str, cast_to: str | None = None
     ) -> Row:
-        """Return the row of an op that is about to run."""
         number, ruled = next(self._numbers), self.places.ruled
         last = self._rows[-1] if self._rows else None
         is_seed = last is not None and (last.op, last.phase) == ("ones_like", "forward")

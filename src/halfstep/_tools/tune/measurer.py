@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -82,12 +83,7 @@ class _Measurement(Struct, tag_field="event", tag="measured"):
 
 
 class Measurements:
-    """Measurements by key, in memory and optionally in a file.
-
-    Raises:
-        RecordError: The file has measurements of another tuning; the message says what differs.
-        OSError: The file cannot be read or written.
-    """
+    """Measurements by key, in memory and optionally in a file, which must be of this tuning."""
 
     def __init__(self, path: Path | None, fingerprint: Mapping[str, str]) -> None:
         self._known: dict[Hashable, Any] = {}
@@ -172,19 +168,12 @@ ShowProgress: TypeAlias = Callable[[str, int], object]
 @contextmanager
 def show_progress() -> Iterator[ShowProgress]:
     """Show a line on a terminal while the block runs, if rich is installed."""
-
-    def show_nothing(what: str, num_done: int) -> None:
-        pass
-
-    if not sys.stderr.isatty():
-        yield show_nothing
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        yield lambda what, num_done: None
         return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    except ModuleNotFoundError:
-        yield show_nothing
-        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     # Refreshed only between measurements: a refresh thread would slow them down.
     console = Console(stderr=True)
@@ -223,10 +212,8 @@ def timed_step(runner: StepRunner, scale: float, *, lowered: bool) -> dict[str, 
 
 
 def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
-    def pass_by(name: str, call: int, _: Any) -> None:
-        pass  # some modules run other ops if they have hooks, as they do in a comparison
-
-    hooks = module_hooks(runner.task, pass_by, pass_by)
+    # Some modules run other ops if they have hooks, as they do in a comparison.
+    hooks = module_hooks(runner.task, lambda *_: None, lambda *_: None)
     with trace(runner.task.model) as traced:
         runner.step(hooks, lowered=True, scale=scale)
     return traced.ops
@@ -297,7 +284,6 @@ class Measurer:
         return worst_of([comparison.rows for comparison in self.comparisons(islands)])
 
     def comparisons(self, islands: Islands) -> list[Comparison]:
-        """Return the comparisons with float32, one for each batch."""
         return [self._comparison(islands, number) for number in range(len(self.batches))]
 
     def _comparison(self, islands: Islands, number: int) -> Comparison:

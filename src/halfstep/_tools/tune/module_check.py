@@ -77,15 +77,9 @@ UNCOMPARABLE = Difference(size=1, square_error=1.0, square_norm=1.0)
 
 @torch.no_grad()
 def difference(seen: Tensor, wanted: Tensor, scale: float = 1.0) -> Difference:
-    """Compare a tensor with its float32 value.
+    """Compare a tensor, multiplied by a power of two, with its value in float32 or float64.
 
-    Args:
-        seen: A tensor of any floating dtype, multiplied by ``scale``.
-        wanted: The value in float32 or float64. Its entries that are not finite, such as -inf in
-            a mask, are not compared.
-        scale: A power of two.
-
-    Sync: several.
+    Entries that are not finite there, such as -inf in a mask, are not compared. Sync: several.
     """
     if seen.shape != wanted.shape:
         return UNCOMPARABLE
@@ -264,7 +258,6 @@ def _is_handed_bad_gradients(row: ModuleCheck) -> bool:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return whether a module contains no modules."""
     return next(module.children(), None) is None
 
 
@@ -297,18 +290,13 @@ class Comparison:
 # --- tolerances -----------------------------------------------------------------------------------
 
 
-# Rounding to nearest has a relative error of at most u = eps / 2. The errors of n consecutive ops
-# have random signs, so they add up like a random walk: e = u * sqrt(n). (N. Higham, T. Mary, "A
-# New Approach to Probabilistic Rounding Error Analysis", 2019, doi 10.1137/18M1226312, section
-# 2.) The tolerance of an output is 8 e: an op also rounds its weights and its inputs, and a layer
-# amplifies the errors of its inputs. Gradients have larger errors. Near the corner of a ReLU or a
-# tie in a max pool, rounding decides the whole entry of the gradient; this happens to a fraction
-# of about e of the entries, which is sqrt(e) in the norm. A gradient may also be off by 4 times
-# the unavoidable error.
-#
-# The unavoidable error is measured by rounding the output of each module once, in float32. Near
-# the end of training, a gradient is the small difference of large terms: any rounding of the
-# activations changes it a lot, and no single module is to blame.
+# docs/tune.md gives the formulas. Errors of n consecutive ops have random signs, so they add up
+# like a random walk, e = u * sqrt(n): N. Higham, T. Mary, "A New Approach to Probabilistic Rounding
+# Error Analysis", 2019, doi 10.1137/18M1226312, section 2. An output gets 8 e, because an op also
+# rounds its weights and inputs, and a layer amplifies the errors of its inputs. At the corner of a
+# ReLU, rounding decides whole entries of a gradient, a fraction of about e: sqrt(e) in the norm.
+# Near the end of training, a gradient is the small difference of large terms, which any rounding of
+# the activations changes: hence the unavoidable error.
 
 SPREAD = 8.0
 TIMES = 4.0
@@ -328,16 +316,11 @@ def tolerance_for(
     depth: int,
     total_depth: int,
     given: float | None = None,
-    unavoidable: float = 0.0,
+    unavoidable: float = 0.0,  # the error of its gradients if only outputs are rounded
 ) -> Tolerance:
-    """Return the tolerance of a module.
+    """Return the tolerance of a module from the numbers of consecutive ops, unless it is given.
 
-    Args:
-        dtype: The lower precision.
-        depth: The number of consecutive ops up to its output.
-        total_depth: The number up to the loss. A gradient passes through all of them, and back.
-        given: A tolerance for all modules, used instead.
-        unavoidable: The error of its gradients if only outputs are rounded.
+    A gradient passes through all ops up to the loss, ``total_depth``, and back to the module.
 
     Example:
         >>> tolerance_for(torch.float16, 25, 100).output
@@ -442,12 +425,7 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def check_lines(rows: Sequence[ModuleCheck], origins: Collection[str]) -> list[str]:
-    """Return the lines of a table: all failed modules, and the first of the passed ones.
-
-    Args:
-        rows: The checks, worst first.
-        origins: The names of the modules where failures begin.
-    """
+    """Return the lines of a table: all failed modules, and the first of the passed ones."""
     failed = [row for row in rows if not row.passed or row.module in origins]
     passed = [row for row in rows if row not in failed]
     cells = [

@@ -1,7 +1,8 @@
-"""Tuning: the fewest float32 islands that a model needs in lower precision, and their cost."""
+"""Self-check of a model in lower precision, and the fewest float32 islands that it needs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,9 @@ from torch import nn
 
 from halfstep._autocast import Policy
 from halfstep._common.machine import device_name
-from halfstep._common.numbers import listed, percent, things
+from halfstep._common.numbers import listed, percent, power, things
 from halfstep._common.text import aligned
 from halfstep._tools.trace.rows import bytes_text, seconds_text
-from halfstep._tools.tune.check import lowering_of
 from halfstep._tools.tune.measurer import (
     STEP,
     Islands,
@@ -30,11 +30,20 @@ from halfstep._tools.tune.measurer import (
 from halfstep._tools.tune.module_check import (
     OUTSIDE,
     BoundedError,
+    Comparison,
     ModuleCheck,
+    check_lines,
     origins,
     short_dtype,
 )
-from halfstep._tools.tune.passes import LossFn, Lowering, Task
+from halfstep._tools.tune.passes import (
+    LossFn,
+    Lowering,
+    Task,
+    compare_step,
+    reference_of,
+    step_runner,
+)
 
 GAIN = 0.95
 """The smallest fraction of the float32 step time that counts as no speedup."""
@@ -44,6 +53,52 @@ MOST_SLOWER = 5
 MANY_ZEROS = 0.05
 MOST_OPS = 3
 """The largest number of ops that may replace an island."""
+
+
+def self_check(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    dtype: torch.dtype = torch.float16,
+    policy: Policy | str = "standard",
+    tolerance: float | None = None,
+) -> SelfCheck:
+    """Run a model forward and backward in float32 and in lower precision, and compare.
+
+    The comparison covers the outputs of each module, their gradients, and the gradients of its
+    parameters. The model, its gradients and all random numbers are restored bit for bit.
+    docs/tune.md explains errors, tolerances and what a failure means.
+
+    Args:
+        model: The model, with float32 parameters. Training or evaluation mode stays as it is.
+        batch: Without ``loss_fn``, the input of the model: a tensor, a tuple of arguments, or a
+            dictionary of keyword arguments. With ``loss_fn``, anything that it takes.
+        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar. For inference it
+            returns outputs, detached if gradients do not matter. If None, the model is called.
+        dtype: The lower precision, float16 or bfloat16.
+        policy: The dtypes of ops: a :class:`halfstep.Policy`, or its text.
+        tolerance: The largest permitted relative error of any module. None to derive tolerances
+            from the dtype and the number of consecutive ops.
+
+    Raises:
+        TypeError: An argument, or the loss, has the wrong type.
+        ValueError: ``dtype`` is not a lower precision, or a parameter is not float32.
+
+    Sync: many.
+
+    Example:
+        >>> class Doubles(nn.Module):
+        ...     def forward(self, x):
+        ...         return x.exp2() / 2**20
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Hardtanh(17, 18), Doubles())
+        >>> check = self_check(model, torch.randn(8, 4), policy="standard; exp2:leave")
+        >>> check.passed, check.origins
+        (False, ('2',))
+    """
+    lowering = lowering_of("self_check", dtype, policy, "tolerance", tolerance)
+    with step_runner(Task(model, loss_fn), batch, lowering) as runner:
+        return SelfCheck.of(compare_step(runner, reference_of(runner)), lowering)
 
 
 def tune(
@@ -57,21 +112,16 @@ def tune(
 ) -> Tuned:
     """Find the smallest set of float32 islands that a model needs in lower precision.
 
-    Each step is compared with float32, as in :func:`self_check`. A module that is out of bounds
-    although its inputs are not becomes an island, until no module is out of bounds. Islands that
-    are not needed are then dropped. For a module that contains modules, rules for a few of its ops
-    are tried instead. Then the cost of the islands is measured. The model, its gradients and all
-    random numbers are restored bit for bit. docs/tune.md explains the method.
+    Each step is compared with float32, as in :func:`self_check`, and then the cost of the islands
+    is measured. The model, its gradients and all random numbers are restored bit for bit.
+    docs/tune.md explains the method.
 
     Args:
         model: The model, with float32 parameters, preferably trained for a while.
         batches: Some batches, in the form that ``loss_fn`` takes.
-        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar. For inference it
-            returns outputs, detached if gradients do not matter. None to call the model with the
-            batch, as in :func:`self_check`.
+        loss_fn: A function of the model and a batch, or None, as in :func:`self_check`.
         dtype: The lower precision, float16 or bfloat16.
-        error: The largest permitted relative error of norms, for the outputs of any module, their
-            gradients and the gradients of its parameters. None for the tolerances of
+        error: The largest permitted relative error of any module. None for the tolerances of
             :func:`self_check`.
         path: A file for the measurements (JSON Lines). Measurements in an existing file are
             reused: after an interruption, the same call continues from there.
@@ -106,13 +156,28 @@ def tune(
         return _tuned(measurer, lowering, islands)
 
 
-def require_batches(batches: object) -> None:
-    """Check that ``batches`` is a list with at least one batch.
+def lowering_of(
+    asker: str, dtype: torch.dtype, policy: Policy | str, name: str, error: float | None
+) -> Lowering:
+    """Return the settings of a user after checking them; raise ValueError or TypeError."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"{asker}: dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")
+    if error is not None:
+        if isinstance(error, bool) or not isinstance(error, (int, float)):
+            raise TypeError(
+                f"{asker}: {name} must be a number such as 0.01, or None, got {error!r}"
+            )
+        if not 0 < error < math.inf:
+            raise ValueError(
+                f"{asker}: {name} must be above 0 and finite, such as 0.01, got {error}"
+            )
+    if not isinstance(policy, (str, Policy)):
+        raise TypeError(f"{asker}: policy must be a Policy or its text, got {policy!r}")
+    return Lowering(dtype, Policy.parse(policy) if isinstance(policy, str) else policy, error)
 
-    Raises:
-        TypeError: It is not a list.
-        ValueError: It is empty.
-    """
+
+def require_batches(batches: object) -> None:
+    """Raise TypeError or ValueError unless ``batches`` is a list with at least one batch."""
     if not isinstance(batches, Sequence) or isinstance(batches, str):
         kind = type(batches).__name__
         raise TypeError(
@@ -123,7 +188,6 @@ def require_batches(batches: object) -> None:
 
 
 def _tuned(measurer: Measurer, lowering: Lowering, islands: Islands) -> Tuned:
-    """Measure the cost of islands and return the result."""
     before, after = measurer.rows(()), measurer.rows(islands)
     order = {row.module: number for number, row in enumerate(before)}
     islands = tuple(sorted(islands, key=lambda each: order[module_of(each)]))
@@ -228,7 +292,66 @@ def pruned(measure: Measure, islands: Islands) -> Islands:
     return islands
 
 
-# --- the result -----------------------------------------------------------------------------------
+# --- the results ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """The result of :func:`self_check`; its ``str()`` is a table.
+
+    Attributes:
+        rows: One row for each module that ran, worst first: modules where a failure begins, then
+            those with the largest errors relative to their tolerances.
+        origins: The names of the modules where failures begin: their inputs are within tolerance,
+            and their outputs are not. ``""`` is the model's own ``forward``, or the loss. There
+            are none if errors grow gradually and no single module is to blame.
+        dtype: The lower precision.
+        scale: The scale of the loss.
+        loss: The loss in lower precision.
+        loss32: The loss in float32.
+    """
+
+    rows: tuple[ModuleCheck, ...]
+    origins: tuple[str, ...]
+    dtype: torch.dtype
+    scale: float
+    loss: float
+    loss32: float
+
+    @classmethod
+    def of(cls, comparison: Comparison, lowering: Lowering) -> SelfCheck:
+        begin = origins(comparison.rows)
+        if not comparison.is_loss_good and not begin:
+            begin = [""]
+        rows = sorted(comparison.rows, key=lambda row: (row.module not in begin, -row.severity))
+        scale, loss, loss32 = comparison.scale, comparison.loss, comparison.loss32
+        return cls(tuple(rows), tuple(begin), lowering.dtype, scale, loss, loss32)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all modules are within tolerance, and both losses are finite."""
+        is_loss_good = math.isfinite(self.loss) and math.isfinite(self.loss32)
+        return is_loss_good and all(row.passed for row in self.rows)
+
+    def __str__(self) -> str:
+        return "\n".join([self._summary(), "", *check_lines(self.rows, self.origins)])
+
+    def _summary(self) -> str:
+        num_failed = sum(not row.passed or row.module in self.origins for row in self.rows)
+        name, num = short_dtype(self.dtype), things(len(self.rows), "module")
+        scaled = f" (scaled by {power(self.scale)})" if self.scale != 1 else ""
+        losses = f"loss {self.loss:.6g} in {name}{scaled}, {self.loss32:.6g} in fp32"
+        if not any(row.output_gradient.size or row.parameters.size for row in self.rows):
+            losses += "; nothing requires a gradient, so no gradients were compared"
+        if self.passed:
+            return f"passed: {num} in {name} agree with fp32; {losses}"
+        begin = ", ".join(origin or OUTSIDE for origin in self.origins) or "no single module"
+        differ = f"{num_failed} of {num} in {name} differ too much from fp32"
+        return f"FAILED: {differ if num_failed else 'the loss'}; it begins in {begin}; {losses}"
+
+    def __repr__(self) -> str:
+        num = things(len(self.rows), "module")
+        return f"<SelfCheck {'passed' if self.passed else 'FAILED'}, {num}>"
 
 
 @dataclass(frozen=True)

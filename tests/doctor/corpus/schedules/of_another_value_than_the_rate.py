@@ -9,4 +9,5 @@ for batch in batches:
     scaler.step(optimizer)
     scaler.update()
     weight_scheduler.step()
+    args.loss_scheduler.step()
     scheduler.step()  # expect: scheduler-ungated
