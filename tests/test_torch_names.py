@@ -214,25 +214,25 @@ def test_what_a_new_process_finds() -> None:
     assert done.stdout.split() == ["run_function", "recompute_fn", "False", "True", "True"]
 
 
+MARK = compiler.CompileMark(compiler.numbered_guard(0), "a", backward_off=True)
+
+
 def test_the_tag_of_the_compile_caches_keeps_what_the_user_wrote() -> None:
-    off = compiler.guard_now()
     with torch.compiler.config.patch(cache_key_tag="mine"):
-        compiler.set_compile_mark(off, off, "a", backward_off=True)
-        assert torch.compiler.config.cache_key_tag == "mine|halfstep:a"
-        compiler.set_compile_mark(off, off, "b", backward_off=False)
-        assert torch.compiler.config.cache_key_tag == "mine|halfstep:b"
-        compiler.set_compile_mark(off, off, "", backward_off=False)
+        for mark in (MARK, MARK._replace(tag="b")):
+            compiler.set_compile_mark(mark)
+            assert torch.compiler.config.cache_key_tag == f"mine|halfstep:{mark.tag}"
+        compiler.set_compile_mark(None)
         assert torch.compiler.config.cache_key_tag == "mine"
 
 
 @pytest.mark.parametrize("users", ["same_as_forward", "off", [{"device_type": "cpu"}]])
 def test_backward_passes_are_compiled_outside_of_autocast(users: Any) -> None:
-    config, off = torch._functorch.config, compiler.guard_now()
+    config = torch._functorch.config
     with config.patch(backward_pass_autocast=users):
-        compiler.set_compile_mark(off, off, "a", backward_off=True)
-        expected = users if isinstance(users, list) else "off"
-        assert config.backward_pass_autocast == expected
-        compiler.set_compile_mark(off, off, "", backward_off=False)
+        compiler.set_compile_mark(MARK)
+        assert config.backward_pass_autocast == users if isinstance(users, list) else "off"
+        compiler.set_compile_mark(None)
         assert config.backward_pass_autocast == users
 
 
@@ -295,14 +295,12 @@ def test_the_compile_guard_is_guarded_on() -> None:
         return graph.forward
 
     function = torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)
-    off, first, second = (
-        compiler.guard_now(),
-        compiler.numbered_guard(0),
-        compiler.numbered_guard(1),
-    )
-    for guard, expected in ((off, 1), (first, 2), (second, 3), (first, 3), (off, 3)):
-        compiler.set_compile_mark(compiler.guard_now(), guard, "", backward_off=False)
-        assert compiler.guard_now() == guard
+    off = torch.is_autocast_enabled("ipu"), torch.get_autocast_dtype("ipu")
+    first, second = (MARK._replace(guard=compiler.numbered_guard(number)) for number in (0, 1))
+    for mark, expected in ((None, 1), (first, 2), (second, 3), (first, 3), (None, 3)):
+        compiler.set_compile_mark(mark)
+        now = torch.is_autocast_enabled("ipu"), torch.get_autocast_dtype("ipu")
+        assert now == (mark.guard if mark else off)
         function(torch.ones(1))
         assert compiled == expected
     assert compiler.NUM_GUARD_VALUES > 20

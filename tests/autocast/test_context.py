@@ -283,7 +283,7 @@ def test_the_policy_in_force_can_be_asked_for() -> None:
         ({"enabled": "no"}, TypeError, r"enabled is True or False, got 'no'"),
         ({"cache_enabled": "no"}, TypeError, r"cache_enabled is True or False"),
         ({"policy": "fast"}, ValueError, r"must start with a preset .*; got 'fast'"),
-        ({"policy": ["softmax"]}, TypeError, r"a Policy or its text, such as"),
+        ({"policy": ["softmax"]}, TypeError, r"a Policy or its text"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -633,9 +633,9 @@ def test_a_context_takes_few_calls() -> None:
             pass
 
     outermost = calls_of_ours(enter)
-    assert len(outermost) <= (18 if VERSION >= "2.13" else 20), outermost
+    assert len(outermost) <= (12 if VERSION >= "2.13" else 20), outermost
     with autocast(DEVICE, BF16):  # torch.compile need not be told again
-        assert len(calls_of_ours(enter)) <= len(outermost) - 5
+        assert len(calls_of_ours(enter)) <= 8
 
 
 def test_an_op_with_a_small_weight_takes_few_calls() -> None:

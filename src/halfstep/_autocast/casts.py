@@ -216,8 +216,7 @@ def lower_with_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype) -
 
     It tells :mod:`halfstep._autocast.native` whenever PyTorch's alone would not do.
     """
-    pytorch, detour = pytorch_kernel(name, device), _detours(name, device)
-    may_be_outer = _may_be_outer(rule, name)
+    pytorch, may_be_outer = pytorch_kernel(name, device), _may_be_outer(rule, name)
 
     def lower(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         here = native.products[device]
@@ -241,7 +240,7 @@ def lower_with_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype) -
             if is_cache_on:
                 torch.set_autocast_cache_enabled(True)
         here.pinned.add(name)
-        return detour(met, keys, args, kwargs)
+        return _detour(met, name, device, keys, args, kwargs)
 
     pytorchs.add(lower)
     return lower
@@ -260,7 +259,6 @@ def _is_product(name: str) -> bool:
 @cache
 def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = False) -> Kernel:
     op, autocast = callable_of(overload(name)), autocast_keys(device)
-    detour = _detours(name, device)
     written = dispatch.written_by(overload(name))  # statistics, which must not be copies
     to = lowered if dtype in HALVES else cast
     below = dispatch.keys_below(dispatch.autocast_key(device))
@@ -293,23 +291,18 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
                 return op(*casts, **kwargs)
             except Detour as raised:
                 met = type(raised)
-        return detour(met, keys, args, kwargs)
+        return _detour(met, name, device, keys, args, kwargs)
 
     return cast_to
 
 
-def _detours(name: str, device: str) -> Callable[..., Any]:
-    """Return what runs an op whose kernel met an argument that it does not cast.
+def _detour(met: type[Detour], name: str, device: str, keys: Keys, args: Any, kwargs: Any) -> Any:
+    """Run an op whose kernel met an argument that it does not cast.
 
     Call it after the ``except``, to keep that exception out of the context of the op's errors.
     """
-
-    def detour(met: type[Detour], keys: Keys, args: Any, kwargs: Any) -> Any:
-        if met is ToPromote:
-            return _promote(name, device)(keys, *args, **kwargs)
-        return _cast_to(name, device, torch.float32)(keys, *args, **kwargs)
-
-    return detour
+    kernel = _promote(name, device) if met is ToPromote else _cast_to(name, device, torch.float32)
+    return kernel(keys, *args, **kwargs)
 
 
 @cache
@@ -337,7 +330,7 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """
     pytorch = pytorch_kernel(name, device)
     op, autocast = callable_of(overload(name)), autocast_keys(device)
-    detour, has_onednn = _detours(name, device), dispatch.has_onednn(dtype)
+    has_onednn = dispatch.has_onednn(dtype)
     in_lower = _cast_to(name, device, dtype, use_cache=_is_product(name))
 
     def lower(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
@@ -352,7 +345,7 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
                 return _rounded(op(*wide, **kwargs), dtype)
             except Detour as raised:
                 met = type(raised)
-        return detour(met, keys, args, kwargs)
+        return _detour(met, name, device, keys, args, kwargs)
 
     return lower
 
@@ -363,7 +356,6 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
     if dtype not in HALVES:
         return _cast_to(name, device, torch.float32)
     autocast, factors = autocast_keys(device), products.factors_of(name)
-    detour = _detours(name, device)
 
     def multiply(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
@@ -377,7 +369,7 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
                 return products.with_fp32_result(name, casts, kwargs)
             except Detour as raised:
                 met = type(raised)
-        return detour(met, keys, args, kwargs)
+        return _detour(met, name, device, keys, args, kwargs)
 
     return multiply
 

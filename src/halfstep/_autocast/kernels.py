@@ -252,16 +252,12 @@ def _counting_kernel(name: str, device: str) -> Kernel:
     def counting(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         policy = scopes.policies().get(device)
         if policy is not None and _observer is None:  # an observed op is counted where it runs
-            _count_op(policy, name, args, kwargs)
+            rule = policy.rule(name) if _counters else None
+            if rule is not None and _applies(rule, name, args, kwargs):
+                _count(rule)
         return kernel(keys, *args, **kwargs)
 
     return counting
-
-
-def _count_op(policy: PolicyOnDevice, name: str, args: Any, kwargs: Any) -> None:
-    rule = policy.rule(name) if _counters else None
-    if rule is not None and _applies(rule, name, args, kwargs):
-        _count(rule)
 
 
 def _count(rule: Rule | None) -> None:

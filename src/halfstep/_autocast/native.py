@@ -55,10 +55,6 @@ class _Watch:
         """Watch the next contexts."""
         self.needs_kernels, self.left = True, NUM_WATCHED
 
-    def is_unlike(self, num_nodes: int) -> bool:
-        """Return whether a number of nodes that is not among those seen tells of other contexts."""
-        return len(self.nodes) < NUM_ALIKE or num_nodes > 2 * max(self.nodes)
-
 
 class Products:
     """The products on a device type."""
@@ -157,7 +153,9 @@ def end(device: str) -> None:
         if was_used:
             watch.resume()
         elif not watch.needs_kernels:
-            if num_nodes and num_nodes not in watch.nodes and watch.is_unlike(num_nodes):
+            if num_nodes not in watch.nodes | {0} and (
+                len(watch.nodes) < NUM_ALIKE or num_nodes > 2 * max(watch.nodes)
+            ):
                 watch.resume()
         elif had_kernels:
             watch.nodes.add(num_nodes)

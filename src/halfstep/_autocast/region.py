@@ -171,9 +171,15 @@ def _enter(context: object, settings: Settings) -> None:
         else:
             policies = _policies(policies, switches.device, number, inherit)
     # Compiled code is guarded by PyTorch's cache switch, so it is never on under a policy.
-    outside = amp.exchange_autocast_switches(switches, cache=switches.cache and not policies)
-    if number is not None and switches.device not in outer.policies:
-        native.begin(switches.device)
+    device, dtype, enabled, cache = switches
+    before = _get_dtype(device), _is_enabled(device), _is_cache_enabled()
+    outside = tuple.__new__(amp.Switches, (device, *before))  # half the time of amp.Switches(...)
+    _set_enabled(device, enabled)
+    if dtype is not before[0]:
+        _set_dtype(device, dtype)
+    _set_cache_enabled(cache and not policies)
+    if number is not None and device not in outer.policies:
+        native.begin(device)
     scopes.enter(outer, policies, context, settings, outside)
     _increment_nesting()
 
@@ -189,9 +195,16 @@ def _exit(scope: scopes.Scope) -> None:
     # As in torch.autocast: PyTorch's kernels for other devices may have cached casts of weights.
     if _decrement_nesting() == 0:
         amp.clear_autocast_cache()
-    amp.set_autocast_switches(switches)
+    device, dtype, enabled, cache = switches
+    _set_enabled(device, enabled)
+    _set_dtype(device, dtype)
+    _set_cache_enabled(cache)
 
 
+_get_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+_is_cache_enabled = torch.is_autocast_cache_enabled
+_set_cache_enabled = torch.set_autocast_cache_enabled
 _increment_nesting = torch.autocast_increment_nesting
 _decrement_nesting = torch.autocast_decrement_nesting
 

@@ -25,14 +25,6 @@ from halfstep._pytorch import amp, compiler
 from halfstep._version import __version__
 
 
-class _Mark(NamedTuple):
-    """The mark by which torch.compile distinguishes sets of policies."""
-
-    guard: compiler.CompileGuard  # unique in this process
-    tag: str = ""  # part of the cache keys; equal in every process
-    backward_off: bool = False  # whether backward passes are compiled outside of autocast
-
-
 class Policies(dict[str, PolicyOnDevice]):
     """The active policy of each device type that has one. Immutable and interned."""
 
@@ -41,7 +33,7 @@ class Policies(dict[str, PolicyOnDevice]):
         self.key = frozenset(map(id, policies.values()))  # policies on devices are never freed
         # The resulting policies inside a context, by its policy's number and whether it inherits.
         self.within: dict[tuple[int, bool], Policies] = {}
-        self.mark: _Mark | None = None
+        self.mark: compiler.CompileMark | None = None
 
     def with_policy(self, policy: PolicyOnDevice) -> "Policies":
         """Return these policies, with ``policy`` on its device."""
@@ -93,15 +85,12 @@ class Scope(NamedTuple):
 class _State:
     """The state of a thread, in one object, because attributes of thread-locals are slow."""
 
-    __slots__ = ("change", "followed", "mark", "mark_outside", "scope")
+    __slots__ = ("change", "followed", "scope")
 
     def __init__(self) -> None:
         self.scope = Scope(NO_POLICIES)  # current(), unless it has a nesting depth
         self.change: Callable[[Settings], Settings] | None = None  # of the user's contexts
         self.followed = NO_POLICIES  # the policies that torch.compile's mark stands for
-        self.mark = self.mark_outside = _Mark(
-            compiler.guard_now()
-        )  # for them; outside of all policies
 
 
 class _Thread(threading.local):
@@ -148,7 +137,8 @@ def enter(
     # Takes half the time of Scope(...).
     state.scope = tuple.__new__(Scope, (policies, outer, context, settings, switches, None))
     if policies is not state.followed:
-        _follow(state, policies)
+        compiler.set_compile_mark(policies.mark or (_mark(policies) if policies else None))
+        state.followed = policies
     if settings is not None:
         weight_cache.used.is_on = settings.switches.cache
 
@@ -163,8 +153,10 @@ def leave(scope: Scope) -> None:
     state, outer = thread.state, scope.outer
     assert outer is not None
     state.scope = outer
-    if scope.nesting is None and outer.policies is not state.followed:
-        _follow(state, outer.policies)
+    policies = outer.policies
+    if scope.nesting is None and policies is not state.followed:
+        compiler.set_compile_mark(policies.mark or (_mark(policies) if policies else None))
+        state.followed = policies
     used = weight_cache.used
     used.is_on = outer.settings is not None and outer.settings.switches.cache
     # Outside of all autocasts and graphs, or at the end of a recomputation: drop the casts of
@@ -205,16 +197,7 @@ _marked: list[Policies] = []
 _lock = threading.Lock()
 
 
-def _follow(state: _State, policies: Policies) -> None:
-    """Mark these policies as active in this thread, for torch.compile."""
-    if not state.followed and compiler.guard_now() != state.mark_outside.guard:
-        state.mark = state.mark_outside = _Mark(compiler.guard_now())
-    mark = (policies.mark or _mark(policies)) if policies else state.mark_outside
-    compiler.set_compile_mark(state.mark.guard, *mark)
-    state.followed, state.mark = policies, mark
-
-
-def _mark(policies: Policies) -> _Mark:
+def _mark(policies: Policies) -> compiler.CompileMark:
     rules = ",".join(f"{d}:{policies[d].fingerprint}" for d in sorted(policies))
     tag = f"{_kernels()};{rules}"
     backward_off = not all(policy.is_pytorchs for policy in policies.values())
@@ -224,7 +207,8 @@ def _mark(policies: Policies) -> _Mark:
             while _marked:
                 _marked.pop().mark = None
         if policies.mark is None:
-            policies.mark = _Mark(compiler.numbered_guard(len(_marked)), tag, backward_off)
+            guard = compiler.numbered_guard(len(_marked))
+            policies.mark = compiler.CompileMark(guard, tag, backward_off)
             _marked.append(policies)
         return policies.mark
 

@@ -170,18 +170,12 @@ def cast_in_context(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     if id(weight) not in used.casts:
         used.casts[id(weight)] = weight, Casts()
         used.casts[id(weight)][1].note_capture(weight)
-    elif is_on() and _is_kept_by_torch(weight) and not modes.is_tracing():
-        return used.casts[id(weight)][1].cast(weight, dtype)
-    return None
-
-
-def _is_kept_by_torch(weight: Tensor) -> bool:
-    return (
-        weight.requires_grad
-        and weight.dtype is torch.float32
-        and weight.is_leaf
-        and not (torch.is_inference_mode_enabled() or weight.is_inference() or weight.is_meta)
-    )
+        return None
+    is_outside = torch.is_inference_mode_enabled() or weight.is_inference() or weight.is_meta
+    is_kept = weight.requires_grad and weight.dtype is torch.float32 and weight.is_leaf
+    if is_outside or not is_kept or not is_on() or modes.is_tracing():
+        return None
+    return used.casts[id(weight)][1].cast(weight, dtype)
 
 
 def forget(weight: Tensor) -> None:

@@ -152,20 +152,6 @@ def set_autocast_switches(switches: Switches) -> None:
     _set_cache_enabled(cache)
 
 
-def exchange_autocast_switches(switches: Switches, *, cache: bool) -> Switches:
-    """Set the switches of this thread, and return the previous ones for the same device type.
-
-    ``cache`` takes the place of that among them.
-    """
-    device_type, dtype, enabled, _ = switches
-    before = _get_dtype(device_type), _is_enabled(device_type), _is_cache_enabled()
-    _set_enabled(device_type, enabled)
-    if dtype is not before[0]:
-        _set_dtype(device_type, dtype)
-    _set_cache_enabled(cache)
-    return tuple.__new__(Switches, (device_type, *before))  # takes half the time of Switches(...)
-
-
 # (): whether any __torch_function__ mode is active in this thread.
 has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch._functorch.config
@@ -51,13 +51,13 @@ def wrap_traced_graph(wrap: WrapGraph, *, backward_off: bool) -> None:
     def wrapped_backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         devices = _autocast_devices_of(graph)
         graph.code  # noqa: B018  # generates it: torch.compile would do so in the backend's result
-        was_off = _mark.backward_off
-        _mark.backward_off |= wrapped_backend._is_backward_off  # type: ignore[attr-defined]
+        was_off = _here.backward_off
+        _here.backward_off |= wrapped_backend._is_backward_off  # type: ignore[attr-defined]
         _show_mark()
         try:
             run = wrap(backend, devices)(graph, inputs, **options)
         finally:
-            _mark.backward_off = was_off
+            _here.backward_off = was_off
             _show_mark()
         if not devices:
             return run
@@ -168,18 +168,27 @@ def numbered_guard(number: int) -> CompileGuard:
     return True, _GUARD_VALUES[number]
 
 
-def guard_now() -> CompileGuard:
-    """Return the guard of code that is compiled in this thread now."""
-    return _is_enabled(GUARD_DEVICE), _get_dtype(GUARD_DEVICE)
+class CompileMark(NamedTuple):
+    """What the code that a thread compiles depends on.
+
+    Attributes:
+        guard: The code runs only under the same guard.
+        tag: Distinguishes it in the on-disk caches; equal in every process.
+        backward_off: Whether its backward pass is compiled outside of autocast.
+    """
+
+    guard: CompileGuard
+    tag: str
+    backward_off: bool
 
 
-class _Mark(threading.local):
-    """What the code that this thread compiles depends on, beside the guard."""
+class _Here(threading.local):
+    """The mark of a thread, and the guard outside of all marks."""
 
-    tag, backward_off = "", False
+    tag, backward_off, guard_outside = "", False, (False, _USUAL)
 
 
-_mark = _Mark()
+_here = _Here()
 
 
 class _Marked:
@@ -198,18 +207,15 @@ class _Marked:
         return self._marked(self._get())
 
 
-def set_compile_mark(was: CompileGuard, guard: CompileGuard, tag: str, backward_off: bool) -> None:
-    """Set the guard and the tag for code that this thread compiles from now on.
-
-    ``was`` is the current guard. The code runs only under the same guard; ``tag`` distinguishes it
-    in the on-disk caches. ``backward_off`` compiles its backward pass outside of autocast; it
-    depends on the tag.
-    """
-    enabled, dtype = guard
+def set_compile_mark(mark: CompileMark | None) -> None:
+    """Set the mark of code that this thread compiles from now on; None ends all marks."""
+    here, dtype = _here, _get_dtype(GUARD_DEVICE)
+    if not here.tag:
+        here.guard_outside = _is_enabled(GUARD_DEVICE), dtype
+    (enabled, after), here.tag, here.backward_off = mark or (here.guard_outside, "", False)
     _set_enabled(GUARD_DEVICE, enabled)  # always: PyTorch itself switches all of them off and on
-    if dtype is not was[1]:
-        _set_dtype(GUARD_DEVICE, dtype)
-    _mark.tag, _mark.backward_off = tag, backward_off
+    if after is not dtype:
+        _set_dtype(GUARD_DEVICE, after)
     if type(_tag.user_override) is not _Marked:
         _show_mark()
 
@@ -231,9 +237,9 @@ _has_variables = isinstance(_tag.user_override, ContextVar)  # from 2.13 on
 
 
 def _tagged(users: Any) -> Any:
-    if users is _UNSET and _mark.tag:
+    if users is _UNSET and _here.tag:
         users = _tag.default if _tag.env_value_default is _UNSET else _tag.env_value_default
-    tag = _TAG_MARK + _mark.tag if _mark.tag else ""
+    tag = _TAG_MARK + _here.tag if _here.tag else ""
     return users if users is _UNSET else users.partition(_TAG_MARK)[0] + tag
 
 
@@ -246,7 +252,7 @@ _SAME, _OFF = "same_as_forward", "".join(("of", "f"))  # its identity differs fr
 
 
 def _differentiated(users: Any) -> Any:
-    return _OFF if _mark.backward_off and (users is _UNSET or users == _SAME) else users
+    return _OFF if _here.backward_off and (users is _UNSET or users == _SAME) else users
 
 
 def is_loaded() -> bool:
