@@ -85,6 +85,8 @@ class _OfModule(_Hook):
         result = self.hook(module, *map_tensors(running.shown, args[1:]))
         if result is None or isinstance(result, Tensor):
             return running.hidden(result, replaced[0])
+        if len(result) != len(replaced):  # PyTorch raises an error
+            return result
         return tuple(map(running.hidden, result, replaced))
 
 
@@ -94,9 +96,10 @@ class _AfterAccumulation(_Hook):
         if param.grad is not None:
             running.note(param.grad)
         running.unscale_([param])
-        self.hook(param)
+        result = self.hook(param)
         if not running.is_used:  # else the optimizer has stepped in the hook
             running.include([param])
+        return result  # an error of PyTorch if it is not None
 
 
 def install(patches: Patches, backward: Backward) -> None:
