@@ -51,8 +51,8 @@ test-torch:  ## all tests in a .venv of their own: [TORCH=2.15.0] [PYTHON=python
 pytest: $(READY)
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler (make test runs a share of them)
-	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaler/test_fuzz.py $(ARGS)
+fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler, and all injected faults (make test runs a share of them)
+	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaler/test_fuzz.py tests/diagnose/test_faults.py $(ARGS)
 
 pairs: $(READY)  ## our own features in all 3,600 pairs (make test runs a share of them)
 	HALFSTEP_PAIRS=all $(PYTEST) tests/test_pairs.py $(ARGS)
@@ -76,7 +76,7 @@ test-simulated: $(READY)  ## the tests that take a device, on a simulated one, w
 		$(PYTEST) -q -m "not gpu and not slow" --device sim:$$profile $(BY_PROFILE) $(ARGS); \
 	done
 
-gpu: $(READY)  ## what needs a GPU: tests, counts, times beside torch.amp; writes docs/gpu.md
+gpu: $(READY)  ## what needs a GPU: times beside torch.amp, counts, tests; writes docs/gpu.md
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 test-ranks: $(READY)  ## the tests with four ranks, on the CPU

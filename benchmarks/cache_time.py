@@ -1,8 +1,9 @@
 """What keeping casts of weights saves: halfstep.autocast against torch.autocast.
 
-Two models: the GPT with 43 million parameters, whose casts cost time, and one of 4 layers and width
-64, in one thread, where only the host time of each call counts. All variants run in one process, in
-a new random order each round; what counts is the median of the ratios within a round.
+Three models: the GPT with 43 million parameters, whose casts cost time, one of 1 GB for weights
+that a context uses again, and one of 4 layers and width 64, in one thread, where only the host time
+of each call counts. torch.autocast and float32 run in processes of their own (``baseline.py``);
+what counts is the median of the ratios within a round.
 
 The large tensors of a step come and go, and where the C library gives their memory back to the
 system each time, that is most of what one measures. glibc keeps it if told so:
@@ -13,15 +14,14 @@ system each time, that is most of what one measures. glibc keeps it if told so:
 """
 
 import argparse
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +29,17 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.train_text import GPT, GPTConfig
 
-from halfstep import autocast
+from baseline import AGAIN, measure, ratio, seconds
+from halfstep._autocast import native
 from halfstep._common.machine import device_name
-from step_time import ratios, synchronize
 
 Context = Callable[[], AbstractContextManager[None]]
 SMALL = GPTConfig(vocab=256, context=64, layers=4, heads=4, width=64)
 LARGE = GPTConfig.of_size("43m", vocab=256)
+HUGE = GPTConfig(vocab=256, context=64, layers=20, heads=16, width=1024)  # 1.0 GB in float32
+TORCH, FLOAT32 = "torch.amp", "float32"
+EACH_USE = "halfstep, cast each use"
+"""By PyTorch's kernels also where weights are used again in a context."""
 
 
 @dataclass
@@ -72,6 +76,14 @@ def forward(length: int, *, grad: bool, passes: int = 1) -> Task:
     return run
 
 
+def generate(model: Model, context: Context) -> None:
+    """Use each weight 64 times in one context."""
+    tokens = model.tokens(1, 1)
+    with torch.no_grad(), context():
+        for _ in range(64):
+            model.gpt(tokens)
+
+
 def train(micro_batches: int, length: int = 129, steps: int = 1) -> Task:
     """Return what runs optimizer steps, each after some forward and backward passes."""
 
@@ -91,6 +103,8 @@ def train(micro_batches: int, length: int = 129, steps: int = 1) -> Task:
 
 TASKS: dict[str, tuple[GPTConfig, Task]] = {
     "43 M: one token, no grad": (LARGE, forward(1, grad=False)),
+    "43 M: 64 tokens, one context": (LARGE, generate),
+    "1 GB: 64 tokens, one context": (HUGE, generate),
     "43 M: 4 micro-batches and a step": (LARGE, train(4)),
     "43 M: a step after each forward": (LARGE, train(1)),
     "small: 20 forwards, no grad": (SMALL, forward(16, grad=False, passes=20)),
@@ -99,20 +113,38 @@ TASKS: dict[str, tuple[GPTConfig, Task]] = {
 }
 
 
-def measure(
-    variants: dict[str, Callable[[], None]], rounds: int, device: str
-) -> dict[str, list[float]]:
-    """Return the seconds of every run, one for each round and variant."""
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for round_ in range(-3, rounds):  # the first three warm up
-        for name in random.sample(list(variants), len(variants)):
-            synchronize(torch.device(device))
-            start = time.perf_counter()
-            variants[name]()
-            synchronize(torch.device(device))
-            if round_ >= 0:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+def timed_tasks(library: Any, name: str, device: str) -> dict[str, Callable[[], float]]:
+    """Return what runs a task and returns its seconds, by context."""
+    config, task = TASKS[name]
+    model = Model(config, device)
+    contexts: dict[str, Context] = {
+        library.__name__: partial(library.autocast, device, torch.bfloat16)
+    }
+    if library is torch.amp:
+        contexts[FLOAT32] = nullcontext
+
+    else:
+        contexts[EACH_USE] = contexts[library.__name__]
+
+    def timed(variant: str) -> float:
+        if library is not torch.amp:
+            watch(device, is_native=variant == EACH_USE)
+        return seconds(lambda: task(model, contexts[variant]), device)
+
+    return {variant: partial(timed, variant) for variant in contexts}
+
+
+def watch(device: str, *, is_native: bool) -> None:
+    """Have PyTorch's kernels compute products, or let halfstep's see in the task what is needed."""
+    here = native.products.get(device)
+    if here is None:
+        return
+    for each in here.watches.values():
+        if is_native:
+            each.needs_kernels, each.left = False, 10**9
+        elif each.left > native.NUM_UNWATCHED:
+            each.resume()
+    here.settle()
 
 
 def main() -> None:
@@ -121,29 +153,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="the tasks whose name contains this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    dtype, threads = torch.bfloat16, torch.get_num_threads()
-    theirs: Context = lambda: torch.autocast(args.device, dtype)  # noqa: E731
-    ours: Context = lambda: autocast(args.device, dtype)  # noqa: E731
-    contexts = {
-        "torch.autocast": theirs,
-        "again": theirs,  # what is noise
-        "halfstep": ours,
-        "float32": nullcontext,
-    }
+    threads = torch.get_num_threads()
     print(f"{device_name(args.device)}, PyTorch {torch.__version__}, bfloat16")
-    print(f"{'':34}{'ms':>8}" + "".join(f"{name:>24}" for name in list(contexts)[1:]))
-    for name, (config, task) in TASKS.items():
+    shown = ["halfstep", TORCH + AGAIN, EACH_USE, FLOAT32]
+    print(f"{'':34}{'ms':>8}" + "".join(f"{name:>24}" for name in shown))
+    for name, (config, _) in TASKS.items():
         if args.only not in name:
             continue
         torch.set_num_threads(1 if config is SMALL else threads)
-        model = Model(config, args.device)
-        variants = {variant: partial(task, model, context) for variant, context in contexts.items()}
-        seconds = measure(variants, args.rounds, args.device)
-        row = f"{name:34}{statistics.median(seconds['torch.autocast']) * 1e3:8.2f}"
-        for variant in list(variants)[1:]:
-            low, middle, high = ratios(seconds[variant], seconds["torch.autocast"])
-            row += f"{middle:10.3f} ({low:.3f}-{high:.3f})"
-        print(row)
+        times = measure(timed_tasks, name, args.device, rounds=args.rounds, warm_up=4)
+        row = f"{name:34}{statistics.median(times[TORCH]) * 1e3:8.2f}"
+        print(row + "".join(f"    {ratio(times[each], times[TORCH])}" for each in shown))
     print("milliseconds of torch.autocast, and ratios to it: medians, and quartiles in brackets")
 
 

@@ -1,4 +1,10 @@
-"""One page about halfstep on this GPU: its tests, what is counted, and times beside torch.amp's.
+"""One page about halfstep on this GPU: times beside torch.amp's, what is counted, and the tests.
+
+Ten questions, in some five minutes, and then the tests for CUDA: a training step in bfloat16, in
+float16 with the scaler, and of a CNN; one token; 64 tokens in one context, which uses its weights
+again; torch.autocast after halfstep's; single calls on the host; the scaler's iteration with 12 and
+with 4,096 gradients; and ops, calls, launches and Python kernels of a step. torch.amp runs in a
+process of its own (``baseline.py``).
 
 The page is docs/gpu.md, ready to be committed. Without a GPU nothing is run or written. With
 ``--device cpu`` the page is printed instead, to see its form: it says nothing about a GPU.
@@ -46,7 +52,7 @@ class Part:
 
     title: str
     command: tuple[str, ...]
-    has_ratios: bool = False
+    has_ratios: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,20 +72,23 @@ class Done:
 
 def parts(device: str, *, quick: bool) -> list[Part]:
     """Return what is run on a device."""
-    on = ("--device", device)
-    rounds = ("--size", "small", "--rounds", "4") if quick else ("--rounds", "40")
+    on, rounds = ("--device", device), ("--rounds", "4" if quick else "40")
     step = ("benchmarks/step_time.py", *on, *rounds)
-    gradients = ("benchmarks/gradient_time.py", *on, *(("--quick",) if quick else ()))
+    size = ("--size", "small") if quick else ()
+    casts = ("benchmarks/cache_time.py", *on)
+    again = "small: 5" if quick else "64 tokens"
+    gradients = ("benchmarks/gradient_time.py", *on, "--gradients", "4096x256", *rounds)
     tests = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
     return [
-        Part("Tests", tests),
-        Part("Ops and waits, on the simulated device", ("benchmarks/accelerator_ops.py",)),
-        Part("A training step, bfloat16", (*step, "--dtype", "bfloat16"), has_ratios=True),
-        Part("A training step, float16", (*step, "--dtype", "float16"), has_ratios=True),
-        Part("From backward to the optimizer", gradients, has_ratios=True),
-        Part("Casts of weights", ("benchmarks/cache_time.py", *on, "--rounds", rounds[-1])),
-        Part("A recorded step", ("benchmarks/record_time.py", *on, *rounds)),
-        Part("Parameters in 16 bits", ("benchmarks/half_parameters.py", *on, *rounds)),
+        Part("A training step, bfloat16", (*step, *size)),
+        Part("A training step, float16", (*step, *size, "--dtype", "float16")),
+        Part("A training step of a CNN", (*step, "--size", "cnn", "--batch", "8")),
+        Part("One token", (*casts, *rounds, "--only", "small: 20" if quick else "one token")),
+        Part("64 tokens in one context", (*casts, "--rounds", "8", "--only", again)),
+        Part("Single calls on the host", ("benchmarks/host_time.py", *on)),
+        Part("The scaler, 12 gradients", ("benchmarks/step_calls.py", "--time", *on)),
+        Part("The scaler, 4,096 gradients", (*gradients, "--dtype", "float32")),
+        Part("Tests", tests, has_ratios=False),
     ]
 
 

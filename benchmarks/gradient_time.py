@@ -1,8 +1,8 @@
 """Time between backward and the optimizer's own work, against torch.amp.GradScaler.
 
 That is: checking, unscaling and clipping of the gradients, and `update`. The optimizers do nothing,
-under both scalers. All variants of a case run in one process on the same gradients, in turn and in
-a new random order each round; what counts is the median of the ratios within a round.
+under both scalers. torch.amp's runs in a process of its own (``baseline.py``), on the same
+gradients; what counts is the median of the ratios within a round.
 
     python benchmarks/gradient_time.py
     python benchmarks/gradient_time.py --quick
@@ -11,17 +11,14 @@ a new random order each round; what counts is the median of the ratios within a 
 
 import argparse
 import itertools
-import random
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from halfstep import GradScaler
+from baseline import AGAIN, measure, ratio, seconds
 from halfstep._common.machine import device_name
 from halfstep._pytorch import devices
 from reductions import DTYPES, GRADIENTS, shapes_of
@@ -31,9 +28,6 @@ WARM_UP = 5
 """In the first three steps of an optimizer halfstep looks for gradients clipped too early."""
 
 TORCH = "torch.amp"
-AGAIN = "torch.amp, again"
-"""The same once more: what is noise."""
-
 DOT = "torch.dot"
 """Reads a float32 gradient once; the bytes of another one, too."""
 
@@ -51,7 +45,7 @@ class Fused(Plain):
     _step_supports_amp_scaling = True
 
 
-Variant = tuple[Any, Callable[[Any, Plain], object]]
+Variants = dict[str, Callable[[Any, Plain], object]]
 
 
 @dataclass(frozen=True)
@@ -63,16 +57,21 @@ class Case:
     optimizer: type[Plain]
     clip: bool
 
-    def variants(self) -> dict[str, Variant]:
-        """What to compare: a kind of scaler, and what is called between backward and update."""
-        theirs, ours = torch.amp.GradScaler, GradScaler
+    def __str__(self) -> str:
+        clipped = ", clipped" * self.clip
+        return f"{self.gradients:10}{self.dtype:10}{self.optimizer.__name__.lower():7}{clipped}"
+
+    def variants(self, library: Any) -> Variants:
+        """What is called between backward and update, in a process of a library."""
+        is_float16 = self.dtype == "float16"  # to unscale it in place is an error, of torch.amp too
+        if library is torch.amp:
+            if not self.clip:
+                return {TORCH: step}
+            return {} if is_float16 else {TORCH: clip_with_torch}
         if not self.clip:
-            return {TORCH: (theirs, step), AGAIN: (theirs, step), "step()": (ours, step)}
-        in_step: dict[str, Variant] = {"step(max_norm)": (ours, clip_in_step)}
-        if self.dtype == "float16":  # to unscale it in place is an error, of torch.amp too
-            return in_step
-        before: dict[str, Variant] = dict.fromkeys((TORCH, AGAIN), (theirs, clip_with_torch))
-        return before | {"clip_grad_norm_()": (ours, clip_with_scaler)} | in_step
+            return {"step()": step}
+        in_step: Variants = {"step(max_norm)": clip_in_step}
+        return in_step if is_float16 else {"clip_grad_norm_()": clip_with_scaler} | in_step
 
 
 def cases(gradients: str, dtype: str) -> Iterator[Case]:
@@ -122,37 +121,24 @@ class Gradients:
     def timed(self, call: Callable[[], object]) -> float:
         """Return the seconds of a call that finds fresh gradients."""
         self.refresh()
-        self.synchronize()
-        start = time.perf_counter()
-        call()
-        self.synchronize()
-        return time.perf_counter() - start
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        return seconds(call, self.device.type)
 
 
-def measure(case: Case, gradients: Gradients, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every variant in every round."""
+def timed(library: Any, name: str, dtype: str, device: str) -> dict[str, Callable[[], float]]:
+    """Return what returns the seconds of each variant of each case, by both."""
+    gradients = Gradients(name, dtype, device)
     runs: dict[str, Callable[[], float]] = {}
-    is_theirs = gradients.grads[0].dtype in devices.facts(gradients.device.type).unscales
-    for name, (make, call) in case.variants().items():
-        if name in (TORCH, AGAIN) and not is_theirs:
-            continue  # torch.amp raises for bfloat16 on CUDA
-        scaler = make(gradients.device.type)
-        runs[name] = iteration(scaler, call, case.optimizer(gradients.params), gradients)
-    if len(gradients.grads) == 1:
+    # torch.amp raises for bfloat16 on CUDA.
+    if library is not torch.amp or getattr(torch, dtype) in devices.facts(device).unscales:
+        for case in cases(name, dtype):
+            for variant, call in case.variants(library).items():
+                optimizer = case.optimizer(gradients.params)
+                run = iteration(library.GradScaler(device), call, optimizer, gradients)
+                runs[f"{case}: {variant}"] = run
+    if library is torch.amp and len(gradients.grads) == 1:
         flat = gradients.grads[0].view(torch.float32)
         runs[DOT] = lambda: gradients.timed(lambda: torch.dot(flat, flat))
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(-WARM_UP, rounds):
-        for name in random.sample(list(runs), len(runs)):
-            seconds = runs[name]()
-            if round_ >= 0:
-                times[name].append(seconds)
-    return times
+    return runs
 
 
 def iteration(
@@ -171,21 +157,17 @@ def iteration(
     return run
 
 
-def ratio(times: list[float], to: list[float]) -> str:
-    """Return the median of the ratios within a round, and their quartiles."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(times, to, strict=True)], n=4)
-    return f"{middle:6.3f} ({low:.3f}-{high:.3f})"
-
-
 def print_rows(case: Case, times: dict[str, list[float]]) -> None:
-    title = f"{case.gradients:10}{case.dtype:10}{case.optimizer.__name__.lower():7}"
-    for name in [name for name in times if name not in (TORCH, AGAIN, DOT)]:
-        row = f"{title}{name:24}{statistics.median(times[name]) * 1e3:8.2f}"
-        if TORCH in times:
-            row += f"{statistics.median(times[TORCH]) * 1e3:10.2f}"
-            row += f"   {ratio(times[name], times[TORCH])}   {ratio(times[AGAIN], times[TORCH])}"
+    of_torch = f"{case}: {TORCH}"
+    for name in case.variants(None):
+        ours = times[f"{case}: {name}"]
+        row = f"{str(case).partition(',')[0]}{name:24}{statistics.median(ours) * 1e3:8.2f}"
+        if of_torch in times:
+            theirs = times[of_torch]
+            row += f"{statistics.median(theirs) * 1e3:10.2f}"
+            row += f"   {ratio(ours, theirs)}   {ratio(times[of_torch + AGAIN], theirs)}"
         if DOT in times:
-            row = f"{row:109}{ratio(times[name], times[DOT])}"
+            row = f"{row:109}{ratio(ours, times[DOT])}"
         print(row)
 
 
@@ -205,11 +187,10 @@ def main() -> None:
     print(f"{device_name(args.device)}, PyTorch {torch.__version__}, {args.rounds} rounds")
     print(f"{'':41}{'ms':>8}{'torch.amp':>10}   {'ours to torch.amp':^20}   {'noise':^20}   to dot")
     for name, dtype in itertools.product(args.gradients, args.dtype):
-        gradients = Gradients(name, dtype, args.device)
+        rounds = {"rounds": args.rounds, "warm_up": WARM_UP}
+        times = measure(timed, name, dtype, args.device, **rounds)
         for case in cases(name, dtype):
-            if sys.stderr.isatty():
-                print(f"\r{case} ", end="\r", file=sys.stderr, flush=True)
-            print_rows(case, measure(case, gradients, args.rounds))
+            print_rows(case, times)
     print("Noise: torch.amp to itself. Dot: one torch.dot")
     print("medians; in brackets the quartiles of the ratios within a round")
 

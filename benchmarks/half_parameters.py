@@ -1,28 +1,29 @@
 """Memory and time of trainings whose parameters are bfloat16, beside float32 and torch.autocast.
 
-Times: all variants run in one process, in turn and in a new random order each round; the median of
-the ratios within a round counts. Peaks: each variant takes two steps in a process of its own, which
-on the CPU is asked for its largest resident memory. The exchange is that of all parameters for
-their float32 weights and back, to reading and writing its bytes once: two copies of a float32
-tensor of their size. The loss is that of the last step: all variants take the same ones, of random
-tokens, from the same seed. With them are AdamW of optimi (torch-optimi, Kahan sums) and of torchao
-(stochastic rounding) where they are installed, both with state in bfloat16; and torchao's with
-state in 8 bits, without and with master weights.
+Times: what torch alone can do runs in a process of its own (``baseline.py``), in turn with the
+others; the median of the ratios within a round counts. Peaks: each variant takes two steps in a
+process of its own, which on the CPU is asked for its largest resident memory. The exchange is that
+of all parameters for their float32 weights and back, to reading and writing its bytes once: two
+copies of a float32 tensor of their size. The loss is that of the last step: all variants take the
+same ones, of random tokens, from the same seed. With them are AdamW of optimi (torch-optimi, Kahan
+sums) and of torchao (stochastic rounding) where they are installed, both with state in bfloat16;
+and torchao's with state in 8 bits, without and with master weights.
 
     python benchmarks/half_parameters.py
     python benchmarks/half_parameters.py --size small --length 128 --rounds 30
 """
 
 import argparse
-import math
-import random
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.train_text import GPT, SIZES, GPTConfig
 
 import halfstep
+from baseline import measure, ratio, seconds, synchronize
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_reached
 from halfstep._master_weights.exchange import Exchange, Scratch, chunks_of
@@ -51,7 +53,7 @@ VARIANTS = [
 class Training:
     """A GPT, a batch of random tokens and an AdamW, fused if it is PyTorch's."""
 
-    loss = math.nan
+    loss: torch.Tensor
 
     def __init__(self, variant: str, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -69,17 +71,12 @@ class Training:
         shape = (args.batch, min(args.length, config.context) + 1)
         self.tokens = torch.randint(config.vocab, shape, device=self.device)
 
-    def step(self) -> float:
-        """Train one step and return its seconds."""
-        synchronize(self.device)
-        start = time.perf_counter()
+    def step(self) -> None:
+        """Train one step."""
         self.optimizer.zero_grad()
-        loss = self.forward()
-        loss.backward()
+        self.loss = self.forward()
+        self.loss.backward()
         self.optimizer.step()
-        synchronize(self.device)
-        self.loss = loss.item()
-        return time.perf_counter() - start
 
     def forward(self) -> torch.Tensor:
         """Return the loss."""
@@ -135,9 +132,15 @@ def adamw(variant: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def timed(library: Any, args: argparse.Namespace) -> dict[str, Callable[[], tuple[float, float]]]:
+    """Return what trains a step and returns its seconds and its loss, by variant."""
+    by_torch = {FLOAT32, PLAIN}
+    names = [name for name in VARIANTS if (name in by_torch) == (library is torch.amp)]
+
+    def run(training: Training) -> tuple[float, float]:
+        return seconds(training.step, args.device), training.loss.item()
+
+    return {name: partial(run, Training(name, args)) for name in names}
 
 
 def resident() -> float:
@@ -146,19 +149,19 @@ def resident() -> float:
     return 1024.0 * int(status.partition("VmHWM:")[2].split()[0])
 
 
-def peak(variant: str, args: argparse.Namespace) -> float:
-    """Return the bytes that two steps of a variant take at most; in a process of its own."""
+def memory(variant: str, args: argparse.Namespace) -> tuple[float, float]:
+    """Return the bytes that two steps of a variant take at most, and those of a parameter.
+
+    In a process of its own.
+    """
     GPT(GPTConfig.of_size("tiny", vocab=256))(torch.zeros(1, 8, dtype=torch.long))
-    if args.device == "cuda":
-        training = Training(variant, args)
-        training.step()
-        training.step()
-        return float(torch.cuda.max_memory_allocated())
     before = resident()
     training = Training(variant, args)
     training.step()
     training.step()
-    return resident() - before
+    is_cuda = args.device == "cuda"
+    peak = torch.cuda.max_memory_allocated() if is_cuda else resident() - before
+    return peak, bytes_per_parameter(training)
 
 
 def exchange_ratio(store: str, args: argparse.Namespace) -> float:
@@ -196,40 +199,36 @@ def main() -> None:
     parser.add_argument("--peak", choices=VARIANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peak:
-        print(peak(args.peak, args))
+        print(*memory(args.peak, args))
         return
 
-    trainings = {name: Training(name, args) for name in VARIANTS}
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for round_ in range(-2, args.rounds):  # the first two warm up
-        for name in random.sample(VARIANTS, len(VARIANTS)):
-            seconds = trainings[name].step()
-            if round_ >= 0:
-                times[name].append(seconds)
-    memory = {name: bytes_per_parameter(each) for name, each in trainings.items()}
+    steps = measure(timed, args, rounds=args.rounds, warm_up=2, has_again=False)
+    times = {name: [passed for passed, _ in each] for name, each in steps.items()}
+    trainings = {name: Training(name, args) for name in (FLOAT32, PLAIN)}
     num_params = sum(param.numel() for param in trainings[PLAIN].model.parameters())
-    saved = {name: trainings[name].saved() for name in (FLOAT32, PLAIN)}
+    saved = {name: training.saved() for name, training in trainings.items()}
     print(
         f"{num_params / 1e6:.1f} M parameters, {args.batch} x {args.length} "
         f"tokens; {device_name(args.device)}, PyTorch {torch.__version__}"
     )
-    losses = {name: training.loss for name, training in trainings.items()}
     trainings.clear()
     command = [sys.executable, __file__, *sys.argv[1:], "--peak"]
-    peaks = {name: float(subprocess.check_output([*command, name])) for name in VARIANTS}
+    sizes = {}
+    for name in VARIANTS:
+        printed = subprocess.check_output([*command, name], text=True)
+        sizes[name] = [float(number) for number in printed.split()]
     print(
         f"{'':26}{'bytes':>7}{'peak':>7}{'loss':>8}{'ms':>9}   {'to the first':^21}{'exchange':>9}"
     )
     for name in VARIANTS:
         # autocast casts every weight that it uses.
-        total = memory[name] + (2.0 if name == FLOAT32 else 0.0)
-        pairs = zip(times[name], times[FLOAT32], strict=True)
-        low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+        peak, total = sizes[name]
+        total += 2.0 if name == FLOAT32 else 0.0
         exchange = f"{exchange_ratio(name, args):9.2f}" if name in STORES else ""
         print(
-            f"{name:26}{total:7.2f}{peaks[name] / peaks[FLOAT32]:7.2f}{losses[name]:8.4f}"
+            f"{name:26}{total:7.2f}{peak / sizes[FLOAT32][0]:7.2f}{steps[name][-1][1]:8.4f}"
             f"{statistics.median(times[name]) * 1e3:9.1f}   "
-            f"{middle:6.3f} ({low:.3f}-{high:.3f}){exchange}"
+            f"{ratio(times[name], times[FLOAT32])}{exchange}"
         )
     print(
         "bytes of weights, casts, gradients and state for each parameter; the peak to the first's"

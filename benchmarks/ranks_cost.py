@@ -2,21 +2,21 @@
 
 PyTorch's fake process group stands for the other ranks, so that the times are those of this host
 alone, in which the gradients are tiny: what is left is what each of them costs in Python and in
-PyTorch's dispatcher. The optimizers do nothing. All variants of a case run in turn and in a new
-random order each round; what counts is the median of the ratios within a round.
+PyTorch's dispatcher. The optimizers do nothing. torch.amp runs in a process of its own
+(``baseline.py``); what counts is the median of the ratios within a round.
 
     python benchmarks/ranks_cost.py
     python benchmarks/ranks_cost.py --ranks 16 --tensors 1000 --rounds 20
 """
 
 import argparse
+import atexit
 import gc
 import itertools
 import logging
-import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from gradient_time import Fused, Plain, ratio
+from baseline import AGAIN, measure, ratio
+from gradient_time import Fused, Plain
 from halfstep import GradScaler
 from halfstep._common.machine import device_name
 from ranks_counts import (
@@ -48,8 +49,6 @@ FEW = 500
 """PyTorch's own clipping of more DTensors is left out: its first call takes minutes for 10,000."""
 
 TORCH = "torch.amp"
-AGAIN = "torch.amp, again"
-"""The same once more: what is noise."""
 ALONE = "one rank"
 """halfstep on as many gradients that no other rank has a share of."""
 OURS = "halfstep"
@@ -107,34 +106,30 @@ def sent(layout: str, count: int, optimizer: str, call: str) -> list[Collective]
     return counted(scaler(layout), CALLS[call][0], OPTIMIZERS[optimizer](params)).found
 
 
-def measure(
-    layout: str,
-    optimizer: type[Plain],
-    call: str,
-    spread: Sequence[nn.Parameter],
-    alone: Sequence[nn.Parameter],
-    rounds: int,
-) -> dict[str, list[float]]:
-    """Return the seconds of every variant in every round."""
-    ours, theirs = CALLS[call]
-    variants: dict[str, tuple[Callable[[], Any], Call, Sequence[nn.Parameter]]] = {
-        OURS: (partial(scaler, layout), ours, spread),
-        ALONE: (partial(GradScaler, process_group="local"), ours, alone),
-    }
-    if theirs is not clip_with_torch or layout == "plain" or len(spread) <= FEW:
-        amp = partial(torch.amp.GradScaler, "cpu")
-        variants |= dict.fromkeys((TORCH, AGAIN), (amp, theirs, spread))
-    runs = {
-        name: partial(timed, make(), each, optimizer(params))
-        for name, (make, each, params) in variants.items()
-    }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(-WARM_UP, rounds):
-        for name in random.sample(list(runs), len(runs)):
-            seconds = runs[name]()
-            if round_ >= 0:
-                times[name].append(seconds)
-    return times
+def runs(library: Any, ranks: int, layout: str, count: int) -> dict[str, Callable[[], float]]:
+    """Return what returns the seconds of every case and variant, by both, in a world of ranks."""
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    is_torch = library is torch.amp
+    world = fake_ranks(ranks)
+    world.__enter__()
+    atexit.register(world.__exit__, None, None, None)
+    spread = parameters(layout, count)
+    alone = spread if is_torch or layout == "plain" else parameters("plain", count)
+    gc.collect()
+    gc.freeze()  # what stays is not looked at again in the middle of a measurement
+    found = {}
+    for optimizer, name in itertools.product(OPTIMIZERS, CALLS):
+        ours, theirs = CALLS[name]
+        scalers: dict[str, tuple[Any, Call, Any]] = {}
+        if not is_torch:
+            scalers[OURS] = scaler(layout), ours, spread
+            scalers[ALONE] = GradScaler(process_group="local"), ours, alone
+        elif theirs is not clip_with_torch or layout == "plain" or count <= FEW:
+            scalers[TORCH] = torch.amp.GradScaler("cpu"), theirs, spread
+        for variant, (each, call, params) in scalers.items():
+            run = partial(timed, each, call, OPTIMIZERS[optimizer](params))
+            found[f"{optimizer:7}{name}: {variant}"] = run
+    return found
 
 
 def timed(scaler: Any, call: Call, optimizer: torch.optim.Optimizer) -> float:
@@ -149,11 +144,12 @@ def timed(scaler: Any, call: Call, optimizer: torch.optim.Optimizer) -> float:
     return time.thread_time() - start
 
 
-def print_row(title: str, times: dict[str, list[float]]) -> None:
-    row = f"{title:38}{statistics.median(times[OURS]) * 1e3:8.1f}"
-    row += f"   {ratio(times[OURS], times[ALONE])}"
-    if TORCH in times:
-        row += f"   {ratio(times[OURS], times[TORCH])}   {ratio(times[AGAIN], times[TORCH])}"
+def print_row(layout: str, case: str, times: dict[str, list[float]]) -> None:
+    ours, theirs = times[f"{case}: {OURS}"], times.get(f"{case}: {TORCH}")
+    row = f"{layout:12}{case:26}{statistics.median(ours) * 1e3:8.1f}"
+    row += f"   {ratio(ours, times[f'{case}: {ALONE}'])}"
+    if theirs is not None:
+        row += f"   {ratio(ours, theirs)}   {ratio(times[f'{case}: {TORCH}{AGAIN}'], theirs)}"
     print(row, flush=True)
 
 
@@ -171,15 +167,13 @@ def main() -> None:
     print(f"{device_name('cpu')}, PyTorch {torch.__version__}")
     print(f"{args.ranks:,} ranks, {args.tensors:,} gradients, {args.rounds} rounds")
     print(f"{'':38}{'ms':>8}   {'to one rank':^21}   {'to torch.amp':^21}   {'noise':^21}")
-    with fake_ranks(args.ranks):
-        for layout in args.layouts:
+    for layout in args.layouts:
+        rounds = {"rounds": args.rounds, "warm_up": WARM_UP}
+        times = measure(runs, args.ranks, layout, args.tensors, **rounds)
+        with fake_ranks(args.ranks):
             spread = parameters(layout, args.tensors)
-            alone = spread if layout == "plain" else parameters("plain", args.tensors)
-            gc.collect()
-            gc.freeze()  # what stays is not looked at again in the middle of a measurement
             for optimizer, call in itertools.product(OPTIMIZERS, CALLS):
-                times = measure(layout, OPTIMIZERS[optimizer], call, spread, alone, args.rounds)
-                print_row(f"{layout:12}{optimizer:7}{call}", times)
+                print_row(layout, f"{optimizer:7}{call}", times)
                 found = counted(scaler(layout), CALLS[call][0], OPTIMIZERS[optimizer](spread))
                 print(f"{'':12}sends {', '.join(map(str, found.found)) or 'nothing'}")
     print("medians; in brackets the quartiles of the ratios within a round")

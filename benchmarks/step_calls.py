@@ -1,23 +1,24 @@
 """What a step costs the host beside torch.amp's: Python calls and dispatched ops.
 
-No clock: the figures are the same in every run. With ``--time`` a table of times follows, of paired
-rounds on one thread. One iteration is ``scale``, ``step``, ``update`` of
-12 parameters of 64 x 64 on the CPU; with clipping, ``step(max_norm=)`` beside ``unscale_`` and
-``torch.nn.utils.clip_grad_norm_``. ``--buffers`` prints instead what it costs that a skipped step
-restores the buffers of its module: ops, bytes, and the time of a step of a small CNN to that of one
-that no scaler watches.
+No clock: the figures are the same in every run. torch.amp's scaler runs in a process of its own
+(``baseline.py``). With ``--time`` a table of times follows, of rounds in turn on one thread. One
+iteration is ``scale``, ``step``, ``update`` of 12 parameters of 64 x 64; with clipping,
+``step(max_norm=)`` beside ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``. ``--buffers`` prints
+instead what it costs that a skipped step restores the buffers of its module: ops, bytes, and the
+time of a step of a small CNN to that of one that no scaler watches.
 
-    python benchmarks/step_calls.py [--time | --buffers]
+    python benchmarks/step_calls.py [--time [--device cuda] | --buffers]
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
+from baseline import AGAIN, measure, ratio, seconds
 from halfstep._gradients import scalars
 from halfstep._pytorch import modes
 
@@ -33,19 +35,6 @@ WARM_UP = 20
 
 
 NUM_ROUNDS, NUM_ITERATIONS = 60, 50
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one iteration costs.
-
-    Attributes:
-        calls: Calls of Python functions, those of the optimizer included.
-        ops: Ops dispatched.
-    """
-
-    calls: int
-    ops: int
 
 
 class _Ops(TorchDispatchMode):
@@ -58,9 +47,9 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def cost(make_scaler: Callable[..., Any], *, fused: bool, clips: bool) -> Cost:
-    """Return what one iteration costs."""
-    iterate = _iteration(make_scaler, fused=fused, clips=clips)
+def cost(make_scaler: Callable[..., Any], *, fused: bool, clips: bool) -> tuple[int, int]:
+    """Return the Python calls of an iteration, those of the optimizer included, and its ops."""
+    iterate = _iteration(make_scaler, "cpu", fused=fused, clips=clips)
     for _ in range(WARM_UP):
         iterate()
     calls = 0
@@ -74,19 +63,22 @@ def cost(make_scaler: Callable[..., Any], *, fused: bool, clips: bool) -> Cost:
     sys.setprofile(None)
     with _Ops() as ops:
         iterate()
-    return Cost(calls, ops.count)
+    return calls, ops.count
 
 
-def _iteration(make_scaler: Callable[..., Any], *, fused: bool, clips: bool) -> Callable[[], None]:
-    params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(12)]
+def _iteration(
+    make_scaler: Callable[..., Any], device: str, *, fused: bool, clips: bool
+) -> Callable[[], None]:
+    params = [torch.nn.Parameter(torch.randn(64, 64, device=device)) for _ in range(12)]
     optimizer = torch.optim.AdamW(params, fused=fused, foreach=None if fused else True)
-    scaler = make_scaler("cpu", init_scale=1024.0, growth_interval=10**6)
+    scaler = make_scaler(device, init_scale=1024.0, growth_interval=10**6)
     for param in params:
         param.grad = torch.randn_like(param)
-    is_ours = isinstance(scaler, halfstep.GradScaler)
+    loss = torch.ones((), device=device)
+    is_ours = type(scaler) is not torch.amp.GradScaler
 
     def iterate() -> None:
-        scaler.scale(torch.ones(()))
+        scaler.scale(loss)
         if clips and is_ours:
             scaler.step(optimizer, max_norm=1.0)
         else:
@@ -99,19 +91,34 @@ def _iteration(make_scaler: Callable[..., Any], *, fused: bool, clips: bool) -> 
     return iterate
 
 
-def time_ratios(*, fused: bool, clips: bool) -> tuple[float, list[float]]:
-    """Return the milliseconds of an iteration of ours, and ratios to torch.amp's, a round each."""
-    ours = _iteration(halfstep.GradScaler, fused=fused, clips=clips)
-    theirs = _iteration(torch.amp.GradScaler, fused=fused, clips=clips)
-    times: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
-    for number in range(NUM_ROUNDS):
-        for iterate in (ours, theirs) if number % 2 else (theirs, ours):
-            start = time.perf_counter()
-            for _ in range(NUM_ITERATIONS):
-                iterate()
-            times[iterate].append((time.perf_counter() - start) / NUM_ITERATIONS)
-    ratios = [mine / other for mine, other in zip(times[ours], times[theirs], strict=True)]
-    return 1e3 * statistics.median(times[ours]), ratios
+KINDS = {
+    ("fused" if fused else "plain") + " + clip" * clips: {"fused": fused, "clips": clips}
+    for fused in (False, True)
+    for clips in (False, True)
+}
+LIBRARIES = "halfstep", "torch.amp"
+
+
+def counted(library: Any) -> dict[str, Callable[[], tuple[int, int]]]:
+    """Return what returns the calls and ops of an iteration, by its kind."""
+    return {
+        f"{library.__name__}, {kind}": partial(cost, library.GradScaler, **options)
+        for kind, options in KINDS.items()
+    }
+
+
+def timed(library: Any, device: str) -> dict[str, Callable[[], float]]:
+    """Return what returns the seconds of some iterations, by their kind."""
+
+    def iterations(iterate: Callable[[], None]) -> None:
+        for _ in range(NUM_ITERATIONS):
+            iterate()
+
+    runs = {}
+    for kind, options in KINDS.items():
+        iterate = _iteration(library.GradScaler, device, **options)
+        runs[f"{library.__name__}, {kind}"] = partial(seconds, partial(iterations, iterate), device)
+    return runs
 
 
 # --- buffers --------------------------------------------------------------------------------------
@@ -208,42 +215,44 @@ def print_buffers() -> None:
         print(f"| {' | '.join(map(str, row))} |")
     _, watched = _training(small_cnn, watches=True, fused=False)
     _, other = _training(small_cnn, watches=False, fused=False)
-    ratios = []
+    pairs = []
     for number in range(NUM_ROUNDS):
         times = {}
         for iterate in (watched, other) if number % 2 else (other, watched):
             start = time.perf_counter()
             iterate()
             times[iterate] = time.perf_counter() - start
-        ratios.append(times[watched] / times[other])
-    low, middle, high = statistics.quantiles(ratios[5:], n=4)
-    print(f"time of a step of small_cnn, watched to not: {middle:.3f} ({low:.3f}-{high:.3f})")
+        pairs.append((times[watched], times[other]))
+    print(f"time of a step of small_cnn, watched to not: {ratio(*zip(*pairs[5:], strict=True))}")
 
 
 def main() -> None:
     """Print the tables."""
-    if "--buffers" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--time", action="store_true", help="a table of times, too")
+    parser.add_argument("--buffers", action="store_true", help="what restored buffers cost instead")
+    parser.add_argument("--device", default="cpu", help="of the times")
+    args = parser.parse_args()
+    if args.buffers:
         print_buffers()
         return
     print("| step | Python calls, torch.amp's | ratio | ops, torch.amp's |")
     print("|---|---|---|---|")
-    for fused in (False, True):
-        for clips in (False, True):
-            ours = cost(halfstep.GradScaler, fused=fused, clips=clips)
-            theirs = cost(torch.amp.GradScaler, fused=fused, clips=clips)
-            name = ("fused" if fused else "plain") + (" + clip" if clips else "")
-            ratio = f"{ours.calls / theirs.calls:.2f}"
-            print(f"| {name} | {ours.calls}, {theirs.calls} | {ratio} | {ours.ops}, {theirs.ops} |")
-    if "--time" not in sys.argv[1:]:
+    costs = measure(counted, has_again=False)
+    for kind in KINDS:
+        (calls, ops), (their_calls, their_ops) = (costs[f"{lib}, {kind}"][0] for lib in LIBRARIES)
+        of_calls = f"{calls / their_calls:.2f}"
+        print(f"| {kind} | {calls}, {their_calls} | {of_calls} | {ops}, {their_ops} |")
+    if not args.time:
         return
     torch.set_num_threads(1)
-    print("\n| step | ms | to torch.amp's: median, quartiles |\n|---|---|---|")
-    for fused in (False, True):
-        for clips in (False, True):
-            name = ("fused" if fused else "plain") + (" + clip" if clips else "")
-            milliseconds, ratios = time_ratios(fused=fused, clips=clips)
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            print(f"| {name} | {milliseconds:.3f} | {middle:.3f} ({low:.3f}-{high:.3f}) |")
+    times = measure(timed, args.device, rounds=NUM_ROUNDS, warm_up=2)
+    print(f"\n{'':14}{'ms':>8}   {'to torch.amp':^20}   {'torch.amp, again':^20}")
+    for kind in KINDS:
+        ours, theirs = (times[f"{library}, {kind}"] for library in LIBRARIES)
+        again = ratio(times[f"torch.amp, {kind}{AGAIN}"], theirs)
+        milliseconds = 1e3 * statistics.median(ours) / NUM_ITERATIONS
+        print(f"{kind:14}{milliseconds:8.3f}   {ratio(ours, theirs)}   {again}")
 
 
 if __name__ == "__main__":

@@ -1,98 +1,108 @@
 """Time of one training step under halfstep.autocast against torch.autocast and against float32.
 
-All variants run in one process, in turn and in a new random order each round, so that whatever
-else the machine does hits them alike. What counts is the median of the ratios within a round. A
-last table has no clock: the ops of a step, the bytes that they read and write, and Python's calls.
+torch.autocast and float32 run in processes of their own (``baseline.py``), in turn with halfstep's.
+"torch.autocast after halfstep's" runs in the process of the latter, whose kernels it meets. What
+counts is the median of the ratios within a round. In float16 the step is a whole iteration of
+the library's scaler. A last table has no clock: the ops of a step, the bytes that they read and
+write, calls of Python, halfstep's kernels that are entered and, on a GPU, launches.
 
     python benchmarks/step_time.py
     python benchmarks/step_time.py --size small --rounds 50 --dtype float16
+    python benchmarks/step_time.py --size cnn --batch 8
     python benchmarks/step_time.py --compile --rounds 16
 """
 
 import argparse
 import cProfile
 import pstats
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.baseline import AGAIN, measure, ratio, seconds, synchronize
 from examples.train_text import GPT, SIZES, GPTConfig
 
-from halfstep import autocast
 from halfstep._common.machine import device_name
 
-Variant = Callable[[], AbstractContextManager[None]]
+Context = Callable[[], AbstractContextManager[Any]]
+TORCH, FLOAT32 = "torch.autocast", "float32"
+OURS, AFTERWARDS = "halfstep.autocast", "torch.autocast after halfstep's"
 
 
-def variants(device: str, dtype: torch.dtype) -> dict[str, Variant]:
-    """The contexts to compare; the first two are what the others are divided by."""
-    return {
-        "torch.autocast": lambda: torch.autocast(device, dtype),
-        "float32": nullcontext,
-        "torch.autocast, again": lambda: torch.autocast(device, dtype),  # what is noise
-        "halfstep.autocast": lambda: autocast(device, dtype),
-        "halfstep.autocast(policy='torch')": lambda: autocast(device, dtype, policy="torch"),
-    }
+def contexts(library: Any, device: str, dtype: torch.dtype) -> dict[str, Context]:
+    """Return the contexts to compare in a process of a library."""
+    theirs = partial(torch.autocast, device, dtype)
+    if library is torch.amp:
+        return {TORCH: theirs, FLOAT32: nullcontext}
+    return {OURS: partial(library.autocast, device, dtype), AFTERWARDS: theirs}
+
+
+CNN = "cnn"
 
 
 class Training:
-    """A GPT, a batch of random tokens and AdamW; ``step`` is what gets timed."""
+    """A GPT or a CNN, a random batch, AdamW and perhaps a scaler; ``step`` is what gets timed."""
 
-    def __init__(self, size: str, batch: int, length: int, device: str, *, compiled: bool) -> None:
+    def __init__(
+        self,
+        size: str,
+        batch: int,
+        length: int,
+        device: str,
+        *,
+        compiled: bool = False,
+        make_scaler: Callable[[str], Any] | None = None,
+    ) -> None:
         torch.manual_seed(0)
-        config = GPTConfig.of_size(size, vocab=256)
-        self.model = GPT(config).to(device)
+        if size == CNN:
+            self.model: nn.Module = cnn().to(device)
+            self.inputs = torch.randn(batch, 3, 32, 32, device=device)
+            self.targets = torch.randint(10, (batch,), device=device)
+        else:
+            config = GPTConfig.of_size(size, vocab=256)
+            self.model = GPT(config).to(device)
+            shape = (batch, min(length, config.context) + 1)
+            tokens = torch.randint(config.vocab, shape, device=device)
+            self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:].flatten()
         if compiled:
             self.model.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-        shape = (batch, min(length, config.context) + 1)
-        self.tokens = torch.randint(config.vocab, shape, device=device)
+        self.scaler = make_scaler(device) if make_scaler else None
 
-    def step(self, context: AbstractContextManager[None]) -> float:
-        """Train one step and return its seconds."""
-        synchronize(self.tokens.device)
-        start = time.perf_counter()
+    def step(self, context: AbstractContextManager[Any]) -> None:
+        """Train one step."""
         self.optimizer.zero_grad()
         with context:
-            logits = self.model(self.tokens[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten())
-        loss.backward()
-        self.optimizer.step()
-        synchronize(self.tokens.device)
-        return time.perf_counter() - start
+            loss = F.cross_entropy(self.model(self.inputs).flatten(0, -2), self.targets)
+        if self.scaler is None:
+            loss.backward()
+            self.optimizer.step()
+            return
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def measure(
-    training: Training, contexts: dict[str, Variant], rounds: int
-) -> dict[str, list[float]]:
-    """Return the seconds of every step, one for each round and variant."""
-    times: dict[str, list[float]] = {name: [] for name in contexts}
-    for round_ in range(-2, rounds):  # the first two warm up
-        for name in random.sample(list(contexts), len(contexts)):
-            seconds = training.step(contexts[name]())
-            if round_ >= 0:
-                times[name].append(seconds)
-        if sys.stderr.isatty():
-            print(f"\rround {max(round_ + 1, 0)} of {rounds} ", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    return times
+def cnn() -> nn.Module:
+    """Return six convolutions with batch norm, for images of 32 x 32."""
+    layers: list[nn.Module] = []
+    for before, after, stride in (
+        (3, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1),
+    ):  # fmt: skip
+        conv = nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
+        layers += [conv, nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
 class Ops(TorchDispatchMode):
@@ -120,22 +130,63 @@ def ops_of(training: Training, context: AbstractContextManager[None]) -> Ops:
     return ops
 
 
-def calls_of(training: Training, context: AbstractContextManager[None]) -> int:
-    """Return the number of calls of Python, which the host makes one after the other."""
+def calls_of(training: Training, context: AbstractContextManager[None]) -> tuple[int, int]:
+    """Return the number of calls of Python, and of halfstep's kernels that are entered."""
     with cProfile.Profile() as profile:
         training.step(context)
-    return pstats.Stats(profile).total_calls
+    stats: Any = pstats.Stats(profile)
+    kernels = [
+        calls[1]
+        for (file, _, name), calls in stats.stats.items()
+        if (Path(file).name, name) == ("kernels.py", "kernel")
+    ]
+    return stats.total_calls, sum(kernels)
 
 
-def ratios(times: list[float], to: list[float]) -> tuple[float, float, float]:
-    """Return the quartiles of the ratios within each round."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(times, to, strict=True)], n=4)
-    return low, middle, high
+def launches_of(training: Training, context: AbstractContextManager[None]) -> int:
+    """Return the number of kernels that a step launches on a GPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        training.step(context)
+        synchronize(training.inputs.device.type)
+    return sum("LaunchKernel" in event.name for event in profile.events())
+
+
+def training_of(library: Any, args: argparse.Namespace) -> Training:
+    make_scaler = library.GradScaler if args.dtype == "float16" else None
+    shape = args.size, args.batch, args.length, args.device
+    return Training(*shape, compiled=args.compile, make_scaler=make_scaler)
+
+
+def timed_steps(library: Any, args: argparse.Namespace) -> dict[str, Callable[[], float]]:
+    """Return what makes a step and returns its seconds, by context."""
+    training, dtype = training_of(library, args), getattr(torch, args.dtype)
+
+    def timed(context: Context) -> float:
+        return seconds(lambda: training.step(context()), args.device)
+
+    each = contexts(library, args.device, dtype).items()
+    return {name: partial(timed, context) for name, context in each}
+
+
+def counted_steps(library: Any, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """Return what makes a step and returns what is counted in it, by context."""
+    training, dtype = training_of(library, args), getattr(torch, args.dtype)
+
+    def counted(context: Context) -> tuple[int, ...]:
+        for _ in range(4):  # halfstep's kernels of products watch the first contexts, and leave
+            training.step(context())
+        ops = ops_of(training, context())
+        launches = launches_of(training, context()) if args.device == "cuda" else 0
+        return ops.count, ops.bytes, *calls_of(training, context()), launches
+
+    each = contexts(library, args.device, dtype).items()
+    return {name: partial(counted, context) for name, context in each}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="43m")
+    parser.add_argument("--size", choices=[*SIZES, CNN], default="43m")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=256, help="tokens in a sequence")
     parser.add_argument("--rounds", type=int, default=40)
@@ -144,28 +195,23 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="the model, with torch.compile")
     args = parser.parse_args()
 
-    training = Training(args.size, args.batch, args.length, args.device, compiled=args.compile)
-    contexts = variants(args.device, getattr(torch, args.dtype))
     print(
-        f"{training.model.num_parameters() / 1e6:.1f} M parameters, {args.batch} x {args.length} "
-        f"tokens, {args.dtype}{', compiled' * args.compile}; {device_name(args.device)}, "
-        f"PyTorch {torch.__version__}"
+        f"{args.size}, a batch of {args.batch}, for a GPT {args.length} tokens each, {args.dtype}"
+        f"{', compiled' * args.compile}; {device_name(args.device)}, PyTorch {torch.__version__}"
     )
-    times = measure(training, contexts, args.rounds)
+    times = measure(timed_steps, args, rounds=args.rounds, warm_up=4)
     print(f"{'':36}{'ms':>8}   {'to torch.autocast':^20}   {'to float32':^20}")
-    for name, seconds in times.items():
-        row = f"{name:36}{statistics.median(seconds) * 1e3:8.1f}"
-        for base in ("torch.autocast", "float32"):
-            low, middle, high = ratios(seconds, times[base])
-            row += f"   {middle:6.3f} ({low:.3f}-{high:.3f})"
-        print(row)
+    for name, each in times.items():
+        if name != FLOAT32 + AGAIN:
+            row = f"{name:36}{statistics.median(each) * 1e3:8.1f}"
+            print(row + "".join(f"   {ratio(each, times[base])}" for base in (TORCH, FLOAT32)))
     print("medians; in brackets the quartiles of the ratios within a round")
     if not args.compile:
-        for name, make in contexts.items():
-            ops = ops_of(training, make())
+        counts = measure(counted_steps, args, has_again=False)
+        for name, ((ops, size, calls, kernels, launches),) in counts.items():
             print(
-                f"{name:36}{ops.count:8} ops{ops.bytes / 1e6:12.2f} MB read and written"
-                f"{calls_of(training, make()):10,} calls of Python"
+                f"{name:36}{ops:6} ops{size / 1e6:10.2f} MB read and written{calls:8,} calls of "
+                f"Python, {kernels} kernels of halfstep{f', {launches} launches' * bool(launches)}"
             )
 
 

@@ -2,7 +2,7 @@
 
 Forward and backward, both kinds in turn in one process. "time" is the median of the ratios within a
 round, with the quartiles; "saved" is what the forward pass keeps for the backward pass, in MB.
-"Convolutions" are compared with the policy "torch", that is with torch.autocast.
+Convolutions are compared with those under the policy "torch".
 
     python benchmarks/sums_cost.py
     python benchmarks/sums_cost.py --rounds 100 --dtype fp16

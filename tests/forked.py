@@ -116,6 +116,19 @@ def python(
         return Done(code, *(path.read_text() for path in streams.values()))
 
 
+def one_after_another(*calls: list[object], cwd: Path, warnings: str = "") -> list[str]:
+    """Run scripts in one process, which imports what they share once; return what each prints."""
+    lines = [[str(each) for each in call] for call in calls]
+    code = (
+        f"import os, runpy, sys, tempfile\nfor sys.argv in {lines}:\n"
+        f"    os.chdir(tempfile.mkdtemp(dir={str(cwd)!r}))  # each leaves its files in its own\n"
+        "    runpy.run_path(sys.argv[0], run_name='__main__')\n    print('\\0', end='')\n"
+    )
+    done = python("-c", code, cwd=cwd, warnings=warnings)
+    assert done.code == 0, done.err
+    return done.out.split("\0")[:-1]
+
+
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """Start the process that forks."""

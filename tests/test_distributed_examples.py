@@ -26,8 +26,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pool, RankFailedError
 from torch import nn
 
 import halfstep
@@ -50,15 +51,28 @@ def common() -> ModuleType:
 # --- in ranks that have imported PyTorch ----------------------------------------------------------
 
 
-def run_in_ranks(names: list[str], folder: Path, *options: object) -> str:
-    """Run examples one after the other in two new processes; return what they print."""
+def run_in_ranks(names: list[str], folder: Path, *options: object, killed: int = 0) -> str:
+    """Run examples one after the other in two new processes; return what they print.
+
+    One of them is killed when it writes its part of checkpoint number ``killed``.
+    """
     with contextlib.closing(Pool()) as pool:
-        arguments = names, folder, list(map(str, options))
+        arguments = names, folder, list(map(str, options)), killed
         printed, _ = pool.run(run_on_a_rank, *arguments, timeout=250, group_timeout=200)
     return printed
 
 
-def run_on_a_rank(rank: int, names: list[str], folder: Path, options: list[str]) -> str:
+def run_on_a_rank(
+    rank: int, names: list[str], folder: Path, options: list[str], killed: int
+) -> str:
+    write, written = dcp.FileSystemWriter.write_data, []
+
+    def write_or_die(*args: Any) -> Any:
+        written.append(args)
+        if rank == 1 and len(written) == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(*args)
+
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())  # torchrun tells it
     sys.path.insert(0, str(FOLDER))
     printed = io.StringIO()
@@ -66,6 +80,7 @@ def run_on_a_rank(rank: int, names: list[str], folder: Path, options: list[str])
     warnings.filterwarnings("error", module=r"__main__|common|halfstep")
     with (
         contextlib.redirect_stdout(printed),
+        patch.object(dcp.FileSystemWriter, "write_data", write_or_die),
         patch.object(dist, "init_process_group"),
         patch.object(dist, "destroy_process_group"),
     ):
@@ -100,15 +115,6 @@ class Run:
     @property
     def lines(self) -> list[str]:
         return lines_of(self.printed)
-
-    @property
-    def resumed_at(self) -> int:
-        return resumed_at(self.printed)
-
-    def finish(self) -> str:
-        assert self.torchrun.wait(timeout=200) == 0, self.printed
-        assert not re.search(r"(?:examples|halfstep)/.*Warning", self.printed), self.printed
-        return self.printed
 
     def wait_until(self, seen: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 100
@@ -175,7 +181,7 @@ def check_training(lines: list[str], steps: int) -> None:
 
 def test_what_is_printed_after_a_restart(tmp_path: Path) -> None:
     names = [name for name in EXAMPLES if name != "ddp"]
-    options = "--steps", 20, "--checkpoint-every", 6
+    options = "--steps", 20, "--checkpoint-every", 9
     whole = run_in_ranks(names, tmp_path, *options)
     again = run_in_ranks(names, tmp_path, *options)
     assert "skipped: overflow" in whole
@@ -192,33 +198,29 @@ def of_one(name: str, printed: str) -> str:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks in /proc")
 def test_what_is_printed_after_kills(tmp_path: Path) -> None:
-    options = "--steps", 30, "--checkpoint-every", 5
-    arguments = FOLDER / "ddp.py", *options, "--folder"
+    options = "--steps", 20, "--checkpoint-every", 5
     whole = lines_of(run_in_ranks(["ddp"], tmp_path / "whole", *options))
-    check_training(whole, steps=30)
+    check_training(whole, steps=20)
     assert any("skipped: overflow" in line for line in whole)
 
-    folder = tmp_path / "killed"
-    rank_killed = Run(tmp_path / "1.txt", *arguments, folder)
-    rank_killed.wait_until((folder / "step-00000005").exists)
-    rank_killed.wait_until((folder / "unfinished").exists)  # in the middle of saving
-    os.kill(rank_killed.ranks()[1], signal.SIGKILL)
-    assert rank_killed.torchrun.wait(timeout=100) != 0
-    assert rank_killed.lines == whole[: len(rank_killed.lines)]
+    folder = tmp_path / "ddp"
+    with pytest.raises(RankFailedError, match="rank 1: the process died with exit code -9"):
+        run_in_ranks(["ddp"], tmp_path, *options, killed=2)
+    assert saved(folder) == ["step-00000005"]
+    assert (folder / "unfinished").exists()  # it was killed in the middle of saving
 
-    torchrun_killed = Run(tmp_path / "2.txt", *arguments, folder)
+    torchrun_killed = Run(tmp_path / "log.txt", FOLDER / "ddp.py", *options, "--folder", folder)
     torchrun_killed.wait_until(lambda: len(torchrun_killed.lines) > 2)
     orphans = torchrun_killed.ranks()
     torchrun_killed.torchrun.kill()
     torchrun_killed.torchrun.wait()
+    assert resumed_at(torchrun_killed.printed) == 5
+    assert torchrun_killed.lines == whole[5:][: len(torchrun_killed.lines)]
 
-    last = Run(tmp_path / "3.txt", *arguments, folder)
-    last.finish()
+    last = run_in_ranks(["ddp"], tmp_path, *options)
     assert [processes().get(pid, "Z")[0] for pid in orphans] == ["Z", "Z"]  # gone, or unburied
-    start = torchrun_killed.resumed_at
-    assert torchrun_killed.lines == whole[start:][: len(torchrun_killed.lines)]
-    assert 5 <= start <= last.resumed_at < 30
-    assert last.lines == whole[last.resumed_at :]
+    assert 5 <= resumed_at(last) < 20
+    assert lines_of(last) == whole[resumed_at(last) :]
 
 
 # --- what they share, in this process -------------------------------------------------------------
@@ -273,7 +275,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint(
     for step in (1, 2, 3):
         first.step(step)
     with monkeypatch.context() as context:
-        context.setattr(common().dcp, "save", save_half)
+        context.setattr(dcp, "save", save_half)
         with pytest.raises(KeyboardInterrupt):
             first.step(4)
     first.end()

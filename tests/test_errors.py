@@ -3,6 +3,8 @@
 import ast
 import importlib
 import pkgutil
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -36,27 +38,34 @@ def own_errors() -> set[type]:
     }
 
 
+@cache
+def nodes() -> dict[Path, list[ast.AST]]:
+    """Return the nodes of each file of the package."""
+    files = SOURCE.rglob("*.py")
+    return {path: [*ast.walk(ast.parse(path.read_text()))] for path in files}
+
+
+def name_of(node: ast.AST) -> str:
+    """Return the name of a function or category, without that of its module."""
+    return getattr(node, "id", None) or getattr(node, "attr", "")
+
+
 def caught() -> set[str]:
     """The names in all ``except`` clauses of the package, and in what asks for a class."""
     found = set()
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ExceptHandler) and node.type is not None:
-                found |= {each.id for each in ast.walk(node.type) if isinstance(each, ast.Name)}
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
-                found |= {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+    for node in chain(*nodes().values()):
+        if isinstance(node, ast.ExceptHandler) and node.type is not None:
+            found |= {each.id for each in ast.walk(node.type) if isinstance(each, ast.Name)}
+        if isinstance(node, ast.Call) and name_of(node.func) == "isinstance":
+            found |= {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
     return found
 
 
 def warned() -> set[str]:
     """The names of the categories in all calls of ``warnings.warn``."""
-    found = set()
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warn"):
-                given = [*node.args, *(keyword.value for keyword in node.keywords)]
-                found |= {each.id for each in given if isinstance(each, ast.Name)}
-    return found
+    calls = (node for node in chain(*nodes().values()) if isinstance(node, ast.Call))
+    given = ([*c.args, *(k.value for k in c.keywords)] for c in calls if name_of(c.func) == "warn")
+    return {each.id for each in chain(*given) if isinstance(each, ast.Name)}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of frameworks that are imported
@@ -83,17 +92,17 @@ def test_the_docstring_shows_the_tree_of_errors() -> None:
 def test_each_warning_has_a_category_of_ours() -> None:
     """So that a filter finds all of them. One function issues them, at the line of the user."""
     found = 0
-    for path in SOURCE.rglob("*.py"):
-        nodes = [*ast.walk(ast.parse(path.read_text()))]
-        imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    for path, here in nodes().items():
+        imports = [node for node in here if isinstance(node, ast.ImportFrom)]
         ours = [i for i in imports if i.module == "halfstep._common.text"]
         is_ours = any(alias.name == "warn" for i in ours for alias in i.names)
-        for node in nodes:
-            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            assert called != "warnings.warn" or path.name == "text.py", f"{path}:{node.lineno}"
-            if called == "warn" and is_ours:
+        for call in (node for node in here if isinstance(node, ast.Call)):
+            if name_of(call.func) == "warn" and not isinstance(call.func, ast.Name):
+                is_warnings = ast.unparse(call.func) == "warnings.warn"
+                assert not is_warnings or path.name == "text.py", f"{path}:{call.lineno}"
+            elif name_of(call.func) == "warn" and is_ours:
                 found += 1
-                for given in node.args[1:]:
+                for given in call.args[1:]:
                     category = getattr(errors, ast.unparse(given))
-                    assert issubclass(category, errors.HalfstepWarning), f"{path}:{node.lineno}"
+                    assert issubclass(category, errors.HalfstepWarning), f"{path}:{call.lineno}"
     assert found > 5

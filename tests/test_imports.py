@@ -90,51 +90,10 @@ def test_a_record_is_read_without_pytorch(words: list[str], more: set[str], tmp_
     assert loaded_by([*words, folder], tmp_path) == {*READING, "msgspec", *more}
 
 
-TRAINING = """
-import torch
-import halfstep
-
-halfstep.errors, halfstep.sinks
-for dtype in (torch.float16, torch.bfloat16):
-    model = torch.nn.Linear(4, 1, dtype=None if dtype == torch.float16 else dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = halfstep.GradScaler("cpu", init_scale=8.0, enabled=dtype == torch.float16)
-    if not scaler.is_enabled():
-        halfstep.master_weights(optimizer)
-        halfstep.guard(optimizer, max_norm=1.0)
-    with halfstep.use_policy("standard"), halfstep.lost_updates(optimizer) as lost:
-        with halfstep.autocast("cpu", dtype, policy="standard; softmax:lower"):
-            loss = model(torch.ones(2, 4, dtype=model.weight.dtype)).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert lost.share == 0.0
-assert not any(name.startswith("halfstep._tools") for name in sys.modules)
-"""
-INTEGRATIONS = """
-import tempfile
-import accelerate
-import transformers
-from halfstep.integrations.accelerate import use_scaler
-from halfstep.integrations.lightning import HalfstepPrecision
-from halfstep.integrations.transformers import TrainerSink
-
-HalfstepPrecision(policy="standard")
-use_scaler(accelerate.Accelerator(mixed_precision="fp16", cpu=True))
-"""
-TOOLS = """
-import halfstep
-
-tools = [name for name, module in halfstep._MODULES.items() if "._tools." in module]
-assert {"record", "trace", "tune", "diagnose"} <= set(tools)
-for name in [*tools, "main"]:
-    try:
-        getattr(halfstep, name) if name in tools else __import__("halfstep._tools.cli")
-    except ModuleNotFoundError as error:
-        assert str(error).startswith(MESSAGE), error
-    else:
-        raise AssertionError(name)
-"""
+CORPUS = Path(__file__).parent / "corpus" / "imports"
+TRAINING = (CORPUS / "training.py").read_text()
+INTEGRATIONS = (CORPUS / "integrations.py").read_text()
+TOOLS = (CORPUS / "tools.py").read_text()
 
 
 def without(package: str, code: str) -> subprocess.CompletedProcess[str]:
@@ -148,15 +107,10 @@ def without(package: str, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_training_needs_no_package_of_the_tools() -> None:
-    done = without("", TRAINING)
-    assert done.returncode == 0, done.stderr
-
-
-def test_integrations_need_no_package_of_the_tools() -> None:
+def test_training_and_integrations_need_no_package_of_the_tools():
     for framework in ("accelerate", "lightning", "transformers"):
         pytest.importorskip(framework)
-    done = without("", INTEGRATIONS)
+    done = without("", TRAINING + INTEGRATIONS)
     assert done.returncode == 0, done.stderr
 
 

@@ -344,7 +344,7 @@ def assert_continues(case: Case, folder: Path) -> None:
     assert whole.scaler.get_scale() == second.scaler.get_scale()
 
 
-@pytest.mark.parametrize("case", rotated(("AdamW", "AdamW fused", "SGD")), ids=str)
+@pytest.mark.parametrize("case", rotated(("AdamW fused", "SGD")), ids=str)
 def test_a_pair_is_as_by_hand(case: Case, tmp_path: Path) -> None:
     assert_as_by_hand(case, tmp_path)
 
@@ -354,7 +354,7 @@ def test_a_pair_continues_from_a_checkpoint(case: Case, tmp_path: Path) -> None:
     assert_continues(case, tmp_path)
 
 
-# `make pairs` runs all 3,600: half an hour.
+# `make pairs` runs all 3,600, with all optimizers: half an hour.
 STEP = 1 if os.environ.get("HALFSTEP_PAIRS") == "all" else 25
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.device import DEVICE, seeded
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
@@ -466,8 +467,8 @@ def test_an_island_with_parameters_in_lower_precision(
     layer: str, lower: torch.dtype, way: str
 ) -> None:
     """It computes what a float32 copy of it computes; what it stores keeps its dtype."""
-    if way == "compiled" and ("checkpoint" in layer or layer == "lstm"):
-        pytest.skip("torch.compile cannot trace it")
+    if way == "compiled" and ("checkpoint" in layer or layer == "lstm" or lower is FP16):
+        pytest.skip("torch.compile cannot trace it" if lower is BF16 else "as in bfloat16")
     torch.manual_seed(0)
     make_layer, x = LAYERS[layer]
     model = nn.Sequential(make_layer()).to(lower)
@@ -726,3 +727,29 @@ def test_init_inside_an_island() -> None:
     model = island(init)
     assert model(EXACT).tolist() == [[8.0] * 4]
     assert model[0].weight.dtype is BF16
+
+
+PARAMETRIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "spectral": parametrizations.spectral_norm,
+    "weight": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "householder": lambda m: parametrizations.orthogonal(m, orthogonal_map="householder"),
+    "hooks": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated in favor of:FutureWarning")
+@pytest.mark.parametrize("name", PARAMETRIZED)
+def test_the_buffers_of_a_parametrization_are_cast_with_it(name: str) -> None:
+    torch.manual_seed(0)
+    kept = nn.Sequential(PARAMETRIZED[name](nn.Linear(4, 4))).to(DEVICE, BF16)
+    wide = copy.deepcopy(kept).float()
+    keep(kept, "0")
+    x = torch.randn(2, 4, device=DEVICE)
+    for model in (kept, wide):
+        model(x).sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(kept(x), wide(x), rtol=2e-2, atol=2e-2)  # _u is rounded
+        torch.testing.assert_close(kept.eval()(x), wide.eval()(x), rtol=2e-2, atol=2e-2)
+    dtypes = {t.dtype for t in (*kept.parameters(), *kept.buffers())}
+    assert dtypes | {param.grad.dtype for param in kept.parameters()} == {BF16}

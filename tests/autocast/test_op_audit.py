@@ -1,11 +1,10 @@
 """No op of the audit is further off than roundings explain, but for what is known."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from benchmarks.op_audit import DTYPES, Verdict, audit_cases, works
+from tests import forked
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,12 +24,11 @@ def test_calls_of_our_own() -> None:
     assert not [verdict for verdict in verdicts if not verdict.is_explained]
 
 
-def test_a_share_of_the_database() -> None:
+def test_a_share_of_the_database(tmp_path: Path) -> None:
     """In a process of its own, which forks: some kernels read outside of their tensors."""
-    command = [sys.executable, str(SCRIPT), "--share", "40"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "| compared | " in done.stdout
+    done = forked.python(SCRIPT, "--share", 40, cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert "| compared | " in done.out
 
 
 def test_the_audit_finds_what_adds_in_lower_precision() -> None:

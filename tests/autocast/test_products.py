@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.autocast.versions import has_op
 from tests.device import DEVICE, seeded
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import halfstep
-from halfstep import Policy, autocast
+from halfstep import Policy, autocast, preset
 from halfstep._autocast import products
 from halfstep._autocast.rule import HALVES
 from halfstep._pytorch import dispatch
@@ -329,3 +330,36 @@ def test_cuda_multiplies_in_lower_precision() -> None:
     with torch.profiler.profile() as profile:
         products.with_fp32_result("mm.default", [a, b], {})
     assert "aten::_to_copy" not in {event.key for event in profile.key_averages()}
+
+
+# --- experts in groups ----------------------------------------------------------------------------
+
+GROUPED = pytest.mark.skipif(not has_op("_grouped_mm"), reason="PyTorch has no such product")
+
+
+@GROUPED
+@pytest.mark.parametrize("mixed", [None, BF16])
+@pytest.mark.parametrize(("k", "n", "dtype"), [(16, 16, BF16), (12, 16, FP32), (16, 12, FP32)])
+def test_experts_are_lowered_where_their_rows_begin_at_16_bytes(k, n, dtype, mixed):
+    torch.manual_seed(0)
+    offs = torch.tensor([3, 8], dtype=torch.int32, device=DEVICE)
+    x = torch.randn(8, k, device=DEVICE, requires_grad=True)
+    weight = torch.randn(2, n, k, device=DEVICE, dtype=mixed, requires_grad=True)
+    with autocast(DEVICE, BF16):
+        y = torch._grouped_mm(x, weight.mT, offs=offs)
+    assert y.dtype is dtype
+    seed = torch.randn(8, n, device=DEVICE)
+    (y * seed).sum().backward()
+    wide = [each.detach().double().requires_grad_() for each in (x, weight)]
+    expected = torch.cat([wide[0][:3] @ wide[1][0].mT, wide[0][3:] @ wide[1][1].mT])
+    (expected * seed).sum().backward()
+    for ours, exact in ((y, expected), (x.grad, wide[0].grad), (weight.grad, wide[1].grad)):
+        error = (ours.double() - exact).abs().max() / exact.abs().max()
+        assert error < (1e-2 if BF16 in (dtype, mixed) else 1e-6)
+
+
+@GROUPED
+@pytest.mark.parametrize("name", ["grouped_mm", "F.grouped_mm", "torch._grouped_mm"])
+def test_names_of_the_product_of_experts(name):
+    assert Policy.parse(f"standard; {name}:fp32") == Policy.parse("standard; _grouped_mm:fp32")
+    assert preset("standard").action("_scaled_grouped_mm.default", DEVICE, BF16) == "leave"

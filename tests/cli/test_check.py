@@ -39,7 +39,7 @@ def test_a_run_without_a_bad_finding_is_one_line(tmp_path, capsys, record, line)
         (records.killed, ["bad: The record has no end after 5 steps, at 2.5 s, and no process"]),
         (
             records.diagnosed,
-            ["bad: Steps 41, 42 went bad in `linear`", "bad: Step 80 went bad in `log`"],
+            ["bad: Steps 41, 42 went bad: `linear`", "bad: Step 80 went bad: `log`"],
         ),
     ],
 )

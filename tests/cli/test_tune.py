@@ -1,6 +1,6 @@
 import json
+import shutil
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,61 +12,12 @@ from halfstep._tools.cli import main
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-    import os
-    import torch
-    from helper import Overflows
-    from torch import nn
-
-    calls = 0
-
-    def make():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), Overflows(8, 8), nn.Linear(8, 4))
-        return model, [torch.randn(4, 8)], loss_fn
-
-    def loss_fn(model, batch):
-        return model(batch).float().square().mean()
-
-    def stops():
-        def loss_fn(model, batch):
-            global calls
-            calls += 1
-            if calls == int(os.environ["STOP_AT"]):
-                raise KeyboardInterrupt
-            return model(batch).float().square().mean()
-        return *make()[:2], loss_fn
-
-    def late():
-        model, batches, _ = make()
-        weight = torch.full((1, 4), 1e6)
-        return model, batches, lambda m, batch: nn.functional.linear(m(batch), weight).mean()
-
-    def one():
-        return make()[0]
-
-    def two():
-        return make()[:2]
-
-    def half():
-        return make()[0].half(), [torch.ones(4, 8)], None
-
-    def no_batches():
-        return make()[0], [], None
-"""
-HELPER = """
-    from torch import nn
-
-    class Overflows(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * 1e6 / 1e6
-"""
+CORPUS = Path(__file__).parent / "corpus" / "tuned"
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    (tmp_path / "helper.py").write_text(textwrap.dedent(HELPER))
+    shutil.copytree(CORPUS, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path / "script.py"

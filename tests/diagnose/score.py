@@ -20,7 +20,7 @@ from textwrap import indent
 from typing import Any
 
 import torch
-from tests.diagnose import clean_runs, formulas
+from tests.diagnose import clean_runs, formulas, runs
 from tests.diagnose.faults import cases, clean_cases
 from tests.diagnose.kinds import table
 from tests.diagnose.training import Training
@@ -151,11 +151,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--forms", nargs="+", choices=table.FORMS, default=["step", "loop"], help="of the kinds"
     )
     parser.add_argument("--kind", help="the variants of this kind alone")
+    parser.add_argument("--runs", nargs="*", metavar="NAME", help="whole runs, these or all, alone")
     parser.add_argument("--verbose", action="store_true", help="print what was said wrongly")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.kind or options.kinds:
         return 0 if _of_kinds(options) else 1
+    if options.runs is not None:
+        return 0 if _of_runs(options.runs or runs.RUNS, options.verbose) else 1
     chosen = [c for c in cases(options.seed) if options.fault in (None, c.fault)]
     chosen = chosen[:: max(1, len(chosen) // (options.cases or len(chosen)))]
     judgements = list(_judged(chosen, options.verbose))
@@ -168,7 +171,12 @@ def main(arguments: list[str] | None = None) -> int:
     code = _conclude(judgements, num_clean, len(alarms))
     if options.fault:
         return code
-    others = (_of_kinds(options), _of_dtypes(options.verbose), _of_formulas(options.verbose))
+    others = (
+        _of_kinds(options),
+        _of_dtypes(options.verbose),
+        _of_formulas(options.verbose),
+        _of_runs(runs.RUNS, options.verbose),
+    )
     return 0 if code == 0 and all((*others, _of_clean_runs())) else 1
 
 
@@ -238,6 +246,24 @@ def _of_formulas(verbose: bool) -> bool:
         f"{len(learn)}, {words} said in words"
     )
     return all(learn)
+
+
+def _of_runs(names: Iterable[str], verbose: bool) -> bool:
+    """Print the score of whole runs; return whether all is right."""
+    warnings.simplefilter("ignore", UserWarning)
+    judged: dict[str, runs.Judged] = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            each = judged[name] = runs.judge(name, Path(folder))
+        if each.wrong:
+            said = f"\n{indent(each.said, '    ')}" if verbose else ""
+            print(f"--- {name}: {', '.join(each.wrong)}{said}", flush=True)
+    shares = []
+    for column in runs.COLUMNS:
+        answers = [a for each in judged.values() if (a := getattr(each, column)) is not None]
+        shares.append(f"{column} {sum(answers)} of {len(answers)}")
+    print(f"{len(judged)} whole runs: {', '.join(shares)}")
+    return not any(each.wrong for each in judged.values())
 
 
 def _of_clean_runs() -> bool:

@@ -55,7 +55,7 @@ def test_a_norm_of_zeros(rows: slice, autocast: type) -> None:
     assert found.cure is not None
     assert found.cure.policy == "standard; mul@norm:fp32"
     assert found.cure.is_finite
-    assert str(found).startswith("absorbed: mul in norm, forward overflows float16")
+    assert str(found).startswith("absorbed: `mul` of `norm` in the forward pass overflowed float16")
 
 
 def test_a_half_model() -> None:
@@ -153,7 +153,7 @@ def test_in_float32_a_formula_that_overflows_gets_its_stable_form() -> None:
     found = halfstep.diagnose(step)
     assert found.bad is not None
     assert (found.verdict, found.bad.op) == ("maths", "exp")
-    assert str(found).startswith("maths: exp, forward is not finite\n")
+    assert str(found).startswith("maths: `exp` in the forward pass is not finite\n")
     assert found.cure is not None
     assert found.cure.is_finite
     assert "torch.logsumexp(exponent, 1)" in found.cure.text

@@ -305,7 +305,7 @@ with halfstep.diagnose(scaler, model=model, tell=lambda *found: told.append(foun
 
 def test_a_float16_weight_that_its_optimizer_made_bad_gets_master_weights(tmp_path: Path) -> None:
     ((found, step),) = run_file(HALF_LOOP.format(cure=""), tmp_path / "a.py")["told"]
-    assert (found.verdict, step) == ("data", 2)
+    assert (found.verdict, step) == ("optimizer", 1)
     cured = run_file(HALF_LOOP.format(cure=found.cure.text.splitlines()[0]), tmp_path / "b.py")
     assert not cured["told"]
     assert len(cured["losses"]) == 4

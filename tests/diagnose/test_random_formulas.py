@@ -17,7 +17,7 @@ from torch import Tensor
 
 import halfstep
 
-NUMBER = 1000 if "HALFSTEP_FUZZ" in os.environ else 40
+NUMBER = 1000 if "HALFSTEP_FUZZ" in os.environ else 24
 SOURCE = """\
 import torch
 import torch.nn.functional as F

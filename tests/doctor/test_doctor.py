@@ -19,7 +19,7 @@ x, y = torch.ones(2, 4), torch.ones(2, 1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": optimizer}, r"doctor\(model=SGD\): pass a torch.nn.modules.module.Module"),
+        ({"model": optimizer}, r"doctor\(model=SGD\): pass a torch.nn.Module"),
         ({"optimizer": model}, r"doctor\(optimizer=Linear\): pass a torch.optim"),
         ({"optimizer": [optimizer, 3]}, r"doctor\(optimizer=int\)"),
         ({"scaler": 65536.0}, r"doctor\(scaler=float\): pass a halfstep.* or torch.amp"),

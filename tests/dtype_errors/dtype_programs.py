@@ -120,7 +120,7 @@ def judge(program: Hostile, folder: Path) -> Judged:
     found = explain(raised_by(file))
     if found is None:
         return Judged(False, said, False, "")
-    has_line = found.where == f"train.py, line {marks['!']}"
+    has_line = found.where == f"train.py:{marks['!']}"
     missing = [part for part in said if part not in str(found)]
     ran = set()
     for number, cure in enumerate(found.cures):

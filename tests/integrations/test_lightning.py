@@ -2,16 +2,14 @@
 
 import copy
 import math
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import forked
 from tests.integrations.by_hand import recorded_by_itself, share_right
 from tests.integrations.quiet import quiet_trainer
 from tests.training import assert_same, batches, mlp
@@ -96,7 +94,11 @@ def fit(folder: Path, module: Any, x: Tensor | None = None, **options: Any) -> A
 
 
 def by_hand(
-    make: Make, max_norm: float | None, max_value: float | None = None
+    make: Make,
+    max_norm: float | None = None,
+    max_value: float | None = None,
+    norms: tuple[float, ...] = (),
+    bad: int | None = BAD,
 ) -> tuple[nn.Module, int]:
     """Train as Lightning does, in a loop; return the model and how many steps were skipped."""
     model = mlp(8, 16, 1, seed=1)
@@ -111,12 +113,14 @@ def by_hand(
         if make is lbfgs and max_norm is not None:
             scaler.unscale_(optimizer)
             scaler.clip_grad_norm_(optimizer, max_norm)
+        for norm in norms:
+            scaler.clip_grad_norm_(optimizer, norm)
         if max_value is not None:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_value_(model.parameters(), max_value)
         return loss
 
-    for x in samples().split(4):
+    for x in samples(bad).split(4):
         if make is lbfgs:
             scaler.step(optimizer, lambda x=x: loss_of(x))
         else:
@@ -154,7 +158,7 @@ def test_clips_by_value(make: Make, tmp_path: Path) -> None:
         gradient_clip_val=0.01,
         gradient_clip_algorithm="value",
     )
-    assert_equal(module.net, by_hand(make, None, max_value=0.01)[0])
+    assert_equal(module.net, by_hand(make, max_value=0.01)[0])
 
 
 class Looking(Module):
@@ -197,20 +201,7 @@ class ClippingTwice(Module):
 def test_own_clipping_is_done_at_once(make: Make, tmp_path: Path) -> None:
     module = ClippingTwice(make)
     fit(tmp_path, module, samples(bad=None), plugins=[HalfstepPrecision()])
-    reference = mlp(8, 16, 1, seed=1)
-    optimizer, scaler = make(reference.parameters()), halfstep.GradScaler()
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for x in samples(bad=None).split(4):
-        optimizer.zero_grad()
-        with halfstep.autocast("cpu", torch.float16):
-            loss = reference(x).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.clip_grad_norm_(optimizer, 0.5)
-        scaler.clip_grad_norm_(optimizer, 0.01)
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-    assert_equal(module.net, reference)
+    assert_equal(module.net, by_hand(make, norms=(0.5, 0.01), bad=None)[0])
 
 
 def test_a_schedule_waits_for_a_step(tmp_path: Path) -> None:
@@ -590,61 +581,11 @@ def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
     pickle.dumps(module)
 
 
-RANKS = """
-import sys
-
-import lightning
-import torch
-
-from halfstep import GradScaler
-from halfstep.integrations.lightning import Diagnose, HalfstepPrecision, RecordRun
-
-
-class Module(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(8, 1)
-
-    def training_step(self, batch, index):
-        (x,) = batch
-        if index == 2 and self.global_rank == 1:
-            x = x / 0
-        return self.net(x).float().square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    trainer = lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=2,
-        strategy=sys.argv[1],
-        plugins=[HalfstepPrecision(scaler=GradScaler(init_scale=1024.0))],
-        callbacks=[RecordRun("run"), Diagnose()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    data = torch.utils.data.TensorDataset(torch.randn(32, 8))
-    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=4))
-"""
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_two_ranks(strategy: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(RANKS)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "train.py", strategy],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
+    script = Path(__file__).parent / "corpus" / "lightning_ranks.py"
+    done = forked.python(script, strategy, cwd=tmp_path, warnings="ignore")
+    assert done.code == 0, done.err
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
     run = read_run(tmp_path / "run")
     assert [step.step for step in run.steps if not step.taken] == [3]

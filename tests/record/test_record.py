@@ -485,25 +485,13 @@ def test_how_a_run_ended(error: BaseException, tmp_path: Path) -> None:
     assert read_run(tmp_path).error == (None if error.args == (0,) else expected)
 
 
-KILLED = """
-import os, signal, sys, torch, halfstep
-from tests.record.training import Net, train
-def kill(step):
-    if step == 8:
-        os.kill(os.getpid(), signal.SIGKILL)
-def slow(step):
-    import time
-    time.sleep(0.3)
-    kill(step)
-with halfstep.record(sys.argv[1], every=5):
-    train(Net(), 20, scaler=halfstep.GradScaler("cpu"), before_step=slow)
-"""
+KILLED = Path(__file__).parent / "corpus" / "killed.py"
 
 
 @pytest.mark.slow
 def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path) -> None:
     environ = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = forked.python("-c", KILLED, tmp_path, cwd=tmp_path, environ=environ)
+    done = forked.python(KILLED, tmp_path, cwd=tmp_path, environ=environ)
     assert done.code == -signal.SIGKILL, done.err
     run = read_run(tmp_path)
     assert len(run.steps) == 7

@@ -153,30 +153,12 @@ def test_clipping_does_not_make_an_overflow_suspicious(tmp_path: Path) -> None:
     assert (severity, summary.steps.unclear) == ("good", ()), text
 
 
-LEFT_OUT = """
-import torch, sys
-
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-scaler = torch.amp.GradScaler("cpu")
-for step in range(20):
-    optimizer.zero_grad()
-    scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
-    if step in (3, 4):
-        model.weight.grad[0, 0] = float("inf")
-    scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if norm.isfinite() and step not in (7, 8, 9):
-        scaler.step(optimizer)
-    scaler.update()
-"""
+LEFT_OUT = Path(__file__).parent / "corpus" / "left_out.py"
 
 
 def test_steps_that_the_script_leaves_out_are_steps(tmp_path):
     """Each with its own loss: as a skip if its gradients were bad, and else by the script."""
-    (tmp_path / "train.py").write_text(LEFT_OUT)
-    done = forked.python("-m", "halfstep", "run", "-o", "out", "train.py", cwd=tmp_path)
+    done = forked.python("-m", "halfstep", "run", "-o", "out", LEFT_OUT, cwd=tmp_path)
     ran = "nothing ran in a lower precision (products: float32)"
     assert done.err == f"halfstep: 20 steps recorded, 5 skipped; {ran}: halfstep report out\n"
     steps = read_run(tmp_path / "out").steps
@@ -229,26 +211,12 @@ def test_a_step_that_is_left_out_has_its_norm(tmp_path):
     assert norms[0] > 0.0
 
 
-GUARDED = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(40):
-    x = torch.full((8, 4), float("nan")) if step % 10 == 3 else torch.randn(8, 4)
-    optimizer.zero_grad()
-    nn.functional.mse_loss(model(x), torch.ones(8)).backward()
-    if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
-        optimizer.step()
-"""
+GUARDED = Path(__file__).parent / "corpus" / "guarded.py"
 
 
 def test_steps_that_the_script_leaves_out_without_a_scaler(tmp_path):
     """Their losses are not added to those of later steps. The program's warning is told."""
-    (tmp_path / "train.py").write_text(GUARDED)
-    done = forked.python("-m", "halfstep", "run", "-o", "out", "train.py", cwd=tmp_path)
+    done = forked.python("-m", "halfstep", "run", "-o", "out", GUARDED, cwd=tmp_path)
     assert "UserWarning: Using a target size" in done.err
     assert "36 steps recorded, 0 skipped" in done.err
     steps = read_run(tmp_path / "out").steps
@@ -256,7 +224,7 @@ def test_steps_that_the_script_leaves_out_without_a_scaler(tmp_path):
     assert all(step.loss < 5 for step in steps)
     told = forked.python("-m", "halfstep", "report", "out", "--md", cwd=tmp_path).out
     assert "dropped before a step used them 4 times, first before step 4" in told
-    assert "printed a UserWarning (train.py, line 11): Using a target size" in told
+    assert "printed a UserWarning (guarded.py, line 11): Using a target size" in told
 
 
 def test_a_loss_that_rises_in_a_few_steps(tmp_path: Path) -> None:

@@ -74,7 +74,9 @@ def test_markdown_has_the_key_numbers_and_the_worst_layers(tmp_path):
 
 def test_markdown_has_the_diagnoses_as_code_that_nothing_in_them_ends(tmp_path):
     text = summary_markdown(summary_of(records.diagnosed(tmp_path / "a")))
-    start = "### Diagnosis, steps 41, 42\n\n    range of float16: linear (addmm) in blocks.1.mlp"
+    start = (
+        "### Diagnosis, steps 41, 42\n\n    range: `linear` of `blocks.1.mlp` in the forward pass"
+    )
     assert start in text
     assert "\n    cure (replayed: finite):\n      autocast(...," in text
     hostile = summary_markdown(summary_of(records.hostile(tmp_path / "b")))

@@ -455,8 +455,8 @@ def test_ranks_are_put_together(tmp_path):
             events.append(diagnosis(1, rank=4, verdict="maths"))
         records.write(tmp_path, [*events, records.end(1.0, 2)], rank)
     found = said_of(tmp_path)
-    the_one(found, "Step 2 on ranks 0 and 3 went bad in `linear`")
-    the_one(found, "Step 1 on rank 4 went bad in `linear`")
+    the_one(found, "Step 2 on ranks 0 and 3 went bad: `linear`")
+    the_one(found, "Step 1 on rank 4 went bad: `linear`")
 
 
 def test_what_other_ranks_have_found_is_told_with_their_rank(tmp_path):
@@ -473,7 +473,7 @@ def test_what_other_ranks_have_found_is_told_with_their_rank(tmp_path):
 def test_hostile_names_are_marked_and_stay_whole(tmp_path):
     found = said_of(records.hostile(tmp_path))
     assert records.HOSTILE in codes(the_one(found, "skipped ("))
-    data = the_one(found, "was already bad")
+    data = the_one(found, "was not finite before the step")
     assert codes(data).count(records.HOSTILE) == 3
     assert "What to do: \\</script\\>" in data.markdown
     for sentence in found:

@@ -127,6 +127,17 @@ def plain_by_hand(
     return model
 
 
+def test_a_model_may_list_its_parameters_itself() -> None:
+    """As the event functions of torchdiffeq's examples do."""
+
+    class Listed(nn.Linear):
+        def parameters(self) -> list[nn.Parameter]:
+            return [self.weight, self.bias]
+
+    y = under_amp(lambda: Listed(2, 2)(torch.ones(1, 2)))
+    assert y.grad_fn.name() == "ToCopyBackward0"  # of a result in float16
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "optimizer_of",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.run import kinds
+from tests.run.corpus import kinds
 
 from halfstep import Policy, preset
 from halfstep._tools.run import session
@@ -80,10 +80,11 @@ def test_a_script_trains_the_same_with_and_without(kind: Any, in_session) -> Non
     alone, num_found = left_by(kind), 0
     for name, options in OPTIONS.items():
         left, events, _ = in_session(kind, name, is_diagnosing=False)
-        seen, same_events, num = in_session(kind, name, is_diagnosing=True)
-        assert seen == left, name
-        assert same_events == events, name
-        num_found += num
+        if options.get("every"):  # with the most that is looked at
+            seen, same_events, num = in_session(kind, name, is_diagnosing=True)
+            assert seen == left, name
+            assert same_events == events, name
+            num_found += num
         if kind in kinds.PLAIN and "amp" not in options:
             assert left == alone, name
     assert num_found or kind is kinds.lbfgs  # which evaluates within its step

@@ -22,8 +22,8 @@ def done(halfstep_run, tmp_path):
 def test_the_step_the_op_the_line_and_the_cure_are_printed(done):
     first, second, *facts, last = done.err.splitlines()
     assert first == "halfstep: step 4 went bad:"
-    assert second.startswith("range of float16: linear")
-    assert " in up, forward needs a wider dtype" in second
+    assert second.startswith("range: `linear`")
+    assert " of `up` in the forward pass overflowed float16" in second
     assert any("overflow.py:19 in forward: large = self.up(x)" in fact for fact in facts)
     assert "cure (replayed: finite):" in facts
     assert any("linear@up:fp32" in fact for fact in facts)
@@ -39,7 +39,7 @@ def test_the_record_the_report_and_the_check_have_it(done, tmp_path, capsys):
     (place,) = json.loads(capsys.readouterr().out)["bad_places"]
     assert (place["steps"], place["diagnosis"]["bad"]["module"]) == ([4], "up")
     assert main(["check", str(tmp_path / "out")]) == 1
-    assert "bad: Step 4 went bad in `linear`" in capsys.readouterr().out
+    assert "bad: Step 4 went bad: `linear`" in capsys.readouterr().out
 
 
 def test_the_training_and_the_rest_of_the_record_are_the_same(done, halfstep_run, tmp_path):
@@ -96,7 +96,7 @@ def test_a_loss_that_the_script_leaves_out(halfstep_run, tmp_path, leave, code):
     done = halfstep_run("--diagnose", "-o", "out", tmp_path / "leaves.py")
     plain = halfstep_run("-o", "plain", tmp_path / "leaves.py")
     assert (done.code, done.out) == (code, plain.out)
-    assert "halfstep: step 4 went bad:\nmaths: sqrt, forward" in done.err
+    assert "halfstep: step 4 went bad:\nmaths: `sqrt` in the forward pass" in done.err
     assert "loss = (model(x) - y.sqrt()).square().mean()" in done.err
     (only,) = read_run(tmp_path / "out").diagnoses
     assert only.step == 4
@@ -108,7 +108,7 @@ def test_a_script_that_steps_by_hand(halfstep_run, tmp_path):
     assert done.code == 0, done.err
     first, second, *facts = done.err.splitlines()
     assert first == "halfstep: step 3 went bad:"
-    assert second == "maths: sqrt (div), backward is not finite"
+    assert second == "maths: `sqrt` in the backward pass is not finite"
     assert any("train.py:5 in <module>: loss = " in fact for fact in facts)
     (only,) = read_run(tmp_path / "out").diagnoses
     assert only.step == 3

@@ -192,28 +192,6 @@ def test_processes_of_a_script_can_import_it(halfstep_run, python, tmp_path):
     assert halfstep_run("-q", "-m", "package.train") == python("-m", "package.train")
 
 
-def test_a_data_loader_can_spawn_workers(halfstep_run, tmp_path):
-    (tmp_path / "train.py").write_text(
-        textwrap.dedent("""
-        import torch
-
-        class Data(torch.utils.data.Dataset):
-            def __len__(self):
-                return 4
-
-            def __getitem__(self, i):
-                return i
-
-        if __name__ == "__main__":
-            load = torch.utils.data.DataLoader
-            batches = load(Data(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
-            print([batch.tolist() for batch in batches])
-        """)
-    )
-    done = halfstep_run("-q", "train.py")
-    assert done == (0, "[[0, 1], [2, 3]]\n", "")
-
-
 def test_a_script_may_execute_its_configuration(halfstep_run, python, tmp_path):
     (tmp_path / "config.py").write_text("rate = 2 * rate")
     (tmp_path / "train.py").write_text("rate = 1\nexec(open('config.py').read())\nprint(rate)")

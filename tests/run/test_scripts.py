@@ -6,15 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.run.test_children import TRAIN
+from tests import forked
 
 SCRIPTS = Path(__file__).parent / "corpus" / "scripts"
+TRAIN = (SCRIPTS.parent / "children" / "work.py").read_text()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_gpt_trainer(dtype, halfstep_run, python):
+def test_a_gpt_trainer(dtype, halfstep_run, tmp_path):
     arguments = (SCRIPTS / "gpt_trainer.py", SCRIPTS / "small_settings.py", f"--dtype={dtype}")
-    alone = python(*arguments)
+    alone = forked.python(*arguments, cwd=tmp_path)
     done = halfstep_run(*arguments)  # to the bit, without a word
     assert done.code == 0, done.err
     assert done.out == alone.out.replace("torch.amp.grad_scaler", "halfstep._tools.run.stand_ins")
@@ -39,9 +40,9 @@ def test_a_compiled_model(halfstep_run):
     assert "torch.float32" in done.out
 
 
-def test_the_old_recipe_on_a_machine_without_cuda(halfstep_run, python, tmp_path):
+def test_the_old_recipe_on_a_machine_without_cuda(halfstep_run, tmp_path):
     """It trains in fp32, and is told so."""
-    alone = python(SCRIPTS / "recipe.py")
+    alone = forked.python(SCRIPTS / "recipe.py", cwd=tmp_path)
     done = halfstep_run(SCRIPTS / "recipe.py")
     assert done.code == 0, done.err
     assert done.out == alone.out
@@ -113,9 +114,9 @@ def test_forks_record_themselves(halfstep_run, tmp_path):
     (tmp_path / "train.py").write_text(
         TRAIN + "import multiprocessing, os, sys\n"
         "train(1)\n"
-        "if os.fork() == 0:\n    train(300)\n    sys.exit()\n"
+        "if os.fork() == 0:\n    train(90)\n    sys.exit()\n"
         "os.wait()\n"
-        "child = multiprocessing.get_context('fork').Process(target=train, args=(200,))\n"
+        "child = multiprocessing.get_context('fork').Process(target=train, args=(70,))\n"
         "child.start(); child.join()\n"
     )
     done = halfstep_run("-o", "record", "train.py")
@@ -123,7 +124,7 @@ def test_forks_record_themselves(halfstep_run, tmp_path):
         "halfstep: 1 step recorded, 0 skipped, and 2 processes that the program started; "
         "all products ran in bfloat16: halfstep report record\n"
     )
-    for name, steps in ("record", 1), ("record/process-1", 300), ("record/process-2", 200):
+    for name, steps in ("record", 1), ("record/process-1", 90), ("record/process-2", 70):
         kinds = [event["event"] for event in events(tmp_path / name)]
         assert (kinds.count("step"), kinds.count("end")) == (steps, 1)
 

@@ -228,7 +228,7 @@ SCHEDULES: list[Callable[[random.Random], Any]] = [
         refill=rng.choice(["growth", "step"]),
         trials=rng.choice([True, True, True, False]),
     ),
-    lambda rng: Dynamic(growth_interval=rng.randint(1, 4)),
+    lambda rng: Dynamic(growth_interval=rng.choice([1, 2, 3, 4, 9, 20])),
     lambda rng: Static(),
 ]
 Start: TypeAlias = tuple[float, Any, float | None, float | None]
@@ -796,6 +796,14 @@ class World:
         if self.is_between:
             self.iteration(self.rng.choice(self.opts), self.rng.choice([None, None, math.inf]))
 
+    def op_usual_iterations(self) -> None:
+        """So many that steps are usual ones, which are counted."""
+        if self.looks:
+            self.op_update()
+        opt = self.rng.choice(self.opts)
+        for _ in range(self.rng.randint(5, 12) if self.is_between else 0):
+            self.iteration(opt, self.rng.choice([None] * 9 + [math.inf]))
+
     def op_cadences(self) -> None:
         """One optimizer steps in every iteration, another one accumulates over them."""
         if self.looks:
@@ -816,7 +824,7 @@ class World:
         self.backward(opt.params)
         if bad is not None:
             self.inject(opt.params[0], bad)
-        self.step(opt)
+        self.step(opt, self.rng.choice([None, None, 0.5, math.inf]))
         self.op_update()
 
     def op_run_of_nan(self) -> None:
@@ -1012,6 +1020,7 @@ OPERATIONS = {
     World.op_closure: 2.0,
     World.op_retry: 1.0,
     World.op_iteration: 5.0,
+    World.op_usual_iterations: 3.0,
     World.op_cadences: 1.0,
     World.op_run_of_nan: 0.4,
     World.op_update: 9.0,

@@ -220,7 +220,7 @@ def test_new_scale_before_the_first_loss() -> None:
         ({"backoff_factor": -1}, "backoff_factor is -1.0: it must be > 0 and <= 1"),
         ({"growth_factor": 0.5}, "growth_factor is 0.5: it must be >= 1"),
         ({"growth_interval": 0}, "growth_interval is 0: it must lie between 1"),
-        ({"device": "nonsense"}, "GradScaler.device='nonsense'.: Expected one of cpu"),
+        ({"device": "gpu"}, "GradScaler.device='gpu'.: no such device; did you mean 'cuda'"),
     ],
 )
 def test_constructor(kwargs: dict[str, Any], words: str) -> None:

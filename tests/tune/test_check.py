@@ -331,7 +331,13 @@ def calls_backward(model: nn.Module, batch: Tensor) -> Tensor:
             ValueError,
             r"loss_fn\(model, batch\) calls backward\(\).*return the loss",
         ),
-        ({"loss_fn": 3}, TypeError, r"loss_fn\(model, batch\) must be a function, got 3"),
+        ({"loss_fn": 3}, TypeError, r"loss_fn gets the model and the batch; got 3 \(int\)"),
+        (
+            {"loss_fn": lambda out: out.sum()},
+            TypeError,
+            "gets the model and the batch; got function",
+        ),
+        ({"loss_fn": torch.nn.MSELoss()}, TypeError, "the model and the batch; got MSELoss"),
         (
             {"loss_fn": lambda model, batch: 1.0},
             TypeError,

@@ -75,7 +75,7 @@ def test_a_setting_that_is_not_finite_is_named_before_the_step(
     assert (found.verdict, found.tensor) == ("data", f"{name} of AdamW")
     assert found.cure is not None
     assert f"param_groups[0]['{name}']" in found.cure.text
-    assert str(found).startswith(f"data: {name} of AdamW was bad before the step\n")
+    assert str(found).startswith(f"data: `{name} of AdamW` was not finite before the step\n")
 
 
 def test_a_number_that_no_step_computes_with_may_be_infinite() -> None:
@@ -94,8 +94,9 @@ def test_a_rate_that_is_too_high_is_the_cause_not_the_op_that_overflows() -> Non
     assert found.cure.text.startswith("lower the learning rate of SGD, or clip the gradients")
     assert "clip_grad_norm_" in found.cure.text
     assert found.cure.is_finite is None
-    assert found.notes[0].startswith("the run diverges: the largest weight of SGD grew from ")
-    assert "at a learning rate of 30" in found.notes[0]
+    assert found.verdict == "growth"
+    assert found.happened.startswith("the run diverges: the largest weight of SGD grew from ")
+    assert "at a learning rate of 30" in found.happened
     assert not any("clamp" in note for note in found.notes)
 
 
@@ -115,7 +116,7 @@ def test_weights_explode_in_the_first_step_of_a_recurrent_net() -> None:
     model = Net()
     watch, steps = watched(model, torch.optim.SGD(model.parameters(), 1e-2))
     assert steps == [2]
-    assert watch.found[0].notes[0].startswith("the run diverges")
+    assert watch.found[0].happened.startswith("the run diverges")
 
 
 def test_a_bad_op_of_a_run_that_does_not_diverge_keeps_its_cure() -> None:

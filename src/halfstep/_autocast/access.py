@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from halfstep._autocast import kernels, scopes
+from halfstep._autocast.kernels import fitting_numbers as fitting_numbers
 from halfstep._autocast.modules import Wrapped, name_modules, unwrap
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import Region

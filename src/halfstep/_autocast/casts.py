@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast import native, products, sums, weight_cache
-from halfstep._autocast.rule import HALVES, Rule
+from halfstep._autocast.rule import HALVES, Rule, is_in_place
 from halfstep._autocast.written import rules_of
 from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._pytorch import dispatch, modes
@@ -47,10 +47,10 @@ def _leave(name: str, device: str) -> Kernel:
     redispatch = dispatch.redispatch_of(op)
     tensors = [i for i, arg in enumerate(arguments_of(name)) if str(arg.type) == "Tensor"]
 
-    def leave(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def leave(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         return redispatch(keys & below, *args, **kwargs)
 
-    def leave_with_numbers(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def leave_with_numbers(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         # x * 2 calls mul(Tensor, Tensor) with the number itself, which only a normal call accepts.
         if any(isinstance(args[i], (int, float, complex)) for i in tensors if i < len(args)):
             with dispatch.exclude_keys(autocast):
@@ -96,8 +96,9 @@ def lower_unlike_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype)
     """Return the kernel of a rule that lowers, None if it does what PyTorch does on CUDA.
 
     It differs where PyTorch's kernel would round partial sums; for an einsum, which may be no
-    product at all; for a cell of a recurrent network, whose products are lowered while its state
-    stays as wide as it is; for the recurrent layer that a CPU has no kernel for; and for that of
+    product at all; for matrices of experts in groups, whose rows have to begin at 16 bytes; for a
+    cell of a recurrent network, whose products are lowered while its state stays as wide as it is;
+    for the recurrent layer that a CPU has no kernel for; and for that of
     cuDNN, whose weights PyTorch's kernel casts together.
     """
     op = name.partition(".")[0]
@@ -107,6 +108,8 @@ def lower_unlike_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype)
         return None
     if op == "einsum":
         return _lower_what_contracts(name, device, dtype)
+    if op == "_grouped_mm":
+        return _lower_aligned(name, device, dtype)
     if op in _CELLS:
         return _leave(name, device)
     if op == "mkldnn_rnn_layer":
@@ -124,7 +127,7 @@ def _recurrent_layer_in_float32(name: str, device: str) -> Kernel:
         return in_float32
     place = names.index("weight_buf")
 
-    def recurrent_layer(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def recurrent_layer(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         buffer = args[place]
         if buffer is not None and buffer.dtype is not torch.float32:
             args = (*args[:place], None, *args[place + 1 :])
@@ -138,11 +141,27 @@ def _lower_what_contracts(name: str, device: str, dtype: torch.dtype) -> Kernel:
     lower = _cast_to(name, device, dtype, use_cache=True)
     leave = _leave(name, device)
 
-    def einsum(keys: Keys, equation: str, *args: Any, **kwargs: Any) -> Any:
+    def einsum(keys: Keys, equation: str, /, *args: Any, **kwargs: Any) -> Any:
         kernel = lower if contracts(equation) else leave
         return kernel(keys, equation, *args, **kwargs)
 
     return einsum
+
+
+def _lower_aligned(name: str, device: str, dtype: torch.dtype) -> Kernel:
+    """Lower a product that takes only rows, or columns, that begin at multiples of 16 bytes.
+
+    See check_valid_strides_and_return_transposed in aten/src/ATen/native/GroupedMMUtils.h, 2.13.
+    """
+    lower = _cast_to(name, device, dtype, use_cache=True)
+    in_float32 = _cast_to(name, device, torch.float32)
+
+    def product(keys: Keys, a: Tensor, b: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        widths = (max(a.stride()[-2:]), max(b.stride()[-2:]), b.shape[-1])  # the last: of gradients
+        is_aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
+        return (lower if is_aligned else in_float32)(keys, a, b, *args, **kwargs)
+
+    return product
 
 
 @lru_cache(maxsize=1000)
@@ -170,7 +189,7 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """
     pytorch, detour = pytorch_kernel(name, device), _detours(name, device)
 
-    def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def lower(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         # On in a plain torch.autocast: it began before ours, or is under use_policy.
         is_cache_on = torch.is_autocast_cache_enabled()
         try:
@@ -215,7 +234,7 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
     redispatch = dispatch.redispatch_of(overload(name))
     takes_numbers = dispatch.takes_numbers(overload(name))
 
-    def cast_to(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def cast_to(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             if not kwargs and not takes_numbers:
                 for arg in args:
@@ -264,7 +283,7 @@ def _detours(name: str, device: str) -> Callable[..., Any]:
 def _promote(name: str, device: str) -> Kernel:
     op, autocast = callable_of(overload(name)), autocast_keys(device)
 
-    def promote(_: Keys, *args: Any, **kwargs: Any) -> Any:
+    def promote(_: Keys, /, *args: Any, **kwargs: Any) -> Any:
         # None means that there is nothing to cast.
         dtype = widest((*args, *kwargs.values()), device) or torch.float32
         with dispatch.exclude_keys(autocast):
@@ -288,7 +307,7 @@ def _lower_with_fp32_sums(name: str, device: str, dtype: torch.dtype) -> Kernel:
     detour, has_onednn = _detours(name, device), dispatch.has_onednn(dtype)
     in_lower = _cast_to(name, device, dtype, use_cache=_is_product(name))
 
-    def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def lower(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         if modes.has_transforms():
             return pytorch(keys, *args, **kwargs)
         if has_onednn and not sums.is_left_to_pytorch(name, args, kwargs):
@@ -313,7 +332,7 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
     autocast, factors = autocast_keys(device), products.factors_of(name)
     detour = _detours(name, device)
 
-    def multiply(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def multiply(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             try:
                 casts = [
@@ -338,13 +357,13 @@ def _add_in_fp32(name: str, device: str) -> Kernel:
     with_backward: Any = sums.with_backward_in_float32(name)
     is_rounded = sums.is_rounded(name, device)
 
-    def add_in_forward(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def add_in_forward(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         dtype = widest((*args, *kwargs.values()), device)
         if dtype not in HALVES or not adds(args, kwargs):
             return promote(keys, *args, **kwargs)
         return _rounded(in_float32(keys, *args, **kwargs), dtype)
 
-    def add_in_backward(keys: Keys, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def add_in_backward(keys: Keys, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         call: Any = op
         needs = is_rounded and x.dtype in HALVES and x.requires_grad and torch.is_grad_enabled()
         # F.embedding calls index_select below autograd.
@@ -371,7 +390,7 @@ def _cast_to_destination(name: str, device: str) -> Kernel:
     adding = sums.out_of_place(name) if sums.is_rounded(name, device) else None
     adds = sums.adds(name, device)
 
-    def cast_to_destination(_: Keys, destination: Any, *args: Any, **kwargs: Any) -> Any:
+    def cast_to_destination(_: Keys, destination: Any, /, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             if not destination.is_floating_point():
                 return op(destination, *args, **kwargs)
@@ -395,7 +414,7 @@ def _ask_for_fp32(name: str, device: str) -> Kernel:
     # The dispatcher omits arguments that have default values; with_dtype may have no defaults.
     defaults = {a.name: a.default_value for a in arguments_of(name) if a.has_default_value()}
 
-    def ask_for_fp32(_: Keys, *args: Any, **kwargs: Any) -> Any:
+    def ask_for_fp32(_: Keys, /, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             if not is_eligible(args[0], device):
                 return op(*args, **kwargs)
@@ -407,14 +426,57 @@ def _ask_for_fp32(name: str, device: str) -> Kernel:
 
 
 def _refuse(rule: Rule) -> Kernel:
-    def refuse(_: Keys, *__: Any, **___: Any) -> Any:
+    def refuse(_: Keys, /, *__: Any, **___: Any) -> Any:
         raise RuntimeError(rule.message)
 
     return refuse
 
 
-# --- casting arguments ----------------------------------------------------------------------------
+WITH_NUMBERS = (
+    "clamp.default", "clamp_.default", "clamp_max.default", "clamp_max_.default",
+    "clamp_min.default", "clamp_min_.default", "clip.default", "clip_.default",
+    "constant_pad_nd.default", "fill.Scalar", "fill_.Scalar", "full_like.default",
+    "hardshrink.default", "hardtanh.default", "hardtanh_.default", "index_fill.int_Scalar",
+    "index_fill_.int_Scalar", "masked_fill.Scalar", "masked_fill_.Scalar", "masked_fill.Tensor",
+    "masked_fill_.Tensor", "new_full.default", "scatter.value", "scatter_.value",
+    "softshrink.default", "threshold.default", "threshold_.default",
+)  # fmt: skip
+"""The overloads that raise an error for a number that the dtype of their result cannot hold."""
 
+
+def with_fitting_numbers(name: str, kernel: Kernel) -> Kernel:
+    """Compute in float32 where 16 bits cannot hold a number of a call.
+
+    In place, and for a ``dtype`` that the caller names, the number becomes the largest that fits.
+    """
+    is_fixed = is_in_place(name.partition(".")[0])
+
+    def fitting(keys: Keys, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        dtype = kwargs.get("dtype") or x.dtype
+        numbers = [each for each in (*args, *kwargs.values()) if _is_number(each)]
+        end = torch.finfo(dtype).max if dtype in HALVES else float("inf")
+        if any(end < abs(each) < float("inf") for each in numbers):
+            if not is_fixed and dtype is x.dtype:
+                return kernel(keys, x.float(), *args, **kwargs)
+            args = tuple(_held(each, end) for each in args)
+            kwargs = {key: _held(each, end) for key, each in kwargs.items()}
+        return kernel(keys, x, *args, **kwargs)
+
+    return fitting
+
+
+def _is_number(value: Any) -> bool:
+    is_scalar = isinstance(value, Tensor) and value.is_cpu and value.dim() == 0
+    return isinstance(value, (int, float)) or (is_scalar and value.is_floating_point())
+
+
+def _held(value: Any, end: float) -> Any:
+    if not _is_number(value) or not end < abs(value) < float("inf"):
+        return value
+    return value.clamp(-end, end) if isinstance(value, Tensor) else min(max(value, -end), end)
+
+
+# --- casting arguments ----------------------------------------------------------------------------
 
 _TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half,
@@ -423,7 +485,6 @@ _TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float64: Tensor.double,
 }
 """The fastest casts from Python: two thirds of the time of ``tensor.to(dtype)``."""
-
 
 _NO_TENSORS = frozenset({type(None), bool, int, float, str})
 """Types without tensors; this lookup is faster than ``isinstance`` or calling :func:`cast`."""

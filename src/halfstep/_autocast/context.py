@@ -19,7 +19,7 @@ from halfstep._autocast.rule import DTYPE_NAMES, LOWER_PRECISIONS
 from halfstep._autocast.scopes import Settings
 from halfstep._common.machine import has_device
 from halfstep._common.nested import like
-from halfstep._common.text import did_you_mean
+from halfstep._common.text import did_you_mean, shown
 from halfstep._pytorch import amp, compiler
 from halfstep.errors import CallOrderError
 
@@ -210,7 +210,7 @@ def _device(device_type: str | None, enabled: bool) -> str:
         return default_device()
     if not isinstance(device_type, str):
         raise TypeError(
-            f"autocast takes a device type such as 'cuda' or 'cpu', got {device_type!r}"
+            f"autocast takes a device type such as 'cuda' or 'cpu', got {shown(device_type)}"
             + ("; pass device.type" if isinstance(device_type, torch.device) else "")
         )
     known = amp.autocast_devices()
@@ -258,9 +258,7 @@ def settled_policy(policy: Policy | str | None) -> Policy:
         case Policy():
             return policy
         case _:
-            raise TypeError(
-                f"policy is a Policy or its text, such as 'standard; softmax:lower', got {policy!r}"
-            )
+            raise TypeError(f"policy is a Policy or its text, 'standard; mul:fp32', got {policy!r}")
 
 
 # --- for contexts in other people's code ----------------------------------------------------------
@@ -428,6 +426,9 @@ def custom_fwd(
         ...     Square.apply(torch.ones(2, dtype=torch.bfloat16)).dtype
         torch.float32
     """
+    _device(device_type, enabled=True)
+    if not (cast_inputs is None or isinstance(cast_inputs, torch.dtype)):
+        raise TypeError(f"custom_fwd: cast_inputs is a torch.dtype, got {cast_inputs!r}")
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 

@@ -1,9 +1,10 @@
 """Computation in one dtype with parameters of another.
 
 A mode sees all calls of PyTorch functions from Python and casts the parameters among the
-arguments. No parameter is replaced, so hooks, checkpoints, sharding, other threads and
-optimizers see the same model, and each gradient has the dtype of its parameter. Other tensors are
-the program's own: it may write to them, or through them, and needs their dtypes.
+arguments, and the buffers of parametrizations, such as those of a spectral norm. No parameter is
+replaced, so hooks, checkpoints, sharding, other threads and optimizers see the same model, and each
+gradient has the dtype of its parameter. Other tensors are the program's own: it may write to them,
+or through them, and needs their dtypes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from halfstep._common.nested import map_leaves, map_tensors
 from halfstep._pytorch import compiler, modes
 from halfstep._pytorch.autograd import version_of
-from halfstep._pytorch.modules import parameters_of_replica, registers_of
+from halfstep._pytorch.modules import is_parametrization, plain_parameters_of, registers_of
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -28,8 +29,8 @@ class Found(NamedTuple):
 
     Attributes:
         dtypes: The dtypes of its floating-point parameters and buffers.
-        stand_ins: The tensors in place of parameters: in ``torch.func.functional_call``, and in the
-            replicas of nn.DataParallel, which have them as attributes.
+        stand_ins: Tensors that are cast like parameters: those in place of parameters, in
+            ``torch.func.functional_call`` and as attributes; the buffers of parametrizations.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -37,7 +38,7 @@ class Found(NamedTuple):
 
 
 def find_tensors(module: nn.Module) -> Found:
-    """Return the dtypes of a module, and the tensors in place of parameters."""
+    """Return the dtypes of a module, and the tensors that are cast like parameters."""
     if torch.compiler.is_compiling():
         dtypes = {each.dtype for each in (*module.parameters(), *module.buffers())}
         return Found(_FLOATS & dtypes, ())
@@ -52,7 +53,9 @@ def find_tensors(module: nn.Module) -> Found:
             found.update(tensor.dtype for tensor in (*each.parameters(), *each.buffers()))
             continue
         parameters, buffers, modules = registers_of(each)
-        own = [*parameters.values(), *parameters_of_replica(each)]
+        own = [*parameters.values(), *plain_parameters_of(each)]
+        if is_parametrization(each):
+            own += each.buffers()
         stand_ins += (t for t in own if t is not None and not isinstance(t, nn.Parameter))
         tensors = (*own, *buffers.values())
         found.update(tensor.dtype for tensor in tensors if tensor is not None)
@@ -136,7 +139,10 @@ class InDtype(modes.FunctionMode):
         return torch.promote_types(value, self.dtype)
 
     def _call_with_casts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = {"out": kwargs["out"]} if "out" in kwargs else {}
+        out = kwargs.get("out")
+        if isinstance(out, Tensor) and self._is_other(out):
+            self._write_back(self._call_with_casts(func, args, kwargs | {"out": None}), out)
+            return out
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         flag, *places = _writes(func) or (None,)
         statistics = [_argument(place, args, kwargs) for place in places if place in _STATISTICS]
@@ -147,7 +153,7 @@ class InDtype(modes.FunctionMode):
             return self.cast(tensor)
 
         given, named = map_tensors(convert if statistics else self.cast, (args, kwargs))
-        result = func(*given, **named, **out)
+        result = func(*given, **named) if out is None else func(*given, **named, out=out)
         if flag and _argument(flag, args, kwargs):
             for place in places:
                 self._write_back(_argument(place, given, named), _argument(place, args, kwargs))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from halfstep._autocast import scopes, weight_cache
-from halfstep._autocast.casts import pytorch_kernel
+from halfstep._autocast.casts import WITH_NUMBERS, pytorch_kernel, with_fitting_numbers
 from halfstep._autocast.native import Products
 from halfstep._autocast.native import products as native_products
 from halfstep._autocast.plans import PolicyOnDevice
@@ -154,6 +154,14 @@ def _registered(
             temporary.remove()
 
 
+def fitting_numbers() -> AbstractContextManager[None]:
+    """Run ops in autocast whatever their number is: see :func:`with_fitting_numbers`."""
+    return _registered(
+        lambda policy: WITH_NUMBERS,
+        lambda name, device: with_fitting_numbers(name, _kernel(name, device)),
+    )
+
+
 # --- observing ------------------------------------------------------------------------------------
 
 # (op, rule, policy) -> a context in which the op runs by the rule.
@@ -195,7 +203,7 @@ def _run_observed(
     if rule is None:
         return kernel
 
-    def run(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def run(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         if not _applies(rule, name, args, kwargs):
             return kernel(keys, *args, **kwargs)
         _count(rule)
@@ -242,7 +250,7 @@ def _counting_kernel(name: str, device: str) -> Kernel:
     kernel = _kernel(name, device)
 
     @compiler.do_not_compile_alone
-    def counting(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def counting(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         policy = scopes.policies().get(device)
         if policy is not None and _observer is None:  # an observed op is counted where it runs
             _count_op(policy, name, args, kwargs)
@@ -273,7 +281,7 @@ def _kernel(name: str, device: str) -> Kernel:
     lower_precision = torch.get_autocast_dtype
 
     @compiler.do_not_compile_alone
-    def kernel(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         scope = thread.state.scope
         if scope.nesting is not None:
             scope = scopes.current()

@@ -39,9 +39,10 @@ def keep(
 
     Their floating-point inputs are cast to ``dtype`` and autocast is off inside them, including
     their submodules. Parameters of another dtype are cast where they are used; a gradient has the
-    dtype of its parameter. Buffers are not cast, except running statistics. Parameters,
-    ``state_dict`` and ``isinstance`` checks are unaffected. Works inside ``torch.compile`` and
-    activation checkpointing, in copies of the model and in threads.
+    dtype of its parameter. Buffers are not cast, except running statistics and those of
+    parametrizations, such as ``spectral_norm``. Parameters, ``state_dict`` and ``isinstance``
+    checks are unaffected. Works inside ``torch.compile`` (not with parametrizations in another
+    dtype) and activation checkpointing, in copies of the model and in threads.
 
     Args:
         model: The model whose module names the patterns match.

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 
 import torch
 
@@ -33,7 +34,6 @@ NUM_WATCHED = 2
 
 NUM_UNWATCHED = 500
 """Contexts after which some are watched again: registering 11 kernels takes some 0.3 ms."""
-
 
 NUM_ALIKE = 16
 """Numbers of nodes after which only twice the largest counts as another one: they vary."""
@@ -163,18 +163,17 @@ def end(device: str) -> None:
     thread.was_used = False
 
 
-def start_recomputing() -> None:
-    """Let no kernels come or go until :func:`stop_recomputing`."""
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Let no kernels come or go in a block."""
     global _num_running
     with _lock:
         _num_running += 1
-
-
-def stop_recomputing() -> None:
-    """Undo :func:`start_recomputing`."""
-    global _num_running
-    with _lock:
-        _num_running -= 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_running -= 1
 
 
 def pin(device: str) -> None:

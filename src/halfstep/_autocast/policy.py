@@ -17,7 +17,7 @@ from halfstep._autocast import comparison, products, written
 from halfstep._autocast.comparison import Explanation, PolicyDiff
 from halfstep._autocast.rule import Action, Phase, Rule, holds_where, holds_within, is_in_place
 from halfstep._autocast.written import PRESETS, rules_of
-from halfstep._common.text import did_you_mean, preformatted
+from halfstep._common.text import did_you_mean, preformatted, shown
 from halfstep._pytorch import compiler, dispatch
 from halfstep._pytorch.dispatch import overload
 
@@ -53,10 +53,9 @@ class Policy:
     rules: tuple[Rule, ...]
 
     def __init__(self, rules: Iterable[Rule]) -> None:
-        if isinstance(rules, Policy):
-            raise TypeError(
-                "a policy is made of rules: write policy | rules to add some to another one"
-            )
+        if isinstance(rules, Policy | str):
+            cure = f"Policy.parse({rules!r})" if isinstance(rules, str) else "policy | rules"
+            raise TypeError(f"a policy is made of rules: write {cure}")
         self.__dict__["rules"] = tuple(rules)
         for rule in self.rules:
             if not isinstance(rule, Rule):
@@ -84,6 +83,8 @@ class Policy:
             >>> print(Policy.parse("standard; conv*,F.linear[cuda,fp16]:fp32"))
             standard; conv*,linear[cuda,fp16]:fp32
         """
+        if not isinstance(text, str):
+            raise TypeError(f"Policy.parse(): got {shown(text)}; pass a text, 'standard; mul:fp32'")
         return _parsed(text)
 
     @staticmethod
@@ -198,6 +199,8 @@ class Policy:
             >>> print(preset("standard").diff(Policy.parse("standard; F.softmax:lower")))
             softmax  fp32-dtype -> lower
         """
+        if not isinstance(other, Policy):
+            raise TypeError(f"diff(): got {shown(other)}; pass a policy, such as preset('torch')")
         return comparison.diff(self, other, meant_by([*self.rules, *other.rules]), devices)
 
     def explain(

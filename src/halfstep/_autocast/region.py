@@ -59,7 +59,11 @@ class Region:
         if len(self._traced) and torch.compiler.is_compiling():
             self._traced.pop().__exit__(kind, error, traceback)
             return
-        if isinstance(error, RuntimeError) and self._settings.policy is not None:
+        if (
+            kind is not None
+            and isinstance(error, RuntimeError)
+            and self._settings.policy is not None
+        ):
             native.explain(error, self._settings.switches.device)
         scope = scopes.thread.state.scope
         if scope.context is self:  # so the scope has no nesting depth
@@ -161,10 +165,10 @@ def _enter(context: object, settings: Settings) -> None:
         outer = scopes.current()
     policies = outer.policies or scopes.ambient
     if number is not None:
-        found = policies.within.get((number, inherit))
-        if found is None or amp.has_function_mode():
-            found = _policies(policies, switches.device, number, inherit)
-        policies = found
+        if (number, inherit) in policies.within and not amp.has_function_mode():
+            policies = policies.within[number, inherit]
+        else:
+            policies = _policies(policies, switches.device, number, inherit)
     # Compiled code is guarded by PyTorch's cache switch, so it is never on under a policy.
     outside = amp.exchange_autocast_switches(switches, cache=switches.cache and not policies)
     if number is not None and switches.device not in outer.policies:

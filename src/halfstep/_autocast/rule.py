@@ -50,6 +50,7 @@ _ALIASES = {
     "affine_grid": "affine_grid_generator",
     "cross_entropy": "cross_entropy_loss",
     "grid_sample": "grid_sampler*",
+    "grouped_mm": "_grouped_mm",
     "interpolate": "*upsample_*",
     "multi_dot": "linalg_multi_dot",
     "sdpa": "scaled_dot_product_attention",

@@ -25,6 +25,14 @@ from halfstep._pytorch import amp, compiler
 from halfstep._version import __version__
 
 
+class _Mark(NamedTuple):
+    """The mark by which torch.compile distinguishes sets of policies."""
+
+    guard: compiler.CompileGuard  # unique in this process
+    tag: str = ""  # part of the cache keys; equal in every process
+    backward_off: bool = False  # whether backward passes are compiled outside of autocast
+
+
 class Policies(dict[str, PolicyOnDevice]):
     """The active policy of each device type that has one. Immutable and interned."""
 
@@ -33,6 +41,7 @@ class Policies(dict[str, PolicyOnDevice]):
         self.key = frozenset(map(id, policies.values()))  # policies on devices are never freed
         # The resulting policies inside a context, by its policy's number and whether it inherits.
         self.within: dict[tuple[int, bool], Policies] = {}
+        self.mark: _Mark | None = None
 
     def with_policy(self, policy: PolicyOnDevice) -> "Policies":
         """Return these policies, with ``policy`` on its device."""
@@ -84,14 +93,15 @@ class Scope(NamedTuple):
 class _State:
     """The state of a thread, in one object, because attributes of thread-locals are slow."""
 
-    __slots__ = ("change", "followed", "guard", "guard_outside", "scope")
+    __slots__ = ("change", "followed", "mark", "mark_outside", "scope")
 
     def __init__(self) -> None:
         self.scope = Scope(NO_POLICIES)  # current(), unless it has a nesting depth
         self.change: Callable[[Settings], Settings] | None = None  # of the user's contexts
         self.followed = NO_POLICIES  # the policies that torch.compile's mark stands for
-        self.guard = compiler.is_guard_enabled(), compiler.guard_dtype()  # the guard value for them
-        self.guard_outside = self.guard  # the guard value outside of all policies
+        self.mark = self.mark_outside = _Mark(
+            compiler.guard_now()
+        )  # for them; outside of all policies
 
 
 class _Thread(threading.local):
@@ -191,32 +201,17 @@ def leave_below(context: object) -> bool:
 # --- torch.compile --------------------------------------------------------------------------------
 
 
-class _Mark(NamedTuple):
-    """The mark by which torch.compile distinguishes sets of policies."""
-
-    guard: compiler.CompileGuard  # unique in this process
-    tag: str  # part of the cache keys; equal in every process
-    backward_off: bool  # whether backward passes are compiled outside of autocast
-
-
-_marks: dict[frozenset[int], _Mark] = {}
+_marked: list[Policies] = []
 _lock = threading.Lock()
 
 
 def _follow(state: _State, policies: Policies) -> None:
-    """Mark these policies as active in this thread, for torch.compile.
-
-    The tag applies to the whole process: compiling in two threads under different policies at the
-    same time can miss a valid cache entry.
-    """
-    if not state.followed:
-        guard = compiler.is_guard_enabled(), compiler.guard_dtype()
-        state.guard = state.guard_outside = guard
-    guard, tag, backward_off = state.guard_outside, "", False
-    if policies:
-        guard, tag, backward_off = _marks.get(policies.key) or _mark(policies)
-    compiler.set_compile_mark(state.guard, guard, tag, backward_off=backward_off)
-    state.followed, state.guard = policies, guard
+    """Mark these policies as active in this thread, for torch.compile."""
+    if not state.followed and compiler.guard_now() != state.mark_outside.guard:
+        state.mark = state.mark_outside = _Mark(compiler.guard_now())
+    mark = (policies.mark or _mark(policies)) if policies else state.mark_outside
+    compiler.set_compile_mark(state.mark.guard, *mark)
+    state.followed, state.mark = policies, mark
 
 
 def _mark(policies: Policies) -> _Mark:
@@ -224,11 +219,14 @@ def _mark(policies: Policies) -> _Mark:
     tag = f"{_kernels()};{rules}"
     backward_off = not all(policy.is_pytorchs for policy in policies.values())
     with _lock:
-        if len(_marks) == compiler.NUM_GUARD_VALUES:
+        if len(_marked) == compiler.NUM_GUARD_VALUES:
             compiler.forget_compiled_code()
-            _marks.clear()
-        guard = compiler.numbered_guard(len(_marks))
-        return _marks.setdefault(policies.key, _Mark(guard, tag, backward_off))
+            while _marked:
+                _marked.pop().mark = None
+        if policies.mark is None:
+            policies.mark = _Mark(compiler.numbered_guard(len(_marked)), tag, backward_off)
+            _marked.append(policies)
+        return policies.mark
 
 
 @cache
@@ -260,11 +258,10 @@ def under_the_same_policies(function: Callable[..., Any]) -> Callable[..., Any]:
         if outer.policies is then:
             return function(*args, **kwargs)
         enter(outer, then)
-        native.start_recomputing()
         try:
-            return function(*args, **kwargs)
+            with native.recomputing():
+                return function(*args, **kwargs)
         finally:
-            native.stop_recomputing()
             leave(current())
 
     return compiler.do_not_compile_alone(running, nor_below=False)

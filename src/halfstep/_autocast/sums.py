@@ -150,7 +150,7 @@ def with_backward_in_float32(name: str) -> Callable[..., Any] | None:
         return None
     op, rest = callable_of(overload(name)), arguments_of(name)[1:]
 
-    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         given = {argument.name: argument.default_value for argument in rest}
         given |= dict(zip(given, args, strict=False)) | kwargs
         if given.get("sparse") or given.get("sparse_grad"):

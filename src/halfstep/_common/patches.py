@@ -96,7 +96,7 @@ def watch_steps(
             if is_transparent:
                 optim.TRANSPARENT.add(wrapper)
 
-    def init(original: Callable[..., None], optimizer: Optimizer, *args: Any, **kw: Any) -> None:
+    def init(original: Callable[..., None], optimizer: Optimizer, /, *args: Any, **kw: Any) -> None:
         original(optimizer, *args, **kw)
         meet(optimizer)
         watch(type(optimizer))
@@ -170,7 +170,7 @@ class TopLevelCalls:
         original, thread = nn.Module.__call__, self._inside
 
         @not_compiled
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # Every module of a model gets here, so inner ones take the shortest path. In a graph
             # these conditions are constants, so compiled code has no overhead.
             if torch.compiler.is_compiling() or thread.is_inside or not self.is_on:
@@ -186,7 +186,7 @@ class TopLevelCalls:
 
     def _around_loss(self, name: str) -> Callable[..., Any]:
         @not_compiled
-        def loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def loss(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._inside.is_inside or not self.is_on:
                 return original(*args, **kwargs)
             return self.call_loss(name, original, args, kwargs)

@@ -129,9 +129,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return suggestion(near_names(name, known))
 
 
+def shown(value: object) -> str:
+    """Return a wrong argument with its type, ``'1' (str)``; only its type if its repr is long."""
+    text, kind = repr(value), type(value).__name__
+    is_short = len(text) <= 60 and "\n" not in text and not text.startswith("<")
+    return f"{text} ({kind})" if is_short else kind
+
+
+_MEANT = dict.fromkeys(("gpu", "nvidia", "amd", "rocm"), "cuda") | {"metal": "mps"}  # devices
+
+
 def near_names(name: str, known: Iterable[str]) -> list[str]:
     """Return the known names closest to one, at most three."""
-    return difflib.get_close_matches(name, set(known), n=3)
+    return difflib.get_close_matches(_MEANT.get(name.lower(), name), set(known), n=3)
 
 
 def suggestion(meant: Iterable[object]) -> str:

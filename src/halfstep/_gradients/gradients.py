@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -44,6 +44,8 @@ _PLAIN_TYPES = {Tensor}
 _USUAL_PARAMETERS = {Tensor, torch.nn.Parameter}
 _NONE_TYPE = type(None)
 _STRIDED = {torch.strided}
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
+_grad, _dtype, _layout, _device = map(attrgetter, ("grad", "dtype", "layout", "device"))
 
 
 @dataclass(eq=False, slots=True)
@@ -165,6 +167,8 @@ NONE = Gradients([], [], [], {}, frozenset())
 """No gradients."""
 
 
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
 Seen: TypeAlias = tuple[weakref.ref[Tensor], int]
 """A gradient and its version at one time."""
 
@@ -172,7 +176,7 @@ Seen: TypeAlias = tuple[weakref.ref[Tensor], int]
 def seen(grads: Iterable[Tensor]) -> list[Seen]:
     """Return what :func:`is_as_seen` needs later, without keeping the gradients alive."""
     grads = list(grads)
-    return list(zip(map(weakref.ref, grads), map(attrgetter("_version"), grads), strict=True))
+    return list(zip(map(weakref.ref, grads), map(version_of, grads), strict=True))
 
 
 def is_as_seen(earlier: Seen, grad: Tensor | None) -> bool:
@@ -224,7 +228,7 @@ def collect(params: Iterable[Tensor]) -> Gradients:
     """
     params = list(params)
     # Read once: attribute access adds up for thousands of parameters.
-    grads: list[Any] = list(map(attrgetter("grad"), params))
+    grads: list[Any] = list(map(_grad, params))
     types = set(map(type, grads))
     if _NONE_TYPE in types:
         types.remove(_NONE_TYPE)
@@ -238,17 +242,17 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         values = list(map(local_part, grads))
     # Thousands of similar gradients: one map() per property takes half the time of one loop that
     # checks all properties of each gradient.
-    dtypes = set(map(attrgetter("dtype"), values))
+    dtypes = set(map(_dtype, values))
     if (
-        not any(map(attrgetter("is_complex"), dtypes))
-        and set(map(attrgetter("layout"), values)) <= _STRIDED
+        _COMPLEX.isdisjoint(dtypes)
+        and set(map(_layout, values)) <= _STRIDED
         and (
             all(map(Tensor.is_contiguous, values))
             or not any(0 in stride for stride in map(Tensor.stride, values))
         )
         and not any(map(Tensor.is_neg, values))
     ):
-        devices = set(map(attrgetter("device"), values))
+        devices = set(map(_device, values))
         is_one_kind = len(devices) == len(dtypes) == 1
         by_kind = {(*devices, *dtypes): values} if is_one_kind else _by_kind(values)
         return Gradients(params, grads, values, by_kind, dtypes)

@@ -27,7 +27,7 @@ from halfstep._gradients.scalars import (
     root,
     scalar,
 )
-from halfstep._pytorch.amp import norms_of_each
+from halfstep._pytorch.amp import norms_of_each, set_grad_enabled
 from halfstep._pytorch.devices import has_float64, to_device, widest_float
 
 CLIP_EPSILON = 1e-6
@@ -52,7 +52,7 @@ class Norms:
         """Return the sum of all squares, not unscaled, on ``device``, weighted by ``shares``."""
         sums = []
         for positions, squares in self.on_device.values():
-            if any(share != 1.0 for share in shares):
+            if shares:
                 own = [shares[position] for position in positions]
                 squares = squares * torch.tensor(own, dtype=squares.dtype).to(squares.device)
             total = squares.sum()
@@ -71,18 +71,22 @@ class Norms:
         return norms
 
 
-@torch.no_grad()
 def norms_of(gradients: Gradients, scale: Scalar | None) -> Norms:
     """Return the norms of gradients that are multiplied by ``scale``. One read (1 G).
 
     A norm is inf or NaN if and only if the gradient has such an entry, so this is also a check.
     """
     on_device = {}
-    for device, positions in gradients.by_device().items():
-        values = gradients.values
-        if len(positions) < len(values):
-            values = [values[position] for position in positions]
-        on_device[device] = positions, sums_of_squares(values)
+    is_grad_enabled = torch.is_grad_enabled()
+    set_grad_enabled(False)
+    try:
+        for device, positions in gradients.by_device().items():
+            values = gradients.values
+            if len(positions) < len(values):
+                values = [values[position] for position in positions]
+            on_device[device] = positions, sums_of_squares(values)
+    finally:
+        set_grad_enabled(is_grad_enabled)
     return Norms(gradients.params, on_device, scale)
 
 
@@ -167,7 +171,9 @@ def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
 def _sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     dtype = widest_float(device)
-    shortened = list(map(_shortened, tensors)) if device.type in READABLE else list(tensors)
+    shortened = list(tensors)
+    if device.type in READABLE and any(map(SMALL.__lt__, map(Tensor.numel, tensors))):
+        shortened = list(map(_shortened, tensors))
     sums = torch.stack(norms_of_each(shortened, 2, dtype=dtype)).square_()
     if dtype is torch.float32:
         return sums  # an overflow of the sum is one of the gradients, which could not be clipped

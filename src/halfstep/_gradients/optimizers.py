@@ -16,7 +16,7 @@ from halfstep._pytorch.devices import facts, to_device
 from halfstep._pytorch.optim import replace_method
 from halfstep.errors import CallOrderError
 
-_HANDLES_SCALE = "_step_supports_amp_scaling"
+HANDLES_SCALE = "_step_supports_amp_scaling"
 
 HOLDERS = ("optimizers", "chained_optimizers")
 """The attributes in which containers keep their optimizers."""
@@ -192,8 +192,7 @@ class Names:
         """Add a module whose parameter names are used."""
         if not isinstance(module, torch.nn.Module):
             raise TypeError(
-                f"watch({type(module).__name__}): pass the torch.nn.Module whose parameters are "
-                "trained"
+                f"module is a {type(module).__name__}: pass the torch.nn.Module that is trained"
             )
         if module not in self.modules():
             self._modules.append(weakref.ref(module))
@@ -325,9 +324,9 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
     and ``found_inf``, set on the wrapper, would not reach the optimizer, and it would ignore both.
     Neither does a container, whose members would not get them.
     """
-    own = getattr(optimizer, "__dict__", {}).get(_HANDLES_SCALE, _NOT_SET)
+    own = getattr(optimizer, "__dict__", {}).get(HANDLES_SCALE, _NOT_SET)
     if own is _NOT_SET:
-        of_class = getattr(type(optimizer), _HANDLES_SCALE, False)
+        of_class = getattr(type(optimizer), HANDLES_SCALE, False)
         return bool(of_class) and not hasattr(of_class, "__get__")
     if own:
         if any(_attribute(optimizer, holder) is not None for holder in HOLDERS):

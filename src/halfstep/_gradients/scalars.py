@@ -17,7 +17,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep._pytorch.amp import reciprocal_of
+from halfstep._common.text import did_you_mean, shown
+from halfstep._pytorch.amp import autocast_devices, reciprocal_of
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modes import is_inside_functorch, is_jit_tracing, num_dispatch_modes
 
@@ -48,28 +49,22 @@ def float32_from_bits(bits: int) -> float:
     return c_float.from_buffer_copy(struct.pack("=i", bits)).value
 
 
-def checked_number(
-    name: str, value: object, *, at_least: float = -math.inf, at_most: float = math.inf
-) -> float:
-    """Return ``value`` as a finite float in the range; reject bools."""
+def checked_number(name: str, value: object, example: float = 1.0) -> float:
+    """Return ``value`` as a finite float; reject bools."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"{name} is {value!r} ({type(value).__name__}): pass a number such as 65536.0"
-        )
+        raise TypeError(f"{name} is {shown(value)}: pass a number such as {example}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}: pass a finite number")
-    if not at_least <= number <= at_most:
-        raise ValueError(f"{name} is {number}: it must lie between {at_least:g} and {at_most:g}")
     return number
 
 
 def checked_scale(name: str, value: object) -> float:
     """Return ``value`` rounded to float32; reject it if it is not a usable scale."""
-    number = round_to_float32(checked_number(name, value))
+    number = round_to_float32(checked_number(name, value, 65536.0))
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
             f"{name} is {value!r}: a scale must lie between {SMALLEST_SCALE:.3g} and "
@@ -81,7 +76,7 @@ def checked_scale(name: str, value: object) -> float:
 def checked_count(name: str, value: object, *, at_least: int) -> int:
     """Return ``value`` as an int between ``at_least`` and the largest int32."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}): pass a whole number")
+        raise TypeError(f"{name} is {shown(value)}: pass a whole number")
     count = int(value)
     if not at_least <= count <= LARGEST_COUNT:
         raise ValueError(f"{name} is {count}: it must lie between {at_least} and {LARGEST_COUNT}")
@@ -103,14 +98,16 @@ def checked_device(device: str | torch.device) -> str:
         ValueError: The device type is unknown or not available on this machine.
     """
     if not isinstance(device, str | torch.device):
+        is_scale = isinstance(device, numbers.Real) and not isinstance(device, bool)
+        scale = f"; for the scale write GradScaler(init_scale={device!r})" if is_scale else ""
         raise TypeError(
-            f"GradScaler(device={device!r}): the device comes first, such as 'cuda'; for the scale "
-            f"write GradScaler(init_scale={device!r})"
+            f"GradScaler(device={shown(device)}): the device comes first, such as 'cuda'{scale}"
         )
     try:
         device = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"GradScaler(device={device!r}): {error}") from error
+        near = did_you_mean(str(device), autocast_devices())
+        raise ValueError(f"GradScaler(device={device!r}): no such device{near}") from error
     is_available = getattr(getattr(torch, device.type, None), "is_available", lambda: True)
     if not is_available():
         raise ValueError(

@@ -173,7 +173,7 @@ class Exchange:
         self._exchanged: list[_Exchanged] = []
         self._open: list[_Batch] = []
 
-    def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():  # its tensors could not be written to later
             with torch.inference_mode(False):
                 return self.around(step, *args, **kwargs)

@@ -197,6 +197,9 @@ class LostUpdates:
         self._counts: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = set()
 
+    def __repr__(self) -> str:
+        return f"LostUpdates({type(self._optimizer).__name__})"
+
     def __enter__(self) -> LostUpdates:
         """Start counting."""
         # Global hooks, since wrappers and containers of optimizers may have none of their own.

@@ -204,7 +204,7 @@ class MasterWeights:
         alone, original = step_without_hooks(optimizer), optimizer.step
         known = (*self.store.dtypes, *UNTOUCHED)
 
-        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def step(optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
             if any(param.dtype not in known for param in parameters(optimizer)):
                 self._served(optimizer, optimizer.param_groups)  # raises, as after model.half()
             if alone is None:  # replaced by others: its hooks see float32 parameters
@@ -217,7 +217,7 @@ class MasterWeights:
     def _take_groups(self, optimizer: Optimizer) -> None:
         original = optimizer.add_param_group
 
-        def add_param_group(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def add_param_group(optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
             try:
                 self._served(optimizer, optimizer.param_groups[-1:])
@@ -242,7 +242,7 @@ class MasterWeights:
         original = optimizer.load_state_dict
 
         def load_state_dict(
-            optimizer: Optimizer, state_dict: dict[str, Any], *args: Any, **kwargs: Any
+            optimizer: Optimizer, /, state_dict: dict[str, Any], *args: Any, **kwargs: Any
         ) -> None:
             self._before_load(optimizer, state_dict)
             original(state_dict, *args, **kwargs)

@@ -245,3 +245,9 @@ def function_without_autocast(context: object) -> type | None:
     """Return the ``autograd.Function`` of a ``ctx``; None if ``custom_fwd`` has marked it."""
     function: type | None = getattr(type(context), "_forward_cls", None)
     return None if hasattr(context, "_fwd_used_autocast") else function
+
+
+def functions_of(roots: Iterable[torch.Tensor]) -> list[type]:
+    """Return the subclasses of ``torch.autograd.Function`` in a graph, PyTorch's own left out."""
+    found = (getattr(type(node), "_forward_cls", None) for node in _nodes(roots))
+    return [cls for cls in found if cls is not None and not cls.__module__.startswith("torch.")]

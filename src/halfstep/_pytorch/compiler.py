@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -50,12 +51,14 @@ def wrap_traced_graph(wrap: WrapGraph, *, backward_off: bool) -> None:
     def wrapped_backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         devices = _autocast_devices_of(graph)
         graph.code  # noqa: B018  # generates it: torch.compile would do so in the backend's result
-        is_new = wrapped_backend._is_backward_off and _set_backward_off(True)  # type: ignore[attr-defined]
+        was_off = _mark.backward_off
+        _mark.backward_off |= wrapped_backend._is_backward_off  # type: ignore[attr-defined]
+        _show_mark()
         try:
             run = wrap(backend, devices)(graph, inputs, **options)
         finally:
-            if is_new:
-                _set_backward_off(False)
+            _mark.backward_off = was_off
+            _show_mark()
         if not devices:
             return run
         return wrap(run, devices)
@@ -167,24 +170,37 @@ def numbered_guard(number: int) -> CompileGuard:
     return True, _GUARD_VALUES[number]
 
 
-# (), (): the two parts of the guard of code that is compiled in this thread now.
-is_guard_enabled: Callable[[], bool] = functools.partial(_is_enabled, GUARD_DEVICE)
-guard_dtype: Callable[[], torch.dtype] = functools.partial(_get_dtype, GUARD_DEVICE)
+def guard_now() -> CompileGuard:
+    """Return the guard of code that is compiled in this thread now."""
+    return _is_enabled(GUARD_DEVICE), _get_dtype(GUARD_DEVICE)
 
 
-_TAG_MARK = "|halfstep:"
-_tags_after: dict[tuple[object, str], str] = {}
+class _Mark(threading.local):
+    """What the code that this thread compiles depends on, beside the guard."""
 
-# The places where PyTorch stores an override and a change flag, context variables from 2.13 on.
-# Access takes a tenth of the time of the configuration attribute.
-_override: Any = torch.compiler.config._config["cache_key_tag"].user_override  # type: ignore[attr-defined]
-_has_changed: Any = getattr(torch.compiler.config, "_hash_dirty_var", None)
-_tag_variable: ContextVar[object] | None = None if _has_changed is None else _override
+    tag, backward_off = "", False
 
 
-def set_compile_mark(
-    was: CompileGuard, guard: CompileGuard, tag: str, *, backward_off: bool
-) -> None:
+_mark = _Mark()
+
+
+class _Marked:
+    """The variable of a configuration's entry, read with the mark of the thread in its value.
+
+    So entering a context, which is frequent, writes nothing there. PyTorch caches configurations
+    that it has read as a whole; the tag, in every key of its caches, is read by itself.
+    """
+
+    def __init__(self, entry: Any, marked: Callable[[Any], Any]) -> None:
+        variable = entry.user_override
+        self.set, self._get, self._marked = variable.set, variable.get, marked
+        entry.user_override = self
+
+    def get(self) -> Any:
+        return self._marked(self._get())
+
+
+def set_compile_mark(was: CompileGuard, guard: CompileGuard, tag: str, backward_off: bool) -> None:
     """Set the guard and the tag for code that this thread compiles from now on.
 
     ``was`` is the current guard. The code runs only under the same guard; ``tag`` distinguishes it
@@ -195,59 +211,44 @@ def set_compile_mark(
     _set_enabled(GUARD_DEVICE, enabled)  # always: PyTorch itself switches all of them off and on
     if dtype is not was[1]:
         _set_dtype(GUARD_DEVICE, dtype)
-    if _tag_variable is None:
-        torch.compiler.config.cache_key_tag = _with_tag(tag)
-        _set_backward_off(backward_off)
-        return
-    before = _tag_variable.get()
-    after = _tags_after.get((before, tag))
-    if after is None:
-        after = _tags_after[before, tag] = _with_tag(tag)
-    if after != before:
-        _tag_variable.set(after)
-        if not _has_changed.get():
-            _has_changed.set(True)
-        if backward_off or _backward.user_override.get() is _OFF:
-            _set_backward_off(backward_off)
+    _mark.tag, _mark.backward_off = tag, backward_off
+    if type(_tag.user_override) is not _Marked:
+        _show_mark()
 
 
-def _with_tag(tag: str) -> str:
-    users = torch.compiler.config.cache_key_tag.partition(_TAG_MARK)[0]
-    return users + (_TAG_MARK + tag if tag else "")
+def _show_mark() -> None:
+    """Have configurations show the mark: in what is read there, before 2.13 in what is set."""
+    if not _has_variables:
+        torch.compiler.config.cache_key_tag = _tagged(torch.compiler.config.cache_key_tag)
+        users = _functorch.backward_pass_autocast
+        _functorch.backward_pass_autocast = _differentiated(_SAME if users is _OFF else users)
+    elif type(_tag.user_override) is not _Marked:
+        _Marked(_tag, _tagged)
+        _Marked(_backward, _differentiated)
+
+
+_TAG_MARK = "|halfstep:"
+_tag: Any = torch.compiler.config._config["cache_key_tag"]  # type: ignore[attr-defined]
+_has_variables = isinstance(_tag.user_override, ContextVar)  # from 2.13 on
+
+
+def _tagged(users: Any) -> Any:
+    if users is _UNSET and _mark.tag:
+        users = _tag.default if _tag.env_value_default is _UNSET else _tag.env_value_default
+    tag = _TAG_MARK + _mark.tag if _mark.tag else ""
+    return users if users is _UNSET else users.partition(_TAG_MARK)[0] + tag
 
 
 # By default PyTorch traces the backward pass of compiled code under the autocast around the call.
 # That would lower what a policy or an island keeps in float32. In eager code the backward pass runs
-# outside of autocast; the forward pass has recorded all casts.
+# outside of autocast; the forward pass has recorded all casts. A user's list of contexts stays.
 _functorch: Any = torch._functorch.config
-_BACKWARD = "backward_pass_autocast"
+_backward: Any = _functorch._config["backward_pass_autocast"]
 _SAME, _OFF = "same_as_forward", "".join(("of", "f"))  # its identity differs from a user's "off"
-_backward: Any = _functorch._config[_BACKWARD]
-_changed_names: Any = getattr(_functorch, "_get_dict_dirty_keys_var", None)
 
 
-def _set_backward_off(is_off: bool) -> bool:
-    """Set or reset how code is differentiated; return whether this changed it.
-
-    A user's list of contexts for the backward pass stays.
-    """
-    if _tag_variable is None:
-        value = _functorch.backward_pass_autocast
-    else:
-        value = _backward.user_override.get()
-        if value is _UNSET:
-            value = _backward.default
-    if not (value == _SAME if is_off else value is _OFF):
-        return False
-    value = _OFF if is_off else _SAME
-    if _tag_variable is None:
-        _functorch.backward_pass_autocast = value
-        return True
-    _backward.user_override.set(value)
-    _functorch._hash_dirty_var.set(True)
-    if _changed_names is not None and (names := _changed_names.get()) is not None:
-        names.add(_BACKWARD)
-    return True
+def _differentiated(users: Any) -> Any:
+    return _OFF if _mark.backward_off and (users is _UNSET or users == _SAME) else users
 
 
 def is_loaded() -> bool:

@@ -227,7 +227,6 @@ def is_capturing(device: torch.device) -> bool:
 
 # --- cards ----------------------------------------------------------------------------------------
 
-
 _TENSOR_CORES = (((7, 0), "fp16"), ((8, 0), "bf16"), ((8, 0), "tf32"), ((8, 9), "fp8"))
 
 # The chips TU116 and TU117 have compute capability 7.5 but no tensor cores, and float16

@@ -46,12 +46,11 @@ class _Heard:
         setattr(self._module, self._name, heard)
 
 
+_Listeners = tuple[Callable[..., None], ...]
+
+
 def _backward(
-    original: Callable[..., None],
-    listeners: tuple[Callable[..., None], ...],
-    tensors: Any,
-    *args: Any,
-    **kwargs: Any,
+    original: Any, listeners: _Listeners, /, tensors: Any, *args: Any, **kwargs: Any
 ) -> None:
     for listener in listeners:
         listener(tensors)
@@ -60,7 +59,8 @@ def _backward(
 
 def _norm(
     original: Callable[..., torch.Tensor],
-    listeners: tuple[Callable[..., None], ...],
+    listeners: _Listeners,
+    /,
     tensors: Any,
     norm_type: float = 2.0,
     *args: Any,
@@ -75,11 +75,7 @@ def _norm(
 
 
 def _scaler_step(
-    original: Callable[..., Any],
-    listeners: tuple[Callable[..., None], ...],
-    scaler: torch.amp.GradScaler,
-    *args: Any,
-    **kwargs: Any,
+    original: Any, listeners: _Listeners, scaler: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     if scaler.is_enabled():
         for listener in listeners:

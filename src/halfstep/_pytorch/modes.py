@@ -32,7 +32,6 @@ is_inside_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 # (): whether torch.jit.trace, or an export based on it, is tracing in this thread.
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
-
 # (): the number of dispatch modes that see the ops of this thread.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 

@@ -12,6 +12,7 @@ from importlib.abc import MetaPathFinder
 from typing import Any
 
 import torch
+import torch.nn.utils.parametrize
 import torch.utils.data.dataloader
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -25,11 +26,22 @@ def registers_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     return held["_parameters"], held["_buffers"], held["_modules"]
 
 
-def parameters_of_replica(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the copies of parameters that a replica of nn.DataParallel has as attributes."""
-    if not getattr(module, "_is_replica", False):
-        return []
-    return [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+def plain_parameters_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the tensors that a module has as attributes in place of parameters.
+
+    A replica of nn.DataParallel has copies; the deprecated ``weight_norm`` and ``spectral_norm``
+    compute one in a hook.
+    """
+    held = vars(module)
+    if held.get("_is_replica", False):
+        return [value for value in held.values() if isinstance(value, torch.Tensor)]
+    made = [held.get(getattr(hook, "name", "")) for hook in held["_forward_pre_hooks"].values()]
+    return [value for value in made if isinstance(value, torch.Tensor)]
+
+
+def is_parametrization(module: torch.nn.Module) -> bool:
+    """Return whether a module computes a parameter of another one from others."""
+    return isinstance(module, torch.nn.utils.parametrize.ParametrizationList)
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
@@ -42,6 +54,13 @@ CALL_CODE = torch.nn.Module._call_impl.__code__
 
 # The class whose ``__next__`` returns the batches of every DataLoader.
 LOADER_ITERATOR: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+
+
+# (module, name): what registers a hook on the backward passes of all modules.
+GLOBAL_BACKWARD_HOOKS = tuple(
+    (torch.nn.modules.module, f"register_module_{name}")
+    for name in ("full_backward_hook", "full_backward_pre_hook", "backward_hook")
+)
 
 
 # --- hooks on all modules -------------------------------------------------------------------------
@@ -137,7 +156,7 @@ def _unwatch_export() -> None:
         module._export, _export = _export, None
 
 
-def _without_hooks(export: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _without_hooks(export: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     for each in _installed:
         each._unregister()
     try:

@@ -138,7 +138,6 @@ def computed_from(source: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 # --- plain tensors of a tensor of any kind --------------------------------------------------------
 
-
 _NOT_SUBCLASSED = torch.Tensor.__torch_dispatch__
 _OF_TRACERS = ("FakeTensor", "FunctionalTensor", "ProxyTensor")
 

@@ -24,7 +24,7 @@ def checked_max_norm(max_norm: object) -> float:
     """Return ``max_norm`` as a float; inf means no clipping."""
     if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and max_norm.device.type == "cpu":
         max_norm = max_norm.tolist()
-    if max_norm == math.inf:
+    if isinstance(max_norm, float) and max_norm == math.inf:
         return math.inf
     number = checked_number("max_norm", max_norm)
     if number < 0:

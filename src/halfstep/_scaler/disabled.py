@@ -22,7 +22,7 @@ from halfstep._scaler.closures import (
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Checked, Decided, Gathered
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.outcome import Outcome, outcome_of
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.schedules import Static
 from halfstep.errors import RanksError
@@ -89,7 +89,7 @@ def outcome(engine: Engine, optimizer: torch.optim.Optimizer) -> Outcome:
     scale = _one(torch.device("cpu"))
     checked = Checked(Gathered(optimizer, scale, collect(parameters(optimizer))), None)
     taken = Decided(checked, skip=0.0)
-    found = Outcome(optimizer, engine.names, taken, None, can_measure_late=True)
+    found = outcome_of(taken, optimizer, engine.names, None, can_measure_late=True)
     found.after = scale.snapshot()
     return found
 

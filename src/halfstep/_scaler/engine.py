@@ -11,24 +11,32 @@ import torch
 from torch import Tensor
 
 from halfstep._common.nested import like
+from halfstep._common.text import warn
 from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.optimizers import Names, name
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.iteration import Iteration, Stage
-from halfstep._scaler.journal import Journal
+from halfstep._scaler.journal import Journal, Taken
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.observers import OBSERVERS
-from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.outcome import Outcome, outcome_of
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import UnusedGradients
 from halfstep.errors import CallOrderError, NothingCheckedError
+
+NUM_LOSSES_WITHOUT_UPDATE = 1000
+"""Number of calls of ``scale`` without an ``update`` after which a warning is raised."""
 
 
 class Engine:
     """The scale of the losses, and the state of the current iteration.
 
     ``first`` is the initial state of the scale; observers receive ``scaler``.
+
+    Attributes:
+        is_usual: Whether nothing but usual steps needed the iteration so far.
+        taken: The usual step of this iteration.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
@@ -36,21 +44,41 @@ class Engine:
         # Never called without one: only its methods call the engine.
         self.owner: Callable[[], Any] = weakref.ref(scaler)
         self.loss_scale = LossScale(first)
-        self.iteration = Iteration()
+        self._iteration = Iteration()
+        self.is_usual = True
+        self.taken: Taken | None = None
         self.journal = Journal()
         self.names = Names()
         self.buffers = Buffers()
         self.unused = UnusedGradients(self.journal, self.loss_scale, self.owner)
         self._left_out: list[Outcome] = []
 
+    @property
+    def iteration(self) -> Iteration:
+        """What the general road has done and found since the last ``update``."""
+        self.is_usual = False
+        if self.taken is not None:
+            taken, self.taken = self.taken, None
+            taken.record(self._iteration, self.loss_scale)
+        return self._iteration
+
+    @iteration.setter
+    def iteration(self, iteration: Iteration) -> None:
+        self._iteration = iteration
+
+    @property
+    def num_losses(self) -> int:
+        """Number of losses scaled since the last ``update``."""
+        return self._iteration.num_losses
+
     # --- losses -----------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
         """Multiply all tensors in ``outputs`` by the scale. Sync: none."""
-        iteration = self.iteration
+        iteration = self._iteration
         is_traced = torch.compiler.is_dynamo_compiling()
-        if iteration.ledger.entries:
-            iteration.ledger.watch()
+        if self.taken is not None or iteration.ledger.entries:
+            self.iteration.ledger.watch()
         if OBSERVERS and not is_traced:
             for observer in OBSERVERS:
                 observer.on_loss(self.owner(), outputs)
@@ -62,6 +90,12 @@ class Engine:
         if self.buffers.watched and not is_traced:
             self.buffers.see_loss()
         iteration.num_losses += 1
+        if iteration.num_losses == NUM_LOSSES_WITHOUT_UPDATE:
+            warn(
+                f"{NUM_LOSSES_WITHOUT_UPDATE} losses have been scaled since the last update(). If "
+                "this is no accumulation, scaler.step(optimizer) and scaler.update() are missing: "
+                "optimizer.step() alone steps with gradients that are multiplied by the scale",
+            )
         return scaled
 
     def scale_of_iteration(self, call: str, owner: object) -> LossScale:
@@ -91,6 +125,8 @@ class Engine:
 
     def update(self) -> None:
         """Back off, count or grow the scale. Sync: none."""
+        if self._count_usual():
+            return
         iteration = self.iteration
         if not iteration.ledger.entries:
             raise NothingCheckedError(
@@ -111,6 +147,18 @@ class Engine:
         self.loss_scale.update(found_inf, went_bad)
         self.unused.after_change(unused)
         self.end_iteration()
+
+    def _count_usual(self) -> bool:
+        """End an iteration of one usual step, if that does nothing but count."""
+        taken = self.taken
+        if taken is None or OBSERVERS or taken.flag.item() != 0.0 or not self.loss_scale.count():
+            return False
+        self.taken, self._iteration.num_losses = None, 0
+        if self.buffers.watched:
+            self.buffers.end()
+        taken.outcome.after = self.loss_scale.snapshot()
+        self.journal.open.clear()
+        return True
 
     def set_scale(self, new_scale: object, *, iteration_ends: bool = True) -> None:
         """Set the scale by hand; this ends the iteration by default. Sync: none."""
@@ -134,7 +182,7 @@ class Engine:
                 if step.skip is None:
                     self.buffers.restore(step.decide().skip)
             self.buffers.end()
-        self.iteration = Iteration()
+        self.iteration, self.is_usual = Iteration(), True
         outcomes, self.journal.open = self.journal.open, []
         left_out, self._left_out = self._left_out, []
         for outcome in [*outcomes, *left_out]:
@@ -149,7 +197,7 @@ class Engine:
             optimizer = step.optimizer
             if step.stage is Stage.UNSCALED and optimizer is not None and step.checks:
                 decided = step.decide()
-                outcome = Outcome(optimizer, self.names, decided, None, can_measure_late=False)
+                outcome = outcome_of(decided, optimizer, self.names, None, can_measure_late=False)
                 outcome.is_left_out, outcome.num_losses = True, self.iteration.num_losses
                 found.append(outcome)
         return found

@@ -180,7 +180,8 @@ class Layout:
         if self.sharing is None and not self.copies:
             return []
         pairs = zip(gradients.params, gradients.grads, strict=True)
-        return [self._share(param, grad) for param, grad in pairs]
+        shares = [self._share(param, grad) for param, grad in pairs]
+        return shares if any(share != 1.0 for share in shares) else []
 
     def _share(self, param: Tensor, grad: Tensor) -> float:
         spec = spec_of(grad)

@@ -207,7 +207,7 @@ class Guard:
         self._call: tuple[Any, ...] | None = None
         self._is_removed = False
 
-        def guarded(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def guarded(optimizer: torch.optim.Optimizer, /, *args: Any, **kwargs: Any) -> Any:
             if self._is_removed:  # a later replacement of `step` still calls this one
                 return inner.step(*args, **kwargs)
             if self._call is not None:  # called by the scaler
@@ -218,6 +218,9 @@ class Guard:
         self._replaced = Replacements(optimizer, "guard", "would step with inf and NaN")
         put = self._replaced.put(optimizer, "step", guarded)
         self._guarded = weakref.ref(put)  # weak, because it references the optimizer
+
+    def __repr__(self) -> str:
+        return f"Guard({type(self._optimizer()).__name__}, max_norm={self._max_norm})"
 
     def outcome(self) -> Outcome:
         """Return the outcome of the last step.

@@ -5,13 +5,20 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from itertools import islice
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from halfstep._gradients.gradients import Seen
-from halfstep._gradients.optimizers import makes_step_of, name
+from halfstep._gradients.gradients import Gradients, Seen, parameters
+from halfstep._gradients.optimizers import HANDLES_SCALE, makes_step_of, members, name
+from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.early_clipping import EarlyClipping
+from halfstep._scaler.iteration import Iteration, Measured, Remembered, Stage
+from halfstep._scaler.ledger import GradientCheck
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import HistoryEntry, Outcome, forget_gradients, read_all
+from halfstep._scaler.ranks import key_of
 from halfstep.errors import CallOrderError
 
 HISTORY_LENGTH = 10_000
@@ -26,6 +33,7 @@ class Memory:
         self.outcome: Outcome | None = None  # of its last step
         self.number = 0  # of that step in the order of all steps
         self.early_clipping = EarlyClipping()
+        self.plan: Plan | None = None  # of its usual steps
         # After a step with a closure, by id of the parameter: its gradient and the version of it.
         self.stepped_gradients: dict[int, Seen] = {}
 
@@ -34,6 +42,64 @@ class Memory:
         if self.outcome is not None:
             forget_gradients(self.outcome)
             self.outcome = None
+
+
+class Plan(NamedTuple):
+    """What a usual step need not find out again.
+
+    Attributes:
+        key: A number that changes with the parameters and the ranks of the job.
+        flag: The flag by which the optimizer says that it handles the scale.
+        is_fused: Whether it does.
+        ranks: Who decides.
+    """
+
+    key: int
+    flag: object
+    is_fused: bool
+    ranks: Alone
+
+
+def plan_of(
+    optimizer: torch.optim.Optimizer, memory: Memory, ranks: Alone | Together, *, is_fused: bool
+) -> Plan | None:
+    """Return the plan of an optimizer's usual steps, None if it has none."""
+    if ranks.is_together or not memory.early_clipping.is_over:
+        return None
+    if [*map(id, members(optimizer))] != [id(optimizer)]:  # a container
+        return None
+    flag = getattr(optimizer, HANDLES_SCALE, None)
+    return Plan(key_of(parameters(optimizer)), flag, is_fused, ranks)
+
+
+class Taken(NamedTuple):
+    """The usual step of an iteration.
+
+    Attributes:
+        flag: 0, unless a fused optimizer, which gets it, has changed it.
+    """
+
+    optimizer: torch.optim.Optimizer
+    gradients: Gradients
+    plan: Plan
+    flag: Tensor
+    measured: Measured | None
+    outcome: Outcome
+
+    def record(self, iteration: Iteration, loss_scale: LossScale) -> None:
+        """Record the step in the iteration, for what is unusual after it."""
+        check = GradientCheck(loss_scale, {self.flag.device: self.flag})
+        self.plan.ranks.agree_on(check)
+        iteration.ledger.mark(self.gradients, check)
+        iteration.steps[id(self.optimizer)] = Remembered(
+            self.optimizer,
+            (check,),
+            Stage.STEPPED,
+            self.outcome.num_losses,
+            self.measured,
+            0.0,
+            self.plan.ranks,
+        )
 
 
 class Journal:

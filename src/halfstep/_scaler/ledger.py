@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import NONE, Gradients
+from halfstep._gradients.gradients import NONE, Gradients, version_of
 from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
@@ -111,7 +110,7 @@ class Entry:
 
 
 def _versions(gradients: Gradients) -> list[int]:
-    return list(map(attrgetter("_version"), gradients.grads))
+    return list(map(version_of, gradients.grads))
 
 
 class Ledger:

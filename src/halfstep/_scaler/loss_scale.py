@@ -37,17 +37,20 @@ from halfstep._pytorch.amp import increment_version
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import is_capturing, to_device
 from halfstep._pytorch.modes import is_inside_functorch
-from halfstep._scaler.scale_state import ScaleState, changed, next_state
+from halfstep._scaler.scale_state import ScaleState, changed, counted, next_state, num_calm
 from halfstep._scaler.schedules import Schedule
 from halfstep._scaler.updates import LAG, Kernel, Number, PendingUpdate
 from halfstep.errors import CallOrderError
 
-Snapshot: TypeAlias = ScaleState | PendingUpdate
-"""The state at one point in time, or the last update before it."""
+Snapshot: TypeAlias = ScaleState | PendingUpdate | tuple[ScaleState, int]
+"""The state at one point in time; or the last update before it; or a state and the number of calm
+steps since."""
 
 
 def state_of(snapshot: Snapshot) -> ScaleState:
     """Return the state in a snapshot. Sync: one if it is on its way."""
+    if isinstance(snapshot, tuple):
+        return counted(*snapshot)
     return snapshot if isinstance(snapshot, ScaleState) else snapshot.states()[1]
 
 
@@ -56,7 +59,6 @@ class LossScale:
 
     Attributes:
         first: The initial state, with the current schedule.
-        state: The state after the newest update whose flags are known on the host.
         device: The device of the number, that of the first loss.
         is_created: Whether there is a number on a device.
         is_quiet: Whether it is known that neither of the last two updates was skipped.
@@ -65,19 +67,36 @@ class LossScale:
     """
 
     bad_loss: Tensor
+    _state: ScaleState
+    _num_counted: int  # taken steps since that state
+    _num_calm: int | None  # steps from now on that only count; None if not known
 
     def __init__(self, state: ScaleState) -> None:
         self.first = self.state = state
+        self._number: Number
         self.device = CPU
         self.is_created = self.is_quiet = self.has_loss = False
         self._tensor: Tensor
         self._growth_tracker: Tensor | None = None  # once a kernel or existing code has asked
-        self._number: Number
         self._versions: list[int] = []  # of the tensors when they were known last
         self._is_captured = False  # whether a CUDA graph moves it, which the host does not see
         self._under_way: deque[PendingUpdate] = deque()
         self._loss_is_finite: bool | None = None  # as far as a step has read it
         self._agreed_loss: Tensor | None = None
+
+    @property
+    def state(self) -> ScaleState:
+        """The state after the newest update whose flags are known on the host."""
+        if self._num_counted:
+            self._state = counted(self._state, self._num_counted)
+            self._number = Number(self._number.scale, self._state.growth_tracker)
+            self._num_counted = 0
+        return self._state
+
+    @state.setter
+    def state(self, state: ScaleState) -> None:
+        self._state, self._num_counted = state, 0
+        self._num_calm = None
 
     @property
     def tensor(self) -> Tensor:
@@ -88,6 +107,7 @@ class LossScale:
     def growth_tracker(self) -> Tensor:
         """The count of consecutive steps, an int32 scalar on the device."""
         if self._growth_tracker is None:
+            self.state  # noqa: B018  # the counted steps
             count = self._number.growth_tracker
             with torch.inference_mode(False):
                 self._growth_tracker = torch.full((), count, dtype=torch.int32, device=self.device)
@@ -239,7 +259,9 @@ class LossScale:
 
     def snapshot(self) -> Snapshot:
         """Return the current state, to be read later. Sync: none."""
-        return self._under_way[-1] if self._under_way else self.state
+        if self._under_way:
+            return self._under_way[-1]
+        return (self._state, self._num_counted) if self._num_counted else self._state
 
     def states_of(self, update: PendingUpdate) -> tuple[ScaleState, ScaleState]:
         """Return the states before and after an update that is under way. Sync: one."""
@@ -308,8 +330,38 @@ class LossScale:
             self._launch(found_inf, went_bad or [])  # type: ignore[arg-type]
         self.forget_losses()
 
+    def calm_number(self) -> float | None:
+        """Return the scale, if a taken step from now on does nothing but count; else None.
+
+        Nor may unscaling amplify then. Sync: none.
+        """
+        if self._num_calm is None:
+            is_here = self.is_created and self.device.type in READABLE
+            is_calm = is_here and not self.state.can_amplify
+            self._num_calm = num_calm(self.state) if is_calm else 0
+        if self._num_calm <= 0 or self._growth_tracker is not None:
+            return None
+        scale = self._number.scale
+        return scale if self._tensor.item() == scale else None
+
+    def count(self) -> bool:
+        """Count a taken step, if it does nothing else; return whether it was. Sync: none.
+
+        The state is made when it is read.
+        """
+        if self.calm_number() is None:
+            return False
+        self._num_counted += 1
+        self._num_calm -= 1  # type: ignore[operator]
+        self.is_quiet = True
+        increment_version((self._tensor,))  # backward of a loss from before must raise
+        self.forget_losses()
+        return True
+
     def _move(self, found_inf: bool, went_bad: bool) -> None:
         """Move on the host, which knows the flags."""
+        if not (found_inf or went_bad) and self.count():
+            return
         if self._under_way:
             self.follow_device()
         self._follow_writes()

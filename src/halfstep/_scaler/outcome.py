@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power
-from halfstep._gradients.gradients import collect, is_as_seen, seen
+from halfstep._gradients.gradients import Gradients, collect, is_as_seen, seen
 from halfstep._gradients.norms import norms_of
 from halfstep._gradients.optimizers import Names
 from halfstep._gradients.scalars import Scalar, round_to_float32
@@ -21,8 +21,8 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
 from halfstep._scaler.agreement import Agreement
 from halfstep._scaler.culprits import Culprit, culprits
-from halfstep._scaler.iteration import Decided
-from halfstep._scaler.loss_scale import Snapshot, state_of
+from halfstep._scaler.iteration import Decided, Measured
+from halfstep._scaler.loss_scale import LossScale, Snapshot, state_of
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep._scaler.updates import PendingUpdate
 from halfstep.errors import CallOrderError
@@ -95,12 +95,21 @@ class Outcome:
     is_left_out = False
     """Whether the caller has unscaled the gradients and then left out the step."""
 
+    after: Snapshot | None = None
+    """The state after ``update``."""
+
+    _agreements: Sequence[Agreement] = ()
+    _found_before: Scalar | None = None  # without the second look; None if there was none
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         names: Names,
-        decided: Decided,
+        loss_scale: LossScale,
+        gradients: Gradients,
+        skip: Scalar,
         multiplier: Scalar | None,
+        measured: Measured | None,
         can_measure_late: bool,
     ) -> None:
         """Keep the results of a step, and the parameters instead of the gradients, to save memory.
@@ -108,35 +117,30 @@ class Outcome:
         Args:
             optimizer: The optimizer.
             names: Names of parameters.
-            decided: The step as it ended.
+            loss_scale: The scale of the losses.
+            gradients: The gradients.
+            skip: 1 if the step was skipped, else 0.
             multiplier: The number by which the gradients are multiplied now, None if unscaled.
+            measured: The gradients before any clipping, if they were measured.
             can_measure_late: Whether the unscaled gradients still have their original values.
         """
         self.optimizer_name = type(optimizer).__name__
         self._optimizer = weakref.ref(optimizer)
-        self._names = names
-        checked = decided.checked
-        gathered, measured = checked.gathered, checked.unclipped
-        self.loss_scale = loss_scale = gathered.loss_scale
+        self._names, self.loss_scale = names, loss_scale
         self._before = loss_scale.snapshot()
         # None if only the device knows whether the step was skipped.
         self._loss_is_finite: bool | None = None
-        if not isinstance(decided.skip, Tensor):
-            self._loss_is_finite = not decided.skip or loss_scale.loss_is_finite()
-        self.after: Snapshot | None = None  # the state after update()
-        self._found_inf = decided.skip
-        self._found_before = decided.found_inf  # without the second look; None if there was none
-        # The sum of squares as measured, and what the gradients were multiplied by.
-        self._squares = None if measured is None else measured.squares
-        self._measured_scale = None if measured is None else measured.norms.scale
-        is_together = gathered.ranks.is_together
-        self._agreements: Sequence[Agreement] = checked.agreements() if is_together else ()
+        if not isinstance(skip, Tensor):
+            self._loss_is_finite = not skip or loss_scale.loss_is_finite()
+        self._found_inf = skip
         # The following is kept only while this is the last outcome of the optimizer.
-        gradients = gathered.gradients
+        self._multiplier, self._can_measure_late = multiplier, can_measure_late
         # Those that were measured: gradients may have been replaced since clip_grad_norm_().
         self._measured = norms = None if measured is None else measured.norms
         self._params: list[Tensor] | None = gradients.params if norms is None else norms.params
-        self._multiplier, self._can_measure_late = multiplier, can_measure_late
+        # The sum of squares as measured, and what the gradients were multiplied by.
+        self._squares = None if measured is None else measured.squares
+        self._measured_scale = None if norms is None else norms.scale
         # Used to detect zero_grad() and a new backward(), which affect almost all gradients. If
         # norms were measured, the gradients are not read again, and the first one suffices.
         params, grads = gradients.params, gradients.grads
@@ -144,7 +148,7 @@ class Outcome:
             params, grads = params[:1], grads[:1]
         elif len(grads) > NUM_WITNESSES:
             params, grads = [params[0], params[-1]], [grads[0], grads[-1]]
-        self._witnesses = list(zip(params, seen(grads), strict=True))
+        self._witnesses = params, seen(grads)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -337,17 +341,43 @@ class Outcome:
 # --- for other files of halfstep ------------------------------------------------------------------
 
 
+def outcome_of(
+    decided: Decided,
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    multiplier: Scalar | None,
+    *,
+    can_measure_late: bool,
+) -> Outcome:
+    """Return the outcome of a step as it ended; ``multiplier``: that of the gradients now."""
+    checked, gathered = decided.checked, decided.checked.gathered
+    outcome = Outcome(
+        optimizer,
+        names,
+        gathered.loss_scale,
+        gathered.gradients,
+        decided.skip,
+        multiplier,
+        checked.unclipped,
+        can_measure_late,
+    )
+    outcome._found_before = decided.found_inf
+    if gathered.ranks.is_together:
+        outcome._agreements = checked.agreements()
+    return outcome
+
+
 def has_its_gradients(outcome: Outcome) -> bool:
     """Return whether the gradients are still those of the step. Sync: none."""
     return outcome._params is not None and all(
-        is_as_seen(earlier, param.grad) for param, earlier in outcome._witnesses
+        is_as_seen(earlier, param.grad) for param, earlier in zip(*outcome._witnesses, strict=True)
     )
 
 
 def forget_gradients(outcome: Outcome) -> None:
     """Release the data that is kept only for the last step of an optimizer."""
     outcome._params = outcome._measured = outcome._multiplier = None
-    outcome._witnesses = []
+    outcome._witnesses = [], []
 
 
 def pack(outcome: Outcome) -> Tensor:

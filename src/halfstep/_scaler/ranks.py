@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfstep._common.numbers import power
 from halfstep._pytorch.distributed import (
     has_comm_hook,
+    has_process_group,
     has_ranks,
     is_dtensor,
     reduced_by,
@@ -71,7 +72,7 @@ class Ranks:
         """
         if not has_ranks():
             return ALONE
-        key = hash((id(distributed.group.WORLD), *map(id, params)))
+        key = key_of(params)
         known, found = self._found.get(params[0], (None, None)) if params else (None, None)  # type: ignore[no-untyped-call]
         if found is None or known != key:
             found = self._find(call, params)
@@ -152,6 +153,11 @@ class Ranks:
             f"{call}: there are {num_ranks} ranks, and {what}: nothing says which ranks step "
             f"together, and each would decide by its own gradients whether to step.\n{CURE}"
         )
+
+
+def key_of(params: Sequence[Tensor]) -> int:
+    """Return a number that changes with the parameters, their order, and the ranks of the job."""
+    return hash((id(distributed.group.WORLD) if has_process_group() else 0, *map(id, params)))
 
 
 def _given(process_group: Any, device_mesh: Any) -> Group | None:

@@ -364,6 +364,19 @@ def _after_step(state: ScaleState) -> ScaleState:
     )
 
 
+def num_calm(state: ScaleState) -> int:
+    """Return how many steps in a row, taken from this state on, do nothing but count."""
+    left = state.schedule.growth_interval - state.growth_tracker - 1
+    return left if left > 0 and _after_step(state) == counted(state, 1) else 0
+
+
+def counted(state: ScaleState, num: int) -> ScaleState:
+    """Return the state after ``num`` calm steps."""
+    return changed(
+        state, growth_tracker=state.growth_tracker + num, num_taken=state.num_taken + num
+    )
+
+
 def changed(state: ScaleState, **values: Any) -> ScaleState:
     """Return a state with other values; not validated, since a transition preserves validity."""
     after = object.__new__(ScaleState)

@@ -6,7 +6,7 @@ arXiv:1710.03740). :mod:`halfstep._scaler.engine` and :mod:`halfstep._scaler.ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -27,7 +27,7 @@ from halfstep._gradients.optimizers import (
 from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
-from halfstep._scaler import clipping, disabled, overrides, step
+from halfstep._scaler import clipping, disabled, overrides, step, usual
 from halfstep._scaler.after_step import Count, attempts, step_quietly
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
@@ -44,10 +44,6 @@ from halfstep.errors import CallOrderError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-
-NUM_LOSSES_WITHOUT_UPDATE = 1000
-"""Number of calls of ``scale`` without an ``update`` after which a warning is raised."""
 
 
 class GradScaler(TorchAttributes):
@@ -164,12 +160,6 @@ class GradScaler(TorchAttributes):
         if self._device is None:
             scale = self._engine.loss_scale
             self._device = scale.device.type if scale.is_created else None
-        if self._engine.iteration.num_losses == NUM_LOSSES_WITHOUT_UPDATE:
-            warn(
-                f"{NUM_LOSSES_WITHOUT_UPDATE} losses have been scaled since the last update(). If "
-                "this is no accumulation, scaler.step(optimizer) and scaler.update() are missing: "
-                "optimizer.step() alone steps with gradients that are multiplied by the scale",
-            )
         return scaled
 
     @keep_out_of_graphs
@@ -239,9 +229,10 @@ class GradScaler(TorchAttributes):
             return disabled.step(self._engine, optimizer, args, kwargs, max_norm)
         if not (hasattr(optimizer, "param_groups") or handles_scale(optimizer)):
             require_optimizer("step", optimizer)
-        if max_norm is not None:
-            if not (type(max_norm) is float and max_norm >= 0.0):
-                max_norm = clipping.checked_max_norm(max_norm)
+        if max_norm is not None and not (type(max_norm) is float and max_norm >= 0.0):
+            max_norm = clipping.checked_max_norm(max_norm)
+        overridden = self._overridden()
+        if overridden and max_norm is not None:
             overrides.refuse(self, f"step(max_norm={max_norm})", overrides.CLIP)
         before, THIS_THREAD.stepping = THIS_THREAD.stepping, self
         try:
@@ -252,10 +243,14 @@ class GradScaler(TorchAttributes):
                     return step_with_closure(
                         self._engine, optimizer, closure, others, kwargs, max_norm
                     )
+            if not (args or kwargs or overridden):
+                result = usual.take(self._engine, optimizer, max_norm)
+                if result is not usual.NOT_USUAL:
+                    return result
             is_fused = handles_scale(optimizer)
             if is_fused and takes_scaler(optimizer):
                 return self._step_with_scaler(optimizer, args, kwargs, max_norm)
-            if self._overridden():
+            if overridden:
                 return overrides.step(self, optimizer, args, kwargs, is_fused=is_fused)
             return step.take(self._engine, optimizer, args, kwargs, max_norm, is_fused=is_fused)
         finally:
@@ -421,6 +416,8 @@ class GradScaler(TorchAttributes):
         Sync: none.
         """
         self._engine.ranks.replicated(params, process_group)
+        for memory in self._engine.journal.memories.values():
+            memory.plan = None
 
     def after_step(
         self,
@@ -479,6 +476,8 @@ class GradScaler(TorchAttributes):
 
         Sync: as :meth:`after_step`.
         """
+        if not hasattr(scheduler, "optimizer"):
+            raise TypeError(f"step_scheduler({type(scheduler).__name__}): pass a schedule")
         step = partial(step_quietly, scheduler, *args)
         return GradScaler.after_step(self, scheduler.optimizer, step, count)
 
@@ -577,6 +576,8 @@ class GradScaler(TorchAttributes):
         """
         if not self._is_enabled:
             return
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"load_state_dict({type(state_dict).__name__}): pass a saved state")
         if not state_dict:
             warn(
                 "GradScaler.load_state_dict({}): the checkpoint was saved by a disabled GradScaler "

@@ -93,13 +93,13 @@ class Dynamic:
             object.__setattr__(self, name, value)
 
     def _checked(self) -> dict[str, float | int]:
-        growth_factor = checked_number("growth_factor", self.growth_factor)
+        growth_factor = checked_number("growth_factor", self.growth_factor, 2.0)
         if growth_factor < 1.0:
             raise ValueError(
                 f"growth_factor is {growth_factor}: it must be >= 1 "
                 "(1 for a scale that never grows)"
             )
-        backoff_factor = checked_number("backoff_factor", self.backoff_factor)
+        backoff_factor = checked_number("backoff_factor", self.backoff_factor, 0.5)
         if not 0.0 < backoff_factor <= 1.0:
             raise ValueError(
                 f"backoff_factor is {backoff_factor}: it must be > 0 and <= 1 "

@@ -51,9 +51,9 @@ from halfstep._scaler.iteration import (
     Stage,
     nothing_checked,
 )
-from halfstep._scaler.journal import Memory
+from halfstep._scaler.journal import Memory, plan_of
 from halfstep._scaler.ledger import GradientCheck, Ledger
-from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.outcome import outcome_of
 from halfstep.errors import CallOrderError, RanksError
 
 
@@ -90,6 +90,24 @@ def take(
             checked = check(gathered)
         else:
             checked = unscale_(gathered)
+    except BaseException as error:
+        failed(engine, memory, checked, error)
+        raise
+    return finish(engine, optimizer, memory, make_step, checked, max_norm, is_fused=is_fused)
+
+
+def finish(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    memory: Memory,
+    make_step: Callable[[], Any],
+    checked: Checked,
+    max_norm: float | None,
+    *,
+    is_fused: bool,
+) -> Any:
+    """Decide, step and remember; see :func:`take`."""
+    try:
         if is_fused:
             coefficient = clip_coefficient_of(checked, max_norm)
             decided = _agreed(checked.decide())
@@ -99,15 +117,22 @@ def take(
             checked = decided.checked
             result = make_step() if decided.skip == 0.0 else None
     except BaseException as error:
-        if gathered.ranks.is_together and isinstance(error, RanksError | CallOrderError):
-            engine.end_iteration()  # raised on all ranks, which can continue
-        else:
-            remember_failure(engine.iteration, checked)
-        if memory.outcome is None:
-            engine.journal.memories.pop(id(optimizer), None)
+        failed(engine, memory, checked, error)
         raise
     remember(engine, optimizer, decided, memory, is_fused=is_fused)
+    if memory.plan is None:
+        memory.plan = plan_of(optimizer, memory, checked.gathered.ranks, is_fused=is_fused)
     return result
+
+
+def failed(engine: Engine, memory: Memory, checked: Checked, error: BaseException) -> None:
+    """Record a step that raised."""
+    if checked.gathered.ranks.is_together and isinstance(error, RanksError | CallOrderError):
+        engine.end_iteration()  # raised on all ranks, which can continue
+    else:
+        remember_failure(engine.iteration, checked)
+    if memory.outcome is None:
+        engine.journal.memories.pop(id(memory.optimizer()), None)
 
 
 def unscale(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
@@ -378,13 +403,13 @@ def clip_coefficient_of(checked: Checked, max_norm: float | None) -> Scalar | No
     return clip_coefficient(measured.norm, max_norm, measured.found_inf)
 
 
-def divisor_of(multiplier: Scalar | None, coefficient: Scalar | None) -> Scalar | None:
-    """Return scale and clip coefficient as the one divisor of a fused optimizer, None for 1."""
+def divisor_of(multiplier: Scalar, coefficient: Scalar | None) -> Scalar:
+    """Return scale and clip coefficient as the one divisor of a fused optimizer."""
     if coefficient is None:
         return multiplier
     if not isinstance(coefficient, Tensor) and coefficient == 0.0:
         return math.inf  # clipped to 0
-    return scalars.to_single((1.0 if multiplier is None else multiplier) / coefficient)
+    return scalars.to_single(multiplier / coefficient)
 
 
 def read(decided: Decided, norm: Scalar | None = None) -> tuple[Decided, float | None]:
@@ -476,9 +501,10 @@ def _step_fused(
     coefficient: Scalar | None,
 ) -> Any:
     """Step with an optimizer that divides and skips by itself."""
-    divisor = divisor_of(decided.checked.multiplier, coefficient)
-    device = decided.checked.gathered.loss_scale.device
-    scale = None if divisor is None else scalars.as_tensor(divisor, device)
+    multiplier, scale = decided.checked.multiplier, None
+    if not (multiplier is None and coefficient is None):
+        divisor = divisor_of(1.0 if multiplier is None else multiplier, coefficient)
+        scale = scalars.as_tensor(divisor, decided.checked.gathered.loss_scale.device)
     return step_with_scale(optimizer, make_step, scale, _skip_flag(decided))
 
 
@@ -541,7 +567,9 @@ def remember(
     can_measure_late = not is_fused or (
         writes_unscaled(optimizer) and torch.float16 not in gathered.gradients.dtypes
     )
-    outcome = Outcome(optimizer, engine.names, decided, multiplier, can_measure_late)
+    outcome = outcome_of(
+        decided, optimizer, engine.names, multiplier, can_measure_late=can_measure_late
+    )
     outcome.num_losses = engine.iteration.num_losses
     engine.journal.add(memory, outcome)
     keep(engine.iteration, checked, Stage.STEPPED, left_scaled_by, decided)

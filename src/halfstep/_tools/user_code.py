@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -183,9 +185,14 @@ def is_given_to_module(value: Any) -> bool:
 def called_by_user(tensor: Tensor) -> str | None:
     """Return the name of a tensor in the outermost user function that has one, and its location.
 
-    The tensor itself is preferred to others in the same memory, a direct name to an item in nested
-    containers, and a parameter of a module to a name that a loop may have assigned.
+    Of a call that is repeated, that is the argument in which it was given. Else the tensor itself
+    is preferred to others in the same memory, a direct name to an item in nested containers, and a
+    parameter of a module to a name that a loop may have assigned.
     """
+    for text, value, place in _repeated_arguments():
+        if isinstance(value, Tensor) and is_part_of(tensor, value) and len(text) <= _LONGEST:
+            at = place.line
+            return f"{text} in {at.function} ({Path(at.file).name}:{at.number})"
     for is_it, depth in ((is_same_view, 0), (is_part_of, 0), (is_same_view, 2)):
         found = None
         for code, line, names in _known_names():
@@ -193,22 +200,56 @@ def called_by_user(tensor: Tensor) -> str | None:
             for name, value in ordered:
                 path = path_to(partial(is_it, tensor), name, value, depth)
                 if path is not None:
-                    found = f"{path} in {code.co_name} ({Path(code.co_filename).name}:{line})"
+                    where = f" ({Path(code.co_filename).name}:{line})" if line else ""
+                    found = f"{path} in {code.co_name}{where}"
         if found is not None:
             return found
     return None
 
 
-def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
-    """Yield the running functions of the user, each with its line and its names.
+_LONGEST = 40
+"""The number of characters of the longest expression that serves as a name."""
 
-    A function whose call is repeated may have returned, so only its globals are known.
+
+def _repeated_arguments() -> Iterator[tuple[str, Any, Place]]:
+    """Yield the arguments of the call that is repeated: expressions, values and the place."""
+    again = next((f for f in autograd.frames() if f.f_code in CALLED_AGAIN), None)
+    place: Place | None = None if again is None else again.f_locals["at"]
+    if again is None or place is None or "args" not in again.f_locals:
+        return
+    first, last, start, end = span_of(place.code, place.instruction)
+    lines = linecache.getlines(place.code.co_filename)[(first or 1) - 1 : last]
+    with suppress(SyntaxError, TypeError, IndexError):  # of a file that has changed
+        lines[-1] = lines[-1].encode()[:end].decode()
+        lines[0] = lines[0].encode()[start:].decode()
+        args, kwargs = [*again.f_locals["args"]], again.f_locals["kwargs"]
+        match ast.parse(f"({''.join(lines)})", mode="eval").body:
+            case ast.Call(func, given, named):
+                if len(args) == len(given) + 1 and isinstance(func, ast.Attribute):
+                    given = [func.value, *given]
+                of_names = [(each.value, kwargs.get(each.arg)) for each in named]
+                pairs = [*zip(given, args, strict=False), *of_names]
+            case ast.BinOp(left, _, right):
+                pairs = [*zip((left, right), args, strict=False)]
+            case _:
+                pairs = []
+        for node, value in pairs:
+            yield ast.unparse(node), value, place
+
+
+def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
+    """Yield the running functions of the user, each with its line, 0 if unknown, and its names.
+
+    A function whose call is repeated may have returned, so only its globals are known. The loop
+    that runs at that time has gone on to another line.
     """
+    is_again = False
     for frame in autograd.frames():
         code, line, around, own = frame.f_code, frame.f_lineno, frame.f_globals, frame.f_locals
+        line = 0 if is_again else line
         if code in CALLED_AGAIN and own["at"] is not None:
             at: Place = own["at"]
-            code, line, around, own = at.code, at.line.number, at.names, {}
+            code, line, around, own, is_again = at.code, at.line.number, at.names, {}, True
         if is_users(code.co_filename):
             yield code, line, {n: around[n] for n in code.co_names if n in around} | own
 

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "_ARGCOMPLETE" in os.environ:
             _complete(parser)
         arguments = parser.parse(words)
-        arguments.words = words
+        arguments.command_line = words
         function: Callable[[argparse.Namespace], int] | None = getattr(arguments, "run", None)
         if function is None:
             parser.print_help()
@@ -100,9 +100,14 @@ class _Parser(argparse.ArgumentParser):
             action = self._option_string_actions.get(words[index])
             if action is not None and action.nargs == "?":
                 words[index] += f"={action.const}"
-            index += 2 if action is not None and action.nargs is None else 1
+            index += 2 if self.takes_value(words[index]) else 1
         found: tuple[argparse.Namespace, list[str]] = super().parse_known_args(words, namespace)
         return found
+
+    def takes_value(self, word: str) -> bool:
+        """Return whether a word is an option whose value is the next word."""
+        action = self._option_string_actions.get(word)
+        return action is not None and action.nargs is None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

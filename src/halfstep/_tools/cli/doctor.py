@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"{option} leaves nothing to do: name a script")
     if changes:
         return _fix(arguments.scripts, arguments.to, is_dry=arguments.diff)
-    checkup = _read(arguments.scripts)
     machine = None if arguments.no_machine else _measured()
+    checkup = _read(arguments.scripts, machine)
     if arguments.json:
         print(_json(machine, checkup))
     else:
@@ -83,14 +83,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if checkup.is_well else 1
 
 
-def _read(scripts: list[Path]) -> Checkup:
+def _read(scripts: list[Path], machine: MachineReport | None) -> Checkup:
     from halfstep._tools.doctor.doctor import check_file
     from halfstep._tools.doctor.finding import Checkup
 
     findings = []
     for path in scripts:
         with _readable(path):
-            findings += check_file(path)
+            findings += check_file(path, machine)
     return Checkup(findings)
 
 

@@ -44,6 +44,8 @@ def near(path: Path, suffix: str = "") -> str:
 
 def reason(error: OSError, path: Path, suffix: str = ".py") -> str:
     """Return why a file cannot be read, with similar names if it does not exist."""
+    if str(path) == "-":
+        return "standard input is not read; save the script as a file"
     return f"{error.strerror}{near(path, suffix) if isinstance(error, FileNotFoundError) else ''}"
 
 

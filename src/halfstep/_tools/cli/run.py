@@ -130,6 +130,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the cause and the cure",
     )
     parser.add_argument(
+        "--diagnose-seconds",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="begin no replay of a step after this time (default: 30)",
+    )
+    parser.add_argument(
         "--no-children",
         dest="children",
         action="store_false",
@@ -213,6 +220,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         is_quiet=arguments.quiet,
         amp=amp,
         is_diagnosing=arguments.diagnose,
+        diagnose_seconds=arguments.diagnose_seconds,
         has_children=arguments.children,
         sinks=tuple(arguments.sink),
         is_appending=arguments.append,
@@ -236,12 +244,11 @@ def _command_of(num_ranks: int) -> tuple[str, ...]:
 
 def _without_folder(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the options of another run like this one, each as one word."""
-    given = iter(arguments.words[1 : len(arguments.words) - len(arguments.target)])
+    given = iter(arguments.command_line[1 : len(arguments.command_line) - len(arguments.target)])
     for word in given:
-        if word in ("-o", "--output"):
-            next(given)
-        elif word in ("--policy", "--every", "--sink", "--amp", "--guard-ranks"):
-            yield f"{word}={next(given)}"
+        if arguments.parser.takes_value(word):
+            value = next(given)
+            yield from () if word in ("-o", "--output") else (f"{word}={value}",)
         elif not re.match("-o|--output=|-q$|--quiet$|--append$", word):
             yield word
 

@@ -20,7 +20,7 @@ from torch import nn
 from halfstep._autocast import Policy, autocast, preset
 from halfstep._common.formats import FORMATS
 from halfstep._common.module_names import without_wrappers
-from halfstep._common.numbers import power
+from halfstep._common.numbers import number, power
 from halfstep._tools.diagnose import rewrite
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, LineEdit, fall, stands
 from halfstep._tools.diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of, has_row
@@ -138,7 +138,7 @@ def of_swallowed(trial: CureTrial, first: Blame, call: UserCall | None) -> Cure 
     if form is not None and form.edits:
         return form
     edits = islice(edits_of(call.function), MOST_EDITS_TRIED)
-    return form or _first_that_learns(_of_edit(trial, call, edit) for edit in edits)
+    return form or _first_that_learns(trial, (_of_edit(trial, call, edit) for edit in edits))
 
 
 MOST_ORIGINS = 4
@@ -295,14 +295,18 @@ def _of_forms(trial: CureTrial, forms: list[StableForm]) -> Cure:
     return Cure("code", text, is_finite=True, losses=losses)
 
 
-def _first_that_learns(cures: Iterable[Cure | None]) -> Cure | None:
-    """Return the first cure with which the loss does not stand; without one, the first."""
+def _first_that_learns(trial: CureTrial, cures: Iterable[Cure | None]) -> Cure | None:
+    """Return the first cure with a usual loss that does not stand; without one, the first."""
     standing: Cure | None = None
     for cure in cures:
-        if cure is not None and not stands(cure.losses):
+        if cure is not None and _is_good(trial, cure):
             return cure
         standing = standing or cure
     return standing
+
+
+def _is_good(trial: CureTrial, cure: Cure) -> bool:
+    return not stands(cure.losses) and trial.is_usual(cure.losses)
 
 
 MOST_MAKERS = 3
@@ -313,7 +317,7 @@ def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
     """Return a clamp of the result of a call before the bad one as the cure."""
     makers = makers_of(trial.replayer, blame.forward_number, trial.scale)[:MOST_MAKERS]
     cures = (_of_edit(trial, call, edit) for call in makers for edit in OF_RESULTS)
-    return _first_that_learns(cure for cure in cures if cure is not None and cure.edits)
+    return _first_that_learns(trial, (c for c in cures if c is not None and c.edits))
 
 
 def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
@@ -345,7 +349,7 @@ def _of_edits(
         left.remove(edit)
         if tried.blame is None:
             cure = _of_finite(trial, tried.calls, (*chosen, (call, (edit,))))
-            if cure is None or not stands(cure.losses):
+            if cure is None or _is_good(trial, cure):
                 return cure
             standing = standing or cure
             continue
@@ -378,7 +382,14 @@ def _of_finite(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
     if cure is None:
         return None
     losses = trial.losses(lambda: UserCalls(trial.replayer.num_ops, edits).active())
-    return replace(cure, losses=losses)
+    remarks = calls.remarks()
+    if not trial.is_usual(losses):
+        usual = trial.replayer.usual_loss
+        remarks += (
+            f"the loss of this batch is {number(losses[0])} with it; those before it were about "
+            f"{number(usual)}",
+        )
+    return replace(cure, losses=losses, remarks=remarks)
 
 
 def _scale_of_edits(trial: CureTrial, edits: Edits, before: Blame, after: Blame) -> float | None:

@@ -14,6 +14,7 @@ from torch import nn
 from halfstep._common.machine import rank
 from halfstep._common.module_names import without_wrappers
 from halfstep._pytorch import compiler, distributed
+from halfstep._pytorch.distributed import has_ranks
 from halfstep._tools.diagnose import cure_search
 from halfstep._tools.diagnose.absorbed import find_absorbed
 from halfstep._tools.diagnose.diagnosis import (
@@ -28,11 +29,13 @@ from halfstep._tools.diagnose.diagnosis import (
 )
 from halfstep._tools.diagnose.inspect_op import (
     InspectingTracker,
+    bad_rows,
     described,
     inspect,
     named_by,
     names_in,
 )
+from halfstep._tools.diagnose.optimizer_step import STEP_IN_FLOAT32, fault_of_step
 from halfstep._tools.diagnose.rounding import find_underflow
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
@@ -47,12 +50,14 @@ from halfstep._tools.replay.kept_calls import (
     why_not_again,
 )
 from halfstep._tools.replay.observer import waits_for_others, why_together
-from halfstep._tools.replay.replay import Replayer, replaying
+from halfstep._tools.replay.replay import OutOfTime, Replayer, StepRun, replaying
 from halfstep._tools.replay.variant import Variant, all_in_float32, half_of
 from halfstep._tools.user_code import owners_in
 from halfstep.errors import RanksError
 from halfstep.events import observe_ops
 
+SECONDS = 30.0
+"""The default limit of the time for the replays of a step."""
 OF_NO_OP = (
     "no op that was seen made the inf or NaN: they were there before the step, or were made where "
     "ops are not seen (another thread, a library outside of PyTorch)"
@@ -61,21 +66,28 @@ TO_SEE_MORE = "return its values from the function as a plain tensor on a device
 COMPILED = "compiled code was replayed as it is written, in eager mode"
 
 
-def diagnose_step(step_fn: Callable[[], object], model: nn.Module | None) -> Diagnosis:
+def diagnose_step(
+    step_fn: Callable[[], object], model: nn.Module | None, seconds: float
+) -> Diagnosis:
     """Diagnose a step from the current state; an error of it about dtypes gets a note."""
     for owner in (model, *owners_in(step_fn)):
         why = why_together(owner) if isinstance(owner, nn.Module) else None
         if why is not None:
             raise waits_for_others(why)
     try:
-        return _merged(diagnosis_of(step_fn, model))
+        return _merged(diagnosis_of(step_fn, model, seconds=seconds))
     except Exception as error:
         add_explanation(error)
         raise
 
 
 def diagnosis_of(
-    step: Callable[[], object], model: nn.Module | None, *, is_kept: bool = False
+    step: Callable[[], object],
+    model: nn.Module | None,
+    *,
+    is_kept: bool = False,
+    usual_loss: float | None = None,
+    seconds: float = SECONDS,
 ) -> Diagnosis:
     """Replay a step until the cause and the cure are known.
 
@@ -83,6 +95,7 @@ def diagnosis_of(
     underflow.
     """
     replayer = Replayer(step, model, is_kept=is_kept)
+    replayer.usual_loss, replayer.limit = usual_loss, seconds
     with observe_ops(replayer.observe):
         found = _found(replayer, with_underflow=not is_kept)
     model = replayer.model
@@ -99,7 +112,12 @@ def diagnosis_of(
 
 
 def diagnosis_of_calls(
-    calls: Sequence[KeptCall], root: Made | None, scale: float | None, model: nn.Module | None
+    calls: Sequence[KeptCall],
+    root: Made | None,
+    scale: float | None,
+    model: nn.Module | None,
+    usual_loss: float | None = None,
+    seconds: float = SECONDS,
 ) -> tuple[Diagnosis | None, str]:
     """Replay the calls of a loop; return the diagnosis, or None and the reason why there is none.
 
@@ -110,7 +128,8 @@ def diagnosis_of_calls(
         return None, why_not
     try:
         with replaying(), outside_of_contexts():  # also hides the scaler that step_of makes
-            found = diagnosis_of(step_of(calls, root, scale), model, is_kept=True)
+            step = step_of(calls, root, scale)
+            found = diagnosis_of(step, model, is_kept=True, usual_loss=usual_loss, seconds=seconds)
     except RanksError:
         return None, "the model or the loss waits for other ranks"
     except Exception as error:  # raised by the user's code
@@ -162,6 +181,17 @@ def _of_no_blame(replayer: Replayer, found: Scan, with_underflow: bool) -> Diagn
         raise run.error
     if found.not_seen:
         return _of_what_was_seen(replayer, found)
+    try:
+        return _of_finite(replayer, run, found, with_underflow)
+    except OutOfTime:
+        _note_end(replayer)
+        return Diagnosis("none", scale=run.scale)
+
+
+def _of_finite(replayer: Replayer, run: StepRun, found: Scan, with_underflow: bool) -> Diagnosis:
+    """Return the diagnosis of a step whose losses and gradients are finite."""
+    if replayer.has_steps and (of_step := fault_of_step(replayer, run.scale)) is not None:
+        return of_step
     if not with_underflow:
         return Diagnosis("none", scale=run.scale)
     harm = find_absorbed(replayer, run) if found.first else None
@@ -203,13 +233,41 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
         replayer.notes += inspection.notes
     bad, tensor = named_by(inspection.call, inspection.bad), inspection.tensor
     if blame.number == OUTSIDE or tensor is not None:
-        verdict, cure = judge_data(bad, tensor, is_of_batch=inspection.is_of_batch)
+        rows = "" if blame.tensor is None else bad_rows(blame.tensor)
+        verdict, cure = judge_data(bad, tensor, is_of_batch=inspection.is_of_batch, rows=rows)
         return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)
+    try:
+        return _of_bad_op(replayer, found, blame, bad, calls, inspection.call)
+    except OutOfTime:
+        _note_end(replayer)
+        verdict, cure = judge_alone(bad, blame, scale, model)
+        return Diagnosis(verdict, bad, None, found.ends, scale, cure)
+
+
+def _note_end(replayer: Replayer) -> None:
+    replayer.notes.append(
+        f"the replays took {replayer.seconds:.0f} s: none began after {replayer.limit:g} s, the "
+        "limit (--diagnose-seconds, diagnose(seconds=...)), so what comes after it was not tried"
+    )
+
+
+def _of_bad_op(
+    replayer: Replayer,
+    found: Scan,
+    blame: Blame,
+    bad: BadOp,
+    calls: UserCalls,
+    call: UserCall | None,
+) -> Diagnosis:
+    """Return the diagnosis of a step in which an op is to blame, with a cure."""
+    scale = found.run.scale
     swallowed = _of_swallowed(replayer, found, blame, bad, calls)
     if swallowed is not None:
         return swallowed
-    verdict, cure = judge(replayer, found, blame, bad, inspection.call)
-    diagnosis = Diagnosis(verdict, bad, None, found.ends, scale, cure)
+    verdict, cure, in_float32 = judge(replayer, found, blame, bad, call)
+    diagnosis = Diagnosis(
+        verdict, bad, None, found.ends, scale, cure, is_finite_in_float32=in_float32
+    )
     if verdict == "scale" and cure is not None:
         diagnosis = replace(diagnosis, underflow=find_underflow(replayer, cure.scale))
     return diagnosis
@@ -245,8 +303,8 @@ Judgement = tuple[Verdict, Cure | None]
 
 def judge(
     replayer: Replayer, found: Scan, blame: Blame, bad: BadOp, call: UserCall | None
-) -> Judgement:
-    """Replay a step with changes; return the verdict and the cure."""
+) -> tuple[Verdict, Cure | None, bool | None]:
+    """Replay a step with changes; return the verdict, the cure and if float32 is finite."""
     replayer.drop_bad_gradients()
     run, trial = found.run, CureTrial(replayer, found.run)
     wide: Scan | None = None
@@ -263,12 +321,21 @@ def judge(
         largest = _largest_gradient(found, wide) if wide is not None else None
         smaller = cure_search.smaller_scale(trial, run.scale, bad, largest)
         if smaller is not None:
-            return "scale", cure_search.of_scale(smaller, is_finite=True)
+            return "scale", cure_search.of_scale(smaller, is_finite=True), None
     if not is_wide_finite and bad.is_beyond_its_dtype:
         _note_range_alone(replayer, blame, wide)
-    if is_wide_finite or bad.is_beyond_its_dtype:
-        return "range", cure_search.of_range(trial, blame, bad, call)
-    return "maths", cure_search.of_maths(trial, blame, call)
+    is_same = wide is not None and wide.blame is not None and wide.blame.where == blame.where
+    in_float32 = True if is_wide_finite else False if is_same else None
+    is_range = is_wide_finite or bad.is_beyond_its_dtype
+    try:
+        if is_range:
+            cure = cure_search.of_range(trial, blame, bad, call)
+        else:
+            cure = cure_search.of_maths(trial, blame, call)
+    except OutOfTime:
+        _note_end(replayer)
+        cure = None
+    return "range" if is_range else "maths", cure, in_float32
 
 
 def _note_range_alone(replayer: Replayer, blame: Blame, wide: Scan | None) -> None:
@@ -314,13 +381,7 @@ def judge_alone(
     return "range", cure_search.narrowest_rule(blame, model)
 
 
-STEP_IN_FLOAT32 = (
-    'halfstep.master_weights(optimizer, store="float32")  # once it is made: its steps are in '
-    "float32; in float16 Adam's eps of 1e-08 is 0"
-)
-
-
-def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool) -> Judgement:
+def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, rows: str = "") -> Judgement:
     """Return the verdict for a tensor that was bad before the step, and its cure."""
     if tensor is not None and tensor.endswith(".grad"):
         text = "call zero_grad() first: this gradient is left from an earlier step"
@@ -332,11 +393,16 @@ def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool) -> Judgemen
         if named[0].dtype == "float16":
             text = f"{STEP_IN_FLOAT32}\n{text}"
     elif is_of_batch:
-        text = f"leave this batch out: {tensor} is not finite; check where it is made"
+        where = (
+            ""
+            if not has_ranks()
+            else (" on all ranks, which wait for each other, or replace its rows with finite ones")
+        )
+        text = f"leave this batch out{where}: {tensor} is not finite{rows}; check where it is made"
     elif tensor == A_NUMBER:
         text = f"look where {tensor} comes from"
     else:
-        text = f"look where {tensor} comes from: it was not finite before the step began"
+        text = f"look where {tensor} comes from: it was not finite{rows} before the step began"
     return "data", Cure("data", text)
 
 

@@ -7,11 +7,12 @@ import linecache
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import PurePath
 from textwrap import dedent
 from typing import Literal, Self
 
 from halfstep._common.numbers import percent, power, things
-from halfstep._common.text import one_line, preformatted
+from halfstep._common.text import Code, one_line, preformatted
 from halfstep._tools.json import Count, Finite, Positive, decoded, to_plain
 from halfstep._tools.line import Line, line_text, short_path
 from halfstep._tools.replay import NO_END
@@ -19,7 +20,9 @@ from halfstep._tools.trace.rows import Phase, short
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
-Verdict = Literal["none", "absorbed", "scale", "range", "maths", "data", "unknown"]
+Verdict = Literal[
+    "none", "absorbed", "scale", "range", "maths", "growth", "optimizer", "data", "unknown"
+]
 """The cause: see :class:`Diagnosis`."""
 
 A_NUMBER = "the number nan"
@@ -118,7 +121,7 @@ class BadOp:
         """By how much a result that fits float32 is too large for its dtype; None if it is not."""
         if self.needs is None or self.limit is None:
             return None
-        is_beyond = self.limit < self.needs < _LARGEST_FLOAT32
+        is_beyond = self.limit < self.needs <= _LARGEST_FLOAT32
         return self.needs / self.limit if is_beyond else None
 
     @property
@@ -141,6 +144,7 @@ class Cure:
         edits: The statements to replace; empty if ``text`` is not source code of the user's.
         losses: The losses on the batch of the step before and after each of some small steps with
             the cure; empty if they were not tried.
+        remarks: What it changes, and how its loss compares with those of the run.
     """
 
     kind: CureKind
@@ -151,6 +155,7 @@ class Cure:
     dtype: str | None = None
     edits: tuple[LineEdit, ...] = ()
     losses: tuple[Finite, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,10 +198,12 @@ class Diagnosis:
         verdict: ``"none"``: the step is finite. ``"absorbed"``: the step is finite, but an overflow
             did harm, such as an output of zeros. ``"scale"``: a gradient overflows, and a smaller
             loss scale cures it. ``"range"``: the value is finite in float32, but does not fit its
-            dtype. ``"maths"``: the value is not finite in float32 either. ``"data"``: a parameter,
-            a buffer or the batch was bad before the step. ``"unknown"``: see the notes.
+            dtype. ``"maths"``: the value is not finite in float32 either. ``"growth"``: the values
+            grew from step to step until one no longer fitted. ``"optimizer"``: a step of an
+            optimizer made weights bad of finite gradients. ``"data"``: a parameter, a buffer or the
+            batch was bad before the step. ``"unknown"``: see the notes.
         bad: The first bad op. For ``"data"``, the op that read the bad tensor first.
-        tensor: For ``"data"``, the name of the bad tensor.
+        tensor: For ``"data"`` and ``"optimizer"``, the name of the bad tensor.
         ends: ``"loss"`` if the loss is not finite, else the names of the parameters whose gradients
             are not finite.
         scale: The scale of the loss; None if it is not scaled.
@@ -208,6 +215,9 @@ class Diagnosis:
         rank: The rank that made the diagnosis.
         others: The diagnoses of other ranks.
         source: The lines of code around the line of ``bad``, each with its number.
+        is_finite_in_float32: Whether a replay in float32 was finite; None if there was none, or if
+            it went bad elsewhere.
+        happened: For ``"growth"`` and ``"optimizer"``, what happened, as a sentence.
 
     Example:
         >>> import halfstep, torch
@@ -232,11 +242,14 @@ class Diagnosis:
     rank: Count = 0
     others: tuple[Diagnosis, ...] = ()
     source: tuple[str, ...] = ()
+    happened: str = ""
+    is_finite_in_float32: bool | None = None
 
     def __str__(self) -> str:
         lines = [_headline(self)]
-        if self.bad is not None:
-            lines += [f"  {name:<9}{value}".rstrip() for name, value in _facts(self, self.bad)]
+        facts = [] if self.bad is None else [*_facts(self, self.bad)]
+        facts += _ends(self)
+        lines += [f"  {name:<9}{value}".rstrip() for name, value in facts]
         if self.cure is not None:
             lines += _cure(self.cure)
         lines += _underflow(self.underflow)
@@ -272,41 +285,83 @@ _NO_FLUSH = 0.0005
 
 
 def _headline(found: Diagnosis) -> str:
+    said = sentence(found)
+    return said if found.verdict == "none" else f"{found.verdict}: {said}"
+
+
+def sentence(found: Diagnosis) -> str:
+    """Return what happened in a step as a sentence, with names between backticks."""
+    return _said(found, with_line=False).replace(_NAME, "`")
+
+
+def parts(found: Diagnosis) -> Iterator[str | Code]:
+    """Yield the same sentence, with the line, as text and code in turn."""
+    for number, text in enumerate(_said(found, with_line=True).split(_NAME)):
+        yield Code(text) if number % 2 else text
+
+
+_NAME = "\0"
+"""The mark at the start and the end of a name."""
+
+
+def _said(found: Diagnosis, *, with_line: bool) -> str:
+    """Say what happened; a result in float32 only if a replay, or the op alone, has shown it."""
     bad = found.bad
-    where = "" if bad is None else f"{_op(bad)}{_in_module(bad.module)}, {bad.phase}"
-    dtype = "the dtype" if bad is None or bad.output is None else bad.output.dtype
+    where = "" if bad is None else _where(bad, with_line)
+    dtype = "its dtype" if bad is None or bad.output is None else bad.output.dtype
+    wide = {None: "", True: "; in float32 it is finite", False: ", nor is it in float32"}
+    in_float32 = wide[found.is_finite_in_float32]
     match found.verdict:
         case "none":
             judged = "every op" if NO_END in found.notes else "every loss, and every gradient"
             return f"the step is finite: {judged}"
         case "absorbed":
-            return f"absorbed: {where} overflows {dtype}; the step is finite, and wrong"
+            return f"{where} overflowed {dtype}; the step is finite, but wrong"
         case "scale":
-            return f"scale: {where} overflows {dtype} because the loss is scaled by too much"
+            by = "" if found.scale is None else f" ({power(found.scale)})"
+            return f"{where} overflowed {dtype}, because the loss scale{by} is too large"
         case "range" if bad is not None and _is_rounded(bad):
-            return f"range: {where} is finite in float32; here, its inputs were already rounded"
+            return f"{where} is not finite, because its inputs were rounded before{in_float32}"
+        case "range" if found.is_finite_in_float32:
+            return f"{where} overflowed {dtype}{in_float32}"
         case "range":
-            alone = "alone " if any(note.endswith(BY_THE_OP_ALONE) for note in found.notes) else ""
-            return f"range of {dtype}: {where} needs a wider dtype, in float32 it {alone}is finite"
+            return f"{where} overflowed {dtype}; the op alone is finite in float32"
         case "maths":
-            return f"maths: {where} is not finite{either(dtype)}"
+            return f"{where} is not finite{in_float32 if dtype not in _WIDE else ''}"
+        case "growth" | "optimizer":
+            return found.happened
+        case "data" if found.tensor == A_NUMBER:
+            return f"{where} is given {A_NUMBER}"
         case "data":
-            if found.tensor == A_NUMBER:
-                return f"data: {where} is given {A_NUMBER}"
             reader = f"; {where} reads it first" if where else ""
-            return f"data: {found.tensor} was bad before the step{reader}"
-        case _:
-            return f"unknown: {where}" if where else "unknown, see the notes"
+            return f"{_name(found.tensor)} was not finite before the step{reader}"
+    return f"{where} is not finite, and the cause is not known" if where else NOT_KNOWN
 
 
-def either(dtype: str) -> str:
-    """Return the end of a sentence about an op that is not finite in float32."""
-    return "" if dtype in ("float32", "float64") else " in float32 either"
+NOT_KNOWN = "the cause is not known"
+_WIDE = ("float32", "float64")
+
+
+def _where(bad: BadOp, with_line: bool) -> str:
+    line = bad.forward_line or bad.line
+    at = ""
+    if with_line and line is not None:
+        at = f" ({_name(f'{PurePath(line.file).name}:{line.number}')})"
+    name = "a cast" if bad.name == "_to_copy" else _name(bad.name or bad.op)
+    if bad.op == "_to_copy" != bad.name:
+        name = f"the cast for {name}"
+    of = f" of {_name(bad.module)}" if bad.module else ""
+    phase = "recomputation" if bad.phase == "recompute" else f"{bad.phase} pass"
+    return f"{name}{of} in the {phase}{at}"
+
+
+def _name(text: object) -> str:
+    return f"{_NAME}{text or 'a tensor'}{_NAME}"
 
 
 def _is_rounded(bad: BadOp) -> bool:
     """Return whether an earlier rounding, not the dtype of the op's result, is the cause."""
-    is_wide = bad.output is not None and bad.output.dtype in ("float32", "float64")
+    is_wide = bad.output is not None and bad.output.dtype in _WIDE
     return is_wide or (bad.needs is None and any(operand.zeros for operand in bad.inputs))
 
 
@@ -333,6 +388,9 @@ def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
             yield "needs", f"{needs}, {bad.output.dtype} ends at {limit}{times}"
     if found.scale is not None:
         yield "scale", power(found.scale)
+
+
+def _ends(found: Diagnosis) -> Iterator[tuple[str, str]]:
     if found.ends:
         more = len(found.ends) - _MOST_ENDS
         ends = ", ".join(found.ends[:_MOST_ENDS]) + (f" and {more} more" if more > 0 else "")
@@ -341,14 +399,15 @@ def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
 
 
 def _cure(cure: Cure) -> list[str]:
-    said = {
+    heads = {
         True: "cure (replayed: finite)",
         False: "tried, and not enough (replayed: not finite)",
         None: "cure (not replayed)",
     }
     where = ", ".join(f"{short_path(e.file)}:{e.first}" for e in cure.edits)
-    head = said[cure.is_finite] + (f", in place of {where}:" if where else ":")
-    return [head, *(f"  {text}" for text in cure.text.splitlines()), *_learned(cure.losses)]
+    head = heads[cure.is_finite] + (f", in place of {where}:" if where else ":")
+    said = (*cure.text.splitlines(), *cure.remarks)
+    return [head, *(f"  {text}" for text in said), *_learned(cure.losses)]
 
 
 _STANDS = 1e-6

@@ -79,6 +79,7 @@ def _limited(low: str | None, high: str | None) -> Expression:
             if not value.is_floating_point():
                 return "{}.clamp_min(1)" if low == "eps" else None
             if above is None:
+                below = "1" if low == "eps" and _are_counts(value) else below
                 return f"{{}}.clamp_min({below})"
             return f"{{}}.clamp_max({above})" if below is None else f"{{}}.clamp({below}, {above})"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -88,6 +89,13 @@ def _limited(low: str | None, high: str | None) -> Expression:
         return f"max({{}}, {1 if isinstance(value, int) else below})" if low == "eps" else None
 
     return expression
+
+
+def _are_counts(value: Tensor) -> bool:
+    """Return whether the values are whole numbers of things, so that a small one would be none."""
+    values = value.detach()
+    is_known = not value.requires_grad and value.numel() > 1
+    return is_known and bool((values == values.round()).all()) and float(values.amax()) >= 2
 
 
 def _bound(bound: str | None, eps: float) -> str | None:

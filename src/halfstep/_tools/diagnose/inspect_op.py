@@ -18,7 +18,7 @@ from halfstep._pytorch.devices import has_float64, in_float64
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._tools.diagnose.diagnosis import A_NUMBER, BadOp, Operand, short_error
 from halfstep._tools.diagnose.edits import row_name
-from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
+from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of, named_rows
 from halfstep._tools.measure import float_values
 from halfstep._tools.replay.blame import OUTSIDE, Blame, BlameTracker, has_nan_number
 from halfstep._tools.replay.observer import OpCall, OpObserver
@@ -161,6 +161,15 @@ def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
             shape = ", ".join(map(str, read.shape))
             return read.name or called_by_user(tensor) or f"a {read.dtype}[{shape}] without a name"
     return "a tensor without a name"
+
+
+def bad_rows(tensor: Tensor) -> str:
+    """Return " in row 3 of 32" if some rows of a tensor are not finite, and others are; else ""."""
+    values = float_values(tensor)
+    if values is None or values.shape != tensor.shape:
+        return ""
+    rows = named_rows(~values.isfinite())
+    return f" in {rows}" if rows else ""
 
 
 def operand(tensor: Tensor, name: str) -> Operand:

@@ -36,6 +36,8 @@ _LOGS = {
     "cosh": ("input", f"torch.logaddexp(input, -input) - {math.log(2)}"),
     "sum": ("input dim keepdim", "torch.logsumexp(L(input), dim, keepdim=keepdim)"),
     "prod": ("input dim keepdim", "L(input).sum(dim, keepdim=keepdim)"),
+    "cumsum": ("input dim", "torch.logcumsumexp(L(input), dim)"),
+    "cumprod": ("input dim", "torch.cumsum(L(input), dim)"),
     "mul": ("input other", "L(input) + L(other)"),
     "div": ("input other", "L(input) - L(other)"),
     "rdiv": ("input other", "L(other) - L(input)"),

@@ -136,13 +136,19 @@ class CureTrial:
             ends.has_failed = run.error is not None
         return ends
 
+    def is_usual(self, losses: tuple[float, ...]) -> bool:
+        """Return whether the loss with a cure is like those of the run, as far as is known."""
+        usual = self.replayer.usual_loss
+        return usual is None or not losses or abs(losses[0]) <= FAR * max(usual, _SMALL_LOSS)
+
     def edited(self, edits: Edits, scale: float | None) -> Tried:
         replayer = self.replayer
         calls = UserCalls(replayer.num_ops, edits, may_end_early=replayer.is_kept)
         blame = self.blame(calls.active(), scale=scale)
         if not calls.do_fit:
             return Tried(_OUTSIDE, calls)
-        if blame is None and any(edit in LAST_RESORTS for edit in calls.chosen.values()):
+        is_last = any(edit in LAST_RESORTS for edit in calls.chosen.values())
+        if blame is None and is_last and calls.hides:
             replayer.notes.append(HIDES)
         return Tried(blame, calls)
 
@@ -162,6 +168,9 @@ def _in_all(*contexts: AbstractContextManager[object]) -> Iterator[None]:
 
 # --- small steps ----------------------------------------------------------------------------------
 
+FAR = 10.0
+"""The factor by which the loss of a batch may exceed the usual one of the run."""
+_SMALL_LOSS = 1e-3
 STEPS = 4
 """The number of steps."""
 _RATE = 0.01

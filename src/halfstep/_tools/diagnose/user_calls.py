@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.nested import map_plain, tensors_in
+from halfstep._common.numbers import things
 from halfstep._pytorch import autograd, modes
 from halfstep._tools.diagnose.edits import (
     CALL,
@@ -84,6 +85,7 @@ class UserCalls(TorchFunctionMode):
         chosen: The edits that were applied, keyed by the index of the pair.
         placed: The source expressions of the edits, keyed by the index and the slot.
         do_fit: Whether all edits fitted; a call that an edit did not fit was made unchanged.
+        hides: Whether a clamp took gradients from values.
     """
 
     def __init__(
@@ -92,7 +94,8 @@ class UserCalls(TorchFunctionMode):
         super().__init__()
         self._num_ops, self._edits, self._may_end_early = num_ops, edits, may_end_early
         self._calls: list[UserCall] = []
-        self._is_inside, self.do_fit = False, True
+        self._is_inside, self.do_fit, self.hides = False, True, False
+        self._changes: dict[tuple[int, Slot], _Changes] = {}
         self.chosen: dict[int, Edit] = {}
         self._texts: dict[tuple[int, Slot], str] = {}
         self.placed: dict[tuple[int, Slot], Placed] = {}
@@ -172,7 +175,60 @@ class UserCalls(TorchFunctionMode):
                 module = ""
             parameters = parameters_of(running.function)
             self.placed[key] = Placed(spot, running.name, slot, told, parameters, module)
-        return evaluated(text, value)
+        result = evaluated(text, value)
+        if "clamp" in text and isinstance(value, Tensor):
+            with modes.no_function_modes(), modes.unseen_by_modes():
+                changes = self._changes.setdefault(key, _Changes())
+                self.hides |= changes.add(value, result)
+        return result
+
+    def remarks(self) -> tuple[str, ...]:
+        """Return how many values the clamps have changed, and which of them are data."""
+        return tuple(text for each in self._changes.values() if (text := str(each)))
+
+
+class _Changes:
+    """Values that a clamp has changed in a replay."""
+
+    def __init__(self) -> None:
+        self._num, self._of, self._is_of_data, self._rows = 0, 0, False, ""
+
+    def add(self, before: Tensor, after: Tensor) -> bool:
+        """Count the changed values; return whether some of them had a gradient."""
+        changed = before.detach() != after.detach()
+        self._num += int(changed.sum())
+        self._of += changed.numel()
+        self._is_of_data |= not before.requires_grad
+        self._rows = self._rows or named_rows(changed)
+        return before.requires_grad and bool(changed.any())
+
+    def __str__(self) -> str:
+        if not self._num:
+            return ""
+        changed = f"it changes {self._num:,} of {things(self._of, 'value')}"
+        if not self._is_of_data:
+            return changed
+        rows = self._rows or "the rows"
+        return f"{changed} without a gradient; if they are labels, leave {rows} out instead"
+
+
+def named_rows(bad: Tensor) -> str:
+    """Return "row 3 of 32" for the rows of a mask that have a True; empty if all or none have."""
+    if bad.dim() < 1:
+        return ""
+    of_rows = bad.reshape(len(bad), -1).any(1)
+    rows: list[int] = of_rows.nonzero().flatten().tolist()
+    if not 0 < len(rows) < len(bad):
+        return ""
+    if rows[MOST_ROWS:]:
+        return f"{len(rows):,} of {len(bad):,} rows"
+    *others, last = map(str, rows)
+    named = f"rows {', '.join(others)} and {last}" if others else f"row {last}"
+    return f"{named} of {len(bad):,}"
+
+
+MOST_ROWS = 8
+"""The largest number of bad rows that are named."""
 
 
 def _is_in_call(

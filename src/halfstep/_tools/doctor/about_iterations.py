@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from halfstep._tools.doctor import finding as catalog
 from halfstep._tools.doctor import iteration
 from halfstep._tools.doctor.finding import Finding
 from halfstep._tools.doctor.iteration import Call, Iteration, finding, next_iteration
@@ -18,7 +19,7 @@ from halfstep._tools.doctor.read_values import argument, is_optimizer_name
 
 _OPAQUE = re.compile(r"backward|optim|step|train|closure|scale", re.I)
 """A pattern for functions of other files that may run a backward pass or step."""
-_RELEVANT = re.compile(rf"zero_grad|update|clip|div_|mul_|{_OPAQUE.pattern}", re.I)
+_RELEVANT = re.compile(rf"zero_grad|update|clip|clamp_|div_|mul_|{_OPAQUE.pattern}", re.I)
 _METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
 _STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
 """A pattern for functions that run once for each step."""
@@ -27,6 +28,8 @@ _NO_UPDATE = re.compile(rf"save|checkpoint|{_LOOKS}", re.I)
 """A pattern for functions that take a scaler without updating it."""
 _CLEARS = re.compile(r"zero_?grad|^zero_$|set_to_none|clear_?grad|^grad$", re.I)
 """A pattern for names in code that clears gradients."""
+_TAKEN = re.compile(r"scale|skip|finite|inf\b|nan\b|overflow|taken|outcome", re.I)
+"""A pattern for conditions that a step was taken."""
 _NO_SAVE = re.compile(_LOOKS, re.I)
 """A pattern for functions that take a scaler without saving it."""
 
@@ -49,6 +52,7 @@ def findings(program: Program) -> Iterator[Finding]:
             yield from {(each.id, each.line): each for each in walk.found}.values()
         yield from _schedules(program, root)
         yield from _never_zeroed(program, root)
+        yield from _never_stepped(program, root)
     yield from _never_updated(program)
     yield from _never_saved(program)
     yield from _closures(program)
@@ -91,21 +95,46 @@ def _schedules(program: Program, root: Root) -> Iterator[Finding]:
         beside = [
             s for s in steps if s.around("loop") == site.around("loop") and not s.excludes(site)
         ]
-        gates = [test for test in site.arms if "sched" not in test.lower()]
-        ungated = [step for step in beside if set(gates) <= set(step.arms)]
+        gates = {
+            text
+            for text, test in site.tests.items()
+            if "sched" not in text.lower() or _waits(program, test, site.scope)
+        }
+        ungated = [step for step in beside if gates <= step.tests.keys()]
         if not ungated or not scheduler:
             continue
         scaler = dotted(ungated[0].owner)
         known = program.meaning.scaler(ungated[0].owner, ungated[0].scope)
-        yield Finding(
-            "scheduler-ungated",
-            f"`{scheduler}.step()` also runs after steps that `{scaler}` skipped, so that the "
-            "learning rate moves on without the weights",
-            "let the schedule wait for steps that were taken; keep it to count attempts",
-            _gated(scaler, scheduler, known is not None and known.is_torch),
-            (scheduler, scaler),
-            line=site.line,
+        code = _gated(scaler, scheduler, known is not None and known.is_torch)
+        names = scheduler, scaler
+        yield catalog.finding(
+            "scheduler-ungated", site.line, names, scheduler=scheduler, scaler=scaler, code=code
         )
+
+
+def _waits(program: Program, test: ast.expr | None, scope: NameScope) -> bool:
+    """Return whether a condition may ask for a step that was taken, not only for a schedule."""
+    known = [] if test is None else [(test, scope), *program.meaning.candidates(test, scope)]
+    return any(_TAKEN.search(ast.unparse(each[0])) for each in known if each is not None)
+
+
+def _never_stepped(program: Program, root: Root) -> Iterator[Finding]:
+    """Yield findings about optimizers that are stepped only where nothing is scaled."""
+    plain = [site for site in root.sites if program.is_optimizer_step(site)]
+    names = {dotted(site.owner) for site in plain}
+    for step in filter(program.is_scaler_step, root.sites):
+        beside = [site for site in root.sites if not site.excludes(step)]
+        scaled = {_optimizer_of(site) for site in beside if program.is_scaler_step(site)}
+        used = {dotted(e) for s in beside if s.method != "unscale_" for e in arguments(s.call)}
+        used |= {dotted(site.owner) for site in beside if site.method == "step"}
+        own = _optimizer_of(step)
+        twins = [s.arms for s in plain if s not in beside and dotted(s.owner) == own]
+        for site in plain if scaled <= names else ():  # else there may be a loop over all of them
+            name = dotted(site.owner)
+            if site.arms in twins and name not in used:
+                where = f"where the loss is scaled, as in line {step.line}"
+                scaler = dotted(step.owner)
+                yield finding("step-missing", site.line, scaler=scaler, optimizer=name, where=where)
 
 
 def _never_zeroed(program: Program, root: Root) -> Iterator[Finding]:
@@ -122,15 +151,7 @@ def _never_zeroed(program: Program, root: Root) -> Iterator[Finding]:
     passed = (dotted(each) for s in looped if s not in steps for each in arguments(s.call))
     if optimizer in passed:  # another function may clear them
         return
-    yield Finding(
-        "gradients-never-zeroed",
-        f"the gradients of `{optimizer}` are never cleared: each `backward` adds to those of all "
-        "steps before, so they grow without end, and overflow",
-        "clear them in each iteration, before `backward` or after the step",
-        f"{optimizer}.zero_grad()",
-        (optimizer,),
-        line=step.line,
-    )
+    yield catalog.finding("gradients-never-zeroed", step.line, [optimizer], optimizer=optimizer)
 
 
 def _gated(scaler: str, scheduler: str, is_torch: bool) -> str:
@@ -168,15 +189,8 @@ def _never_saved(program: Program) -> Iterator[Finding]:
     for name, scaler in program.scalers.items() if saved else ():
         is_on = bool(scaler.line) and scaler.enabled is not False
         if is_on and not _is_handed_on(program, name, "state_dict", _NO_SAVE):
-            yield Finding(
-                "scaler-not-saved",
-                f"the state of `{dotted(saved[0].owner)}` is saved, that of `{name}` is not: a "
-                "resumed run starts with the first scale again, and skips steps until it fits",
-                "save and load the scaler's state with the optimizer's",
-                f'checkpoint["scaler"] = {name}.state_dict()\n'
-                f'{name}.load_state_dict(checkpoint["scaler"])',
-                (name, dotted(saved[0].owner)),
-                line=saved[0].line,
+            yield finding(
+                "scaler-not-saved", saved[0].line, scaler=name, optimizer=dotted(saved[0].owner)
             )
 
 
@@ -223,15 +237,8 @@ def _closures(program: Program) -> Iterator[Finding]:
         if scaler is not None and scaler.is_torch:
             optimizer, closure = map(ast.unparse, site.call.args[:2])
             name = dotted(site.owner)
-            yield Finding(
-                "closure-not-unscaled",
-                f"PyTorch's `{name}.step` hands `{closure}` to `{optimizer}`, which then steps "
-                "with gradients that are neither unscaled nor checked",
-                "use halfstep's scaler, which unscales and checks in every evaluation",
-                "from halfstep import GradScaler\n"
-                f"{name} = GradScaler()\n{name}.step({optimizer}, {closure})",
-                (name, optimizer),
-                line=site.line,
+            yield finding(
+                "closure-not-unscaled", site.line, scaler=name, closure=closure, optimizer=optimizer
             )
 
 
@@ -246,6 +253,8 @@ class _IterationWalk(Walk):
         self.found: list[Finding] = []
         self._program = program
         self._is_step = bool(_STEPS.search(getattr(root.node, "name", "")))
+        plain = filter(program.is_optimizer_step, program.sites)
+        self._stepped_by_hand = {dotted(site.owner) for site in plain}
         self._kinds: dict[ast.Call, str] = {}
         self._mattering: dict[ast.AST, bool] = {}
 
@@ -427,6 +436,8 @@ class _IterationWalk(Walk):
         return not self.meaning.is_scheduler(site.owner, site.scope)
 
     def _report(self, id: str, line: int, **values: object) -> None:
+        if values.get("other") in self._stepped_by_hand:
+            return  # perhaps on another path, behind a check of its gradients
         known = self._program.known_of(str(values.get("scaler", "")))
         self.found.append(finding(id, line, known, **values))
 

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from halfstep._tools.doctor.finding import Finding
+from halfstep._tools.doctor.finding import Finding, finding
 from halfstep._tools.doctor.read_names import NameScope, arguments, dotted
 from halfstep._tools.doctor.read_program import Built, Program, Root
 from halfstep._tools.doctor.read_sites import Around, Site
@@ -20,6 +20,17 @@ _BF16 = re.compile(r"bf_?16|bfloat", re.I)
 _DEVICES = re.compile(r"cuda|cpu|gpu|device", re.I)
 _MOVING = re.compile(rf"^to$|cuda|gpu|device|parallel|rank|prepare|{_FRAMEWORKS.pattern}", re.I)
 """A pattern for names in code that moves a model to a device, or that has others do so."""
+_OF_MODULES = re.compile(
+    r"train$|eval$|to$|cuda$|cpu$|half$|float$|bfloat16$|\w*parameters$|\w*modules$|\w*state_dict$|"
+    r"\w*requires_grad_?$|zero_grad$|apply$|save"
+)
+"""A pattern for methods of models that run no forward pass."""
+_NO_FORWARD = re.compile(r"export|save|load|print|len|unwrap|info|summar|isinstance|getattr", re.I)
+"""A pattern for functions that take a model and run no forward pass of interest."""
+_LOWERS_IN = re.compile(rf"cast|half(?!step)|16|precision|policy|{_FRAMEWORKS.pattern}", re.I)
+"""A pattern for names in code that lowers a model in another way than autocast."""
+_LIBRARIES = ("torch.nn.", "torchvision.models.", "timm.", "transformers.")
+"""The beginnings of the names of functions that make models in float32."""
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp)
 
 
@@ -28,6 +39,8 @@ def findings(program: Program) -> Iterator[Finding]:
     yield from _backward_inside(program)
     yield from _casts_in_loops(program)
     yield from _without_scaler(program)
+    yield from _never_lowered(program)
+    yield from _refused_on_cuda(program)
     yield from _scaler_with_bf16(program)
     yield from _other_device(program)
     yield from _not_entered(program)
@@ -45,28 +58,18 @@ def _backward_inside(program: Program) -> Iterator[Finding]:
         caller = next((a for a in site.inside[site.autocast_at :] if a.kind == "call"), None)
         what = ast.unparse(site.call.func)
         if not around.is_decorator and caller is None:
-            yield Finding(
-                "backward-in-autocast",
-                f"`{what}` runs inside the autocast of line {around.line}: backward ops follow "
-                "the dtypes of the forward pass by themselves, and autocast around them lowers "
-                "what your own backward functions compute in float32",
-                "end autocast before backward: indent that call one level less",
-                names=(what,),
-                line=site.line,
-            )
+            yield finding("backward-in-autocast", site.line, [what], what=what, line_of=around.line)
         else:
             whose = "decorator" if around.is_decorator else "autocast"
             function = caller.function if caller is not None else None
-            yield Finding(
+            yield finding(
                 "autocast-around-backward",
-                f"`{what}` runs under the {whose} of line {around.line}, which is around all of "
-                f"{f'`{function.name}`' if function else 'the function'}, not only the forward "
-                "pass",
-                "put autocast around the forward pass and the loss only",
-                "with autocast(...):\n    loss = ...  # the forward pass and the loss\n"
-                "...  # backward out here",
-                (what,),
-                line=site.line,
+                site.line,
+                [what],
+                what=what,
+                whose=whose,
+                line_of=around.line,
+                function=f"`{function.name}`" if function else "the function",
             )
 
 
@@ -86,20 +89,21 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
             continue
         if loop.node in trained_in:  # the weights change in each pass
             continue
-        # A call such as argmax in model(x).argmax() uses no weights.
-        name = program.meaning.qualified(site.call.func, site.scope)
-        is_of_result = bool(site.method) and isinstance(site.owner, ast.Call)
-        if name.startswith("torch.") or is_of_result or _has_loop(site, around):
+        if not _uses_weights(program, site) or _has_loop(site, around):
             continue
         seen.add(around.node)
-        yield Finding(
-            "weights-cast-in-loop",
-            f"`torch.autocast` is entered in every pass of the loop in line "
-            f"{loop.line}, without gradients: it drops the casts of the "
-            "weights each time it ends, and makes them again",
-            "enter it once, around the loop, or cast the model: model.bfloat16()",
-            line=around.line,
-        )
+        yield finding("weights-cast-in-loop", around.line, loop=loop.line)
+
+
+def _uses_weights(program: Program, site: Site) -> bool:
+    """Return whether a call runs a model, or a function of another file that is given one."""
+    if program.is_model(site.call.func):
+        return True
+    if program.is_model(site.owner):
+        return not _OF_MODULES.match(site.method)
+    name = program.meaning.qualified(site.call.func, site.scope) or dotted(site.call.func)
+    is_given = any(map(program.is_model, arguments(site.call)))
+    return is_given and not name.startswith("torch.") and not _NO_FORWARD.search(name)
 
 
 def _has_loop(site: Site, around: Around) -> bool:
@@ -127,15 +131,69 @@ def _without_scaler(program: Program) -> Iterator[Finding]:
                 continue
             around = site.inside[site.autocast_at]
             if trains or around.is_decorator:
-                yield Finding(
-                    "fp16-without-scaler",
-                    "autocast to float16 trains without a scaler: gradients below 6e-8 silently "
-                    "become zero",
-                    "scale the loss; or use bfloat16, which needs no scaler, where it is fast",
-                    "from halfstep import GradScaler\nscaler = GradScaler()\n"
-                    "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
-                    line=around.line,
-                )
+                what = "autocast to float16 trains without a scaler"
+                yield finding("fp16-without-scaler", around.line, what=what)
+
+
+def _never_lowered(program: Program) -> Iterator[Finding]:
+    """Yield a finding about a scaler in a file whose models certainly run in float32."""
+    if any(map(_LOWERS_IN.search, program.words)) or any(map(_FRAMEWORKS.search, program.imported)):
+        return
+    for root in program.roots:
+        scaler = next(filter(None, map(program.scaled_by, root.sites)), "")
+        made = program.scalers.get(scaler)
+        models = [s for s in root.sites if program.is_model(s.call.func) and s.has_grad]
+        if made is None or not made.line or not models:
+            continue
+        if all(_is_float32(program, site.call.func, site.scope) for site in models):
+            model = dotted(models[0].call.func)
+            names = scaler, model
+            yield finding("scaler-without-autocast", made.line, names, scaler=scaler, model=model)
+
+
+def _is_float32(program: Program, node: ast.expr, scope: NameScope) -> bool:
+    """Return whether a model is made by a class of this file, or of a known library."""
+
+    def is_float32(node: ast.expr, scope: NameScope) -> bool:
+        if not isinstance(node, ast.Call):
+            return False
+        name, owner = program.meaning.qualified(node.func, scope), node.func
+        if isinstance(owner, ast.Attribute) and isinstance(owner.value, ast.Call):
+            return _is_float32(program, owner.value, scope)  # Net().to(device)
+        if name.endswith(("DataParallel", "torch.compile")) and node.args:
+            return _is_float32(program, node.args[0], scope)
+        return name.startswith(_LIBRARIES) or dotted(owner) in program.meaning.names.bases
+
+    found = program.meaning.candidates(node, scope)
+    return bool(found) and all(written and is_float32(*written) for written in found)
+
+
+def _refused_on_cuda(program: Program) -> Iterator[Finding]:
+    """Yield findings about losses of probabilities under autocast, which PyTorch refuses."""
+    for site in program.sites:
+        lower = site.autocast
+        if lower is None or lower.device != "cuda" or site.arms.get(lower.switch) == 1:
+            continue
+        made = program.meaning.candidates(site.call.func, site.scope)
+        called = {_function_of(program, *each) if each else "" for each in made}
+        if called and called <= {"torch.nn.BCELoss", "torch.nn.functional.binary_cross_entropy"}:
+            loss = ast.unparse(site.call.func)
+            yield finding("bce-in-autocast", site.line, [loss], loss=loss)
+
+
+def _function_of(program: Program, node: ast.expr, scope: NameScope) -> str:
+    """Return the full name of a function, or of the one that a call calls."""
+    return program.meaning.qualified(node.func if isinstance(node, ast.Call) else node, scope)
+
+
+def lowered(program: Program) -> dict[tuple[str, str], int]:
+    """Return the lines of the autocasts by their dtype and device, empty if uncertain."""
+    found: dict[tuple[str, str], int] = {}
+    for site in program.sites:
+        if site.autocast is not None:
+            key = site.autocast.dtype, site.autocast.device
+            found.setdefault(key, site.inside[site.autocast_at].line)
+    return found
 
 
 def _is_plain_backward(program: Program, site: Site) -> bool:
@@ -166,16 +224,8 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
     switches = {autocast.switch for autocast in found}
     for name, scaler in (scaled | program.scalers).items():
         if not scaler.is_guard and _may_be_on(name, scaler, switches):
-            yield Finding(
-                "scaler-with-bf16",
-                f"`{name}` scales losses of training in bfloat16, which has the range of "
-                "float32: nothing underflows, and each overflow of the scale costs a step",
-                "leave the scaler out; or keep one that scales nothing and skips steps with NaN",
-                "from halfstep import GradScaler, Static\n"
-                f"{name} = GradScaler(init_scale=1.0, schedule=Static())",
-                (name,),
-                line=scaler.line or line,
-            )
+            what = f"`{name}` scales losses of training"
+            yield finding("scaler-with-bf16", scaler.line or line, [name], what=what, scaler=name)
 
 
 def _may_be_on(name: str, scaler: SourceScaler, switches: set[str]) -> bool:
@@ -198,14 +248,14 @@ def _not_entered(program: Program) -> Iterator[Finding]:
             entered = program.meaning.possible(whole, site.scope)
             left = [ast.unparse(value) for value in whole.values if value not in entered]
             if left:
-                yield Finding(
+                yield finding(
                     "context-not-entered",
-                    f"`with {ast.unparse(whole)}` enters only `{ast.unparse(entered[-1])}`: `and` "
-                    f"and `or` return one of their operands, so `{left[0]}` has no effect",
-                    "separate contexts by commas",
-                    f"with {', '.join(map(ast.unparse, whole.values))}:\n    ...",
-                    (left[0],),
-                    line=whole.lineno,
+                    whole.lineno,
+                    left[:1],
+                    whole=ast.unparse(whole),
+                    entered=ast.unparse(entered[-1]),
+                    left=left[0],
+                    commas=", ".join(map(ast.unparse, whole.values)),
                 )
 
 
@@ -224,14 +274,8 @@ def _other_device(program: Program) -> Iterator[Finding]:
         lowered = types.pop()
         seen = "" if types or not lowered else _elsewhere(program, lowered)
         for line in lines if seen else ():
-            yield Finding(
-                "device-differs",
-                f"autocast lowers what runs on {lowered}, and {seen}: the forward pass runs in "
-                "float32",
-                "give autocast the device type of the model",
-                f'with autocast("{seen.rpartition(" ")[2]}"):\n    ...',
-                line=line,
-            )
+            device = seen.rpartition(" ")[2]
+            yield finding("device-differs", line, lowered=lowered, seen=seen, device=device)
 
 
 def _elsewhere(program: Program, lowered: str) -> str:
@@ -278,16 +322,9 @@ def _without_forward(program: Program, root: Root) -> Iterator[Finding]:
         forward = _forward(program, own, inside) if any(map(program.scaled_by, own)) else None
         if forward is not None:
             name = dotted(forward.call.func)
-            yield Finding(
-                "autocast-without-forward",
-                f"autocast is around other calls, and `{name}(...)` in line {forward.line} is "
-                "outside: the model runs in float32, as slow as before, and only its results are "
-                "lowered",
-                "put the forward pass and the loss into autocast",
-                f"with autocast(...):\n    output = {name}(...)\n    loss = ...",
-                (name,),
-                line=min(site.region.line for site in first.values() if site.region),
-            )
+            line = min(site.region.line for site in first.values() if site.region)
+            at = forward.call.lineno
+            yield finding("autocast-without-forward", line, [name], model=name, at=at)
 
 
 def _forward(program: Program, own: list[Site], inside: list[Site]) -> Site | None:
@@ -332,19 +369,7 @@ def _may_run_model(program: Program, site: Site, results: set[str]) -> bool:
 _MOVES = ("to", "cuda", "cpu", "xpu", "npu", "to_empty")
 _LOWERS = {"half": "float16", "bfloat16": "bfloat16"}
 _RESTORES = ("float", "double")
-_LOST = {
-    "float16": (
-        "half-parameters",
-        "updates below 1/4096 of a weight are lost, Adam's eps of 1e-8 is 0, and no scaler "
-        "unscales such gradients",
-        ", store='float32'",
-    ),
-    "bfloat16": (
-        "bf16-parameters",
-        "updates below 1/512 of a weight are lost, which stops learning at small rates",
-        "",
-    ),
-}
+_IDS = {"float16": "half-parameters", "bfloat16": "bf16-parameters"}
 _CHAINED = (*_MOVES, *_LOWERS, *_RESTORES, "train", "eval", "requires_grad_")
 
 
@@ -359,18 +384,14 @@ def _lowered(program: Program, built: Built) -> Iterator[Finding]:
     if "master_weights" in program.words or lowered is None or not lowered[1]:
         return
     site, dtype = lowered
-    id, lost, store = _LOST[dtype]
-    optimizer = "optimizer" if " " in built.name else built.name
-    yield Finding(
-        id,
-        f"`{ast.unparse(site.call)}` makes the parameters {dtype}, and `{built.name}` updates them "
-        f"there: {lost}",
-        "keep what rounding leaves out; or keep the parameters in float32, and let autocast lower "
-        "what an op takes",
-        f"halfstep.master_weights({optimizer}{store})\n# or\n"
-        f"with halfstep.autocast(dtype=torch.{dtype}):\n    ...  # {built.model} stays in float32",
+    yield finding(
+        _IDS[dtype],
+        site.line,
         (built.model, built.name),
-        line=site.line,
+        what=f"`{ast.unparse(site.call)}` makes the parameters {dtype}, and `{built.name}` updates "
+        "them there",
+        optimizer="optimizer" if " " in built.name else built.name,
+        model=built.model,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from halfstep._tools.doctor.finding import Finding
+from halfstep._tools.doctor.finding import Finding, finding
 from halfstep._tools.doctor.read_names import dotted
 from halfstep._tools.doctor.read_program import Program
 
@@ -54,14 +54,8 @@ def findings(program: Program, text: str) -> Iterator[Finding]:
     names = rewritten(text, tree=program.tree).names if ".amp" in text else ()
     if names:
         unique = tuple(dict.fromkeys(name for name, _ in names))
-        yield Finding(
-            "deprecated-amp",
-            f"PyTorch has deprecated {', '.join(f'`{name}`' for name in unique)} and warns at each "
-            "use: `torch.amp` has the same, with the device type as an argument",
-            "run `halfstep doctor --fix` on this file; `--diff` only shows the changes",
-            names=unique,
-            line=names[0][1],
-        )
+        shown = ", ".join(f"`{name}`" for name in unique)
+        yield finding("deprecated-amp", names[0][1], unique, deprecated=shown)
 
 
 class _Rewriter:

@@ -18,13 +18,27 @@ from torch.optim import Optimizer
 
 from halfstep._pytorch.devices import card_of
 from halfstep._scaler import GradScaler
-from halfstep._tools.doctor import about_iterations, about_precision, deprecated, hardware, objects
-from halfstep._tools.doctor.finding import Checkup, Finding
+from halfstep._tools.doctor import (
+    about_hooks,
+    about_iterations,
+    about_precision,
+    deprecated,
+    hardware,
+    objects,
+)
+from halfstep._tools.doctor.finding import Checkup, Finding, finding
+from halfstep._tools.doctor.hardware import MachineReport
 from halfstep._tools.doctor.objects import Training
 from halfstep._tools.doctor.read_names import Function
 from halfstep._tools.doctor.read_program import Program
 
 _SCALERS = (GradScaler, torch.amp.GradScaler)
+_WANTED = {
+    "model": "torch.nn.Module",
+    "optimizer": "torch.optim.Optimizer, or a list of them",
+    "scaler": "halfstep.GradScaler or torch.amp.GradScaler",
+    "dtype": "torch.dtype, such as torch.float16",
+}
 
 
 def doctor(
@@ -95,13 +109,7 @@ def _with_function(given: Training, step_fn: Callable[..., Any]) -> tuple[Traini
         function, names = _unpacked(step_fn)
         read = _check_function(function, names)
     except (OSError, SyntaxError, TypeError) as error:
-        return given, [
-            Finding(
-                "source-not-read",
-                f"the source of {step_fn!r} cannot be read: {error}",
-                "pass a function that is written in a file or a notebook",
-            )
-        ]
+        return given, [finding("source-not-read", function=repr(step_fn), error=error)]
     known, code = list(names.values()), function.__code__
     models, scalers = _of(known, nn.Module), _of(known, *_SCALERS)
     words = (*code.co_names, *code.co_varnames, *code.co_freevars)
@@ -124,8 +132,9 @@ def _of(objects: Iterable[object], *kinds: type) -> tuple[Any, ...]:
 
 def _checked(name: str, value: Any, *kinds: type) -> Any:
     if value is not None and not isinstance(value, kinds):
-        wanted = " or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
-        raise TypeError(f"doctor({name}={type(value).__name__}): pass a {wanted}")
+        is_file = isinstance(value, str | Path) and name == "model"
+        cure = f"for a file: halfstep doctor {value}" if is_file else f"pass a {_WANTED[name]}"
+        raise TypeError(f"doctor({name}={type(value).__name__}): {cure}")
     return value
 
 
@@ -143,24 +152,26 @@ _NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "step"}
 _ALLOWED = re.compile(r"#\s*halfstep:\s*allow\b([\w\s,-]*)")
 
 
-def check_file(path: Path) -> list[Finding]:
-    """Check a Python file.
+def check_file(path: Path, machine: MachineReport | None = None) -> list[Finding]:
+    """Check a Python file; with a measured machine also whether that is fast at its dtypes.
 
     Raises:
         OSError: The file cannot be read.
         SyntaxError: The file is not valid Python; the error has the line.
     """
-    return check_source(path.read_bytes(), str(path))
+    return check_source(path.read_bytes(), str(path), machine)
 
 
-def check_source(source: str | bytes, name: str = "<source>") -> list[Finding]:
+def check_source(
+    source: str | bytes, name: str = "<source>", machine: MachineReport | None = None
+) -> list[Finding]:
     """Check Python source; ``name`` is its name in the findings.
 
     Raises:
         SyntaxError: The source is not valid Python.
     """
     text = source if isinstance(source, str) else source.decode("utf-8", "replace")
-    return _check(Program(ast.parse(source, name), {}), text, name)
+    return _check(Program(ast.parse(source, name), {}), text, name, machine)
 
 
 def _check_function(function: FunctionType, known: Mapping[str, object]) -> list[Finding]:
@@ -208,12 +219,16 @@ def _definition(tree: ast.Module, name: str, line: int) -> Function | None:
     return None
 
 
-def _check(program: Program, source: str, file: str) -> list[Finding]:
+def _check(
+    program: Program, source: str, file: str, machine: MachineReport | None = None
+) -> list[Finding]:
     if _NEEDED.isdisjoint(program.words):
         return []
     found = (
         *about_iterations.findings(program),
         *about_precision.findings(program),
+        *about_hooks.findings(program),
+        *(hardware.slower(about_precision.lowered(program), machine) if machine else ()),
         *deprecated.findings(program, source),
     )
     lines = source.splitlines()

@@ -3,64 +3,19 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, overload
 
 from halfstep._common.text import SEVERITIES, Severity, one_line
 
-CATALOG: dict[str, Severity] = {
-    # precision and scaler
-    "fp16-without-scaler": "bad",
-    "scaler-with-bf16": "warning",
-    "torch-scaler": "notice",
-    "deprecated-amp": "notice",
-    # the calls of an iteration
-    "loss-not-scaled": "bad",
-    "scaled-twice": "bad",
-    "clip-before-unscale": "bad",
-    "unscale-twice": "bad",
-    "unscale-of-another": "bad",
-    "gradients-dropped": "bad",
-    "scaler-bypassed": "bad",
-    "step-unchecked": "bad",
-    "step-twice": "bad",
-    "update-before-step": "bad",
-    "update-twice": "bad",
-    "update-missing": "bad",
-    "scaler-in-loop": "bad",
-    "gradients-never-zeroed": "warning",
-    "closure-not-unscaled": "bad",
-    "scaler-not-saved": "notice",
-    "scheduler-ungated": "notice",
-    # where autocast is
-    "backward-in-autocast": "warning",
-    "autocast-around-backward": "warning",
-    "autocast-without-forward": "warning",
-    "context-not-entered": "warning",
-    "device-differs": "warning",
-    "weights-cast-in-loop": "notice",
-    # parameters and optimizers
-    "half-parameters": "bad",
-    "bf16-parameters": "notice",
-    "eps-underflow": "bad",
-    "shared-parameter": "warning",
-    "optimizer-before-move": "warning",
-    "replaced-parameters": "bad",
-    "untrained-parameters": "notice",
-    "scheduler-of-another": "warning",
-    # the process
-    "reduced-precision-sums": "notice",
-    "tf32-off": "notice",
-    "onednn-off": "warning",
-    "bf16-emulated": "warning",
-    "fp16-convolutions": "bad",
-    "source-not-read": "notice",
-}
-"""The severities by id; docs/doctor.md has a section on each id.
-
-``bad`` ruins training, ``warning`` may ruin it, ``notice`` is good to know.
-"""
+_FINDINGS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("findings.toml").read_text(encoding="utf-8")
+)
+CATALOG: dict[str, Severity] = {id: entry["severity"] for id, entry in _FINDINGS.items()}
+"""The severities by id; docs/doctor.md has a section on each id."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +68,13 @@ class Finding:
         lines.append(f"    cure: {one_line(self.cure)}")
         lines += [f"        {one_line(line)}" for line in self.code.splitlines()]
         return "\n".join(lines)
+
+
+def finding(id: str, line: int = 0, names: Iterable[str] = (), **values: object) -> Finding:
+    """Return a finding with the text, cure and code of the catalog, and values in their braces."""
+    text, cure, code = (_FINDINGS[id].get(part, "").strip() for part in ("text", "cure", "code"))
+    texts = text.format(**values), cure.format(**values), code.format(**values)
+    return Finding(id, *texts, tuple(names), line=line)
 
 
 class Checkup(Sequence[Finding]):

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
+from halfstep._common.formats import dtype_name
 from halfstep._common.machine import device_name
 from halfstep._pytorch.devices import Card, card_of
-from halfstep._tools.doctor.finding import Finding
+from halfstep._tools.doctor.finding import Finding, finding
 
 _BACKENDS: Any = torch.backends  # its attributes are made on access
 
@@ -108,34 +109,14 @@ def findings(
     values = {flag.name: flag.value for flag in read_flags()}
     sums = {torch.float16: _FP16_SUMS, torch.bfloat16: _BF16_SUMS}.get(dtype) if dtype else None
     if device_type == "cuda" and sums is not None and values[sums] == "True":
-        yield Finding(
-            "reduced-precision-sums",
-            f"{sums} is True, PyTorch's default: long sums inside products may be rounded, and "
-            "in fp16 overflow, before they are complete",
-            "switch it off if results differ from fp32 more than you like; it costs some speed",
-            f"{sums} = False",
-            (sums,),
-        )
+        yield finding("reduced-precision-sums", names=[sums], flag=sums)
     if card is not None:
         yield from _of_card(card, dtype)
     if card is not None and "tf32" in card.formats and values[_CUDA_FP32] in ("ieee", "none"):
-        yield Finding(
-            "tf32-off",
-            f"{_CUDA_FP32} is {values[_CUDA_FP32]}: what autocast leaves in fp32 does not use "
-            "the matrix units of this GPU",
-            "allow TF32 where ten bits of the fraction are enough",
-            f'{_CUDA_FP32} = "tf32"',
-            (_CUDA_FP32,),
-        )
+        value = values[_CUDA_FP32]
+        yield finding("tf32-off", names=[_CUDA_FP32], flag=_CUDA_FP32, value=value)
     if device_type == "cpu" and dtype is not None and values[_ONEDNN] == "False":
-        yield Finding(
-            "onednn-off",
-            f"{_ONEDNN} is False: products in lower precision run without the matrix units of the "
-            "CPU, slower than fp32",
-            "switch oneDNN on",
-            f"{_ONEDNN} = True",
-            (_ONEDNN,),
-        )
+        yield finding("onednn-off", names=[_ONEDNN], flag=_ONEDNN)
 
 
 def _of_card(card: Card, dtype: torch.dtype | None) -> Iterator[Finding]:
@@ -144,20 +125,25 @@ def _of_card(card: Card, dtype: torch.dtype | None) -> Iterator[Finding]:
     if card.has_safe_fp16 and not has_fp16:
         cure += ", or in fp16 with a GradScaler if `halfstep doctor` measures that it is faster"
     if dtype is torch.bfloat16 and "bf16" not in card.formats:
-        yield Finding(
-            "bf16-emulated",
-            f"{card.name} ({card.kind}) has no matrix units for bf16: PyTorch emulates it, "
-            "which is slow, and torch.cuda.is_bf16_supported() is True all the same",
-            cure,
-            "dtype=torch.float16" if has_fp16 else "enabled=False",
-        )
+        code = "dtype=torch.float16" if has_fp16 else "enabled=False"
+        yield finding("bf16-emulated", card=f"{card.name} ({card.kind})", cure=cure, code=code)
     if dtype is torch.float16 and not card.has_safe_fp16:
-        yield Finding(
-            "fp16-convolutions",
-            f"{card.name} ({card.kind}) has no tensor cores, and its fp16 convolutions give NaN",
-            "compute convolutions in fp32, or train in fp32 without autocast",
-            'policy="standard; conv1d:fp32; conv2d:fp32; conv3d:fp32"',
-        )
+        yield finding("fp16-convolutions", card=f"{card.name} ({card.kind})")
+
+
+def slower(lowered: Mapping[tuple[str, str], int], machine: MachineReport) -> Iterator[Finding]:
+    """Yield findings about dtypes of a script that the machine computes slower than float32.
+
+    ``lowered`` has the lines by dtype and device, as the source shows them.
+    """
+    for (dtype, device), line in lowered.items():
+        name = next((name for name, known in DTYPES.items() if dtype_name(known) == dtype), "fp32")
+        ratio = machine.speeds.ratios["matmul"][name]
+        if device in ("", machine.device) and ratio < 1 / WORTH_IT:
+            cure = (
+                f"use {machine.advice.precision} on this machine; on another, run the doctor there"
+            )
+            yield finding("slower-dtype", line, [dtype], dtype=dtype, ratio=ratio, cure=cure)
 
 
 # --- speeds and advice ----------------------------------------------------------------------------
@@ -167,8 +153,10 @@ Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 
 WORTH_IT = 1.2
 """The smallest multiple of the fp32 speed that counts as fast."""
-NOISY = 1.25
-"""The smallest ratio of quartiles that makes a measurement near a limit too noisy."""
+STEADY = 1.1
+"""The largest ratio of the two best times of a work that confirm each other."""
+NOISY = 1.5
+"""The smallest ratio of the median to the best time that makes a measurement noisy."""
 AS_GOOD = 0.8
 """The smallest fraction of the fp16 speed at which bf16 is preferred: it needs no scaler."""
 
@@ -279,6 +267,9 @@ CONVOLUTION = {"cpu": (4, 32, 32), "cuda": (32, 256, 56)}
 
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 30
 
+LONGEST = 3
+"""How often the usual duration may pass while the best times are not confirmed."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -287,8 +278,8 @@ class Speeds:
     """Measured speeds by ``"matmul"`` and ``"conv"``, then by name of the dtype."""
 
     gflops: dict[str, dict[str, float]]  # 1e9 operations a second
-    ratios: dict[str, dict[str, float]]  # to fp32: medians over pairs measured in turn
-    noise: str = ""  # why it is uncertain whether a dtype is fast; empty if it is certain
+    ratios: dict[str, dict[str, float]]  # to fp32
+    noise: str = ""  # the work whose times scatter; empty if none does
 
 
 def measure_speeds(
@@ -300,7 +291,8 @@ def measure_speeds(
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
-        seconds: Approximate duration, without the first calls.
+        seconds: Approximate duration, without the first calls; up to ``LONGEST`` times as long if
+            the best times differ.
         on_round: A function that receives the elapsed fraction of the time after each round.
 
     Sync: many.
@@ -315,7 +307,8 @@ def measure_speeds(
             rounds.append([_duration(run, device) for *_, run in works])
             gone = (time.perf_counter() - began) / seconds
             on_round(min(max(gone, len(rounds) / MOST_ROUNDS), 1.0))
-            if gone >= 1 and len(rounds) >= FEWEST_ROUNDS:
+            is_steady = all(map(_is_steady, zip(*rounds, strict=True)))
+            if len(rounds) >= FEWEST_ROUNDS and (gone >= LONGEST or (gone >= 1 and is_steady)):
                 break
     return speeds_of([work[:3] for work in works], rounds)
 
@@ -323,35 +316,28 @@ def measure_speeds(
 def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) -> Speeds:
     """Return speeds from the seconds of each work in each round.
 
-    A work has a kind, the name of a dtype, and a number of operations.
+    A work has a kind, the name of a dtype, and a number of operations. Its best time counts, since
+    other programs can only slow it down.
     """
     gflops: dict[str, dict[str, float]] = {}
     ratios: dict[str, dict[str, float]] = {}
     noise = ""
-    base = {kind: at for at, (kind, name, _) in enumerate(works) if name == "fp32"}
-    for at, (kind, name, operations) in enumerate(works):
-        pairs = [durations[base[kind]] / durations[at] for durations in rounds]
-        ratio = ratios.setdefault(kind, {})[name] = median(pairs)
-        # Use the best time of fp32, since other programs can only slow it down.
-        best = min(durations[base[kind]] for durations in rounds)
-        gflops.setdefault(kind, {})[name] = operations / best * ratio / 1e9
-        if kind == "matmul":
-            noise = noise or _noise(name, pairs)
+    for (kind, name, operations), times in zip(works, zip(*rounds, strict=True), strict=True):
+        rate = gflops.setdefault(kind, {})[name] = operations / min(times) / 1e9
+        ratios.setdefault(kind, {})[name] = rate / gflops[kind]["fp32"]
+        if not _is_steady(times) or median(times) >= NOISY * min(times):
+            what = {"matmul": "matrix products", "conv": "convolutions"}[kind]
+            noise = noise or (
+                f"{what} in {name} took {min(times) * 1e3:.2g} to {max(times) * 1e3:.2g} ms; "
+                "repeat the measurement while nothing else runs"
+            )
     return Speeds(gflops, ratios, noise)
 
 
-def _noise(name: str, ratios: list[float]) -> str:
-    """Return a warning if the quartiles of the ratios are on both sides of a limit, else ``""``."""
-    if len(ratios) < FEWEST_ROUNDS:
-        return ""
-    low, _, high = quantiles(ratios, n=4)
-    is_unclear = any(low < limit < high for limit in (WORTH_IT, 1 / WORTH_IT))
-    if not is_unclear or high < NOISY * low:
-        return ""
-    return (
-        f"the measurement is too noisy, {name} is between {low:.2g} and {high:.2g} x the speed of "
-        "fp32; repeat it while nothing else runs"
-    )
+def _is_steady(times: Sequence[float]) -> bool:
+    """Return whether the two best times confirm each other."""
+    best, second, *_ = [*sorted(times), min(times)]
+    return second <= STEADY * best
 
 
 def _works(kind: str, device: str) -> Iterator[tuple[str, str, float, Callable[[], object]]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from halfstep._common.numbers import power
+from halfstep._tools.doctor import finding as catalog
 from halfstep._tools.doctor.finding import Finding
 
 _Calls: TypeAlias = "frozenset[tuple[str, str, int]]"
@@ -172,7 +173,7 @@ def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
     is_known = bool(now.losses) and not now.is_uncertain and not call.has_closure
     if is_known and steps:
         report("step-twice", call.line, first=steps[0], **names)
-    elif is_known and is_unscaled and not now.is_used:
+    elif is_known and is_unscaled and call.optimizer not in now.used:
         if call.decided <= now.decided:  # no condition since unscale_, such as isfinite(norm)
             report("step-unchecked", call.line, **names)
     elif is_known and now.is_scaled and not is_late:
@@ -249,106 +250,16 @@ def _shown(key: str) -> str:
     return key.rpartition("/")[2]
 
 
-# --- findings -------------------------------------------------------------------------------------
-
-
 def finding(
     id: str, line: int, known: tuple[float | None, bool] = (None, False), **values: object
 ) -> Finding:
-    """Return a finding.
+    """Return a finding about the calls of an iteration.
 
     ``known`` is the scaler's first scale, None if it is unknown, and whether the file updates it.
-    The other values are inserted into the text: scaler, optimizer, loss, lines.
     """
     scale, is_updated = known
     values["update"] = "" if is_updated else f"\n{values.get('scaler')}.update()"
     values["at_first"] = "" if scale is None else f" ({power(scale)} at first)"
     values["too_large"] = f"{scale:g} times too large" if scale else "too large by the scale"
-    text, cure, code = (part.format(**values) for part in _TEXTS[id])
     names = [str(values[each]) for each in ("scaler", "optimizer", "loss") if each in values]
-    return Finding(id, text, cure, code, tuple(names), line=line)
-
-
-_TEXTS = {
-    "clip-before-unscale": (
-        "gradients are clipped while they are still multiplied by the scale{at_first} of "
-        "`{scaler}`: after unscaling they are almost zero, and training looks stuck",
-        "unscale before you clip{where}; or let halfstep's `{scaler}` clip, saving one pass",
-        "{scaler}.unscale_({optimizer})  # before clipping{where}\n"
-        "# or: {scaler}.step({optimizer}, max_norm=1.0)",
-    ),
-    "gradients-dropped": (
-        "`zero_grad` comes between `backward` (line {first}) and the step of `{optimizer}` (line "
-        "{step}): the gradients are gone before they are used, and nothing is learned",
-        "call it before `backward`, or after the step",
-        "",
-    ),
-    "loss-not-scaled": (
-        "`{scaler}` divides the gradients of `{optimizer}` by its scale{at_first}, but the "
-        "loss of this `backward` was not multiplied by it: the updates are almost zero",
-        "scale the loss whose gradients this step uses",
-        "{scaler}.scale({loss}).backward()",
-    ),
-    "scaled-twice": (
-        "`{loss}` is multiplied by the scale of `{scaler}` twice, and divided by it once: the "
-        "gradients are {too_large}, or inf",
-        "scale each loss once, in the call of `backward`",
-        "{scaler}.scale(loss).backward()",
-    ),
-    "scaler-bypassed": (
-        "`{optimizer}.step()` takes gradients that `{scaler}` has multiplied by the scale: "
-        "they are {too_large}, and inf and NaN get through",
-        "step through the scaler, and call `{scaler}.update()` after it",
-        "{scaler}.step({optimizer}){update}",
-    ),
-    "scaler-in-loop": (
-        "a new `{scaler}` is made for each step: the scale starts anew{at_first}, never "
-        "learns from an overflow, and the same steps are skipped again and again",
-        "make one scaler before the loop, beside the optimizer",
-        "",
-    ),
-    "step-unchecked": (
-        "`{optimizer}.step()` follows `{scaler}.unscale_` by hand: the gradients are divided by "
-        "the scale, but the step is taken when they are inf or NaN too, as at the first overflow",
-        "step through the scaler, which leaves such steps out; or check the norm of the gradients",
-        "{scaler}.step({optimizer}){update}",
-    ),
-    "step-twice": (
-        "`{optimizer}` is stepped a second time with the same gradients (first in line {first}): "
-        "the second `{scaler}.step` raises, and a plain step moves the weights twice",
-        "step each optimizer once for each `{scaler}.update()`",
-        "",
-    ),
-    "unscale-of-another": (
-        "`{scaler}.unscale_({other})` before clipping, but it is `{optimizer}` that is stepped: "
-        "its gradients are clipped while they are still multiplied by the scale",
-        "unscale the optimizer whose gradients are clipped",
-        "{scaler}.unscale_({optimizer})",
-    ),
-    "unscale-twice": (
-        "`{scaler}.unscale_({optimizer})` comes after `{first}` of the same optimizer, without "
-        "`{scaler}.update()` between: it raises, or the gradients are divided twice",
-        "unscale once, before the step; with accumulation only in the pass that steps",
-        "",
-    ),
-    "update-before-step": (
-        "`{scaler}.update()` comes between `backward` and the step of `{optimizer}`: it raises "
-        "where nothing was checked yet, else the gradients are divided by another scale than "
-        "their loss was multiplied by",
-        "update once, after all steps of the iteration",
-        "{scaler}.step({optimizer})\n{scaler}.update()",
-    ),
-    "update-twice": (
-        "`{scaler}.update()` comes a second time (first in line {first}) with no step between: "
-        "PyTorch's raises, as nothing was checked since",
-        "update once, after all steps of the iteration",
-        "",
-    ),
-    "update-missing": (
-        "`{scaler}.step` without `{scaler}.update()` before the next one: the scale never moves, "
-        "and the second step is refused",
-        "call it once at the end of each iteration, after the last step",
-        "{scaler}.update()",
-    ),
-}
-"""The text, cure and code of findings, by id."""
+    return catalog.finding(id, line, names, **values)

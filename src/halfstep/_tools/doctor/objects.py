@@ -16,22 +16,9 @@ from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import Names, members
 from halfstep._master_weights.master_weights import has_master_weights
 from halfstep._scaler import GradScaler, Static
-from halfstep._tools.doctor.finding import Finding
+from halfstep._tools.doctor.finding import Finding, finding
 
-_LOST = {
-    torch.float16: (
-        "half-parameters",
-        2**12,
-        ", and no scaler unscales such gradients",
-        "halfstep.master_weights(optimizer, store='float32')",
-    ),
-    torch.bfloat16: ("bf16-parameters", 2**9, "", "halfstep.master_weights(optimizer)"),
-}
-"""Finding id, factor, more text and cure by dtype.
-
-An update is lost if the weight is larger by this factor: it is less than half a unit in the
-last place, also just below a power of two.
-"""
+_IDS = {torch.float16: "half-parameters", torch.bfloat16: "bf16-parameters"}
 _EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 
 
@@ -95,32 +82,15 @@ def _scalers(training: Training) -> Iterator[Finding]:
     is_elsewhere = training.scaler is None and training.makes_scaler
     if training.dtype == torch.float16 and not training.scales and not is_elsewhere:
         seen = "no scaler" if training.scaler is None else "a scaler that is switched off"
-        yield Finding(
-            "fp16-without-scaler",
-            f"float16 with {seen}: gradients below 6e-8 silently become zero",
-            "scale the loss; or use bfloat16, which needs no scaler, where it is fast",
-            "scaler = halfstep.GradScaler()",
-        )
+        yield finding("fp16-without-scaler", what=f"float16 with {seen}")
     is_guard = isinstance(training.scaler, GradScaler) and isinstance(
         training.scaler._schedule, Static
     )
     if dtype == torch.bfloat16 and training.scales and not is_guard:
-        yield Finding(
-            "scaler-with-bf16",
-            "a scaler for training in bfloat16, which has the range of float32: nothing "
-            "underflows, and each overflow of the scale costs a step",
-            "leave the scaler out; or keep one that scales nothing and skips steps with NaN",
-            "scaler = halfstep.GradScaler(init_scale=1.0, schedule=halfstep.Static())",
-        )
+        yield finding("scaler-with-bf16", what="a scaler for training", scaler="scaler")
     is_torch = type(training.scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
     if is_torch and training.scales:
-        yield Finding(
-            "torch-scaler",
-            "PyTorch's GradScaler: its scale can reach 0, after which every parameter becomes NaN, "
-            "and a skipped step is silent",
-            "change the import; the calls are the same",
-            "scaler = halfstep.GradScaler()",
-        )
+        yield finding("torch-scaler")
 
 
 def _only_dtype(training: Training) -> torch.dtype | None:
@@ -132,25 +102,16 @@ def _only_dtype(training: Training) -> torch.dtype | None:
 
 
 def _low_parameters(training: Training) -> Iterator[Finding]:
-    for dtype, (id, factor, more, cure) in _LOST.items():
+    for dtype, id in _IDS.items():
         for optimizer in training.apart:
-            if has_master_weights(optimizer):
-                continue
             low = [param for param in parameters(optimizer) if param.dtype == dtype]
-            if not low:
-                continue
-            names = training.names(low, optimizer)
-            kind = dtype_name(dtype)
-            yield Finding(
-                id,
-                f"{type(optimizer).__name__} updates {things(len(low), 'parameter')} in {kind} "
-                f"({_listed(names)}): updates below 1/{factor} of a weight are lost{more}",
-                "keep what rounding leaves out; or keep the parameters in float32, and let "
-                "autocast lower what an op takes",
-                f"{cure}\n# or\nmodel.float()\n"
-                f"with halfstep.autocast(dtype=torch.{kind}):\n    ...",
-                tuple(names),
-            )
+            if low and not has_master_weights(optimizer):
+                names = training.names(low, optimizer)
+                what = (
+                    f"{type(optimizer).__name__} updates {things(len(low), 'parameter')} in "
+                    f"{dtype_name(dtype)} ({_listed(names)})"
+                )
+                yield finding(id, names=names, what=what, optimizer="optimizer", model="model")
 
 
 def _eps_of_optimizers(training: Training) -> Iterator[Finding]:
@@ -163,14 +124,14 @@ def _eps_of_optimizers(training: Training) -> Iterator[Finding]:
             if not low or group.get("fused") or not _is_lost(eps):
                 continue
             names = training.names(low, optimizer)
-            yield Finding(
-                "eps-underflow",
+            what = (
                 f"eps={eps:g} of {type(optimizer).__name__} is {_in_fp16(eps):.2g} in float16, the "
                 f"dtype of {things(len(low), 'parameter')} ({_listed(names)}) and of the "
-                "optimizer's state: where a gradient is 0 the update is 0 / 0 = NaN",
-                "keep the parameters in float32, or take an eps that float16 has",
-                "model.float()  # or eps=1e-4",
-                tuple(names),
+                "optimizer's state: where a gradient is 0 the update is 0 / 0 = NaN"
+            )
+            code = "model.float()  # or eps=1e-4"
+            yield finding(
+                "eps-underflow", names=names, what=what, these="the parameters", code=code
             )
 
 
@@ -188,17 +149,15 @@ def _eps_of_modules(training: Training) -> Iterator[Finding]:
             if _is_lost(eps):
                 found.setdefault(eps, []).append(name or type(module).__name__)
     for eps, names in found.items():
-        yield Finding(
-            "eps-underflow",
+        what = (
             f"eps={eps:g} of {things(len(names), 'module')} in float16 ({_listed(names)}) is "
-            f"{_in_fp16(eps):.2g} there: where all inputs are equal, the gradient is inf or NaN",
-            "take an eps that float16 has, or keep these modules in float32",
-            "\n".join(
-                f"model.get_submodule({name!r}).float()\nhalfstep.keep(model, {name!r})"
-                for name in names[:3]
-            ),
-            tuple(names),
+            f"{_in_fp16(eps):.2g} there: where all inputs are equal, the gradient is inf or NaN"
         )
+        code = "\n".join(
+            f"model.get_submodule({name!r}).float()\nhalfstep.keep(model, {name!r})"
+            for name in names[:3]
+        )
+        yield finding("eps-underflow", names=names, what=what, these="these modules", code=code)
 
 
 def _is_lost(eps: object) -> TypeGuard[float]:
@@ -221,14 +180,11 @@ def _shared(training: Training) -> Iterator[Finding]:
     if shared:
         names = training.names(shared, owners[shared[0]][0])
         whose = " and ".join(dict.fromkeys(type(each).__name__ for each in owners[shared[0]]))
-        yield Finding(
+        yield finding(
             "shared-parameter",
-            f"two optimizers ({whose}) have the same {things(len(shared), 'parameter')} "
-            f"({_listed(names)}): each steps, and PyTorch's scaler divides by the scale twice",
-            "give each parameter to one optimizer; if both must have it, halfstep's scaler "
-            "unscales it once",
-            "scaler = halfstep.GradScaler()",
-            tuple(names),
+            names=names,
+            optimizers=whose,
+            parameters=f"{things(len(shared), 'parameter')} ({_listed(names)})",
         )
 
 
@@ -241,25 +197,13 @@ def _missing(training: Training) -> Iterator[Finding]:
         return
     names = training.names(missing)
     foreign = [param for param in training.trained if param not in held]
-    if {param.shape for param in missing} <= {param.shape for param in foreign}:
-        yield Finding(
-            "replaced-parameters",
-            f"no optimizer has {things(len(missing), 'parameter')} of the model "
-            f"({_listed(names)}), while it has others of the same shapes: the model was changed "
-            "after it was made, and nothing is learned",
-            "make the optimizer after the model has been moved, wrapped or loaded",
-            "optimizer = torch.optim.AdamW(model.parameters())",
-            tuple(names),
-        )
-    else:
-        yield Finding(
-            "untrained-parameters",
-            f"no optimizer has {things(len(missing), 'parameter')} of the model with "
-            f"requires_grad=True ({_listed(names)})",
-            "give them to an optimizer; or say that they are frozen, which saves their gradients",
-            "for parameter in frozen:\n    parameter.requires_grad_(False)",
-            tuple(names),
-        )
+    is_replaced = {param.shape for param in missing} <= {param.shape for param in foreign}
+    yield finding(
+        "replaced-parameters" if is_replaced else "untrained-parameters",
+        names=names,
+        parameters=things(len(missing), "parameter"),
+        listed=_listed(names),
+    )
 
 
 def _left_behind(training: Training) -> Iterator[Finding]:
@@ -273,13 +217,11 @@ def _left_behind(training: Training) -> Iterator[Finding]:
         ]
         if apart:
             names = training.names(dict.fromkeys(apart), optimizer)
-            yield Finding(
+            yield finding(
                 "optimizer-before-move",
-                f"the state of {type(optimizer).__name__} is not where its parameters are "
-                f"({_listed(names)}): they were moved after it was made or loaded",
-                "move the model, then make the optimizer, then load its state",
-                "model.to(device)\noptimizer = torch.optim.AdamW(model.parameters())",
-                tuple(names),
+                names=names,
+                optimizer=type(optimizer).__name__,
+                parameters=_listed(names),
             )
 
 
@@ -290,13 +232,8 @@ def _schedules(training: Training) -> Iterator[Finding]:
         of = getattr(scheduler, "optimizer", None)
         if of is not None and not any(of is each for each in (*known, *training.optimizers)):
             name = type(scheduler).__name__
-            yield Finding(
-                "scheduler-of-another",
-                f"{name} sets the learning rate of another optimizer ({type(of).__name__}) than "
-                "the one that steps",
-                "make the schedule of the optimizer that steps",
-                f"scheduler = torch.optim.lr_scheduler.{name}(optimizer, ...)",
-                (name,),
+            yield finding(
+                "scheduler-of-another", names=[name], scheduler=name, of=type(of).__name__
             )
 
 

@@ -216,6 +216,8 @@ class Program:
 
     def is_clip(self, site: Site) -> bool:
         """Return whether a call clips gradients without unscaling them."""
+        if site.method in ("clamp_", "clip_"):
+            return re.search(r"\bgrad\b", ast.unparse(site.owner)) is not None
         name = self.meaning.qualified(site.call.func, site.scope).rpartition(".")[2]
         if not _CLIPS.match(name or site.method or dotted(site.call.func)):
             return False

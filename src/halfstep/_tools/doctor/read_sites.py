@@ -102,6 +102,17 @@ class Site:
         return [around.node for around in self.inside if around.kind == kind]
 
     @property
+    def tests(self) -> dict[str, ast.expr | None]:
+        """The conditions around it, by text, with the operands of ``and`` and ``or`` apart."""
+        found: dict[str, ast.expr | None] = {}
+        for around in self.inside:
+            test = getattr(around.node, "test", None) if around.kind == "arm" else None
+            parts = test.values if isinstance(test, ast.BoolOp) else [test] if test else []
+            found |= {condition_of(part, 0)[0]: part for part in parts}
+            found |= {around.arm[0]: None} if around.kind == "arm" and not parts else {}
+        return found
+
+    @property
     def arms(self) -> dict[str, int]:
         """The arms around it, by condition."""
         return dict(around.arm for around in self.inside if around.kind == "arm")
@@ -204,4 +215,4 @@ def condition_of(test: ast.expr, which: int) -> tuple[str, int]:
             test, which = left, which if isinstance(op, ast.IsNot | ast.NotEq) else 1 - which
         case ast.Compare(left=left, ops=[ast.NotEq()], comparators=compared):
             test, which = ast.Compare(left, [ast.Eq()], compared), 1 - which
-    return ast.unparse(test), which
+    return ast.unparse(test).replace(" is not None", ""), which

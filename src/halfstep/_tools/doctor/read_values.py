@@ -15,7 +15,7 @@ from halfstep._autocast import autocast
 from halfstep._autocast.access import settings_of
 from halfstep._common.formats import dtype_name
 from halfstep._scaler import GradScaler
-from halfstep._tools.doctor.read_names import FileNames, NameScope, Written, dotted
+from halfstep._tools.doctor.read_names import FileNames, NameScope, Written, arguments, dotted
 
 _Seen: TypeAlias = frozenset[tuple[str, NameScope]]
 _MISSING: Any = object()
@@ -253,8 +253,13 @@ class Meaning:
             name = self.qualified(call.func, scope)
             return name.startswith("torch.optim.lr_scheduler.")
 
-        kind = torch.optim.lr_scheduler.LRScheduler
-        return "sched" in _last_name(node) or self._is(node, scope, kind, makes_scheduler)
+        def makes_other(call: ast.Call, scope: NameScope) -> bool:
+            is_class = dotted(call.func).rpartition(".")[2][:1].isupper()
+            return is_class and not any(self.is_optimizer(e, scope) for e in arguments(call))
+
+        if "sched" in _last_name(node) and not self._is(node, scope, (), makes_other):
+            return True
+        return self._is(node, scope, torch.optim.lr_scheduler.LRScheduler, makes_scheduler)
 
     def switches_grad(self, node: ast.expr, scope: NameScope) -> bool | None:
         """Return whether a context or decorator records gradients, None if unchanged or unknown."""

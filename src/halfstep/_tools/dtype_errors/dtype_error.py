@@ -43,6 +43,7 @@ _ABOUT_DTYPES = re.compile(
     r"|to have the same type as|Expected both inputs to be|unsupported ScalarType BFloat16"
     r"|to type c10::(Half|BFloat16) without overflow"
     r"|assign a gradient with dtype|can't be cast to the desired output type"
+    r"|could not create a primitive descriptor"  # of oneDNN, for a state in another dtype
 )
 _ABOUT_ONE = re.compile(
     "not implemented for|weight dtype|Low precision|Unsupported dtype|float or double dtype"
@@ -170,8 +171,10 @@ def _explained(error: BaseException) -> DtypeError | None:
         if "without overflow" in str(error):
             notes += tuple(_what_fits(own, operands[0]))
         again, cures = None, list[str]()
-        if made or user.has_no_effects or found is failing:
-            again = _again(made or (user if user.has_no_effects else inner[0]))
+        if made or user.has_no_effects:
+            again = _again(made or user)
+        if again is None and made is None and found is failing:
+            again = _again(inner[0])
         if again is not None:
             cures += _cures(again, made or own, operands, function, hidden)
             if made is None and user.has_no_effects:
@@ -196,7 +199,7 @@ def _hidden_dtype(found: list[Named], message: str) -> torch.dtype | None:
 
 def _told(call: Call) -> tuple[str, str]:
     line = call.place.line
-    return f"{Path(line.file).name}, line {line.number}", line.text
+    return f"{Path(line.file).name}:{line.number}", line.text
 
 
 # --- operands -------------------------------------------------------------------------------------
@@ -376,19 +379,24 @@ def _cures(
         each_wanted = [fixed[0].dtype]
     elif len(floats) == 2 and floats[each_wanted[0]] == 1 < max(floats.values()):
         each_wanted.insert(0, max(floats, key=floats.__getitem__))  # that changes one tensor
-    device = tensors[0].device.type
+    others = [dtype for dtype in floats if dtype not in each_wanted]  # if nothing else is offered
+    device, is_offered = tensors[0].device.type, False
     is_on, policy = torch.is_autocast_enabled(device), current_policy(device)
     written = {ast.unparse(node) for node in ast.walk(line.node or ast.Module([], []))}
-    for wanted in each_wanted:
+    for wanted in (*each_wanted, *others):
 
         def cast(tensor: Tensor, dtype: torch.dtype = wanted) -> Tensor:
             is_known = tensor.is_floating_point() or tensor.dtype in dtypes
             return tensor.to(dtype) if is_known else tensor
 
+        wrong = {o.name: o for o in operands if o.tensor.dtype is not wanted}
+        changed = [operand for name, operand in wrong.items() if name in written]
+        if wanted in others and (is_offered or len(changed) < len(wrong)):
+            continue
         if not _runs(lambda cast=cast: again.call(cast)):  # type: ignore[misc]
             continue
-        changed = [o for o in operands if o.tensor.dtype is not wanted and o.name in written]
         if changed:
+            is_offered = True
             yield ", ".join(f"{_cast(o.name, wanted)} in place of {o.name}" for o in changed)
         if function is not None and not function.is_backward and is_on:
             arguments = f'device_type="{device}", cast_inputs={wanted}'
@@ -464,7 +472,7 @@ def _again(failing: Call) -> _Again | None:
                 return None
         if "out" in named or isinstance(function, (type, torch.ScriptMethod)):  # as an exception
             return None
-        name, written = getattr(function, "__name__", ""), None
+        name, written = getattr(function, "__name__", "").removeprefix("_"), None  # F.threshold
         if isinstance(own := getattr(function, "__self__", None), Tensor):
             function, args = getattr(Tensor, name), [own, *args]
             written = own if name.endswith("_") else None

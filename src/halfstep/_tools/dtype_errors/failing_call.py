@@ -242,6 +242,8 @@ def has_no_effects(function: Any) -> bool:
     """Return whether a function is one of PyTorch that changes no tensor and no module."""
     if isinstance(function, nn.Module):
         return modules.can_be_called_again(function)
+    if function is torch.finfo:
+        return True
     if getattr(function, "__name__", "_").endswith("_"):
         return False
     if isinstance(function, BuiltinFunctionType):

@@ -88,6 +88,8 @@ class record:
         every: int = 50,
         sinks: Sequence[Sink] = (),
     ) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"record(path={type(path).__name__}): pass the folder to write to")
         if not (model is None or isinstance(model, nn.Module)):
             raise TypeError(f"record(model={type(model).__name__}): pass a torch.nn.Module")
         if not (scaler is None or isinstance(scaler, GradScaler)):

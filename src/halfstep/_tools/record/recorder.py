@@ -81,7 +81,7 @@ def _aside(method: Callable[..., None]) -> Callable[..., None]:
     """Hide the ops of a method from the user's modes, and keep its errors from ending the run."""
 
     @wraps(method)
-    def aside(recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+    def aside(recorder: Recorder, /, *args: Any, **kwargs: Any) -> None:
         try:
             with modes.unseen_by_modes():
                 method(recorder, *args, **kwargs)

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
+from halfstep._gradients.gradients import parameters
 from halfstep._pytorch import modes
 from halfstep._pytorch.dispatch import overload_of
 from halfstep._pytorch.storages import ByMemory, is_made_of_others, parts_of
@@ -117,6 +119,7 @@ class BlameTracker(OpObserver):
         self._losses: list[Blame] = []
         self._results: list[Blame] = []
         self._outputs: list[Blame] = []
+        self._stepped: list[Blame] = []
         self._remaining: list[tuple[Tensor, Blame]] = []
         self._has_loss = self.has_end = False
         self._gradients: dict[int, tuple[Tensor, Blame]] = {}
@@ -187,6 +190,12 @@ class BlameTracker(OpObserver):
         for blame in self._blames_of(self._seen(gradient, "a gradient") or []):
             self._gradients.setdefault(id(leaf), (leaf, blame))
 
+    def see_step(self, optimizer: Optimizer) -> None:
+        """Note bad weights after a step. They count if the losses and gradients are finite."""
+        self.has_end = True
+        for weight in parameters(optimizer):
+            self._stepped += self._blames_of(parts_of(weight.detach()) or [])
+
     def see_remaining(self, leaf: Tensor, gradient: Tensor, *, is_new: bool) -> None:
         """Note a bad gradient. One from before the step counts if nothing else is bad."""
         self.has_end |= is_new
@@ -245,7 +254,7 @@ class BlameTracker(OpObserver):
             ends = ends or self._results or self._outputs
         if not ends and has_failed:
             return self.first
-        ends = ends or [blame for _, blame in self._remaining]
+        ends = ends or self._stepped or [blame for _, blame in self._remaining]
         # Prefer ops of this rank to tensors received from others.
         ends = [blame for blame in ends if blame.number != ELSEWHERE] or ends
         return min(ends, key=lambda blame: blame.number, default=None)

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfstep._common.module_names import replicated
 from halfstep._common.nested import tensors_in
@@ -88,6 +89,9 @@ class OpObserver:
 
     def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
         """Observe the gradient of a leaf when ``backward`` returns."""
+
+    def see_step(self, optimizer: Optimizer) -> None:
+        """Observe an optimizer after its step, if steps are carried out."""
 
     def see_remaining(self, leaf: Tensor, gradient: Tensor, *, is_new: bool) -> None:
         """Observe the ``grad`` of a leaf when the step returns; ``is_new`` if the step set it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 import warnings
@@ -34,6 +35,9 @@ from halfstep._tools.replay.variant import EnteredAutocast, Variant, autocast_as
 from halfstep._tools.user_code import owners_in
 from halfstep.events import PolicyOnDevice, unobserved
 
+_ALWAYS = 2
+"""The number of replays that are made even if they take too long."""
+
 
 @dataclass
 class StepRun:
@@ -52,12 +56,16 @@ class StepRun:
     scaling: list[range] = field(default_factory=list)
 
 
+class OutOfTime(Exception):  # noqa: N818  (control flow, not an error)
+    """The time for the replays of a step is over."""
+
+
 class Replayer:
     """Runner of repeated replays of a step.
 
     Each replay restores the training state: parameters, buffers, gradients, random generators,
-    scalers, and everything else that PyTorch or the modules hold. Optimizers and schedules do not
-    step; optimizer closures are called once.
+    scalers, and everything else that PyTorch or the modules hold. Schedules do not step, nor do
+    optimizers, whose closures are called once, unless ``takes_steps``.
 
     Args:
         step: Runs the step.
@@ -69,6 +77,11 @@ class Replayer:
     Attributes:
         model: The model whose names are used; known after the first replay at the latest.
         notes: Remarks about the replays, for the diagnosis.
+        takes_steps: Whether further replays carry out the steps of optimizers.
+        has_steps: Whether the step calls an optimizer's.
+        usual_loss: The usual loss of the run, if it is known.
+        limit: The seconds after which no replay begins, except for the first two, which find the
+            op to blame and inspect it.
     """
 
     def __init__(
@@ -81,6 +94,9 @@ class Replayer:
         self._left: list[tuple[Tensor, Tensor]] = []  # gradients that the step does not clear
         self._without_gradient: list[Tensor] = []
         self.num_replays = 0
+        self.takes_steps = self.has_steps = False
+        self.usual_loss: float | None = None
+        self.limit = math.inf
         self.notes: list[str] = []
         self._begun = time.perf_counter()
 
@@ -121,7 +137,12 @@ class Replayer:
         """Run the step, inside ``around`` if given, and show its ops to an observer.
 
         The results can be read inside the block. Everything is restored when it ends.
+
+        Raises:
+            OutOfTime: The limit is reached.
         """
+        if self.num_replays >= _ALWAYS and self.seconds > self.limit:
+            raise OutOfTime
         self.num_replays += 1
         undo, patches, run = UndoLog(), Patches(), StepRun()
         with ExitStack() as outer:
@@ -144,7 +165,7 @@ class Replayer:
                 if self.is_kept:
                     _stop_when_settled(patches, observer, run)
                 watch_backward(patches, observer, begins_without=self.is_kept)
-                _suspend_optimizers(patches, observer)
+                _suspend_optimizers(patches, observer, self)
                 _keep_swapped(patches, undo)
                 scaled = _scaled(patches, mode, run, variant.scale, self.is_kept)
                 stack.enter_context(scaled)
@@ -206,7 +227,7 @@ def _here(around: Around) -> Around:
     """Apply a patch in this thread only; other threads call the original."""
     thread = threading.get_ident()
 
-    def only_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def only_here(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return original(*args, **kwargs)
         return around(original, *args, **kwargs)
@@ -221,7 +242,7 @@ class _Settled(Exception):  # noqa: N818  (control flow, not an error)
 def _stop_when_settled(patches: Patches, observer: OpObserver, run: StepRun) -> None:
     """End a replay before the backward pass if the loss itself is bad."""
 
-    def backward(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def backward(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         if observer.is_settled and not run.scaling:
             raise _Settled
         original(*args, **kwargs)
@@ -236,7 +257,7 @@ def watch_backward(patches: Patches, observer: OpObserver, *, begins_without: bo
     """
     reached: dict[int, Tensor] = {}
 
-    def backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(original: Callable[..., None], /, tensors: Any, *args: Any, **kwargs: Any) -> None:
         leaves = autograd.leaves_of(list(tensors_in([tensors])))
         observer.undo.note_grads(leaves)
         for leaf in leaves:
@@ -247,7 +268,7 @@ def watch_backward(patches: Patches, observer: OpObserver, *, begins_without: bo
             original(tensors, *args, **kwargs)
         _see_gradients(observer, ((leaf, leaf.grad) for leaf in leaves))
 
-    def grad(original: Callable[..., Any], outputs: Any, inputs: Any, *a: Any, **kw: Any) -> Any:
+    def grad(original: Callable[..., Any], /, outputs: Any, inputs: Any, *a: Any, **kw: Any) -> Any:
         _see_losses(observer, [outputs])
         gradients = original(outputs, inputs, *a, **kw)
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -297,27 +318,34 @@ def _see_ends(observer: OpObserver, result: object) -> None:
 def _keep_swapped(patches: Patches, undo: UndoLog) -> None:
     """Save a module before ``functional_call`` swaps in other parameters."""
 
-    def call(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         undo.note_model(module)
         return original(module, *args, **kwargs)
 
     patches.wrap(*modes.FUNCTIONAL_CALL, _here(call))
 
 
-def _suspend_optimizers(patches: Patches, observer: OpObserver) -> None:
+def _suspend_optimizers(patches: Patches, observer: OpObserver, replayer: Replayer) -> None:
     """Disable steps of optimizers and schedules, and save gradients before they are zeroed."""
 
-    def step(original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(original: Any, optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+        replayer.has_steps = True
+        if replayer.takes_steps:
+            observer.undo.note_optimizer(optimizer)
+            result = original(optimizer, *args, **kwargs)
+            with modes.unseen_by_modes():
+                observer.see_step(optimizer)
+            return result
         closure, *_ = split_closure(args, kwargs)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         _see_gradients(observer, ((param, param.grad) for param in _parameters(optimizer)))
         return loss
 
-    def stay(original: Any, *args: Any, **kwargs: Any) -> None:
+    def stay(original: Any, /, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def zero_grad(original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(original: Callable[..., None], owner: Any, /, *args: Any, **kwargs: Any) -> None:
         observer.undo.note_grads(_parameters(owner))
         original(owner, *args, **kwargs)
 
@@ -341,7 +369,7 @@ def _scaled(
     """Restart every scaler, at ``scale`` if given; restore the scalers after the block."""
     before: dict[int, tuple[Any, dict[str, Any]]] = {}
 
-    def multiply(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    def multiply(original: Any, scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
         if id(scaler) not in before and scaler.is_enabled():
             before[id(scaler)] = (scaler, dict(vars(scaler)))
             with modes.unseen_by_modes():  # keeps op numbers equal in all replays

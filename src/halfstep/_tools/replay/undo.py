@@ -116,7 +116,8 @@ class UndoLog:
         """Save the groups and the state of an optimizer, and the ``grad`` of its parameters."""
         self.note_grads(parameters(optimizer))
         for member in members(optimizer):  # a container may have neither groups nor state
-            self._hold([member.param_groups, getattr(member, "state", {})])
+            state = getattr(member, "state", {})
+            self._hold([member.param_groups, state, getattr(member, "__dict__", {})])
 
     def _hold(self, values: Iterable[object]) -> None:
         """Save containers and objects with their contents; modules are noted separately."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
-from pathlib import PurePath
+from contextlib import suppress
 
 from halfstep._common.numbers import at_steps, things
 from halfstep._common.text import SEVERITIES, Code, Sentence, Severity, say
-from halfstep._tools.diagnose.diagnosis import BadOp, Cure, Diagnosis, either
+from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, parts
 from halfstep._tools.report.about_steps import severity_of_skips
 from halfstep._tools.report.summary import BadPlace, Summary
 
@@ -63,49 +64,14 @@ def when(place: BadPlace, summary: Summary) -> str:
 
 def _what(found: Diagnosis) -> Iterator[str | Code]:
     """Yield what made the steps bad, as a text that follows the step numbers."""
-    bad = found.bad
-    dtype = "" if bad is None or bad.output is None else bad.output.dtype
-    needs = "" if dtype in ("", "float32") else f"its result needs a wider dtype than {dtype}, and "
-    before, after = {
-        "none": (" went bad, but in the replay every loss and gradient was finite", ""),
-        "absorbed": (" overflowed in ", ", and is finite but wrong"),
-        "scale": (" overflowed in ", ", since the scale was too large"),
-        "range": (
-            " went bad in ",
-            f": {needs or 'its inputs were already rounded; it '}is finite in float32",
-        ),
-        "maths": (" went bad in ", f", which is not finite{either(dtype)}"),
-        "data": (" went bad because ", ""),
-        "unknown": (" went bad in ", ", for an unknown reason"),
-    }[found.verdict]
-    yield before
-    if found.verdict == "data":
-        yield Code(found.tensor or "a tensor")
-        yield " was already bad" + ("" if bad is None else "; the first op to read it is ")
-    if found.verdict != "none" and not (found.verdict == "data" and bad is None):
-        yield from _op(bad)
-    yield after
+    yield " went bad"
+    if found.verdict == "none":
+        yield ", but in the replay every loss and gradient was finite"
+    else:
+        yield ": "
+        yield from parts(found)
     if found.verdict in ("none", "unknown") and found.notes:
         yield f" ({'; '.join(found.notes)})"
-
-
-def _op(bad: BadOp | None) -> Iterator[str | Code]:
-    if bad is None:
-        yield "an unknown op"
-        return
-    if bad.op == "_to_copy":
-        yield "a cast" if bad.name == bad.op else "the cast for "
-    if bad.name != "_to_copy":
-        yield Code(bad.name or "an op")
-    if bad.module:
-        yield " in "
-        yield Code(bad.module)
-    yield f" ({bad.phase}"
-    line = bad.forward_line or bad.line
-    if line is not None:
-        yield ", "
-        yield Code(f"{PurePath(line.file).name}:{line.number}")
-    yield ")"
 
 
 def _cure(cure: Cure | None) -> Iterator[str | Code]:
@@ -117,5 +83,13 @@ def _cure(cure: Cure | None) -> Iterator[str | Code]:
         yield _REPLAYED[cure.is_finite]
         for number, text in enumerate(cure.text.splitlines()):
             yield " " if number else ""
-            yield Code(text.strip())
+            yield Code(text.strip()) if _is_code(text.strip()) else text.strip()
     yield "."
+
+
+def _is_code(text: str) -> bool:
+    """Return whether a line is Python, such as the head of a block, and no sentence."""
+    with suppress(SyntaxError):
+        ast.parse(text if not text.split("  #")[0].endswith(":") else f"{text}\n    pass")
+        return True
+    return False

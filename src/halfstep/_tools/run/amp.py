@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep._autocast import Policy
+from halfstep._autocast.access import fitting_numbers
 from halfstep._common.patches import Patches, subclasses, watch_steps
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import (
@@ -29,6 +30,7 @@ from halfstep._gradients.optimizers import (
 )
 from halfstep._gradients.scalars import CPU, combine
 from halfstep._pytorch import compiler, optim
+from halfstep._pytorch.listeners import listening_to_backward
 from halfstep._scaler import (
     DueSchedules,
     GradScaler,
@@ -37,6 +39,7 @@ from halfstep._scaler import (
     access,
     backup_of,
 )
+from halfstep._tools.run import amp_hooks
 from halfstep._tools.run.amp_backward import Backward, FreshGradients
 from halfstep._tools.run.amp_forward import Forward, ScriptState
 from halfstep.events import is_stepping, observe_contexts
@@ -80,8 +83,14 @@ def mixed_precision(
                 steps = ScaledSteps(scaler, backward, fresh, schedules, script)
                 for part in (backward, steps, schedules):
                     part.install(patches)
+                amp_hooks.install(patches, backward)
             try:
-                with observe_contexts(forward.note_region), _noting_steps(script):
+                with (
+                    observe_contexts(forward.note_region),
+                    _noting_steps(script),
+                    listening_to_backward(script.note_products),
+                    fitting_numbers(),
+                ):
                     yield scaler
             except SystemExit:  # the normal end of many scripts
                 _end(scaler, script)
@@ -121,12 +130,12 @@ def _switch_off_for_scalers(patches: Patches, ours: GradScaler | None, script: S
 def watch_scalers(patches: Patches, look: Callable[[Any], None]) -> None:
     """Call ``look`` with each enabled scaler that is made, and with those that scale a loss."""
 
-    def init(original: Callable[..., None], scaler: Any, *args: Any, **kwargs: Any) -> None:
+    def init(original: Callable[..., None], scaler: Any, /, *args: Any, **kwargs: Any) -> None:
         original(scaler, *args, **kwargs)
         if scaler.is_enabled():
             look(scaler)
 
-    def scale(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    def scale(original: Callable[..., Any], scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
         # The scaler may have been made before the block.
         if not torch.compiler.is_compiling() and scaler.is_enabled():
             look(scaler)
@@ -159,14 +168,16 @@ class ScaledSteps:
         self._script.is_by_hand = False
 
     def _zero_grad(
-        self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
+        self, original: Callable[..., None], optimizer: Optimizer, /, *args: Any, **kwargs: Any
     ) -> None:
         original(optimizer, *args, **kwargs)
         if self._script.is_training:
             self._fresh.forget(optimizer)
 
     @compiler.keep_out_of_graphs
-    def _step(self, original: StepFunction, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _step(
+        self, original: StepFunction, optimizer: Optimizer, /, *args: Any, **kwargs: Any
+    ) -> Any:
         if is_stepping() or not self._script.is_training:
             return original(optimizer, *args, **kwargs)
         self._meet(optimizer)
@@ -319,7 +330,7 @@ class Schedules:
         patches.put(LRScheduler, "__init_subclass__", classmethod(init_subclass))
 
     def _step(
-        self, original: Callable[..., Any], scheduler: LRScheduler, *args: Any, **kwargs: Any
+        self, original: Callable[..., Any], scheduler: LRScheduler, /, *args: Any, **kwargs: Any
     ) -> Any:
         if self._script.is_training and optim.is_being_made(scheduler):
             self._due.note_move(scheduler)

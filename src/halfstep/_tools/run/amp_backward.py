@@ -20,7 +20,8 @@ from halfstep._common.patches import Patches
 from halfstep._gradients.gradients import NONE, Gradients, collect, parameters
 from halfstep._gradients.optimizers import members
 from halfstep._gradients.scalars import CPU, as_tensor, combine
-from halfstep._pytorch import autograd, compiler
+from halfstep._pytorch import autograd, compiler, distributed
+from halfstep._pytorch.devices import to_device
 from halfstep._scaler import GradScaler, LossScale, access
 from halfstep._tools.run.amp_forward import ScriptState
 
@@ -33,6 +34,8 @@ class ScaledPass:
         self.by = scale.tensor.clone()  # a step inside the pass may move the scale
         self.is_used = False
         """Whether an optimizer has stepped, or skipped a step, with gradients of this pass."""
+        self.found_inf: list[Tensor] = []
+        """Of each gradient that a hook has seen, whether the scale may have made it inf or NaN."""
         self._fresh = fresh
         self._leaves: dict[int, Tensor] = {}
 
@@ -51,6 +54,26 @@ class ScaledPass:
         done = [self._leaves.pop(key) for key in ids if key in self._leaves]
         if done:
             self._fresh.unscale_(done, self)
+
+    def note(self, grad: Tensor) -> None:
+        """Note whether a gradient is inf or NaN before a hook replaces it. Sync: none."""
+        if grad.layout is torch.strided:
+            is_bad = (to_device(self.by, grad.device) > 1) & ~grad.float().sum().isfinite()
+            self.found_inf.append(is_bad.float())
+
+    def shown(self, grad: Tensor) -> Tensor:
+        """Return a gradient for a hook: a copy in float32 at least, without the scale."""
+        if distributed.is_dtensor(grad):
+            return grad
+        self.note(grad)
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        return grad.to(dtype) / to_device(self.by, grad.device)
+
+    def hidden(self, result: Any, grad: Tensor | None) -> Any:
+        """Return the result of a hook for autograd, in the place of a gradient with the scale."""
+        if not isinstance(result, Tensor) or grad is None or distributed.is_dtensor(grad):
+            return result
+        return (result * to_device(self.by, grad.device)).to(grad.dtype)
 
 
 @dataclass
@@ -76,7 +99,7 @@ class Backward:
         if not tensor.is_leaf:
             self._retained.append(weakref.ref(tensor))
 
-    def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _grad(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         is_traced = torch.compiler.is_compiling()
         if not is_traced and self._script.is_training and not self._fresh.has_optimizers:
             self._script.note_by_hand()
@@ -146,6 +169,9 @@ class Backward:
         self, run: Callable[[Any], None], roots: list[Tensor], leaves: list[Tensor]
     ) -> None:
         self._script.has_scaled = True
+        if not self._script.has_summed_up:
+            names = (f"{each.__name__}.backward" for each in autograd.functions_of(roots))
+            self._script.functions |= dict.fromkeys(names)
         self._back_off_after_left_out_steps()
         access.end_iteration(self._scaler)  # open if only some of the optimizers have stepped
         scaled = self._scaler.scale(roots)
@@ -171,7 +197,9 @@ class Backward:
             if combine(found_inf.values(), CPU):
                 access.add_check(self._scaler, optimizer, NONE, found_inf)
 
-    def clip_grad_norm_(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def clip_grad_norm_(
+        self, original: Callable[..., Tensor], /, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Clip without ending the script at an overflow that a smaller scale avoids."""
         given = inspect.signature(original).bind(*args, **kwargs)
         if self._script.is_training and self._scaler.get_scale() > 1.0:
@@ -199,13 +227,18 @@ class UnscaledGradients:
 
     of: ScaledPass
     found_inf: dict[torch.device, Tensor]
-    refs: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]
-    """Weak references to the parameters and their gradients, since the script may drop either."""
+    refs: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor], int]]
+    """Weak references to the parameters and their gradients, since the script may drop either, and
+    the versions of the gradients."""
 
-    def present(self) -> set[int]:
-        """Return the ids of the gradients that are still in place."""
-        pairs = ((param(), grad()) for param, grad in self.refs)
-        return {id(g) for p, g in pairs if p is not None and g is not None and p.grad is g}
+    def present(self) -> dict[int, bool]:
+        """Return the ids of the gradients still in place, and whether they have changed since."""
+        refs = ((param(), grad(), version) for param, grad, version in self.refs)
+        return {
+            id(g): autograd.version_of(g) != version
+            for p, g, version in refs
+            if p is not None and g is not None and p.grad is g
+        }
 
 
 class FreshGradients:
@@ -248,7 +281,10 @@ class FreshGradients:
             if gradients.grads:
                 found = gradients.unscale_(of.by, can_amplify=of.scale.can_amplify)
                 pairs = zip(gradients.params, gradients.grads, strict=True)
-                refs = [(weakref.ref(param), weakref.ref(grad)) for param, grad in pairs]
+                refs = [
+                    (weakref.ref(param), weakref.ref(grad), autograd.version_of(grad))
+                    for param, grad in pairs
+                ]
                 unscaled = UnscaledGradients(of, found, refs)
                 for optimizer in owners.get(id(group[0]), ()):
                     self._unscaled[optimizer] = [*_alive(self._unscaled[optimizer]), unscaled]
@@ -260,8 +296,8 @@ class FreshGradients:
 
         Returns:
             All current gradients of the optimizer, and per device whether any is inf or NaN.
-            Gradients that the script has replaced are checked here. None if there are no gradients,
-            or if none come from a scaled pass.
+            Gradients that the script has replaced or written to are checked here. None if there are
+            no gradients, or if none come from a scaled pass.
         """
         stepped = members(optimizer)  # a container steps all of its members
         earlier = [unscaled for each in stepped for unscaled in self._popped(each)]
@@ -271,12 +307,16 @@ class FreshGradients:
         for unscaled in earlier:
             unscaled.of.is_used = True
         found = [unscaled.found_inf for unscaled in _alive(earlier)]
-        seen = set[int]().union(*(unscaled.present() for unscaled in earlier))
+        passes = {id(unscaled.of): unscaled.of for unscaled in earlier}
+        seen: set[int] = set()
+        for unscaled in earlier:
+            seen |= {key for key, is_changed in unscaled.present().items() if not is_changed}
         others = gradients.without(seen)
         if others.grads:
             found.append(others.check())
         device = earlier[0].of.by.device
         flags = [flag for by_device in found for flag in by_device.values()]
+        flags += [flag for each in passes.values() for flag in each.found_inf]
         found_inf = as_tensor(combine(flags, device), device)
         return gradients, {device: found_inf}
 

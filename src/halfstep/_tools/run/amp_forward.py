@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -15,8 +16,8 @@ from torch import nn
 
 from halfstep._autocast import Policy, autocast
 from halfstep._common.formats import dtype_name
-from halfstep._common.nested import map_leaves
-from halfstep._common.numbers import listed
+from halfstep._common.nested import map_leaves, tensors_in
+from halfstep._common.numbers import listed, things
 from halfstep._common.patches import TopLevelCalls, not_compiled
 from halfstep._gradients.optimizers import name as name_of
 from halfstep._pytorch import autograd, compiler, modes
@@ -24,6 +25,8 @@ from halfstep._pytorch.amp import Switches
 from halfstep._tools.replay.replay import is_replaying
 from halfstep.events import has_own_policies
 
+MOST_COUNTED = 4
+"""The number of backward passes whose products are counted."""
 _OPTION = {torch.float16: "--amp fp16", torch.bfloat16: "--amp bf16"}
 
 
@@ -40,12 +43,16 @@ class ScriptState:
         self.losses: dict[str, None] = {}
         self.optimizers: dict[str, int] = {}
         self.schedules: dict[str, None] = {}
+        self.functions: dict[str, None] = {}  # backward passes of the script's own Functions
+        # By dtype, in the first backward passes; None: in compiled or custom functions.
+        self.products: Counter[torch.dtype | None] = Counter()
+        self._num_counted = 0
         self.has_backward = self.has_scaled = self.has_own_autocast = False
-        self.has_unscaled = False
+        self.has_unscaled = self.has_trained = False  # the second: a module ran with gradients
         self.is_by_hand = False  # true while gradients are used without an optimizer
-        self._option, self._print = _OPTION[dtype], say
+        self._dtype, self._option, self._print = dtype, _OPTION[dtype], say
         self.say_once = cache(self._say)
-        self._has_summed_up = False
+        self.has_summed_up = False
 
     @property
     def is_training(self) -> bool:
@@ -90,6 +97,13 @@ class ScriptState:
         if not is_replaying():
             names.setdefault(name)
 
+    def note_products(self, roots: Any) -> None:
+        """Count the products of the first backward passes. Sync: none."""
+        is_inner = torch.compiler.is_compiling() or autograd.backward_number() >= 0
+        if self.is_training and not is_inner and self._num_counted < MOST_COUNTED:
+            self._num_counted += 1
+            self.products += autograd.products_of(tensors_in([roots]))
+
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step; the second step of an optimizer marks the end of the first iteration."""
         steps = self.optimizers.get(name_of(optimizer), 0)
@@ -120,14 +134,15 @@ class ScriptState:
             )
 
     def _sum_up(self) -> None:
-        if not self._has_summed_up:
-            self._has_summed_up = True
+        if not self.has_summed_up:
+            self.has_summed_up = True
             self._say("; ".join(self._sentences()))
 
     def _sentences(self) -> Iterable[str]:
         if self.modules:
             ran = [*(f"{module}.forward" for module in self.modules), *self.losses]
-            yield f"{listed(ran)} {'runs' if len(ran) == 1 else 'run'} under autocast"
+            runs = "runs" if len(ran) == 1 else "run"
+            yield f"{listed(ran)} {runs} under autocast{self._counted()}"
         if not self.is_scaling:
             if not self.optimizers:
                 yield "no optimizer step was seen"
@@ -142,6 +157,12 @@ class ScriptState:
             yield "the loss is scaled"
         else:
             yield "no loss is scaled" if self.has_backward else "no backward pass was seen"
+        if self.functions:
+            gets = "gets" if len(self.functions) == 1 else "get"
+            yield (
+                f"{listed([*self.functions])} {gets} gradients multiplied by the scale: right only "
+                "where the result is proportional to them"
+            )
         if self.optimizers:
             steps = [f"{optimizer}.step" for optimizer in self.optimizers]
             yield f"{listed(steps)} {'goes' if len(steps) == 1 else 'go'} through a GradScaler"
@@ -150,6 +171,18 @@ class ScriptState:
         if self.schedules:
             waits = "waits" if len(self.schedules) == 1 else "wait"
             yield f"{listed([*self.schedules])} {waits} for steps that are taken"
+
+    def _counted(self) -> str:
+        """Return how many products of the backward passes ran in the lower precision."""
+        seen = {dtype: num for dtype, num in self.products.items() if dtype is not None}
+        low, total, name = seen.get(self._dtype, 0), sum(seen.values()), dtype_name(self._dtype)
+        if low:
+            return f", {low} of {things(total, 'product')} in {name}"
+        if not seen or None in self.products:  # which may hide others
+            return ""
+        others = listed([f"{num} in {dtype_name(dtype)}" for dtype, num in seen.items()])
+        why = "" if self.has_trained else "; what trains calls other methods than model(x)"
+        return f", but no product of the training ran in {name} ({others}{why})"
 
 
 # --- calls under autocast -------------------------------------------------------------------------
@@ -196,6 +229,7 @@ class Forward(TopLevelCalls):
         self,
         context: AbstractContextManager[object],
         function: Callable[..., Any],
+        /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -221,7 +255,7 @@ class Forward(TopLevelCalls):
     @compiler.do_not_compile_alone
     def _context_of(self, module: nn.Module) -> AbstractContextManager[object] | None:
         """Return the autocast context for an outermost module, or None to run it unchanged."""
-        param = next(module.parameters(), None)
+        param = next(iter(module.parameters()), None)
         if param is None:
             return None
         if not self._may_enter(param.device.type):
@@ -233,6 +267,7 @@ class Forward(TopLevelCalls):
                 self._script.switch_off(reason)
                 return None
         self._script.note_call(self._script.modules, type(_unwrapped(module)).__name__)
+        self._script.has_trained |= torch.is_grad_enabled()
         return self._context(param.device.type, module)
 
     @compiler.do_not_compile_alone

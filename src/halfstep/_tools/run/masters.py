@@ -150,14 +150,14 @@ class _Adding:
             for optimizer in [*self._without_masters, *self._without_guard]:
                 self._add(optimizer, is_early=is_early)
 
-    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             self.before_backward(None, is_early=True)
         return original(*args, **kwargs)
 
     @compiler.keep_out_of_graphs
     def _step(
-        self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
+        self, original: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any
     ) -> Any:
         if not is_replaying():
             if self._is_past_scaler_and_bad(optimizer):
@@ -173,12 +173,12 @@ class _Adding:
         return original(optimizer, *args, **kwargs)
 
     def _load(
-        self, original: Callable[..., Any], optimizer: Optimizer, state: Any, *args: Any
+        self, original: Callable[..., Any], optimizer: Optimizer, state_dict: Any, *args: Any
     ) -> None:
         # accelerate loads the empty state of each optimizer that it wraps.
-        is_added = state.get("state") and self._add_masters(optimizer, is_early=True)
+        is_added = state_dict.get("state") and self._add_masters(optimizer, is_early=True)
         load = optimizer.load_state_dict if is_added else original.__get__(optimizer)
-        load(state, *args)
+        load(state_dict, *args)
 
     def _copy(self, original: Callable[..., Any], optimizer: Optimizer, state: Any) -> None:
         original(optimizer, state)

@@ -77,6 +77,7 @@ class Options:
     is_quiet: bool
     amp: torch.dtype | None
     is_diagnosing: bool
+    diagnose_seconds: float = 30.0
     has_children: bool = True
     """Whether the processes that the program starts are recorded too."""
     sinks: tuple[str, ...] = ()
@@ -250,7 +251,7 @@ class Session:
         if self._options.is_diagnosing:
             from halfstep._tools.watch.watch import Watch
 
-            self._watch = Watch(tell=self._tell)
+            self._watch = Watch(tell=self._tell, seconds=self._options.diagnose_seconds)
         self._policy_use = self._stack.enter_context(
             replaced(policy, is_guarding=self._options.is_guarding)
         )

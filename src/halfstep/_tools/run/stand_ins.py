@@ -372,7 +372,7 @@ def replaced(policy: Policy, *, is_guarding: bool = False) -> Iterator[PolicyUse
             sys.meta_path.remove(finder)
 
 
-def _export(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _export(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Export with PyTorch's own names in place, if the policy is PyTorch's too."""
     with _in_place(_ORIGINALS if _use.policy == _TORCH else {}):
         return original(*args, **kwargs)

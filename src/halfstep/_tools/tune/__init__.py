@@ -1,1 +1,1 @@
-"""Comparisons between versions of a model: ``tune``, ``self_check`` and ``compare``."""
+"""Comparisons between versions of a model: ``tune`` and ``self_check``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import random
 import sys
@@ -20,6 +21,7 @@ from halfstep._autocast import Policy, autocast
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.module_names import replicated, without_wrappers
 from halfstep._common.nested import tensors_in, tensors_reached, values_reached
+from halfstep._common.text import shown
 from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.listeners import listening_to_backward
@@ -50,6 +52,16 @@ OWN_BACKWARD = (
 )
 
 
+def _takes_model_and_batch(function: Any) -> bool:
+    if not callable(function) or isinstance(function, nn.Module):
+        return False
+    try:
+        inspect.signature(function).bind(None, None)
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # a function without a signature
+    return True
+
+
 @dataclass(frozen=True)
 class Task:
     """A model with float32 parameters, and its loss function.
@@ -65,8 +77,8 @@ class Task:
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(self.model).__name__}")
-        if self.loss_fn is not None and not callable(self.loss_fn):
-            raise TypeError(f"loss_fn(model, batch) must be a function, got {self.loss_fn!r}")
+        if self.loss_fn is not None and not _takes_model_and_batch(self.loss_fn):
+            raise TypeError(f"loss_fn gets the model and the batch; got {shown(self.loss_fn)}")
         for name, parameter in self.model.named_parameters():
             if is_lazy(parameter):
                 raise ValueError(f"parameter {name} has no shape yet: run the model on a batch")

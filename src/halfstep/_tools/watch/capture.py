@@ -217,7 +217,7 @@ class Capture(TopLevelCalls):
         is_effect = kind == "writes" and function.__name__ != "__get__"
         return self._done(kept, function, args, kwargs, is_effect=is_effect)
 
-    def _around_transform(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _around_transform(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.is_left_out():
             return original(*args, **kwargs)
         if is_grad_enabled():
@@ -233,7 +233,13 @@ class Capture(TopLevelCalls):
         return result
 
     def _around_scale(
-        self, original: Callable[..., Any], scaler: GradScaler, outputs: Any, *args: Any, **kw: Any
+        self,
+        original: Callable[..., Any],
+        scaler: GradScaler,
+        /,
+        outputs: Any,
+        *args: Any,
+        **kw: Any,
     ) -> Any:
         if torch.compiler.is_compiling() or self.is_left_out():
             return original(scaler, outputs, *args, **kw)
@@ -249,7 +255,7 @@ class Capture(TopLevelCalls):
         """Return the replacement of ``torch.autograd.Function.apply``."""
         base = autograd.FUNCTION_BASE
 
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        def apply(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
             original = getattr(super(base, cls), "apply")  # noqa: B009 - defined in C++
             is_compiled = autograd.is_compiled_function(cls)
             if torch.compiler.is_compiling() or self.is_left_out() or is_compiled:

@@ -8,13 +8,19 @@ from typing import overload
 from torch import nn
 
 from halfstep._scaler import GradScaler
-from halfstep._tools.diagnose.diagnose import diagnose_step
+from halfstep._tools.diagnose.diagnose import SECONDS, diagnose_step
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.watch.watch import Watch
 
 
 @overload
-def diagnose(step_fn: Callable[[], object], /, *, model: nn.Module | None = None) -> Diagnosis: ...
+def diagnose(
+    step_fn: Callable[[], object],
+    /,
+    *,
+    model: nn.Module | None = None,
+    seconds: float = SECONDS,
+) -> Diagnosis: ...
 @overload
 def diagnose(
     scaler: GradScaler,
@@ -22,6 +28,7 @@ def diagnose(
     *,
     model: nn.Module | None = None,
     tell: Callable[[Diagnosis, int], object] | None = None,
+    seconds: float = SECONDS,
 ) -> Watch: ...
 def diagnose(
     step_or_scaler: Callable[[], object] | GradScaler,
@@ -29,12 +36,14 @@ def diagnose(
     *,
     model: nn.Module | None = None,
     tell: Callable[[Diagnosis, int], object] | None = None,
+    seconds: float = SECONDS,
 ) -> Diagnosis | Watch:
     """Name the op, the module, the line, the cause and the cure of a step that goes bad.
 
     **A step**: ``diagnose(step_fn)`` replays it now. It is run several times, op by op, from the
     current state. Afterwards, parameters, buffers, gradients, random generators, the scaler and the
-    attributes of modules are restored bit for bit. Optimizers and schedules do not step. Other
+    attributes of modules are restored bit for bit. Schedules do not step. If all is finite, the
+    steps of optimizers in ``step_fn`` are carried out in a replay, too, and undone. Other
     effects of ``step_fn``, such as printing or reading files, happen in each run, so read the batch
     outside of it.
 
@@ -50,6 +59,8 @@ def diagnose(
             that is called.
         tell: With a scaler, called with each new diagnosis and the number of the step, counted from
             1. By default, a :class:`halfstep.errors.DiagnosisWarning` is issued.
+        seconds: The time after which no further replay of a step begins. What was found until then
+            is returned, with a note.
 
     Returns:
         For a step, the diagnosis; ``print`` it. For a scaler, a context manager; its ``found``
@@ -99,7 +110,7 @@ def diagnose(
         raise TypeError(f"diagnose(model={type(model).__name__}): pass a torch.nn.Module")
     if isinstance(step_or_scaler, GradScaler):
         scaler = step_or_scaler
-        return Watch(scaler if scaler.is_enabled() else None, model, tell)
+        return Watch(scaler if scaler.is_enabled() else None, model, tell, seconds)
     # A model can be called too, but not without a batch.
     if isinstance(step_or_scaler, nn.Module) or not callable(step_or_scaler):
         raise TypeError(
@@ -112,4 +123,4 @@ def diagnose(
             "diagnose(step, tell=...): the diagnosis of a step is returned; tell= is for a loop: "
             "with diagnose(scaler, tell=...):"
         )
-    return diagnose_step(step_or_scaler, model)
+    return diagnose_step(step_or_scaler, model, seconds)

@@ -129,7 +129,7 @@ class LiveTrace:
             self._stack = stack.pop_all()
         return True
 
-    def _backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _backward(self, original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         """Show the gradients of FSDP parameters, which are not leaves of the graph."""
         original(*args, **kwargs)
         for param in () if self.model is None else self.model.parameters():

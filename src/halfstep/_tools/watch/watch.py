@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import warnings
@@ -21,18 +22,28 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._common.patches import Patches
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import Rounds, split_closure, with_closure
-from halfstep._pytorch import optim
+from halfstep._pytorch import modes, optim
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._tools.diagnose.diagnose import (
+    SECONDS,
     diagnosis_of_calls,
     is_bad_at_scale_1,
     why_not_replayed,
 )
 from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.diagnose.inspect_op import names_in
+from halfstep._tools.diagnose.optimizer_step import (
+    Numbers,
+    diagnosis_of_event,
+    diagnosis_of_taken_step,
+    event_of,
+    numbers_of,
+)
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
 from halfstep._tools.line import Line, line_text
 from halfstep._tools.replay.kept_calls import (
@@ -45,15 +56,16 @@ from halfstep._tools.replay.kept_calls import (
 )
 from halfstep._tools.user_code import user_line
 from halfstep._tools.watch.bad_steps import (
-    Growth,
     Skips,
     are_finite,
     has_nan,
     have_finite_gradients,
-    with_bad_setting,
+    have_finite_values,
+    sizes_of,
 )
 from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
+from halfstep._tools.watch.optimizers import Growth, still_scaled, with_bad_setting
 from halfstep._tools.watch.skips import Search
 from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.events import is_observing, is_stepping, observe
@@ -79,7 +91,10 @@ class _WatchedStep:
     Attributes:
         ends_before: The calls of ``backward`` in the step before, for a further optimizer.
         is_bad: Whether it is known to be bad; it was then diagnosed, unless ``bad_ends`` are left.
-        is_trial: Whether the closure has been evaluated; more evaluations are a line search.
+        num_calls: The number of times that the closure has been evaluated.
+        searches: Whether more evaluations are a line search, in which a loss may be inf.
+        num_scaled: The number of losses that a scaler has scaled.
+        num_backward: The number of backward passes.
         losses: The losses that a scaler has noted and no backward pass has begun with.
         roots: The tensors that the last backward pass began with.
         left_out: The first bad value that the loop has read.
@@ -88,7 +103,10 @@ class _WatchedStep:
 
     ends_before: list[KeptCall] = field(default_factory=list)
     is_bad: bool = False
-    is_trial: bool = False
+    num_calls: int = 0
+    searches: bool = False
+    num_scaled: int = 0
+    num_backward: int = 0
     losses: list[Tensor] = field(default_factory=list)
     roots: MutableMapping[Tensor, None] = field(default_factory=WeakTensorKeyDictionary)
     left_out: Made | None = None
@@ -151,6 +169,7 @@ class Watch:
         model: The model. By default, the first module with parameters that is called.
         tell: Called with each new diagnosis and the number of the step, counted from 1. By default,
             a :class:`halfstep.errors.DiagnosisWarning` is issued.
+        seconds: The time after which no replay of a step begins.
 
     Raises:
         TypeError: ``tell`` is not callable.
@@ -160,7 +179,7 @@ class Watch:
         notes: Remarks for the next diagnosis.
         is_ending: Whether a scaler is ending the step that is diagnosed.
 
-    Sync: two per step without a scaler, one per step with a scaler; one more in steps 1, 2, 4 ...
+    Sync: three per step without a scaler, two per step with a scaler; more in steps 1, 2, 4 ...
     """
 
     is_diagnosing = True
@@ -170,6 +189,7 @@ class Watch:
         scaler: GradScaler | None = None,
         model: nn.Module | None = None,
         tell: Callable[[Diagnosis, int], object] | None = None,
+        seconds: float = SECONDS,
     ) -> None:
         if not (tell is None or callable(tell)):
             raise TypeError(
@@ -194,7 +214,11 @@ class Watch:
         self._num_tried = self._num_checked = 0
         self._was_finite = False  # the step before
         self._is_spoiled = False  # a step was taken with bad gradients
-        self.is_ending = False
+        self._taking: tuple[int, Numbers | None] = (0, None)  # the step that an optimizer takes
+        self._went_bad: dict[str, int] = {}  # weights and buffers, with the step
+        self._of_steps: set[int] = set()  # those of them in which an optimizer was at fault
+        self._last_model: nn.Module | None = None
+        self.is_ending, self._seconds = False, seconds
         self._loss_scaler: GradScaler | None = None
         self._stack = ExitStack()
         self._pid, self._thread = os.getpid(), threading.get_ident()
@@ -250,6 +274,7 @@ class Watch:
             # `halfstep run` scales inside of the backward pass, whose roots were checked.
             losses = [loss for loss in tensors_in([outputs]) if loss not in step.roots]
             step.losses = [loss.detach() for loss in losses]
+            step.num_scaled += 1
 
     def on_iteration(
         self, scaler: GradScaler, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
@@ -280,14 +305,23 @@ class Watch:
         """Diagnose a step whose loss is not finite, before its backward pass."""
         step = self._running
         step.left_out = None
-        if step.is_trial or step.is_bad or self._live.is_on or not self._is_here():
+        if step.is_bad or self._live.is_on or not self._is_here():
             return
+        step.num_backward += 1
         # With a scaler, check the unscaled losses that on_loss has noted.
         given = list(tensors_in([roots]))
         losses, step.losses = step.losses or given, []
         step.roots = WeakTensorKeyDictionary(dict.fromkeys(given))
-        if are_finite(losses):
+        sizes = sizes_of(losses)
+        if all(map(math.isfinite, sizes)):
+            if sizes:
+                self._growth.note_loss(max(sizes), self._step)
             return
+        if step.searches and not any(map(math.isnan, sizes)):
+            return  # a trial that went too far
+        if step.num_calls:
+            self.notes.append(f"call {step.num_calls + 1} of its closure in this step")
+            self._is_spoiled = True
         step.is_bad = True
         ends = self._capture.ends[-1:]
         if any(isinstance(call.function, DistributedDataParallel) for call in needed_for(ends)):
@@ -335,14 +369,23 @@ class Watch:
         if not self._is_outermost_step():
             return None
         self._pause(is_stepping=True)
-        self._growth.before_step(optimizer, self._step)
-        setting = with_bad_setting(optimizer)
+        closure, others, kwargs = split_closure(args[1:], kwargs)
+        self._taking = self._step, None if closure else numbers_of(optimizer)
+        ends = self._capture.ends or self._running.ends_before
+        state = self._growth.before_step(
+            optimizer, self._step, lambda: self._model_of(needed_for(ends))
+        )
+        setting = with_bad_setting(optimizer) or state
         if setting is not None:
             self._is_spoiled = self._running.is_bad = True
             self._report(setting)
+        elif not is_stepping() and 0 < self._running.num_backward <= self._running.num_scaled:
+            scaled = still_scaled(optimizer, self._loss_scaler)
+            if scaled is not None:
+                self._growth.was_explained = True
+                self._report(scaled)
         if is_stepping() or not self._counts_plain_steps():
             return None
-        closure, others, kwargs = split_closure(args[1:], kwargs)
         # With gradients in place, an optimizer may never evaluate its closure.
         if closure is None or self._running.is_bad:
             self._end_plain_step(parameters(optimizer), optimizer)
@@ -359,9 +402,11 @@ class Watch:
                 result = closure()
             finally:
                 self._pause(is_stepping=True)
-            if not self._running.is_trial:  # later evaluations are trials of a line search
+            if not self._running.num_calls:
                 self._end_plain_step(parameters(optimizer), optimizer)
-                self._running.is_trial = True
+                groups = optimizer.param_groups
+                self._running.searches = any(group.get("line_search_fn") for group in groups)
+            self._running.num_calls += 1
             return result
 
         return watched
@@ -390,9 +435,43 @@ class Watch:
         if not self._is_outermost_step():
             return
         self._pause(is_stepping=False)
-        self._running.is_trial = False
+        self._check_weights(optimizer)
+        self._running.num_calls, self._running.searches = 0, False
         if self._counts_plain_steps() and not is_stepping() and self._capture.ends:
             self._capture.begin()  # drops trials of a line search, or of an unknown closure
+
+    def _check_weights(self, optimizer: Optimizer) -> None:
+        """Diagnose a step that made weights bad of finite gradients."""
+        if self._is_spoiled or self._running.is_bad:
+            return
+        weights = parameters(optimizer)
+        if have_finite_values(weights):
+            return
+        (step, numbers), ends = self._taking, self._capture.ends or self._running.ends_before
+        model = self._model_of(needed_for(ends))
+        event = event_of(optimizer, names_in(model), frozenset(self._went_bad))
+        if event is None:
+            return
+        names = [event.tensor, *_bad_names(model, parameters=True)]
+        self._went_bad = dict.fromkeys(names, step) | self._went_bad
+        self._of_steps.add(step)
+        self._running.is_bad = not self._counts_plain_steps()
+        self._was_finite, self._is_spoiled = False, True
+        if self._may_look():
+            with modes.unseen_by_modes():
+                found = (
+                    diagnosis_of_event(event)
+                    if numbers is None
+                    else diagnosis_of_taken_step(optimizer, numbers, event, model)
+                )
+            self._report(found, step)
+
+    def _may_look(self) -> bool:
+        """Count a step to diagnose; return whether the limits of a run allow it."""
+        if len(self.found) >= MOST_DIAGNOSES or self._num_tried >= MOST_TRIED:
+            return False
+        self._num_tried += 1
+        return True
 
     def _is_outermost_step(self) -> bool:
         is_here = not torch.compiler.is_compiling() and self._is_here()
@@ -444,12 +523,12 @@ class Watch:
         ``ends`` are the calls of ``backward``. For a bad value without a backward pass, ``root`` is
         that value and ``ends`` is the call that made it.
         """
-        if len(self.found) >= MOST_DIAGNOSES or self._num_tried >= MOST_TRIED:
+        if not self._may_look():
             return
-        self._num_tried += 1
         is_left_out = root is not None
-        calls = needed_for(ends)
-        found, why_not = diagnosis_of_calls(calls, root, scale, self._model_of(calls))
+        calls, usual = needed_for(ends), self._growth.usual_loss()
+        model, seconds = self._model_of(calls), self._seconds
+        found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
             for other in filter(None, (root, self._capture.log.written)):
@@ -459,7 +538,7 @@ class Watch:
         if found is not None:
             if found.verdict == "data":
                 self._note_writes(calls)
-            elif found.verdict == "maths":
+            elif found.verdict in ("maths", "range"):
                 found = self._growth.explain(found, self._step)
                 if found is None:
                     return
@@ -486,7 +565,8 @@ class Watch:
             self.notes.append(f"the loop last wrote to it: {line_text(place.line)}")
 
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
-        return self._model or self._capture.log.model_of(calls)
+        self._last_model = self._model or self._capture.log.model_of(calls) or self._last_model
+        return self._last_model
 
     def _check_at_scale_1(self, kind: Search | None) -> bool:
         """Replay a skipped step at scale 1, up to the limit of a run; return whether it is bad.
@@ -505,6 +585,8 @@ class Watch:
     @property
     def _step(self) -> int:
         """The number of the current step, from 1."""
+        if self._running.num_calls:  # the step ended with the first call of its closure
+            return self._steps.num
         is_counting = bool(self._loss_scaler or self._steps.rounds or self._steps.num_by_hand)
         return self._steps.current(None if is_counting else len(self._capture.ends))
 
@@ -519,8 +601,18 @@ class Watch:
 
     def _report(self, found: Diagnosis, step: int | None = None) -> None:
         notes = tuple(self.notes)
+        number = self._step if step is None else step
         if found.verdict == "data" and self._was_finite:
-            notes = (*notes, f"the loss of step {self._steps.num} was finite")
+            notes = (*notes, "the loss of the step before it was finite")
+        before = self._went_bad.get(found.tensor or "")
+        if found.verdict == "data" and before in self._of_steps:
+            return  # a step of an optimizer made it so, and was reported
+        if found.verdict == "data" and before is not None:
+            notes = (*notes, f"{found.tensor} went bad in step {before}")
+        left = [n for n in _bad_names(self._last_model) if n not in self._went_bad]
+        self._went_bad |= dict.fromkeys(left, number)
+        if left and found.tensor not in left:
+            notes = (*notes, f"it has also made {', '.join(left)} inf or NaN")
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
         is_left = self._is_spoiled or (not self._was_finite and _is_of_the_model(found))
@@ -528,7 +620,15 @@ class Watch:
             return  # left over from a bad step whose diagnosis was reported
         if all(_place(found) != _place(known) for known in self.found):
             self.found.append(found)
-            self._tell(found, self._step if step is None else step)
+            self._tell(found, number)
+
+
+def _bad_names(model: nn.Module | None, *, parameters: bool = False) -> list[str]:
+    """Return the names of the buffers of a model, or of its parameters, that are not finite."""
+    if model is None:
+        return []
+    named = model.named_parameters() if parameters else model.named_buffers()
+    return [without_wrappers(name) for name, tensor in named if not are_finite([tensor])]
 
 
 def _is_of_the_model(found: Diagnosis) -> bool:

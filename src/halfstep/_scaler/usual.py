@@ -1,0 +1,101 @@
+"""A usual step, by a plan that is made once for an optimizer.
+
+Usual is one step of one optimizer in an iteration, whose first steps are over, at a scale on the
+CPU that only counts. Anything else takes the long road of :mod:`halfstep._scaler.step`; so does a
+usual step from where it finds inf or NaN. Both give the same numbers, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep._gradients import scalars
+from halfstep._gradients.gradients import collect
+from halfstep._gradients.norms import clip_coefficient, norms_of
+from halfstep._gradients.optimizers import HANDLES_SCALE, step_with_scale, writes_unscaled
+from halfstep._gradients.scalars import CPU
+from halfstep._scaler.engine import Engine
+from halfstep._scaler.iteration import Checked, Gathered, Measured
+from halfstep._scaler.journal import Plan, Taken
+from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.ranks import key_of
+from halfstep._scaler.step import divisor_of, failed, finish, new_check
+
+NOT_USUAL = object()
+USUAL_KINDS = {(CPU, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)}
+
+
+def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
+    """Take a usual step; return ``NOT_USUAL``, with nothing done, if it is not one. Sync: none."""
+    memory, loss_scale = engine.journal.memories.get(id(optimizer)), engine.loss_scale
+    if memory is None or memory.plan is None or not engine.is_usual:
+        return NOT_USUAL
+    plan, scale = memory.plan, loss_scale.calm_number()
+    if scale is None or engine.taken is not None or engine.unused.by_param:
+        return NOT_USUAL
+    params = _params(plan, optimizer)
+    if params is None:
+        memory.plan = None
+        return NOT_USUAL
+    gradients, is_fused, make_step = collect(params), plan.is_fused, optimizer.step
+    if not gradients.grads or not all(map(USUAL_KINDS.__contains__, gradients.by_kind)):
+        return NOT_USUAL
+    measured = coefficient = None
+    if max_norm is not None or (is_fused and gradients.is_measured_fast()):
+        norms = norms_of(gradients, scale)
+        squares = norms.sum_of_squares(CPU).item()
+        is_finite, flag = math.isfinite(squares), scalars.flag_nonfinite(squares, CPU)
+        measured = Measured(norms, squares, flag)
+    else:
+        (flag,) = gradients.multiply_(1.0 if is_fused else scalars.reciprocal(scale)).values()
+        is_finite = flag.item() == 0.0
+
+    def checked(is_scaled: bool) -> Checked:
+        """Return what the long road goes on from."""
+        gathered = Gathered(optimizer, loss_scale, gradients, scale, ranks=plan.ranks)
+        own = new_check(gathered, {CPU: flag})
+        return Checked(gathered, scale if is_scaled else None, own, measured)
+
+    if not is_finite:
+        found = checked(is_fused or measured is not None)
+        return finish(engine, optimizer, memory, make_step, found, max_norm, is_fused=is_fused)
+    if measured is not None and max_norm is not None:
+        coefficient = clip_coefficient(measured.norm, max_norm)
+    can_measure_late = not is_fused or writes_unscaled(optimizer)
+    try:
+        if is_fused:
+            divisor = scalars.as_tensor(divisor_of(scale, coefficient), CPU)
+            result = step_with_scale(optimizer, make_step, divisor, flag)
+        else:
+            if coefficient is not None:
+                factor = scalars.to_single(scalars.reciprocal(scale) * coefficient)
+                gradients.multiply_(factor, was_just_read=True)
+            result = make_step()
+    except BaseException as error:
+        failed(engine, memory, checked(is_fused), error)
+        raise
+
+    multiplier = None if not is_fused else 1.0 if measured is None else scale
+    outcome = Outcome(
+        optimizer, engine.names, loss_scale, gradients, 0.0, multiplier, measured, can_measure_late
+    )
+    outcome.num_losses = engine.num_losses
+    engine.journal.add(memory, outcome)
+    engine.taken = Taken(optimizer, gradients, plan, flag, measured, outcome)
+    return result
+
+
+def _params(plan: Plan, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
+    """Return the parameters of an optimizer, None if the plan is not for it as it is now."""
+    params: list[Tensor] = []
+    is_fused = plan.is_fused
+    for group in optimizer.param_groups:
+        params += group["params"]
+        is_fused = is_fused and group.get("fused", True)
+    flag = getattr(optimizer, HANDLES_SCALE, None)
+    is_same = is_fused is plan.is_fused and flag is plan.flag and key_of(params) == plan.key
+    return params if is_same else None

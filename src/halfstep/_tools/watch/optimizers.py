@@ -1,0 +1,250 @@
+"""The optimizer's side of bad steps: its settings, its state, and weights and losses that grow."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep._common.numbers import number, power
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import members
+from halfstep._pytorch import distributed, modes
+from halfstep._scaler import GradScaler
+from halfstep._scaler.access import is_unscaled
+from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
+from halfstep._tools.diagnose.inspect_op import names_in
+from halfstep._tools.diagnose.trials import HIDES
+from halfstep._tools.measure import is_finite
+from halfstep._tools.user_code import user_line
+
+_SETTINGS = frozenset(
+    ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha", "betas", "rho", "lambd")
+)
+"""The numbers in a group that steps compute with; others may be infinite on purpose."""
+EXPLODED = 100.0
+"""The growth of the largest weight (of 1, if it is smaller) or of the loss that is an explosion."""
+_WINDOWS = (1000, 300, 100, 50, 24, 12, 8)
+"""The numbers of steps before a bad one in which the loss may have grown, longest first."""
+
+
+def with_bad_setting(optimizer: Optimizer) -> Diagnosis | None:
+    """Return the diagnosis of an optimizer whose next step has a number that is not finite.
+
+    Sync: none; a setting that is a tensor on an accelerator is not read.
+    """
+    for name, value in _settings(optimizer):
+        if not math.isfinite(value):
+            of = type(optimizer).__name__
+            text = (
+                f"{name} of {of} is {value}, and so is every weight after this step: check what "
+                f"sets it, such as a schedule past its end: optimizer.param_groups[0][{name!r}]"
+            )
+            return Diagnosis("data", tensor=f"{name} of {of}", cure=Cure("data", text))
+    return None
+
+
+def still_scaled(optimizer: Optimizer, scaler: GradScaler | None) -> Diagnosis | None:
+    """Return the diagnosis of an optimizer that steps with gradients of scaled losses; or None."""
+    if scaler is None or is_unscaled(scaler, optimizer):
+        return None
+    line, of = user_line(), type(optimizer).__name__
+    where = "" if line is None else f" ({Path(line.file).name}:{line.number})"
+    event = (
+        f"the gradients of this step of {of} are still multiplied by the scale "
+        f"({power(scaler.get_scale())}){where}"
+    )
+    text = "scaler.step(optimizer)  # in place of optimizer.step(); then scaler.update()"
+    return Diagnosis("optimizer", happened=event, cure=Cure("code", text))
+
+
+def _settings(optimizer: Optimizer) -> Iterator[tuple[str, float]]:
+    for group in _groups(optimizer):
+        for name in _SETTINGS.intersection(group):
+            value = group[name]
+            values: Iterable[Any] = value if isinstance(value, tuple) else (value,)
+            for each in values:
+                if isinstance(each, Tensor) and each.device.type == "cpu" and each.numel() == 1:
+                    yield name, float(each)
+                elif isinstance(each, float):
+                    yield name, each
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [group for member in members(optimizer) for group in member.param_groups]
+
+
+def _with_bad_state(
+    optimizer: Optimizer, model: Callable[[], nn.Module | None]
+) -> Diagnosis | None:
+    """Return the diagnosis of an optimizer whose state has inf or NaN before a step."""
+    of = type(optimizer).__name__
+    for weight, state in getattr(optimizer, "state", {}).items():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor) and not is_finite(value):
+                name = names_in(model())(weight) or f"a weight of shape {list(weight.shape)}"
+                text = (
+                    f"load a checkpoint from before {key} went bad: the state of {of} was not "
+                    f"finite before this step, which makes {name} so. Without one, begin with a "
+                    f"new {of}"
+                )
+                tensor = f"{key} of {name} in {of}"
+                return Diagnosis("data", tensor=tensor, cure=Cure("data", text))
+    return None
+
+
+@dataclass(frozen=True)
+class _Measured:
+    step: int
+    amax: float
+    state: int
+
+
+class Growth:
+    """Growth of the losses, and of the weights, measured before steps 1, 2, 4, 8 ...
+
+    Attributes:
+        was_explained: Whether :meth:`explain` has explained a step by it.
+    """
+
+    def __init__(self) -> None:
+        self.was_explained = False
+        self._before: weakref.WeakKeyDictionary[Optimizer, _Measured] = weakref.WeakKeyDictionary()
+        self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOWS[0])
+
+    def note_loss(self, loss: float, step: int) -> None:
+        """Note the loss of a step; of several, the largest counts."""
+        if self._losses and self._losses[-1][0] == step:
+            loss = max(abs(loss), self._losses.pop()[1])
+        self._losses.append((step, abs(loss)))
+
+    def usual_loss(self) -> float | None:
+        """Return the median of the last losses; None if there are few."""
+        last = [loss for _, loss in self._losses][-50:]
+        return median(last) if len(last) >= 3 else None
+
+    def before_step(
+        self, optimizer: Optimizer, step: int, model: Callable[[], nn.Module | None]
+    ) -> Diagnosis | None:
+        """Measure the largest weight; return the diagnosis of a state with inf or NaN.
+
+        Sync: one for each tensor of the state in steps 1, 2, 4, 8 ... and after another state was
+        loaded, else none.
+        """
+        known, state = self._before.get(optimizer), id(getattr(optimizer, "state", None))
+        if known is not None and step < 2 * known.step and known.state == state:
+            return None
+        amax = _largest(parameters(optimizer))
+        if math.isfinite(amax):
+            self._before[optimizer] = _Measured(step, amax, state)
+        with modes.unseen_by_modes(), suppress(Exception):  # as of a subclass
+            return _with_bad_state(optimizer, model)
+        return None
+
+    def explain(self, found: Diagnosis, step: int) -> Diagnosis | None:
+        """Return the diagnosis of a step, changed if its weights have exploded or its loss grew.
+
+        A clamp hides that, and a wider dtype delays it. A later step that follows from the same
+        explosion has no diagnosis. Sync: one for each optimizer.
+        """
+        by_losses = self._by_losses(found)
+        explained = by_losses
+        if by_losses is not None or found.verdict == "maths":
+            explained = self._by_weights(found, step, by_losses) or by_losses
+        if explained is None:
+            return found
+        if self.was_explained:
+            return None
+        self.was_explained = True
+        notes = tuple(each for each in explained.notes if each != HIDES)
+        return replace(explained, verdict="growth", notes=notes)
+
+    def _by_weights(
+        self, found: Diagnosis, step: int, by_losses: Diagnosis | None
+    ) -> Diagnosis | None:
+        for optimizer, before in self._before.items():
+            amax = _largest(parameters(optimizer))
+            if not amax > EXPLODED * max(before.amax, 1.0):
+                continue
+            rates = [float(group["lr"]) for group in _groups(optimizer) if "lr" in group]
+            name = type(optimizer).__name__
+            event = (
+                f"the run diverges: the largest weight of {name} grew from {number(before.amax)} "
+                f"before step {before.step} to {number(amax)} before step {step}"
+                + (f", at a learning rate of {number(max(rates))}" if rates else "")
+            )
+            text = _of_decay(optimizer) or (
+                f"lower the learning rate of {name}, or clip the gradients before its step:\n"
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+            )
+            if by_losses is not None:
+                event = f"{by_losses.happened}; {event.partition(': ')[2]}"
+            return replace(found, happened=event, cure=Cure("code", text))
+        return None
+
+    def _by_losses(self, found: Diagnosis) -> Diagnosis | None:
+        bad = found.bad
+        if bad is None or bad.needs is None or bad.limit is None or bad.needs <= bad.limit:
+            return None  # not an overflow
+        for length in _WINDOWS:
+            window = [*self._losses][-length:]
+            if _grew([loss for _, loss in window]):
+                break
+        else:
+            return None
+        (first, low), (last, high) = window[0], window[-1]
+        dtype = "its dtype" if bad.output is None else bad.output.dtype
+        event = (
+            f"the loss grew from {number(low)} in step {first} to {number(high)} in step {last}, "
+            f"until {bad.name} overflowed {dtype}"
+        )
+        text = (
+            "stop the growth; a wider dtype or a clamp only delays it. Check what is computed from "
+            "the model's own results: a target needs a discount below 1 or a target network, a "
+            "state that is carried on needs a norm. Then the learning rate"
+        )
+        return replace(found, happened=event, cure=Cure("code", text))
+
+
+def _grew(losses: list[float]) -> bool:
+    """Return whether losses rose from quarter to quarter, a hundredfold in all."""
+    if len(losses) < _WINDOWS[-1] or losses[-1] > EXPLODED * losses[-2]:  # few, or a single jump
+        return False
+    size = len(losses) // 4
+    quarters = [median(losses[start : start + size]) for start in range(0, 4 * size, size)]
+    return all(a < b for a, b in pairwise(quarters)) and quarters[3] > EXPLODED * quarters[0]
+
+
+def _of_decay(optimizer: Optimizer) -> str:
+    """Return the cure of a weight decay that makes weights larger; empty if it is not the cause."""
+    is_of_sgd = type(optimizer) is torch.optim.SGD
+    for group in _groups(optimizer):
+        rate, decay = group.get("lr"), group.get("weight_decay")
+        is_direct = is_of_sgd or group.get("decoupled_weight_decay", False)
+        if is_direct and isinstance(rate, float) and decay and rate * decay > 2:
+            return (
+                f"lower weight_decay: {decay:g} at lr={rate:g} multiplies each weight by "
+                f"1 - {rate:g} * {decay:g} = {1 - rate * decay:g} in a step. Below 2 / lr = "
+                f"{2 / rate:g} weights shrink; weight_decay=0.01 is usual"
+            )
+    return ""
+
+
+def _largest(weights: list[Tensor]) -> float:
+    """Return the largest magnitude on this rank; NaN if there is a NaN, or if it is unknown."""
+    with modes.unseen_by_modes(), torch.no_grad(), suppress(Exception):  # as of a subclass
+        parts = [distributed.local_part(weight.detach()) for weight in weights]
+        sizes = [part.abs().amax().float().cpu() for part in parts if part.numel()]
+        return float(torch.stack(sizes).amax()) if sizes else math.nan
+    return math.nan

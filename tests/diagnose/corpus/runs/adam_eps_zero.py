@@ -1,0 +1,30 @@
+# kind: 1
+# expect: optimizer
+# says: Adam.* of emb\.weight NaN.*gradients were finite
+# says: eps is 0
+# says: exp_avg_sq is 0
+# cure: eps=
+# step: 1
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(40, 8), nn.Linear(8, 4)
+
+    def forward(self, ids):
+        return self.head(self.emb(ids).mean(1))
+
+
+model = Net()
+opt = torch.optim.Adam(model.parameters(), lr=1e-3, eps=0)
+for i in range(30):
+    ids = torch.randint(0, 20 if i < 10 else 40, (16, 5))
+    loss = nn.functional.cross_entropy(model(ids), ids[:, 0] % 4)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()  # bad

@@ -1,0 +1,56 @@
+"""Whole runs of the corpus: named, judged, and cured."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from tests.diagnose import runs
+
+import halfstep
+from halfstep import Diagnosis
+from halfstep._tools.diagnose.diagnosis import BadOp, Cure, Operand, Verdict, parts
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+OPEN = {"two_products", "lora"}
+"""Runs whose first printed cure is not enough."""
+
+
+@pytest.mark.parametrize("name", runs.RUNS)
+def test_a_run_that_goes_bad_is_diagnosed_and_cured(name: str, tmp_path: Path) -> None:
+    judged = runs.judge(name, tmp_path)
+    assert bool(judged.wrong) == (name in OPEN), f"{judged.wrong}\n{judged.said}"
+
+
+# --- no sentence contradicts its own replay -------------------------------------------------------
+
+FLOATS = Operand("", "float16", (2,), 1.0, 1.0, 0, 1, 0)
+OPS = [
+    BadOp("mul", "mul", "", 0, "forward", None, None, None, None, (FLOATS,), FLOATS, needs, 65504.0)
+    for needs in (None, 1e5, 1e60)
+]
+CURES = [None, *(Cure("dtype", "x", is_finite, dtype="float32") for is_finite in (True, False))]
+
+
+@pytest.mark.parametrize("verdict", get_args(Verdict))
+def test_a_sentence_says_of_float32_what_a_replay_has_shown(verdict: Any) -> None:
+    for bad, cure, in_float32 in product(OPS, CURES, (None, True, False)):
+        if verdict == "range" and not (in_float32 or bad.is_beyond_its_dtype):
+            continue  # not judged so
+        found = Diagnosis(verdict, bad, "x", cure=cure, is_finite_in_float32=in_float32)
+        for said in (str(found).splitlines()[0], "".join(map(str, parts(found)))):
+            if "float32" in said and "alone" not in said:
+                assert ("nor is it in float32" in said) == (in_float32 is False), said
+                assert ("in float32 it is finite" in said) == (in_float32 is True), said
+            assert "alone" not in said or bad.is_beyond_its_dtype
+
+
+def test_what_was_found_until_the_limit_is_returned() -> None:
+    x = torch.tensor([1.0, 0.0], requires_grad=True)
+    found = halfstep.diagnose(lambda: torch.log(x).sum().backward(), seconds=0)
+    assert (found.verdict, found.bad and found.bad.op) == ("maths", "log")
+    assert found.num_replays == 2
+    assert any("none began after 0 s" in note for note in found.notes)

@@ -1,0 +1,30 @@
+# What processes of a program do.
+
+
+def train(steps, make_worse=False):
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.ones(2, 4)).square().mean()
+            if make_worse:
+                loss = (loss - 9).log()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    print(steps, model.weight.sum().item(), flush=True)
+
+
+def train_badly(steps):
+    train(steps, make_worse=True)
+
+
+def dtype(steps):
+    import torch
+
+    with torch.autocast("cpu", torch.bfloat16):
+        print(torch.ones(2, 2, dtype=torch.bfloat16).softmax(0).dtype, flush=True)
