@@ -398,7 +398,7 @@ def test_the_report_tells_why_the_agent_trains_badly(tmp_path: Path) -> None:
 
 
 def test_and_that_all_is_well_in_one_unit(tmp_path: Path) -> None:
-    assert report_of_agent(tmp_path, "--unit", "1e7").startswith("good: All is well: 110 steps")
+    assert report_of_agent(tmp_path, "--unit", "1e7").startswith("good: Precision: fine. ")
 
 
 # --- and halfstep tune ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from tests.report import records
 
 import halfstep
 from halfstep import preset
+from halfstep._tools.cli import _build_parser
 from halfstep._tools.cli.run import _without_folder
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Seen
@@ -76,7 +77,7 @@ def test_one_rank_has_the_last_word(quiet, rank, lines, seen, monkeypatch, capsy
 class FakeWatch:
     """Finds something in each of its steps, of which there are two."""
 
-    def __init__(self, tell):
+    def __init__(self, tell, seconds):
         self.found, self.notes, self._tell = [], [], tell
         self.is_ending = False
 
@@ -305,14 +306,12 @@ def test_a_run_that_could_not_write_says_what_the_record_has():
 @pytest.mark.parametrize(
     ("words", "kept"),
     [
-        ("run train.py -o x", []),
-        ("run -o x --amp fp16 -q --guard=1.0 -m a.train", ["--amp=fp16", "--guard=1.0", "-m"]),
-        ("run --output=x --append --policy fp32 -- train.py", ["--policy=fp32"]),
+        ("train.py -o x", []),
+        ("-o x --amp fp16 -q --guard=1.0 -m a.train", ["--amp=fp16", "--guard=1.0", "-m"]),
+        ("--output=x --append --guard --policy fp32 -- train.py", ["--guard", "--policy=fp32"]),
     ],
 )
 def test_the_command_is_kept_without_its_folder(words, kept):
-    target = words[words.index("train") - 2 * ("a.train" in words) :].split()
-    if "--" in words.split():
-        target.insert(0, "--")
-    given = SimpleNamespace(words=words.split(), target=target)
+    given = _build_parser().parse(["run", *words.split()])
+    given.command_line = ["run", *words.split()]
     assert list(_without_folder(given)) == kept

@@ -100,9 +100,14 @@ class _Parser(argparse.ArgumentParser):
             action = self._option_string_actions.get(words[index])
             if action is not None and action.nargs == "?":
                 words[index] += f"={action.const}"
-            index += 2 if action is not None and action.nargs is None else 1
+            index += 2 if self.takes_value(words[index]) else 1
         found: tuple[argparse.Namespace, list[str]] = super().parse_known_args(words, namespace)
         return found
+
+    def takes_value(self, word: str) -> bool:
+        """Return whether a word is an option whose value is the next word."""
+        action = self._option_string_actions.get(word)
+        return action is not None and action.nargs is None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -246,10 +246,9 @@ def _without_folder(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the options of another run like this one, each as one word."""
     given = iter(arguments.command_line[1 : len(arguments.command_line) - len(arguments.target)])
     for word in given:
-        if word in ("-o", "--output"):
-            next(given)
-        elif word in ("--policy", "--every", "--sink", "--amp", "--guard-ranks"):
-            yield f"{word}={next(given)}"
+        if arguments.parser.takes_value(word):
+            value = next(given)
+            yield from () if word in ("-o", "--output") else (f"{word}={value}",)
         elif not re.match("-o|--output=|-q$|--quiet$|--append$", word):
             yield word
 

@@ -432,7 +432,7 @@ def about_policy(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_course(summary: Summary) -> str:
-    """Return the course of loss and scale in a few words, for the sentence that all is well."""
+    """Return the course of loss and scale in a few words, for the verdict."""
     losses = [(name, summary.at(key)) for name, key in summary.loss_keys.items()]
     words = [
         f"the {name} went from {number(x.first)} to {number(x.last)}" for name, x in losses if x
