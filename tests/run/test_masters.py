@@ -400,8 +400,7 @@ def test_updates_that_would_have_been_lost_are_counted() -> None:
     with halfstep.lost_updates(optimizer) as lost:
         train_plainly(model, optimizer, data(1))
     assert share == pytest.approx(100 * lost.share, abs=3)
-    kept = "too small for the 16-bit weights; the master weights kept them"
-    assert text.endswith(f"of the updates in 3 sampled steps were {kept}")
+    assert text.endswith("were too small for the 16-bit weights; the master weights kept them")
 
 
 def test_an_optimizer_without_16_bit_parameters_is_named_once_and_guarded() -> None:
@@ -414,10 +413,8 @@ def test_an_optimizer_without_16_bit_parameters_is_named_once_and_guarded() -> N
     found, said = run_with(script, MASTERS)
     assert said == ["--masters: AdamW has no bfloat16 or float16 parameters"]
     assert same(found, script(unmodified))
-    assert (
-        "--guard: AdamW leaves out steps with inf or NaN gradients"
-        in run_with(script, Additions("split", is_guarding=True))[1]
-    )
+    _, said = run_with(script, Additions("split", is_guarding=True))
+    assert "--guard: AdamW leaves out steps with inf or NaN gradients" in said
 
 
 def test_a_model_that_is_cast_after_its_first_steps() -> None:

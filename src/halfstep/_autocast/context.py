@@ -258,7 +258,7 @@ def settled_policy(policy: Policy | str | None) -> Policy:
         case Policy():
             return policy
         case _:
-            raise TypeError(f"policy is a Policy or its text, 'standard; mul:fp32', got {policy!r}")
+            raise TypeError(f"policy is a Policy or its text, such as 'standard', got {policy!r}")
 
 
 # --- for contexts in other people's code ----------------------------------------------------------
