@@ -1,1 +1,1 @@
-"""Shared utilities: text, numbers, JSON, nested values, random states, patches, machine."""
+"""Shared utilities: text, numbers, formats, nested values, random states, patches, machine."""

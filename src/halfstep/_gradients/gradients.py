@@ -49,24 +49,16 @@ _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 @dataclass(eq=False, slots=True)
 class Gradients:
-    """The gradients of some parameters, as three lists of the same length.
+    """The gradients of some parameters, as three lists of the same length."""
 
-    Attributes:
-        params: The parameters that have a gradient.
-        grads: Their ``grad``.
-        values: Dense real tensors that share memory with ``grads``: the values of a sparse
-            gradient, a complex gradient as real with a last dimension of 2, the local part of a
-            DTensor.
-        by_kind: ``values`` by device and dtype, as the fused kernels need them.
-        dtypes: The dtypes of ``values``.
-    """
-
-    params: list[Tensor]
-    grads: list[Tensor]
+    params: list[Tensor]  # parameters that have a gradient
+    grads: list[Tensor]  # their grad
+    # Dense real tensors that share memory with grads: the values of a sparse gradient, a complex
+    # gradient as real with a last dimension of 2, the local part of a DTensor.
     values: list[Tensor]
 
-    by_kind: dict[Kind, list[Tensor]]
-    dtypes: Set[torch.dtype]
+    by_kind: dict[Kind, list[Tensor]]  # values by device and dtype, as the fused kernels need them
+    dtypes: Set[torch.dtype]  # dtypes of values
 
     def by_device(self) -> Mapping[torch.device, Sequence[int]]:
         devices = dict.fromkeys(device for device, _ in self.by_kind)

@@ -18,13 +18,9 @@ from halfstep._pytorch.amp import copy_to_each_, increment_version
 from halfstep._pytorch.distributed import Swap, in_place_of, is_dtensor, local_part
 
 ALIGNMENT = 16
-"""Alignment of weights in a block, in entries.
-
-It is that of tensors with memory of their own, because the results of reductions depend on it."""
-
+"""Entries to which weights in a block are aligned: results of reductions depend on alignment."""
 SMALL = 1 << 16
 """Largest size of parameters that are converted together, in entries: call overhead dominates."""
-
 TOGETHER = 64
 """Largest number of parameters converted together; it bounds the memory of the block."""
 
@@ -112,10 +108,8 @@ class _Batch:
                 _Batch([each], store).narrow()
             return
         if weights is None or not all(map(_is_as_given, members)):
-            now = [
-                _dense(local_part(member.param.data).float(), member.dense) for member in members
-            ]
-            weights = self._joined([_flat(each) for each in now])
+            now = [_dense(local_part(each.param.data).float(), each.dense) for each in members]
+            weights = self._joined(list(map(_flat, now)))
         if len(members) == 1:
             store.narrow_(weights, self._lows[0], _flat(members[0].kept))
         else:
@@ -366,10 +360,7 @@ ONE_AT_A_TIME = (
 """PyTorch's optimizers that step each parameter independently of others: they step in chunks."""
 
 CACHED = 1 << 20
-"""Size of a chunk on a CPU, in entries.
-
-It stays in the cache while it is widened, stepped and rounded (`benchmarks/half_parameters.py`)."""
-
+"""Entries of a chunk on a CPU: it stays in the cache (`benchmarks/half_parameters.py`)."""
 SHARE = 0.1
 """Size of a chunk on other devices, as a share of all entries: call overhead dominates there."""
 

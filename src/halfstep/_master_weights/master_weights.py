@@ -58,15 +58,11 @@ from halfstep.errors import CallOrderError
 
 LOWER = (torch.bfloat16, torch.float16)
 """The dtypes whose parameters may have master weights."""
-
 UNTOUCHED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 """The dtypes whose parameters are left alone."""
 
 BESIDE_STEP = ("train", "eval", "first_step", "second_step")
-"""Methods with which optimizers of other libraries change parameters outside of ``step``.
-
-Schedule-free optimizers swap weights with their average; sharpness-aware ones move to a nearby
-point and back."""
+"""Methods with which schedule-free and sharpness-aware optimizers change parameters."""
 
 StoreName = Literal["split", "float32"]
 

@@ -17,10 +17,7 @@ from torch import Tensor
 from halfstep._pytorch.modes import is_fake
 
 PIECE, LARGE_PIECE = 1 << 19, 1 << 24
-"""Number of entries converted at a time, on a CPU and on other devices.
-
-On a CPU they stay in the cache between two ops. On other devices launching an op takes longer, but
-intermediate results should still take little memory."""
+"""Entries converted at a time: on a CPU in its cache, on other devices with few launches of ops."""
 
 _HALF = 1 << 15
 """Half a unit in the last place of bfloat16, in the integer bits of float32."""

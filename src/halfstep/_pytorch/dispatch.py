@@ -122,8 +122,7 @@ def takes_dtype(name: str) -> bool:
 
 def overload_of(op: Any) -> str:
     """Return the name of an overload: ``"default"``, ``"out"``."""
-    name: str = op._overloadname
-    return name
+    return str(op._overloadname)
 
 
 def takes_numbers(op: torch._ops.OpOverload) -> bool:

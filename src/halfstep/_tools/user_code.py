@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -117,8 +116,10 @@ def _user_frame() -> FrameType | None:
 
 def is_called_by_a_scaler() -> bool:
     """Return whether a scaler called the PyTorch function that a function mode is handling."""
-    files = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(3)))
-    return next((file for file in files if not file.startswith(_TORCH)), "").startswith(_SCALER)
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_SCALER)
 
 
 def whole_model(module: nn.Module) -> nn.Module:

@@ -1,7 +1,6 @@
 """Integrations with training frameworks: one module for each framework that needs one.
 
-These are ``lightning``, ``accelerate``, ``transformers`` and ``timm``. Each imports its framework;
-halfstep itself imports none of them. docs/integrations.md explains
+Each imports its framework; halfstep itself imports none of them. docs/integrations.md explains
 each, and what to write for frameworks that need no module.
 """
 

@@ -24,17 +24,11 @@ _OTHER_ORDER = {"autocast": ("enabled", "dtype", "cache_enabled")}
 
 @dataclass(frozen=True)
 class Rewritten:
-    """Source without deprecated names.
+    """Source without deprecated names."""
 
-    Attributes:
-        text: The source.
-        names: The names that it had, each with its line.
-        left: The lines that were left as they are, each with the reason.
-    """
-
-    text: str
-    names: tuple[tuple[str, int], ...]
-    left: tuple[tuple[int, str], ...]
+    text: str  # source
+    names: tuple[tuple[str, int], ...]  # names that it had, each with its line
+    left: tuple[tuple[int, str], ...]  # lines that were left as they are, each with the reason
 
 
 def rewritten(text: str, to: Target = "torch", tree: ast.Module | None = None) -> Rewritten:

@@ -21,9 +21,9 @@ class Around:
     node: ast.AST
     autocast: SourceAutocast | None = None
     grad: bool = True  # whether gradients are recorded
-    arm: tuple[str, int] = ("", 0)  # the condition, and the index of the arm
+    arm: tuple[str, int] = ("", 0)  # condition, and the index of the arm
     is_decorator: bool = False  # it surrounds a whole function
-    function: Function | None = None  # the called function
+    function: Function | None = None  # called function
 
     @property
     def line(self) -> int:
@@ -40,8 +40,8 @@ class Site:
     """A call and its surroundings."""
 
     call: ast.Call
-    scope: NameScope  # the names that are visible there
-    statement: ast.AST  # the statement that contains the call
+    scope: NameScope  # names that are visible there
+    statement: ast.AST  # statement that contains the call
     inside: Inside
 
     @property
@@ -138,17 +138,12 @@ MIXED = "<mixed precision>"
 
 @dataclass(frozen=True)
 class Path:
-    """A path through the code.
+    """A path through the code."""
 
-    Attributes:
-        state: The hashable state of a walk.
-        facts: The conditions that hold (0) or do not hold (1), by their text.
-        names: The meanings of names.
-    """
-
-    state: Any
+    state: Any  # hashable state of a walk
+    # The conditions that hold (0) or do not hold (1), by their text.
     facts: Mapping[str, int] = field(default_factory=dict)
-    names: Names = field(default_factory=dict)
+    names: Names = field(default_factory=dict)  # meanings of names
 
 
 class Conditions:

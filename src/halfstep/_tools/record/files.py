@@ -13,10 +13,10 @@ import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from io import SEEK_END, FileIO
+from io import SEEK_END
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any
+from typing import IO, Any
 
 from halfstep._tools.json import to_plain
 from halfstep.errors import RecordError
@@ -78,7 +78,13 @@ class LineWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._is_cut = path.exists() and path.stat().st_size > 0 and _ends_cut(path)
         self._file = path.open("ab", buffering=0)
-        _lock(self._file, path)
+        if _is_taken(self._file, for_writing=True):
+            self._file.close()
+            raise RecordError(
+                f"{path}: another process is writing it. Give each run a folder of its own; the "
+                "processes of one run are told apart by the environment variable RANK, which "
+                "torchrun sets"
+            )
         _WRITERS[self._key] = self
 
     def write(self, event: Event) -> None:
@@ -131,38 +137,27 @@ class LateWriter:
 _WRITERS: weakref.WeakValueDictionary[tuple[Path, int], LineWriter] = weakref.WeakValueDictionary()
 
 
-def _lock(file: FileIO, path: Path) -> None:
-    """Lock the file against other processes, where the system supports it."""
+def _is_taken(file: IO[bytes], *, for_writing: bool) -> bool:
+    """Return whether another process has locked a file; lock it if not, where that is supported."""
     try:
         import fcntl
 
         # Not flock: forked processes, such as workers, would keep that lock after this one ends.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kind = fcntl.LOCK_EX if for_writing else fcntl.LOCK_SH
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        file.close()
-        raise RecordError(
-            f"{path}: another process is writing it. Give each run a folder of its own; the "
-            "processes of one run are told apart by the environment variable RANK, which torchrun "
-            "sets"
-        ) from None
-    except (ImportError, OSError):
-        return  # not supported by this system or file system
+        return True
+    except (ImportError, OSError):  # not supported by this system or file system
+        return False
+    return False
 
 
 def is_being_written(path: Path) -> bool:
-    """Return whether a process has the file locked, where the system supports that."""
+    """Return whether a process writes a record, where the system shows that."""
     if (path.resolve(), os.getpid()) in _WRITERS:
         return True
-    try:
-        import fcntl
-
-        with path.open("rb") as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return True
-    except (ImportError, OSError):
-        return False
-    return False
+    with path.open("rb") as file:
+        return _is_taken(file, for_writing=False)
 
 
 def _ends_cut(path: Path) -> bool:

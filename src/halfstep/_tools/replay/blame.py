@@ -58,27 +58,19 @@ GradientPlace = tuple[str, int, str | None, str]
 
 @dataclass(frozen=True)
 class Blame:
-    """Origin of values that are not finite: an op, or a tensor and the op that read it first.
+    """Origin of values that are not finite: an op, or a tensor and the op that read it first."""
 
-    Attributes:
-        number: The number of the op; ``OUTSIDE`` for a tensor from before the replay,
-            ``ELSEWHERE`` for a tensor from another rank.
-        reader: The number of the op, even if a tensor is to blame.
-        key: The identity of the op across replays; None if there is no op.
-        of: In the backward pass, the key of the op whose gradient it computes.
-        is_meant: Whether the values are infinities made on purpose.
-        tensor: The tensor from outside.
-    """
-
+    # The number of the op; OUTSIDE for a tensor from before the replay, ELSEWHERE for a tensor from
+    # another rank.
     number: int
     op: str
     place: OpPlace
     phase: Phase
-    reader: int
-    key: OpKey | None = None
-    of: OpKey | None = None
-    is_meant: bool = False
-    tensor: Tensor | None = None
+    reader: int  # number of the op, even if a tensor is to blame
+    key: OpKey | None = None  # identity of the op across replays; None if there is no op
+    of: OpKey | None = None  # in the backward pass, the key of the op whose gradient it computes
+    is_meant: bool = False  # whether the values are infinities made on purpose
+    tensor: Tensor | None = None  # tensor from outside
 
     @property
     def where(self) -> tuple[str, str, Phase]:
@@ -280,7 +272,7 @@ class BlameTracker(OpObserver):
             worst[cause] = max(worst.get(cause, 0), how_bad)
         if not causes:
             if self.first is not None and has_nan_number(call):
-                return self.first  # the number was read from a bad tensor, as by item()
+                return self.first  # number was read from a bad tensor, as by item()
             return replace(own, is_meant=_is_fill_with_inf(call))
         makes_nan = max(worst.values()) < NAN and any(badness(t) == NAN for t in bad)
         is_sum = any(cause.op in _SUMS and cause.number != OUTSIDE for cause in causes)
@@ -316,7 +308,7 @@ class BlameTracker(OpObserver):
             if call.name == "copy_" and call.written[0] in self._awaited:
                 received = self._blames.get(call.written[0])
                 if received is not None:
-                    return received  # the values come from a buffer of the process group
+                    return received  # values come from a buffer of the process group
             blame = _of_call(call, OUTSIDE)
         return replace(blame, is_meant=is_meant, tensor=tensor)
 
@@ -387,21 +379,14 @@ def _is_all_of_its_memory(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Scan:
-    """Result of a replay that searches for the op to blame.
-
-    Attributes:
-        blame: The blame; None if the step is finite.
-        ends: ``"loss"``, or the names of the parameters with bad gradients.
-        not_seen: The results that could not be checked.
-        is_scaling: Whether the op to blame multiplies the loss by the scale.
-    """
+    """Result of a replay that searches for the op to blame."""
 
     run: StepRun
-    blame: Blame | None
-    ends: tuple[str, ...]
-    not_seen: tuple[str, ...]
+    blame: Blame | None  # blame; None if the step is finite
+    ends: tuple[str, ...]  # "loss", or the names of the parameters with bad gradients
+    not_seen: tuple[str, ...]  # results that could not be checked
     first: Blame | None
-    is_scaling: bool
+    is_scaling: bool  # whether the op to blame multiplies the loss by the scale
     gradients: Mapping[GradientPlace, tuple[torch.dtype, float]]
 
     @property

@@ -50,17 +50,11 @@ class Made:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Given:
-    """Placeholder for an argument: a tensor that no kept call made.
+    """Placeholder for an argument: a tensor that no kept call made."""
 
-    Attributes:
-        tensor: The tensor; detached if code that was not kept computed it.
-        version: The version counter of the tensor at the time of the call.
-        copy: A copy of the values, made before the loop overwrites the tensor.
-    """
-
-    tensor: Tensor
-    version: int
-    copy: Tensor | None = None
+    tensor: Tensor  # tensor; detached if code that was not kept computed it
+    version: int  # version counter of the tensor at the time of the call
+    copy: Tensor | None = None  # a copy of the values, made before the loop overwrites the tensor
 
     @property
     def has_changed(self) -> bool:
@@ -90,42 +84,30 @@ class Inside:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class KeptCall:
-    """Call of a model, of a function, of ``scale`` or of ``backward``.
+    """Call of a model, of a function, of ``scale`` or of ``backward``."""
 
-    Attributes:
-        number: The number of the call; later calls have larger numbers.
-        function: The function or module; for any scaler's ``scale``, the ``scale`` of this module.
-        args: The arguments, with placeholders for tensors.
-        of: The calls that made the tensors it uses, or wrote to them.
-        given: The other tensors it uses.
-        settings: The settings of autocast around it.
-        random: The states of random generators, if it draws numbers.
-        generators: The generators among its arguments, with their states.
-        buffers: The buffers of the model: module, name, tensor, its version, and a copy of the
-            values.
-        forward: The replacement of the model's own ``forward``, if there was one at the call.
-        writes: The positions of the tensor arguments that it wrote to.
-        gap: The reason why it cannot be repeated exactly; None if it can.
-        results: References to its results, each with its version.
-    """
-
-    number: int
+    number: int  # number of the call; later calls have larger numbers
+    # The function or module; for any scaler's scale, the scale of this module.
     function: Callable[..., Any]
     at: Place | None
-    args: Any = ()
+    args: Any = ()  # arguments, with placeholders for tensors
     kwargs: Any = None
-    of: tuple[KeptCall, ...] = ()
-    given: tuple[Given, ...] = ()
-    settings: tuple[Settings, ...] = ()
+    of: tuple[KeptCall, ...] = ()  # calls that made the tensors it uses, or wrote to them
+    given: tuple[Given, ...] = ()  # other tensors it uses
+    settings: tuple[Settings, ...] = ()  # settings of autocast around it
     has_grad: bool = True
-    random: RandomStates | None = None
+    random: RandomStates | None = None  # states of random generators, if it draws numbers
+    # The generators among its arguments, with their states.
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
+    # The buffers of the model: module, name, tensor, its version, and a copy of the values.
     buffers: Sequence[tuple[nn.Module, str, Tensor, int, Tensor]] = ()
+    # The replacement of the model's own forward, if there was one at the call.
     forward: Callable[..., Any] | None = None
     is_training: bool = True
-    writes: tuple[int, ...] = ()
-    gap: str | None = None
+    writes: tuple[int, ...] = ()  # positions of the tensor arguments that it wrote to
+    gap: str | None = None  # reason why it cannot be repeated exactly; None if it can
     is_forgotten: bool = False
+    # References to its results, each with its version.
     results: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
 
     @property
@@ -344,7 +326,7 @@ def _again(
         if autograd.version_of(buffer) != version:
             with torch.no_grad():
                 buffer.copy_(values)
-        if getattr(module, name) is not buffer:  # the call replaced the buffer
+        if getattr(module, name) is not buffer:  # call replaced the buffer
             setattr(module, name, buffer)
     function: Callable[..., Any] = call.function
     if isinstance(function, nn.Module) and function.training != call.is_training:

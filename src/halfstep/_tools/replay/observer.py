@@ -31,37 +31,26 @@ OpKey = tuple[str, Phase, str, int, str | None, int]
 
 @dataclass(eq=False, slots=True)
 class OpCall:
-    """Call of an ATen op.
+    """Call of an ATen op."""
 
-    Attributes:
-        number: The number of the op in the replay, from 0.
-        key: The identity of the op across replays, which may have more or fewer ops.
-        of: In the backward pass, the key of the op whose gradient it computes.
-        given: The tensors among its arguments.
-        written: The tensors among its arguments that it writes to.
-    """
-
-    number: int
-    key: OpKey
-    of: OpKey | None
+    number: int  # number of the op in the replay, from 0
+    key: OpKey  # identity of the op across replays, which may have more or fewer ops
+    of: OpKey | None  # in the backward pass, the key of the op whose gradient it computes
     func: Any
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    given: list[Tensor]
-    written: list[Tensor]
+    given: list[Tensor]  # tensors among its arguments
+    written: list[Tensor]  # tensors among its arguments that it writes to
     place: OpPlace
     phase: Phase
 
 
 class OpObserver:
-    """Observer of the ops of a replay. Ops that the observer calls itself are not observed.
+    """Observer of the ops of a replay. Ops that the observer calls itself are not observed."""
 
-    Attributes:
-        undo: The undo log of the replay, set when the replay begins. It holds the values of tensors
-            from before they were written to.
-    """
-
+    # The undo log of the replay, set when the replay begins. It holds the values of tensors from
+    # before they were written to.
     undo: UndoLog
     is_settled = False
     """Whether the result is known without a backward pass from the losses so far."""
@@ -185,7 +174,7 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an op; an op on DTensors or other wrappers is observed as ops on their parts."""
         if any_made_of_others(types):
-            return NotImplemented  # the class then calls ops on its parts, which come here
+            return NotImplemented  # class then calls ops on its parts, which come here
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(

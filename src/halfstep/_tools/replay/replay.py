@@ -41,18 +41,13 @@ _ALWAYS = 2
 
 @dataclass
 class StepRun:
-    """Record of one run of a step.
+    """Record of one run of a step."""
 
-    Attributes:
-        scale: The scale of the losses; None if they were not scaled.
-        entered: The autocast regions that the step entered.
-        error: The exception that ended the step, if any.
-        scaling: The numbers of the ops that multiplied losses by the scale.
-    """
-
-    scale: float | None = None
+    scale: float | None = None  # scale of the losses; None if they were not scaled
+    # The autocast regions that the step entered.
     entered: list[EnteredAutocast] = field(default_factory=list)
-    error: Exception | None = None
+    error: Exception | None = None  # exception that ended the step, if any
+    # The numbers of the ops that multiplied losses by the scale.
     scaling: list[range] = field(default_factory=list)
 
 

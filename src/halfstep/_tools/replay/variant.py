@@ -21,17 +21,11 @@ from halfstep._pytorch import amp
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings of a replay that differ from the step; None leaves a setting unchanged.
+    """Settings of a replay that differ from the step; None leaves a setting unchanged."""
 
-    Attributes:
-        dtype: The lower precision of autocast; float32 turns autocast off.
-        policy: The policy of autocast.
-        scale: The scale of all losses.
-    """
-
-    dtype: torch.dtype | None = None
-    policy: Policy | None = None
-    scale: float | None = None
+    dtype: torch.dtype | None = None  # lower precision of autocast; float32 turns autocast off
+    policy: Policy | None = None  # policy of autocast
+    scale: float | None = None  # scale of all losses
 
     def settings(self, asked: Settings) -> Settings:
         # The cache is off, since cached casts of weights would be missing from the observed ops.

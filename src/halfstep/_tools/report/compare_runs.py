@@ -39,18 +39,27 @@ class ComparedNumber:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """A comparison of the first run, the one of interest, with the others."""
+    """A comparison of the first run, the one of interest, with the others.
+
+    Attributes:
+        names: A short name for each run.
+        verdict: Which run is better, or why this is unknown.
+        layers: The layers that differ most in underflow, headroom or lost updates, at most 20, the
+            most different first; None for a run that lacks the layer.
+        only: For each run, the kind and name of the layers that no other run has.
+        policies: For each other run, the changes from its policy to that of the first run; empty if
+            there are none.
+        versions: The versions, machine, command and so on that differ: name, and a text per run.
+    """
 
     runs: tuple[Summary, ...]
-    names: tuple[str, ...]  # a short one for each run
-    verdict: Sentence  # which run is better, or why this is unknown
+    names: tuple[str, ...]
+    verdict: Sentence
     entries: tuple[ComparedNumber, ...]
-    # Those that differ most in underflow, headroom or lost updates, the most different first; None
-    # for a run that lacks the layer.
     layers: tuple[tuple[Layer | None, ...], ...]
-    only: tuple[tuple[tuple[Kind, str], ...], ...]  # the layers that no other run has, by run
-    policies: tuple[str, ...]  # from that of each other run to the first's; empty without changes
-    versions: tuple[tuple[str, tuple[str, ...]], ...]  # that differ: name, and a text per run
+    only: tuple[tuple[tuple[Kind, str], ...], ...]
+    policies: tuple[str, ...]
+    versions: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)

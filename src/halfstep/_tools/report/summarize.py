@@ -393,15 +393,10 @@ _Models: TypeAlias = Sequence[tuple[str, int, tuple[str, ...]]]
 
 
 class Beginning(NamedTuple):
-    """The origin of one skipped step.
+    """The origin of one skipped step."""
 
-    Attributes:
-        culprits: The bad gradients of the first of these ranks.
-        ranks: The ranks on which the step began in that module.
-    """
-
-    culprits: Culprits
-    ranks: tuple[int, ...]
+    culprits: Culprits  # the bad gradients of the first of these ranks
+    ranks: tuple[int, ...]  # the ranks on which the step began in that module
 
 
 def beginnings(run: Run) -> dict[tuple[int, str], Beginning]:

@@ -53,15 +53,13 @@ class Additions:
     """What every optimizer of a script gets: master weights, unless ``store`` is None; a guard.
 
     ``"float32"`` takes the place of ``"split"`` where parameters are float16.
-
-    Attributes:
-        ranks: How several ranks decide about a step: each ``"alone"``, by its own gradients;
-            ``"together"``, as parts of a whole; None: as the parameters show.
     """
 
     store: StoreName | None = None
     is_guarding: bool = False
     max_norm: float | None = None
+    # How several ranks decide about a step: each "alone", by its own gradients; "together", as
+    # parts of a whole; None: as the parameters show.
     ranks: Literal["alone", "together"] | None = None
 
 

@@ -1,1 +1,1 @@
-"""Traces: every op of a block with module, dtypes, rule, casts and time; and avoidable costs."""
+"""Traces: every op of a block with module, dtypes, rule, casts and time."""
