@@ -148,3 +148,28 @@ def test_a_buffer_of_a_loaded_state_is_named_with_the_line_that_loaded_it() -> N
     (found,) = watch.found
     assert (found.verdict, found.tensor) == ("data", "1.running_var")
     assert any("last wrote to it: " in note and "load_state_dict" in note for note in found.notes)
+
+
+class Uneven(torch.optim.SGD):
+    """SGD that makes a weight NaN in step 3, and cannot take a step again."""
+
+    num, steps_left = 0, 5
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        self.num += 1
+        if self.num == 3:
+            Uneven.steps_left -= 1
+            if Uneven.steps_left < 4:
+                raise RuntimeError("taken again")
+            self.param_groups[0]["params"][0][0, 0] = math.nan
+
+
+def test_a_step_that_cannot_be_taken_again_is_named_by_what_it_left() -> None:
+    model = perceptron()
+    watch, steps = watched(model, Uneven(model.parameters(), 1e-3), num=5)
+    (found,) = watch.found
+    assert (found.verdict, found.tensor, steps) == ("optimizer", "0.weight", [3])
+    assert found.happened.startswith("Uneven made 1 of 512 entries of 0.weight NaN; its gradients")
+    assert found.bad is None

@@ -193,7 +193,9 @@ def numbers_of(optimizer: Optimizer) -> Numbers:
     for member in members(optimizer):
         state = getattr(member, "state", {})
         of_weights = [each for each in state.values() if isinstance(each, dict)]
-        found += [(each, _numbers_in(each)) for each in (*of_weights, vars(member))]
+        found += [
+            (each, _numbers_in(each)) for each in (*of_weights, getattr(member, "__dict__", {}))
+        ]
     return found
 
 
@@ -251,8 +253,8 @@ def diagnosis_of_taken_step(
         type(optimizer).step(optimizer)
 
     replayer = Replayer(partial(step, optimizer), model)
-    replayer.limit = seconds
-    with _zero_where_bad(optimizer):
+    replayer.limit, found = seconds, None
+    with suppress(Exception), _zero_where_bad(optimizer):  # raised by the user's optimizer
         found = fault_of_step(replayer, None)
     if found is None:
         return diagnosis_of_event(event)
