@@ -69,7 +69,7 @@ class Products:
         self.num_holds = 0
         """The number of reasons to leave halfstep's kernels in place."""
         self.pinned: set[str] = set()
-        """The overloads whose kernels stay: a call of theirs was not one for PyTorch's."""
+        """The overloads whose kernels stay: PyTorch's could not do what a call needed."""
         self._lasting = dispatch.PythonKernels()
 
     def add(self, kernels: Mapping[str, Kernel], permanent: Set[str]) -> None:
