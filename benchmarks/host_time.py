@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from baseline import AGAIN, measure, ratio, seconds
+from baseline import AGAIN, measure, ratio, seconds, synchronize
 from halfstep._common.machine import device_name
 
 NUM_ROUNDS, NUM_CALLS = 15, 2000
@@ -24,11 +24,11 @@ NUM_ROUNDS, NUM_CALLS = 15, 2000
 def rows(device: str) -> dict[str, Callable[[], object]]:
     """Return what is called under autocast."""
     low = torch.ones(8, 8, device=device, dtype=torch.bfloat16)
-    wide, weight = low.float(), torch.nn.Parameter(low.float())
+    wide, weight, scale = low.float(), torch.nn.Parameter(low.float()), low[0].float()
     tokens = torch.zeros(8, dtype=torch.long, device=device)
     return {
         "linear, with gradient": lambda: F.linear(wide, weight),
-        "layer_norm": lambda: F.layer_norm(wide, (8,), weight[0]),
+        "layer_norm": lambda: F.layer_norm(wide, (8,), scale),
         "embedding": lambda: F.embedding(tokens, weight),
         "softmax, float32 asked for": lambda: F.softmax(low, -1, dtype=torch.float32),
     }
@@ -53,6 +53,7 @@ def timed(library: Any, device: str) -> dict[str, Callable[[], float]]:
         for _ in range(2):  # halfstep's kernels of products watch the first contexts, and leave
             with context():
                 call()
+        synchronize(device)
         with context():
             return seconds(run, "cpu") / NUM_CALLS * 1e6
 

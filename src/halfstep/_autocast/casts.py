@@ -219,9 +219,6 @@ def lower_with_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype) -
     pytorch, may_be_outer = pytorch_kernel(name, device), _may_be_outer(rule, name)
 
     def lower(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
-        here = native.products[device]
-        if here.registered is None and name not in here.pinned:  # registered for another dtype
-            return pytorch(keys, *args, **kwargs)
         # On in a plain torch.autocast: it began before ours, or is under use_policy.
         is_cache_on = torch.is_autocast_cache_enabled()
         try:
@@ -239,7 +236,7 @@ def lower_with_pytorch(rule: Rule, name: str, device: str, dtype: torch.dtype) -
         finally:
             if is_cache_on:
                 torch.set_autocast_cache_enabled(True)
-        here.pinned.add(name)
+        native.products[device].pinned.add(name)
         return _detour(met, name, device, keys, args, kwargs)
 
     pytorchs.add(lower)

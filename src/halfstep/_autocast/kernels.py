@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from halfstep._autocast import scopes, weight_cache
-from halfstep._autocast.casts import WITH_NUMBERS, pytorch_kernel, with_fitting_numbers
+from halfstep._autocast.casts import WITH_NUMBERS, pytorch_kernel, pytorchs, with_fitting_numbers
 from halfstep._autocast.native import Products
 from halfstep._autocast.native import products as native_products
 from halfstep._autocast.plans import PolicyOnDevice
@@ -273,7 +273,7 @@ def _count(rule: Rule | None) -> None:
 def _kernel(name: str, device: str) -> Kernel:
     """Return halfstep's kernel for one overload; call it before one is registered."""
     pytorch, thread = pytorch_kernel(name, device), scopes.thread
-    lower_precision = torch.get_autocast_dtype
+    lower_precision, here = torch.get_autocast_dtype, native_products[device]
 
     @compiler.do_not_compile_alone
     def kernel(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
@@ -287,6 +287,9 @@ def _kernel(name: str, device: str) -> Kernel:
             return _run_observed(_observer, policy, name, pytorch)(keys, *args, **kwargs)
         phase = policy.phase() if policy.has_phases else "train"
         plan = policy.plan_for(lower_precision(device), phase)
-        return plan.get(name, pytorch)(keys, *args, **kwargs)
+        found = plan.get(name, pytorch)
+        if found in pytorchs and here.registered is None and name not in here.pinned:
+            found = pytorch  # registered for another dtype alone
+        return found(keys, *args, **kwargs)
 
     return kernel
