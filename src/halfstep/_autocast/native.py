@@ -69,11 +69,7 @@ class Products:
         self.num_holds = 0
         """The number of reasons to leave halfstep's kernels in place."""
         self.pinned: set[str] = set()
-<<<<<<< HEAD
-        """The overloads whose kernels stay, since a call was not one for PyTorch's."""
-=======
         """The overloads whose kernels stay: PyTorch's could not do what a call needed."""
->>>>>>> 447af9b8d0e94a59652e311e96b685eacd90bbaa
         self._lasting = dispatch.PythonKernels()
 
     def add(self, kernels: Mapping[str, Kernel], permanent: Set[str]) -> None:
