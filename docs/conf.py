@@ -47,6 +47,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"torch\..*"),
     ("py:class", r"halfstep\..*\._\w+"),  # type variables
     ("py:attr", "device_type"),  # in a docstring of PyTorch
+    ("py:class", r"halfstep\._scaler\..*"),  # what an outcome is made of
 ]
 add_module_names = False
 autodoc_default_options = {"members": True}

@@ -153,7 +153,7 @@ CASES = {
     ),
     "updates are lost in bfloat16": Case(
         program(model=GIVEN["model"] + ".bfloat16()", before="x = x.bfloat16()"),
-        "were lost to rounding",
+        "of the updates measured in",
         "halfstep.master_weights(optimizer",
         above_the_loop,
     ),

@@ -30,7 +30,7 @@ def test_an_overflow_in_the_backward_pass_of_one_rank(kind: str, pool: Pool) -> 
     ]
     assert zero == (one if kind == "tp" else [])
     if kind != "tp":
-        assert "the inf or NaN in step 3 came from another rank" in notes
+        assert any("came from another rank" in note for note in notes)
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tp", "ddp", "talking"])
