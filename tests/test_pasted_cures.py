@@ -164,7 +164,7 @@ CASES = {
             optimizer="torch.optim.SGD(model.parameters(), lr=1e-4)",
             scaler=OFF,
         ),
-        "updates were lost to rounding in",
+        "of the updates measured in",
         "halfstep.master_weights(optimizer",
         above_the_loop,
     ),
