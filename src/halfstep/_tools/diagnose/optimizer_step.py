@@ -116,11 +116,17 @@ class _StepTracker(BlameTracker):
         self._name_of = names_in(model)
         self.event: StepEvent | None = None
         self.optimizer: Optimizer | None = None
+        self._bad_before: frozenset[str] = frozenset()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        bad = (weight for weight in parameters(optimizer) if not is_finite(weight))
+        self._bad_before = frozenset(_name(weight, self._name_of) for weight in bad)
 
     def see_step(self, optimizer: Optimizer) -> None:
         super().see_step(optimizer)
         if self.event is None:
-            self.event, self.optimizer = event_of(optimizer, self._name_of), optimizer
+            self.event = event_of(optimizer, self._name_of, self._bad_before)
+            self.optimizer = optimizer
 
 
 def fault_of_step(replayer: Replayer, scale: float | None) -> Diagnosis | None:

@@ -79,6 +79,9 @@ class OpObserver:
     def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
         """Observe the gradient of a leaf when ``backward`` returns."""
 
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Observe an optimizer before its step, if steps are carried out."""
+
     def see_step(self, optimizer: Optimizer) -> None:
         """Observe an optimizer after its step, if steps are carried out."""
 

@@ -327,6 +327,8 @@ def _suspend_optimizers(patches: Patches, observer: OpObserver, replayer: Replay
         replayer.has_steps = True
         if replayer.takes_steps:
             observer.undo.note_optimizer(optimizer)
+            with modes.unseen_by_modes():
+                observer.before_step(optimizer)
             result = original(optimizer, *args, **kwargs)
             with modes.unseen_by_modes():
                 observer.see_step(optimizer)
