@@ -41,23 +41,14 @@ IN_PLACE_OF_LOST = (
 
 @dataclass(frozen=True)
 class StepEvent:
-    """Weights that a step of an optimizer has made inf or NaN.
+    """Weights that a step of an optimizer has made inf or NaN."""
 
-    Attributes:
-        tensor: The name of the first weight; of its state, if that is bad there.
-        said: What happened, as a sentence.
-        causes: What was measured at these entries.
-        is_of_state: Whether the state of the optimizer is bad there.
-        has_eps: Whether an ``eps`` of 0 is among the causes.
-        is_rounded: Whether it is 0 in the dtype of the weight alone.
-    """
-
-    tensor: str
+    tensor: str  # name of the first weight
     said: str
-    causes: tuple[str, ...]
-    is_of_state: bool
-    has_eps: bool
-    is_rounded: bool
+    causes: tuple[str, ...]  # what was measured at these entries
+    is_of_state: bool  # whether the state is bad there
+    has_eps: bool  # whether an eps of 0 is among the causes
+    is_rounded: bool  # whether it is 0 in the dtype of the weight alone
 
 
 def event_of(

@@ -93,19 +93,14 @@ _OF_NO_OP = Blame(OUTSIDE, "", OpPlace(), "backward", OUTSIDE)
 class BlameTracker(OpObserver):
     """Observer that checks the outputs of every op and tracks the blame for non-finite values.
 
-    Attributes:
-        has_end: Whether the step has a loss, gradient or result to judge it by.
-        first: The first blame for values that are not finite, harmful or not.
-        gradients: The dtype and the largest finite magnitude of the outputs of each backward op,
-            keyed by place.
-
     Sync: one for every op.
     """
 
     def __init__(self) -> None:
         self._blames: ByMemory[Blame] = ByMemory()
+        # Largest finite magnitudes of backward ops.
         self.gradients: dict[GradientPlace, tuple[torch.dtype, float]] = {}
-        self.first: Blame | None = None
+        self.first: Blame | None = None  # harmful or not
         self._not_computed: list[str] = []
         self._opaque: list[str] = []
         self._losses: list[Blame] = []
@@ -113,7 +108,7 @@ class BlameTracker(OpObserver):
         self._outputs: list[Blame] = []
         self._stepped: list[Blame] = []
         self._remaining: list[tuple[Tensor, Blame]] = []
-        self._has_loss = self.has_end = False
+        self._has_loss = self.has_end = False  # has_end: has something to judge by
         self._gradients: dict[int, tuple[Tensor, Blame]] = {}
         self._sent: Blame
         self._awaited: ByMemory[bool] = ByMemory()

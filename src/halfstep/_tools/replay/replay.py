@@ -68,15 +68,6 @@ class Replayer:
         is_kept: Whether the step repeats kept calls. Such a step starts without gradients, and may
             end before the backward pass if the loss itself is bad. A user's function must not be
             cut short: it may have a hook or a flag to reset.
-
-    Attributes:
-        model: The model whose names are used; known after the first replay at the latest.
-        notes: Remarks about the replays, for the diagnosis.
-        takes_steps: Whether further replays carry out the steps of optimizers.
-        has_steps: Whether the step calls an optimizer's.
-        usual_loss: The usual loss of the run, if it is known.
-        limit: The seconds after which no replay begins, except for the first two, which find the
-            op to blame and inspect it.
     """
 
     def __init__(
@@ -89,9 +80,10 @@ class Replayer:
         self._left: list[tuple[Tensor, Tensor]] = []  # gradients that the step does not clear
         self._without_gradient: list[Tensor] = []
         self.num_replays = 0
+        # Whether replays carry out the steps of optimizers, if it has_steps.
         self.takes_steps = self.has_steps = False
         self.usual_loss: float | None = None
-        self.limit = math.inf
+        self.limit = math.inf  # seconds, after which no replay but the first two begins
         self.notes: list[str] = []
         self._begun = time.perf_counter()
 

@@ -35,14 +35,10 @@ SEE_MORE = (
 
 
 class LiveSearch:
-    """Live traces of the steps after one that could not be replayed, until one is bad.
-
-    Args:
-        notes: Where remarks for the next diagnosis go.
-    """
+    """Live traces of the steps after one that could not be replayed, until one is bad."""
 
     def __init__(self, notes: list[str]) -> None:
-        self._notes = notes
+        self._notes = notes  # for the next diagnosis
         self._trace: LiveTrace | None = None
         self._waiting: list[nn.Module | None] = []  # the model to trace in the next step, if any
         self._num_left = self._bad_step = 0
@@ -99,16 +95,11 @@ class LiveSearch:
 
 
 class LiveTrace:
-    """Trace of the ops of this thread from :meth:`begin` to :meth:`end`.
-
-    Attributes:
-        mode: The mode that shows ops to the tracker.
-        came_from_elsewhere: Whether the inf or NaN came from another rank; set by :meth:`end`.
-    """
+    """Trace of the ops of this thread from :meth:`begin` to :meth:`end`."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
-        self.came_from_elsewhere = False
+        self.came_from_elsewhere = False  # from another rank; set by end()
         self._tracker = InspectingTracker(
             None if model is None else replicated(model), is_replay=False
         )

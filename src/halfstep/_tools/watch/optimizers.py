@@ -112,14 +112,10 @@ class _Measured:
 
 
 class Growth:
-    """Growth of the losses, and of the weights, measured before steps 1, 2, 4, 8 ...
-
-    Attributes:
-        was_explained: Whether :meth:`explain` has explained a step by it.
-    """
+    """Growth of the losses, and of the weights, measured before steps 1, 2, 4, 8 ..."""
 
     def __init__(self) -> None:
-        self.was_explained = False
+        self.was_explained = False  # whether a step was explained by it
         self._before: weakref.WeakKeyDictionary[Optimizer, _Measured] = weakref.WeakKeyDictionary()
         self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOWS[0])
 

@@ -92,45 +92,27 @@ MOST_CHECKED = 16
 
 @dataclass
 class _WatchedStep:
-    """What is known of the step that is running.
+    """What is known of the step that is running."""
 
-    Attributes:
-        ends_before: The calls of ``backward`` in the step before, for a further optimizer.
-        is_bad: Whether it is known to be bad; it was then diagnosed, unless ``bad_ends`` are left.
-        num_calls: The number of times that the closure has been evaluated.
-        searches: Whether more evaluations are a line search, in which a loss may be inf.
-        num_scaled: The number of losses that a scaler has scaled.
-        num_backward: The number of backward passes.
-        losses: The losses that a scaler has noted and no backward pass has begun with.
-        roots: The tensors that the last backward pass began with.
-        left_out: The first bad value that the loop has read.
-        bad_ends: The calls of ``backward`` to replay when the step ends.
-    """
-
-    ends_before: list[KeptCall] = field(default_factory=list)
-    is_bad: bool = False
-    num_calls: int = 0
-    searches: bool = False
-    num_scaled: int = 0
-    num_backward: int = 0
-    losses: list[Tensor] = field(default_factory=list)
+    ends_before: list[KeptCall] = field(default_factory=list)  # for a further optimizer
+    is_bad: bool = False  # and diagnosed, unless bad_ends are left
+    num_calls: int = 0  # of its closure
+    searches: bool = False  # whether they are a line search, in which a loss may be inf
+    num_scaled: int = 0  # losses
+    num_backward: int = 0  # passes
+    losses: list[Tensor] = field(default_factory=list)  # noted by a scaler, before a backward pass
+    # Of the last backward pass.
     roots: MutableMapping[Tensor, None] = field(default_factory=WeakTensorKeyDictionary)
-    left_out: Made | None = None
-    bad_ends: list[KeptCall] = field(default_factory=list)
+    left_out: Made | None = None  # the first bad value that the loop has read
+    bad_ends: list[KeptCall] = field(default_factory=list)  # calls of backward to replay at the end
 
 
 class _StepCount:
-    """Number of the steps of a loop.
-
-    Attributes:
-        num: The number of steps that have ended.
-        num_by_hand: The number of those whose updates the loop has made itself.
-        rounds: The rounds of several optimizers, each of which is one step.
-    """
+    """Number of the steps of a loop."""
 
     def __init__(self) -> None:
         self.num = self.num_by_hand = 0
-        self.rounds = Rounds()
+        self.rounds = Rounds()  # of several optimizers, each one step
         self._is_leaving = False
 
     def count(self, optimizer: Optimizer) -> None:
