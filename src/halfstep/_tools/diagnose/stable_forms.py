@@ -177,15 +177,11 @@ class StableForm(NamedTuple):
 
 
 class Formulas(TorchFunctionMode):
-    """Function mode that finds the stable forms of formulas, and applies some of them.
-
-    Args:
-        applied: The calls that end formulas and return the values of the stable forms.
-    """
+    """Function mode that finds the stable forms of formulas, and applies some of them."""
 
     def __init__(self, applied: Sequence[UserCall]) -> None:
         super().__init__()
-        self._applied = applied
+        self._applied = applied  # calls that return the values of stable forms
         self._made: dict[int, _Result] = {}
         self._found: list[_Derivation] = []
 
@@ -231,11 +227,7 @@ class Formulas(TorchFunctionMode):
 
 
 class _Derivation:
-    """Derivation of the stable form of a formula.
-
-    Raises:
-        _NoForm: The rules give none.
-    """
+    """Derivation of the stable form of a formula; raises ``_NoForm`` if the rules give none."""
 
     def __init__(self, made: dict[int, _Result], root: _Call) -> None:
         self._made, self._root = made, root

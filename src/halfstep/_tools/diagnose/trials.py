@@ -26,13 +26,11 @@ from halfstep._tools.trace.ops import OpPlace
 _OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
 """The blame for a replay that was not completed."""
 
-
 HIDES = (
     "the clamp hides values that are too large: they get no gradient, and the training goes on "
     "with the rest; look why they grow"
 )
 """A remark on :data:`LAST_RESORTS`."""
-
 
 Change = Callable[[], AbstractContextManager[object]]
 """A function that returns a context in which the user's code is changed."""

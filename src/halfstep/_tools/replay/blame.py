@@ -316,17 +316,15 @@ class BlameTracker(OpObserver):
             return True
         amax = max(map(abs, found))
         if call.phase == "backward":
-            self._note_gradient(tensor, call, amax)
+            place = (call.place.module, call.place.call, call.place.op, call.name)
+            before = self.gradients.get(place, (tensor.dtype, 0.0))[1]
+            finite = max(before, amax) if math.isfinite(amax) else before
+            self.gradients[place] = (tensor.dtype, finite)
         if not all(map(math.isfinite, found)):
             return False
         if tensor in self._blames and _is_all_of_its_memory(tensor):
             self._blames.drop(tensor)
         return True
-
-    def _note_gradient(self, tensor: Tensor, call: OpCall, amax: float) -> None:
-        place = (call.place.module, call.place.call, call.place.op, call.name)
-        before = self.gradients.get(place, (tensor.dtype, 0.0))[1]
-        self.gradients[place] = (tensor.dtype, max(before, amax) if math.isfinite(amax) else before)
 
     def _put(self, tensor: Tensor, blame: Blame) -> None:
         known = self._blames.get(tensor)

@@ -174,11 +174,7 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any:
-        """Run an op, and show it to the observer before and after.
-
-        Raises:
-            RanksError: The op would wait for other ranks that do not run it.
-        """
+        """Run an op, and show it to the observer; raise ``RanksError`` if it waits for others."""
         if self.is_paused:
             return func(*args, **kwargs)
         is_collective = func.namespace in _COLLECTIVES

@@ -61,18 +61,13 @@ class Replayer:
     Each replay restores the training state: parameters, buffers, gradients, random generators,
     scalers, and everything else that PyTorch or the modules hold. Schedules do not step, nor do
     optimizers, whose closures are called once, unless ``takes_steps``.
-
-    Args:
-        step: Runs the step.
-        model: The model, if it is known.
-        is_kept: Whether the step repeats kept calls. Such a step starts without gradients, and may
-            end before the backward pass if the loss itself is bad. A user's function must not be
-            cut short: it may have a hook or a flag to reset.
     """
 
     def __init__(
         self, step: Callable[[], object], model: nn.Module | None, *, is_kept: bool = False
     ) -> None:
+        # A step of kept calls starts without gradients, and may end before the backward pass if the
+        # loss is bad. A user's function may not: it may have a hook or a flag to reset.
         self.is_kept = is_kept
         self._step, self._outermost, self.model = step, model, model
         self._owners = owners_in(step)
@@ -123,10 +118,8 @@ class Replayer:
     ) -> Iterator[StepRun]:
         """Run the step, inside ``around`` if given, and show its ops to an observer.
 
-        The results can be read inside the block. Everything is restored when it ends.
-
-        Raises:
-            OutOfTime: The limit is reached.
+        The results can be read inside the block. Everything is restored when it ends. Raises
+        ``OutOfTime`` if the limit is reached.
         """
         if self.num_replays >= _ALWAYS and self.seconds > self.limit:
             raise OutOfTime

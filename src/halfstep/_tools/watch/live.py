@@ -13,7 +13,6 @@ from halfstep._common.module_names import replicated
 from halfstep._common.numbers import things
 from halfstep._common.patches import Patches
 from halfstep._pytorch import distributed, modes
-from halfstep._pytorch.distributed import has_ranks
 from halfstep._tools.diagnose.diagnose import judge_alone
 from halfstep._tools.diagnose.diagnosis import Diagnosis, source_of
 from halfstep._tools.diagnose.inspect_op import InspectingTracker
@@ -24,7 +23,6 @@ from halfstep._tools.replay.undo import UndoLog
 from halfstep.events import observe_ops
 
 NOTE = "traced live, not replayed: judged by the op alone, and the cure was not tried"
-
 
 MOST_LIVE = 5
 """The largest number of steps that are traced live after one that cannot be replayed."""
@@ -137,7 +135,7 @@ class LiveTrace:
             return None
         # Either another rank sent the inf or NaN, or no op of this rank made them.
         self.came_from_elsewhere = blame.number == ELSEWHERE or (
-            blame.reader == OUTSIDE and has_ranks()
+            blame.reader == OUTSIDE and distributed.has_ranks()
         )
         inspection = self._tracker.inspected.get(blame.reader)
         if inspection is None:

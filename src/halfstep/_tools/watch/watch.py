@@ -40,7 +40,6 @@ from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.diagnose.inspect_op import names_in
 from halfstep._tools.diagnose.optimizer_step import (
     Numbers,
-    diagnosis_of_event,
     diagnosis_of_taken_step,
     event_of,
     numbers_of,
@@ -60,7 +59,6 @@ from halfstep._tools.watch.bad_steps import (
     Skips,
     are_finite,
     has_nan,
-    have_finite_gradients,
     have_finite_values,
     sizes_of,
 )
@@ -76,7 +74,6 @@ WENT_BAD_LATE = (
     "unscale_() and step(): check what it divides by (a norm of 0, inf or NaN), its sums over "
     "ranks, and its clipping"
 )
-
 INNOCENT = (
     "the loss and the gradients of this rank are finite when it runs alone: the inf or NaN came "
     "from another rank"
@@ -152,20 +149,8 @@ class Watch:
     A bad step is replayed immediately, before its state changes, from the calls that the loop made.
     If that is impossible, the following steps are traced live, provided a scaler skips bad steps.
 
-    Args:
-        scaler: The scaler to watch; None for all scalers, and for optimizer steps without a scaler.
-        model: The model. By default, the first module with parameters that is called.
-        tell: Called with each new diagnosis and the number of the step, counted from 1. By default,
-            a :class:`halfstep.errors.DiagnosisWarning` is issued.
-        seconds: The time after which no replay of a step begins.
-
     Raises:
         TypeError: ``tell`` is not callable.
-
-    Attributes:
-        found: The diagnoses, one for each place.
-        notes: Remarks for the next diagnosis.
-        is_ending: Whether a scaler is ending the step that is diagnosed.
 
     Sync: three per step without a scaler, two per step with a scaler; more in steps 1, 2, 4 ...
     """
@@ -184,8 +169,8 @@ class Watch:
                 f"diagnose(tell={type(tell).__name__}): pass a function that takes a diagnosis and "
                 "a number"
             )
-        self.found: list[Diagnosis] = []
-        self.notes: list[str] = []
+        self.found: list[Diagnosis] = []  # one for each place
+        self.notes: list[str] = []  # for the next diagnosis
         self._scaler, self._model, self._tell = scaler, model, tell or self.warn
         self._capture = Capture(
             self._is_here,
@@ -206,7 +191,8 @@ class Watch:
         self._went_bad: dict[str, int] = {}  # weights and buffers, with the step
         self._of_steps: set[int] = set()  # those of them in which an optimizer was at fault
         self._last_model: nn.Module | None = None
-        self.is_ending, self._seconds = False, seconds
+        self._seconds = seconds
+        self.is_ending = False  # whether a scaler is ending the step that is diagnosed
         self._loss_scaler: GradScaler | None = None
         self._stack = ExitStack()
         self._pid, self._thread = os.getpid(), threading.get_ident()
@@ -411,7 +397,8 @@ class Watch:
         ends, bad_ends, step.bad_ends = self._capture.ends or step.ends_before, step.bad_ends, []
         if bad_ends:
             self._look(bad_ends, None)
-        if ends and not step.is_bad and not have_finite_gradients(weights):
+        gradients = (weight.grad for weight in weights if weight.grad is not None)
+        if ends and not step.is_bad and not have_finite_values(gradients):
             step.is_bad = True
             self._look(ends, None)
         if self._capture.ends:
@@ -442,18 +429,15 @@ class Watch:
             event = event_of(optimizer, names_in(model), frozenset(self._went_bad))
         if event is None:
             return
-        names = [event.tensor, *_bad_names(model, parameters=True)]
+        names = [event.tensor or "", *_bad_names(model, parameters=True)]
         self._went_bad = dict.fromkeys(names, step) | self._went_bad
         self._of_steps.add(step)
         self._running.is_bad = not self._counts_plain_steps()
         self._was_finite, self._is_spoiled = False, True
         if self._may_look():
-            if numbers is None:  # its closure may not be called again
-                found = diagnosis_of_event(event)
-            else:
-                seconds = self._seconds
-                found = diagnosis_of_taken_step(optimizer, numbers, event, model, seconds)
-            self._report(found, step)
+            if numbers is not None:  # else its closure may not be called again
+                event = diagnosis_of_taken_step(optimizer, numbers, event, model, self._seconds)
+            self._report(event, step)
 
     def _may_look(self) -> bool:
         """Count a step to diagnose; return whether the limits of a run allow it."""
