@@ -135,7 +135,9 @@ def _cast_at(line: Call, casts: Casts, at: int) -> str | None:
     failing = [statement for statement in _from(line) if statement.lineno == at]
     nodes = [node for statement in failing for node in ast.walk(statement)]
     names = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
-    for name, dtype in product(names, (torch.float32, *HALVES)):
+    tensors = [value for value in line.local.values() if isinstance(value, Tensor)]
+    halves = {tensor.dtype for tensor in tensors}.intersection(HALVES)
+    for name, dtype in product(names, (torch.float32, *halves)):
         if failing_line(line, casts, later={at: {name: dtype}}) == 0:
             return f"{name}.to({dtype}) in place of {name} at line {at}"
     return None
