@@ -49,14 +49,12 @@ class Wide:
 class AbsorbedTracker(BlameTracker):
     """Blame tracker that also follows overflows until they are absorbed.
 
-    Attributes:
-        harm: The blame for the first overflow that did harm, and the op that absorbed it.
-
     Sync: several for each op that reads values after an overflow.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        # The first overflow that did harm, and the op that absorbed it.
         self.harm: tuple[Blame, str] | None = None
         self._wide: ByMemory[dict[Geometry, Wide]] = ByMemory()
         self._origins: set[Blame] = set()

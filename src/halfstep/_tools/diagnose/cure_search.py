@@ -202,11 +202,8 @@ def _scale_with(trial: CureTrial, policy: Policy) -> float | None:
     """Return a scale at which the step is finite under a policy, or None."""
     if trial.scale is None:
         return None
-    for factor in _SCALE_FACTORS:
-        scale = max(trial.scale * factor, SMALLEST_SCALE)
-        if trial.is_finite(policy=policy, scale=scale):
-            return scale
-    return None
+    scales = (max(trial.scale * factor, SMALLEST_SCALE) for factor in _SCALE_FACTORS)
+    return next((each for each in scales if trial.is_finite(policy=policy, scale=each)), None)
 
 
 def _of_policy(
@@ -398,11 +395,8 @@ def _scale_of_edits(trial: CureTrial, edits: Edits, before: Blame, after: Blame)
         return None
     if before.phase == "backward" and before.where == after.where:
         return None
-    for factor in _SCALE_FACTORS[1:]:
-        scale = max(trial.scale * factor, SMALLEST_SCALE)
-        if trial.edited(edits, scale).blame is None:
-            return scale
-    return None
+    scales = (max(trial.scale * factor, SMALLEST_SCALE) for factor in _SCALE_FACTORS[1:])
+    return next((each for each in scales if trial.edited(edits, each).blame is None), None)
 
 
 def _of_placed(

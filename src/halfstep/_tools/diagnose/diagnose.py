@@ -14,7 +14,6 @@ from torch import nn
 from halfstep._common.machine import rank
 from halfstep._common.module_names import without_wrappers
 from halfstep._pytorch import compiler, distributed
-from halfstep._pytorch.distributed import has_ranks
 from halfstep._tools.diagnose import cure_search
 from halfstep._tools.diagnose.absorbed import find_absorbed
 from halfstep._tools.diagnose.diagnosis import (
@@ -50,7 +49,7 @@ from halfstep._tools.replay.kept_calls import (
     why_not_again,
 )
 from halfstep._tools.replay.observer import waits_for_others, why_together
-from halfstep._tools.replay.replay import OutOfTime, Replayer, StepRun, replaying
+from halfstep._tools.replay.replay import OutOfTime, Replayer, replaying
 from halfstep._tools.replay.variant import Variant, all_in_float32, half_of
 from halfstep._tools.user_code import owners_in
 from halfstep.errors import RanksError
@@ -155,11 +154,8 @@ def why_not_replayed(calls: Sequence[KeptCall], model: nn.Module | None) -> str 
 def is_bad_at_scale_1(calls: Sequence[KeptCall], model: nn.Module | None) -> bool:
     """Return whether a replay of kept calls at scale 1 is not finite."""
     replayer = Replayer(step_of(calls, None, 1.0), model, is_kept=True)
-    with (
-        replaying(),
-        outside_of_contexts(),
-        suppress(Exception),
-    ):  # raised by the user's code; the replay for the diagnosis reports it
+    # The replay for the diagnosis reports errors of the user's code.
+    with replaying(), outside_of_contexts(), suppress(Exception):
         return scan(replayer, Variant(scale=1.0)).blame is not None
     return False
 
@@ -183,20 +179,15 @@ def _of_no_blame(replayer: Replayer, found: Scan, with_underflow: bool) -> Diagn
     if found.not_seen:
         return _of_what_was_seen(replayer, found)
     try:
-        return _of_finite(replayer, run, found, with_underflow)
+        if replayer.has_steps and (of_step := fault_of_step(replayer, run.scale)) is not None:
+            return of_step
+        if with_underflow:
+            harm = find_absorbed(replayer, run) if found.first else None
+            flushes = () if harm else find_underflow(replayer, run.scale)
+            return harm or Diagnosis("none", scale=run.scale, underflow=flushes)
     except OutOfTime:
         _note_end(replayer)
-        return Diagnosis("none", scale=run.scale)
-
-
-def _of_finite(replayer: Replayer, run: StepRun, found: Scan, with_underflow: bool) -> Diagnosis:
-    """Return the diagnosis of a step whose losses and gradients are finite."""
-    if replayer.has_steps and (of_step := fault_of_step(replayer, run.scale)) is not None:
-        return of_step
-    if not with_underflow:
-        return Diagnosis("none", scale=run.scale)
-    harm = find_absorbed(replayer, run) if found.first else None
-    return harm or Diagnosis("none", scale=run.scale, underflow=find_underflow(replayer, run.scale))
+    return Diagnosis("none", scale=run.scale)
 
 
 def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
@@ -205,8 +196,8 @@ def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
     if not name:
         replayer.notes.append(OF_NO_OP)
         return _of_what_was_seen(replayer, found)
-    verdict, cure = judge_data(described(blame), name, is_of_batch=False)
-    return Diagnosis(verdict, None, name, found.ends, found.run.scale, cure)
+    cure = of_data(described(blame), name, is_of_batch=False)
+    return Diagnosis("data", None, name, found.ends, found.run.scale, cure)
 
 
 def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
@@ -235,14 +226,15 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
     bad, tensor = named_by(inspection.call, inspection.bad), inspection.tensor
     if blame.number == OUTSIDE or tensor is not None:
         rows = "" if blame.tensor is None else bad_rows(blame.tensor)
-        verdict, cure = judge_data(bad, tensor, is_of_batch=inspection.is_of_batch, rows=rows)
-        return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)
+        cure = of_data(bad, tensor, is_of_batch=inspection.is_of_batch, rows=rows)
+        return Diagnosis("data", bad, tensor, found.ends, scale, cure)
     try:
-        return _of_bad_op(replayer, found, blame, bad, calls, inspection.call)
+        swallowed = _of_swallowed(replayer, found, blame, bad, calls)
+        return swallowed or judge(replayer, found, blame, bad, inspection.call)
     except OutOfTime:
         _note_end(replayer)
-        verdict, cure = judge_alone(bad, blame, scale, model)
-        return Diagnosis(verdict, bad, None, found.ends, scale, cure)
+        verdict, untested = judge_alone(bad, blame, scale, model)
+        return Diagnosis(verdict, bad, None, found.ends, scale, untested)
 
 
 def _note_end(replayer: Replayer) -> None:
@@ -250,28 +242,6 @@ def _note_end(replayer: Replayer) -> None:
         f"the replays took {replayer.seconds:.0f} s: none began after {replayer.limit:g} s, the "
         "limit (--diagnose-seconds, diagnose(seconds=...)), so what comes after it was not tried"
     )
-
-
-def _of_bad_op(
-    replayer: Replayer,
-    found: Scan,
-    blame: Blame,
-    bad: BadOp,
-    calls: UserCalls,
-    call: UserCall | None,
-) -> Diagnosis:
-    """Return the diagnosis of a step in which an op is to blame, with a cure."""
-    scale = found.run.scale
-    swallowed = _of_swallowed(replayer, found, blame, bad, calls)
-    if swallowed is not None:
-        return swallowed
-    verdict, cure, in_float32 = judge(replayer, found, blame, bad, call)
-    diagnosis = Diagnosis(
-        verdict, bad, None, found.ends, scale, cure, is_finite_in_float32=in_float32
-    )
-    if verdict == "scale" and cure is not None:
-        diagnosis = replace(diagnosis, underflow=find_underflow(replayer, cure.scale))
-    return diagnosis
 
 
 def _of_swallowed(
@@ -299,20 +269,17 @@ def _of_swallowed(
 
 # --- the verdict ----------------------------------------------------------------------------------
 
-Judgement = tuple[Verdict, Cure | None]
-
 
 def judge(
     replayer: Replayer, found: Scan, blame: Blame, bad: BadOp, call: UserCall | None
-) -> tuple[Verdict, Cure | None, bool | None]:
-    """Replay a step with changes; return the verdict, the cure and if float32 is finite."""
+) -> Diagnosis:
+    """Return the diagnosis of a step in which an op is to blame, after replays with changes."""
     replayer.drop_bad_gradients()
     run, trial = found.run, CureTrial(replayer, found.run)
     wide: Scan | None = None
-    is_half = not run.entered and half_of(replayer.modules) is not None
     if run.entered:
         wide = scan(replayer, Variant(torch.float32, scale=run.scale))
-    elif is_half:
+    elif half_of(replayer.modules) is not None:
         wide = scan(replayer, Variant(scale=run.scale), all_in_float32(replayer.modules))
     is_wide_finite = wide is not None and wide.is_finite
     may_be_scale = found.is_scaling or (
@@ -322,7 +289,9 @@ def judge(
         largest = _largest_gradient(found, wide) if wide is not None else None
         smaller = cure_search.smaller_scale(trial, run.scale, bad, largest)
         if smaller is not None:
-            return "scale", cure_search.of_scale(smaller, is_finite=True), None
+            cure: Cure | None = cure_search.of_scale(smaller, is_finite=True)
+            flushes = find_underflow(replayer, smaller)
+            return Diagnosis("scale", bad, None, found.ends, run.scale, cure, flushes)
     if not is_wide_finite and bad.is_beyond_its_dtype:
         _note_range_alone(replayer, blame, wide)
     is_same = wide is not None and wide.blame is not None and wide.blame.where == blame.where
@@ -336,7 +305,10 @@ def judge(
     except OutOfTime:
         _note_end(replayer)
         cure = None
-    return "range" if is_range else "maths", cure, in_float32
+    verdict: Verdict = "range" if is_range else "maths"
+    return Diagnosis(
+        verdict, bad, None, found.ends, run.scale, cure, is_finite_in_float32=in_float32
+    )
 
 
 def _note_range_alone(replayer: Replayer, blame: Blame, wide: Scan | None) -> None:
@@ -357,19 +329,14 @@ def _note_range_alone(replayer: Replayer, blame: Blame, wide: Scan | None) -> No
 
 def _largest_gradient(found: Scan, wide: Scan) -> float | None:
     """Return the largest float32 magnitude of the gradients that the step computes in float16."""
-    return max(
-        (
-            amax
-            for place, (_, amax) in wide.gradients.items()
-            if found.gradients.get(place, (None,))[0] is torch.float16
-        ),
-        default=None,
-    )
+    halves = {place for place, (dtype, _) in found.gradients.items() if dtype is torch.float16}
+    sizes = [amax for place, (_, amax) in wide.gradients.items() if place in halves]
+    return max(sizes, default=None)
 
 
 def judge_alone(
     bad: BadOp, blame: Blame, scale: float | None, model: nn.Module | None
-) -> Judgement:
+) -> tuple[Verdict, Cure | None]:
     """Return the verdict on an op without a replay, and an untested cure (None for bad data)."""
     if blame.number == OUTSIDE:
         return "data", None
@@ -382,8 +349,8 @@ def judge_alone(
     return "range", cure_search.narrowest_rule(blame, model)
 
 
-def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, rows: str = "") -> Judgement:
-    """Return the verdict for a tensor that was bad before the step, and its cure."""
+def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, rows: str = "") -> Cure:
+    """Return the cure for a tensor that was bad before the step."""
     if tensor is not None and tensor.endswith(".grad"):
         text = "call zero_grad() first: this gradient is left from an earlier step"
     elif named := [operand for operand in bad.inputs if operand.name == tensor]:
@@ -394,17 +361,14 @@ def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, rows: str =
         if named[0].dtype == "float16":
             text = f"{STEP_IN_FLOAT32}\n{text}"
     elif is_of_batch:
-        where = (
-            ""
-            if not has_ranks()
-            else (" on all ranks, which wait for each other, or replace its rows with finite ones")
-        )
+        together = " on all ranks, which wait for each other, or replace its rows with finite ones"
+        where = together if distributed.has_ranks() else ""
         text = f"leave this batch out{where}: {tensor} is not finite{rows}; check where it is made"
     elif tensor == A_NUMBER:
         text = f"look where {tensor} comes from"
     else:
         text = f"look where {tensor} comes from: it was not finite{rows} before the step began"
-    return "data", Cure("data", text)
+    return Cure("data", text)
 
 
 # --- several ranks --------------------------------------------------------------------------------

@@ -28,20 +28,12 @@ USUAL_NAMES = ("input", "other", "var")
 
 
 class Edit(NamedTuple):
-    """Edit of a call.
+    """Edit of a call."""
 
-    Attributes:
-        slots: The parts to edit: positions of arguments, keywords, :data:`NARROW` or
-            :data:`CALL`.
-        expression: The new expression for each slot.
-        factor: The factor for the small number.
-        told: The expression to show instead if a PyTorch module makes the call.
-    """
-
-    slots: tuple[int | str, ...]
+    slots: tuple[int | str, ...]  # arguments, keywords, NARROW or CALL
     expression: Expression
-    factor: float = 1.0
-    told: str = ""
+    factor: float = 1.0  # for the small number
+    told: str = ""  # the expression to show if a PyTorch module makes the call
 
     def slots_in(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, ...]:
         """Return the slots for the given arguments; none if the edit does not fit them."""

@@ -44,25 +44,17 @@ _OPAQUE = {"workspace", "reserve", "reserveSpace", "weight_buf"}
 
 
 class OpInspection(OpObserver):
-    """Observer of the op that is to blame, and of the op whose gradient it computes.
-
-    Attributes:
-        bad: The description of the op.
-        has_seen: Whether the op ran; True if no op is to blame.
-        tensor: The name of the tensor from outside, or ``A_NUMBER``.
-        call: The call in the user's code that ran the op, or the op whose gradient it computes.
-        notes: Remarks about the op's arguments.
-        is_of_batch: Whether the tensor from outside was passed to a module or a loss.
-    """
+    """Observer of the op that is to blame, and of the op whose gradient it computes."""
 
     def __init__(self, blame: Blame, name_of: Callable[[Tensor], str]) -> None:
         self._blame, self._name_of = blame, name_of
         self.bad = described(blame)
-        self.has_seen = blame.key is None
-        self.tensor: str | None = None
+        self.has_seen = blame.key is None  # whether the op ran
+        self.tensor: str | None = None  # name of the tensor from outside, or A_NUMBER
+        # Call that ran the op, or the op whose gradient it computes.
         self.call: UserCall | None = None
         self.notes: list[str] = []
-        self.is_of_batch = False
+        self.is_of_batch = False  # whether the tensor from outside was given to a module or a loss
 
     @property
     def is_settled(self) -> bool:  # type: ignore[override]
@@ -273,14 +265,11 @@ class InspectingTracker(BlameTracker):
 
     If ``is_replay``, two kinds of op are left to another replay: ops that write to their inputs,
     and backward ops that read a bad tensor from outside (the call that received it has returned).
-
-    Attributes:
-        inspected: The inspections, keyed by the number of the op.
     """
 
     def __init__(self, model: nn.Module | None, *, is_replay: bool) -> None:
         super().__init__()
-        self.inspected: dict[int, OpInspection] = {}
+        self.inspected: dict[int, OpInspection] = {}  # by the number of the op
         self._is_replay = is_replay
         self._places: dict[int, tuple[str, Place | None]] = {}
         self._name_of = names_in(model)

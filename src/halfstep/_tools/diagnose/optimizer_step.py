@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,31 +39,10 @@ IN_PLACE_OF_LOST = (
 )
 
 
-@dataclass(frozen=True)
-class StepEvent:
-    """Weights that a step of an optimizer has made inf or NaN.
-
-    Attributes:
-        tensor: The name of the first weight; of its state, if that is bad there.
-        said: What happened, as a sentence.
-        causes: What was measured at these entries.
-        is_of_state: Whether the state of the optimizer is bad there.
-        has_eps: Whether an ``eps`` of 0 is among the causes.
-        is_rounded: Whether it is 0 in the dtype of the weight alone.
-    """
-
-    tensor: str
-    said: str
-    causes: tuple[str, ...]
-    is_of_state: bool
-    has_eps: bool
-    is_rounded: bool
-
-
 def event_of(
     optimizer: Optimizer, name_of: Callable[[Tensor], str], known: frozenset[str] = frozenset()
-) -> StepEvent | None:
-    """Describe weights that are bad after a step of finite gradients; None if there are none.
+) -> Diagnosis | None:
+    """Return the diagnosis of weights that are bad after a step of finite gradients, or None.
 
     Weights with names in ``known`` were bad before. Sync: one for each weight.
     """
@@ -73,7 +52,7 @@ def event_of(
         for group in member.param_groups
         for weight in group["params"]
         if weight.grad is not None and is_finite(weight.grad) and not is_finite(weight)
-        if (name := _name(weight, name_of)) not in known
+        if (name := name_of_weight(weight, name_of)) not in known
     ]
     if not found:
         return None
@@ -100,10 +79,11 @@ def event_of(
     causes = [f"eps is {eps:g}, in {dtype_name(dtype)} 0" if is_rounded else "eps is 0"]
     causes = [f"{causes[0]}, and {zero[-1]} is 0 there" if zero else causes[0]][:has_eps]
     causes += [f"{key} is inf or NaN there" for key in spoilt]
-    return StepEvent(name, said, tuple(causes), bool(spoilt), has_eps, is_rounded)
+    cure = Cure("code", STEP_IN_FLOAT32) if is_rounded else None
+    return Diagnosis("optimizer", None, name, cure=cure, notes=tuple(causes), happened=said)
 
 
-def _name(weight: Tensor, name_of: Callable[[Tensor], str]) -> str:
+def name_of_weight(weight: Tensor, name_of: Callable[[Tensor], str]) -> str:
     shape = ", ".join(map(str, weight.shape))
     return name_of(weight) or called_by_user(weight) or f"a weight of shape [{shape}]"
 
@@ -114,7 +94,7 @@ class _StepTracker(BlameTracker):
     def __init__(self, model: nn.Module | None) -> None:
         super().__init__()
         self._name_of = names_in(model)
-        self.event: StepEvent | None = None
+        self.event: Diagnosis | None = None
         self.optimizer: Optimizer | None = None
         self._bad_before: frozenset[str] = frozenset()
 
@@ -138,20 +118,16 @@ def fault_of_step(replayer: Replayer, scale: float | None) -> Diagnosis | None:
     if event is None or optimizer is None or found.run.error is not None:
         replayer.takes_steps = False
         return None
-    bad, cure = None, None
-    is_users = not type(optimizer).__module__.startswith("torch.")
-    if blame is not None and blame.key is not None:
-        bad = inspect(replayer, blame, scale).bad
-        trial = CureTrial(replayer, found.run)
-        call = call_of(calls, blame)
-        with suppress(OutOfTime):
-            if event.is_rounded:
-                cure = Cure("code", STEP_IN_FLOAT32)
-            elif event.has_eps:
-                cure = _of_eps(trial, optimizer)
-            if cure is None and is_users and not event.is_of_state:
-                cure = cure_search.of_maths(trial, blame, call)
-    return diagnosis_of_event(event, None if bad is None else _shown(bad), cure)
+    if blame is None or blame.key is None:
+        return event
+    bad, cure = inspect(replayer, blame, scale).bad, event.cure
+    trial = CureTrial(replayer, found.run)
+    with suppress(OutOfTime):
+        if any(note.startswith("eps is 0") for note in event.notes):
+            cure = _of_eps(trial, optimizer)
+        if cure is None and not type(optimizer).__module__.startswith("torch."):
+            cure = cure_search.of_maths(trial, blame, call_of(calls, blame))
+    return replace(event, bad=_shown(bad), cure=cure)
 
 
 def _shown(bad: BadOp) -> BadOp:
@@ -159,13 +135,6 @@ def _shown(bad: BadOp) -> BadOp:
     if not bad.op.startswith(("_foreach_", "_fused_")):
         return bad
     return replace(bad, inputs=(), output=None, needs=None, limit=None)
-
-
-def diagnosis_of_event(
-    event: StepEvent, bad: BadOp | None = None, cure: Cure | None = None
-) -> Diagnosis:
-    notes = event.causes
-    return Diagnosis("optimizer", bad, event.tensor, cure=cure, notes=notes, happened=event.said)
 
 
 def _of_eps(trial: CureTrial, optimizer: Optimizer) -> Cure | None:
@@ -193,25 +162,24 @@ Numbers = list[tuple[dict[Any, Any], dict[Any, Any]]]
 """Pairs of a dictionary of an optimizer, and the numbers in it before a step."""
 
 
+def _states(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    """Return the state of each weight of an optimizer."""
+    found = [each for m in members(optimizer) for each in getattr(m, "state", {}).values()]
+    return [each for each in found if isinstance(each, dict)]
+
+
 def numbers_of(optimizer: Optimizer) -> Numbers:
     """Return the numbers that an optimizer counts with, to take a step again. Sync: none."""
-    found: Numbers = []
-    for member in members(optimizer):
-        state = getattr(member, "state", {})
-        of_weights = [each for each in state.values() if isinstance(each, dict)]
-        found += [
-            (each, _numbers_in(each)) for each in (*of_weights, getattr(member, "__dict__", {}))
-        ]
-    return found
+    own = [getattr(member, "__dict__", {}) for member in members(optimizer)]
+    return [
+        (each, {key: _copied(value) for key, value in each.items() if _is_number(value)})
+        for each in (*_states(optimizer), *own)
+    ]
 
 
-def _numbers_in(values: dict[Any, Any]) -> dict[Any, Any]:
-    return {
-        key: value.clone() if isinstance(value, Tensor) else value
-        for key, value in values.items()
-        if type(value) in (int, float)
-        or (isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu")
-    }
+def _is_number(value: Any) -> bool:
+    is_tensor = isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu"
+    return is_tensor or type(value) in (int, float)
 
 
 def _copied(value: Any) -> Any:
@@ -221,8 +189,7 @@ def _copied(value: Any) -> Any:
 @contextmanager
 def _zero_where_bad(optimizer: Optimizer) -> Iterator[None]:
     """Put zeros in place of inf and NaN in weights and state for the time of the block."""
-    states = [s for m in members(optimizer) for s in getattr(m, "state", {}).values()]
-    tensors = [*parameters(optimizer), *tensors_in([s for s in states if isinstance(s, dict)])]
+    tensors = [*parameters(optimizer), *tensors_in(_states(optimizer))]
     bad = [(each, each.detach().clone()) for each in tensors if not is_finite(each)]
     versions = [autograd.version_of(each) for each, _ in bad]
     with torch.no_grad():
@@ -239,7 +206,7 @@ def _zero_where_bad(optimizer: Optimizer) -> Iterator[None]:
 def diagnosis_of_taken_step(
     optimizer: Optimizer,
     before: Numbers,
-    event: StepEvent,
+    event: Diagnosis,
     model: nn.Module | None,
     seconds: float,
 ) -> Diagnosis:
@@ -263,12 +230,12 @@ def diagnosis_of_taken_step(
     with suppress(Exception), _zero_where_bad(optimizer):  # raised by the user's optimizer
         found = fault_of_step(replayer, None)
     if found is None:
-        return diagnosis_of_event(event)
+        return event
     return replace(
-        found,
-        happened=event.said,
-        tensor=event.tensor,
-        notes=(*(event.causes or found.notes), IN_PLACE_OF_LOST),
+        event,
+        bad=found.bad,
+        cure=found.cure,
+        notes=(*(event.notes or found.notes), IN_PLACE_OF_LOST),
         num_replays=replayer.num_replays,
         seconds=replayer.seconds,
         source=source_of(found.bad),

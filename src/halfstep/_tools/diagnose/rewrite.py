@@ -32,19 +32,12 @@ class ArgumentSlot(NamedTuple):
 
 
 class Rewrite(NamedTuple):
-    """Expression that replaces a call.
-
-    Attributes:
-        root: The call.
-        tree: The expression; the names ``torch`` and ``F`` stand for PyTorch's modules.
-        operands: The other names in the expression.
-        parts: The calls that computed what the expression replaces.
-    """
+    """Expression that replaces a call."""
 
     root: Placed
-    tree: ast.expr
-    operands: dict[str, ArgumentSlot]
-    parts: list[Placed]
+    tree: ast.expr  # torch and F stand for the modules
+    operands: dict[str, ArgumentSlot]  # the other names in it
+    parts: list[Placed]  # calls that computed what it replaces
 
 
 def is_written_out(operand: ArgumentSlot) -> bool:

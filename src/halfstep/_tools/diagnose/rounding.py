@@ -48,22 +48,15 @@ class Special(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """Op on the way to a bad op.
-
-    Attributes:
-        parents: The numbers of the ops that made its inputs.
-        dtype: The dtype of its result if that is a lower precision, else None.
-        lost: The Python number in its arguments that its dtype rounds to zero; 0 if there is none.
-        alike: The identity of the op in replays in other dtypes; None for a cast.
-    """
+    """Op on the way to a bad op."""
 
     number: int
     op: str
     place: OpPlace
-    parents: tuple[int, ...]
-    dtype: torch.dtype | None
-    lost: float
-    alike: Alike | None
+    parents: tuple[int, ...]  # numbers of the ops that made its inputs
+    dtype: torch.dtype | None  # None if it is no lower precision
+    lost: float  # number in its arguments that its dtype rounds to zero, or 0
+    alike: Alike | None  # identity in replays in other dtypes; None for a cast
 
 
 class Origins(OpObserver):

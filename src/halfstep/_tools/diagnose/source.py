@@ -25,20 +25,14 @@ Slot = int | str
 
 @dataclass(frozen=True)
 class Placed:
-    """Expression to put at a slot of a call.
-
-    Attributes:
-        function: The name of the function that is called there.
-        parameters: The names of its parameters, as far as they are known.
-        module: The class of the PyTorch module that calls it; empty if the user's code does.
-    """
+    """Expression to put at a slot of a call."""
 
     spot: Spot
     function: str
     slot: Slot
     expression: str
-    parameters: tuple[str, ...] = ()
-    module: str = ""
+    parameters: tuple[str, ...] = ()  # as far as they are known
+    module: str = ""  # class of the PyTorch module that makes the call; empty if the user does
 
 
 def edited_lines(placed: list[Placed]) -> list[LineEdit] | None:

@@ -106,20 +106,14 @@ class _NoForm(Exception):  # noqa: N818  (control flow, not an error)
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """Call of a function by the user's code.
-
-    Attributes:
-        placed: Its place in the source.
-        name: The name of the function in the rules.
-        versions: The versions of the tensors among its arguments, by their id.
-    """
+    """Call of a function by the user's code."""
 
     user_call: UserCall
     placed: Placed
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    versions: dict[int, int]
+    versions: dict[int, int]  # of tensors among its arguments, by id
 
     def is_again(self, other: _Call) -> bool:
         """Return whether this is another call at the same instruction."""
@@ -171,17 +165,11 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call |
 
 
 class StableForm(NamedTuple):
-    """Stable form of a formula.
+    """Stable form of a formula."""
 
-    Attributes:
-        root: The call that ends the formula.
-        rewrite: The expression to write in its place.
-        values: The values in the expression, by name.
-    """
-
-    root: UserCall
+    root: UserCall  # call that ends the formula
     rewrite: Rewrite
-    values: dict[str, Any]
+    values: dict[str, Any]  # by the names in the expression
 
     def evaluated(self) -> Any:
         names = {"torch": torch, "F": functional, **self.values}
@@ -189,15 +177,11 @@ class StableForm(NamedTuple):
 
 
 class Formulas(TorchFunctionMode):
-    """Function mode that finds the stable forms of formulas, and applies some of them.
-
-    Args:
-        applied: The calls that end formulas and return the values of the stable forms.
-    """
+    """Function mode that finds the stable forms of formulas, and applies some of them."""
 
     def __init__(self, applied: Sequence[UserCall]) -> None:
         super().__init__()
-        self._applied = applied
+        self._applied = applied  # calls that return the values of stable forms
         self._made: dict[int, _Result] = {}
         self._found: list[_Derivation] = []
 
@@ -243,15 +227,7 @@ class Formulas(TorchFunctionMode):
 
 
 class _Derivation:
-    """Derivation of the stable form of a formula.
-
-    Attributes:
-        parts: The calls of the formula.
-        form: The stable form.
-
-    Raises:
-        _NoForm: The rules give none.
-    """
+    """Derivation of the stable form of a formula; raises ``_NoForm`` if the rules give none."""
 
     def __init__(self, made: dict[int, _Result], root: _Call) -> None:
         self._made, self._root = made, root

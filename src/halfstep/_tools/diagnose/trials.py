@@ -26,13 +26,11 @@ from halfstep._tools.trace.ops import OpPlace
 _OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
 """The blame for a replay that was not completed."""
 
-
 HIDES = (
     "the clamp hides values that are too large: they get no gradient, and the training goes on "
     "with the rest; look why they grow"
 )
 """A remark on :data:`LAST_RESORTS`."""
-
 
 Change = Callable[[], AbstractContextManager[object]]
 """A function that returns a context in which the user's code is changed."""
@@ -46,17 +44,13 @@ class Tried(NamedTuple):
 
 
 class CureTrial:
-    """Replays of a bad step, each with changes; ``run`` is the replay without changes.
-
-    Attributes:
-        exact: The stable form of the formula, if one is known that cannot be pasted; its loss
-            is that of steps with other cures.
-    """
+    """Replays of a bad step, each with changes; ``run`` is the replay without changes."""
 
     def __init__(self, replayer: Replayer, run: StepRun) -> None:
         self.replayer = replayer
         self.model, self.entered, self.scale = replayer.model, run.entered, run.scale
         self._around: Change = nullcontext
+        # A stable form that cannot be pasted: its losses judge others.
         self.exact: Change | None = None
 
     def inside(

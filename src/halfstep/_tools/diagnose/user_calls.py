@@ -75,28 +75,19 @@ class UserCalls(TorchFunctionMode):
 
     Of several edits of a call, it applies the first that makes the call by itself, including its
     gradients, finite.
-
-    Args:
-        num_ops: Returns the number of ops that have run.
-        edits: The calls to edit, each with its alternative edits.
-        may_end_early: Whether an edit that does not fit may end the replay.
-
-    Attributes:
-        chosen: The edits that were applied, keyed by the index of the pair.
-        placed: The source expressions of the edits, keyed by the index and the slot.
-        do_fit: Whether all edits fitted; a call that an edit did not fit was made unchanged.
-        hides: Whether a clamp took gradients from values.
     """
 
     def __init__(
         self, num_ops: Callable[[], int], edits: Edits = (), *, may_end_early: bool = False
     ) -> None:
         super().__init__()
+        # Whether an edit that does not fit may end the replay; else the call is made unchanged.
         self._num_ops, self._edits, self._may_end_early = num_ops, edits, may_end_early
         self._calls: list[UserCall] = []
-        self._is_inside, self.do_fit, self.hides = False, True, False
+        self._is_inside, self.do_fit = False, True
+        self.hides = False  # whether a clamp took gradients from values
         self._changes: dict[tuple[int, Slot], _Changes] = {}
-        self.chosen: dict[int, Edit] = {}
+        self.chosen: dict[int, Edit] = {}  # applied edits, by the index of the pair
         self._texts: dict[tuple[int, Slot], str] = {}
         self.placed: dict[tuple[int, Slot], Placed] = {}
 

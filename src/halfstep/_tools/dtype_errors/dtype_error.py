@@ -63,17 +63,11 @@ _IN_BACKWARD = re.compile(r"Found dtype (\w+) but expected (\w+)")
 
 @dataclass(frozen=True)
 class GivenTensor:
-    """A tensor of the failing call.
+    """A tensor of the failing call."""
 
-    Attributes:
-        name: Its name in the user's code, or else where the call was made.
-        tensor: Its value.
-        origin: Where it comes from; empty if that is not known.
-    """
-
-    name: str
+    name: str  # in the code of the user, or else where the call was made
     tensor: Tensor
-    origin: str
+    origin: str  # empty if it is not known
 
     def __str__(self) -> str:
         dtype, shape = dtype_name(self.tensor.dtype), list(self.tensor.shape)
@@ -82,24 +76,14 @@ class GivenTensor:
 
 @dataclass(frozen=True)
 class DtypeError:
-    """An explanation of an error about dtypes.
-
-    Attributes:
-        where: The line of the user's code.
-        text: Its text.
-        operands: The floating-point tensors of the failing call.
-        notes: Why autocast did not cast them.
-        cures: Changes with which the call was tried again, and ran.
-        inside: The line of a package that this line has called, and its text, if the error is
-            there; a name that this line does not have is one of that line.
-    """
+    """An explanation of an error about dtypes."""
 
     where: str
     text: str
     operands: tuple[GivenTensor, ...]
-    notes: tuple[str, ...]
-    cures: tuple[str, ...]
-    inside: tuple[str, ...] = ()
+    notes: tuple[str, ...]  # why autocast did not cast
+    cures: tuple[str, ...]  # tried, and they run
+    inside: tuple[str, ...] = ()  # line of a package that fails, called there, and its text
 
     def __str__(self) -> str:
         lines = [f"the tensors that the error is about, at {self.where}:", f"> {self.text}"]
@@ -347,16 +331,10 @@ _Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class _Again:
-    """The failing call as a function of what happens to its tensors.
-
-    Attributes:
-        name: The name of its function.
-        call: The function. It writes to a copy of what the failing call writes to.
-        written: The tensor to which the failing call writes.
-    """
+    """The failing call as a function of what happens to its tensors."""
 
     name: str
-    call: Callable[[_Change], Any]
+    call: Callable[[_Change], Any]  # writes to a copy of what the failing call writes to
     written: Tensor | None = None
 
 

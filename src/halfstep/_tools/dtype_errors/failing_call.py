@@ -105,17 +105,11 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The expression that a frame of a traceback was computing.
-
-    Attributes:
-        place: Its instruction.
-        local: The local variables of its frame.
-        other: Another expression of the frame, in place of that of the instruction.
-    """
+    """The expression that a frame of a traceback was computing."""
 
     place: Place
-    local: dict[str, Any]
-    other: ast.expr | None = None
+    local: dict[str, Any]  # variables of the frame
+    other: ast.expr | None = None  # in place of the expression of the instruction
 
     @functools.cached_property
     def node(self) -> ast.expr | ast.stmt | None:
@@ -377,19 +371,12 @@ def nodes_of(code: CodeType) -> Iterator[ast.AST]:
 
 
 class Context(NamedTuple):
-    """An autocast that the calls have entered.
-
-    Attributes:
-        text: Its line and expression.
-        switches: What it sets.
-        context: The same context, to be entered again.
-        is_here: Whether the failing call ran in the same thread.
-    """
+    """An autocast that the calls have entered."""
 
     text: str
     switches: Switches
-    context: torch_autocast | Region
-    is_here: bool
+    context: torch_autocast | Region  # to be entered again
+    is_here: bool  # whether the failing call ran in the same thread
 
 
 def contexts_of(calls: list[Call]) -> list[Context]:

@@ -9,84 +9,42 @@ import ast
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep._autocast import HALVES
 from halfstep._tools.dtype_errors.failing_call import Call
 
 Casts = Mapping[str, torch.dtype]
 """The dtypes of expressions of a statement, by their text."""
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How the rest of a function ended: at a failing statement, or at its end if that is None."""
+def failing_line(
+    line: Call, casts: Casts, *, before: bool = False, later: Mapping[int, Casts] | None = None
+) -> int | None:
+    """Run a statement with casts, and those after it; return the line that fails, 0 if none does.
 
-    line: Call
-    failing: ast.stmt | None
-
-    def more_casts(self) -> Iterator[Casts]:
-        """Yield casts of one tensor of the failing statement to another dtype of its tensors."""
-        found: dict[str, Tensor] = {}
-        for node in ast.walk(self.failing or ast.Module([], [])):
-            if isinstance(node, ast.Name) and node.id in self.line.local:
-                value = self.line.local[node.id]
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    found[node.id] = value
-        halves = {value.dtype for value in found.values()} - {torch.float32}
-        for name, value in found.items():
-            for dtype in (torch.float32, *halves):
-                if dtype is not value.dtype:
-                    yield {name: dtype}
-
-
-def ending(line: Call, casts: Casts, *, before: bool = False) -> Ending | None:
-    """Run a statement with casts, and those after it; None if that cannot be done.
-
-    If ``before``, the names are bound to the casts before the statement, and stay so.
+    If ``before``, the names are bound to the casts before the statement, and stay so. ``later`` has
+    casts in other statements, by their lines. None if the statements cannot be evaluated.
     """
-    statements = [*_from(line)]
-    if not statements:
-        return None
-    return _run(line, statements, casts, before, line.node)
-
-
-def ending_after(found: Ending, casts: Casts) -> Ending | None:
-    """Run the rest from a failing statement on, with casts in it."""
-    statements = [*_from(found.line)]
-    if found.failing not in statements:
-        return None
-    return _run(found.line, statements[statements.index(found.failing) :], casts)
-
-
-def _run(
-    line: Call,
-    statements: list[ast.stmt],
-    casts: Casts,
-    before: bool = False,
-    within: ast.AST | None = None,
-) -> Ending | None:
-    now = replace(line, local={**line.local})
+    now, statements = replace(line, local={**line.local}), [*_from(line)]
     if before:
-        for name, dtype in casts.items():
-            now.local[name] = now.local[name].to(dtype)
+        now.local.update((name, line.local[name].to(dtype)) for name, dtype in casts.items())
         casts = {}
     for number, statement in enumerate(statements):
-        given = {} if number else casts
         try:
-            if _done(now, statement, given, within):
-                return Ending(now, None)
-        except (LookupError, NotImplementedError, SyntaxError):
-            return None
-        except (RuntimeError, TypeError, ValueError):
-            return Ending(now, statement)
+            given = (later or {}).get(statement.lineno, {}) if number else casts
+            if _done(now, statement, given, None if number else line.node):
+                return 0
+        except (RuntimeError, TypeError, ValueError) as error:
+            return None if isinstance(error, NotImplementedError) else statement.lineno
         except Exception:
             return None
-    return Ending(now, None)
+    return 0 if statements else None
 
 
 def _from(line: Call) -> Iterator[ast.stmt]:
@@ -160,14 +118,29 @@ def ordered(cures: list[str], line: Call) -> list[str]:
     last: list[str] = []
     for number, cure in enumerate(cures):
         casts = _casts(cure)
-        found = None if casts is None else ending(line, casts)
-        if found is None or found.failing is None or casts is None:
+        at = None if casts is None else failing_line(line, casts)
+        if not at or casts is None:
             return [*cures[number:], *last]
-        last.append(f"{cure} (then line {found.failing.lineno} fails)")
-        better = _before(line, casts) or _with_more(cure, found)
-        if better is not None:
-            return [better, *cures[number + 1 :], *last]
+        last.append(f"{cure} (then line {at} fails)")
+        if all(map(str.isidentifier, casts)) and failing_line(line, casts, before=True) == 0:
+            better = "; ".join(f"{name} = {name}.to({dtype})" for name, dtype in casts.items())
+            return [f"{better} before this line", *cures[number + 1 :], *last]
+        if (more := _cast_at(line, casts, at)) is not None:
+            return [f"{cure}; {more}", *cures[number + 1 :], *last]
     return last
+
+
+def _cast_at(line: Call, casts: Casts, at: int) -> str | None:
+    """Return a cast of a name at a later line with which the function runs to its end."""
+    failing = [statement for statement in _from(line) if statement.lineno == at]
+    nodes = [node for statement in failing for node in ast.walk(statement)]
+    names = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
+    tensors = [value for value in line.local.values() if isinstance(value, Tensor)]
+    halves = {tensor.dtype for tensor in tensors}.intersection(HALVES)
+    for name, dtype in product(names, (torch.float32, *halves)):
+        if failing_line(line, casts, later={at: {name: dtype}}) == 0:
+            return f"{name}.to({dtype}) in place of {name} at line {at}"
+    return None
 
 
 def _casts(cure: str) -> Casts | None:
@@ -176,23 +149,3 @@ def _casts(cure: str) -> Casts | None:
     if not all(found):
         return None
     return {each[3]: getattr(torch, each[2]) for each in found if each is not None}
-
-
-def _before(line: Call, casts: Casts) -> str | None:
-    if not all(name.isidentifier() for name in casts):
-        return None
-    found = ending(line, casts, before=True)
-    if found is None or found.failing is not None:
-        return None
-    return "; ".join(f"{n} = {n}.to({d})" for n, d in casts.items()) + " before this line"
-
-
-def _with_more(cure: str, found: Ending) -> str | None:
-    assert found.failing is not None
-    for casts in found.more_casts():
-        after = ending_after(found, casts)
-        if after is not None and after.failing is None:
-            ((name, dtype),) = casts.items()
-            at = found.failing.lineno
-            return f"{cure}; {name}.to({dtype}) in place of {name} at line {at}"
-    return None

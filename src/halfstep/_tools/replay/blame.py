@@ -93,19 +93,14 @@ _OF_NO_OP = Blame(OUTSIDE, "", OpPlace(), "backward", OUTSIDE)
 class BlameTracker(OpObserver):
     """Observer that checks the outputs of every op and tracks the blame for non-finite values.
 
-    Attributes:
-        has_end: Whether the step has a loss, gradient or result to judge it by.
-        first: The first blame for values that are not finite, harmful or not.
-        gradients: The dtype and the largest finite magnitude of the outputs of each backward op,
-            keyed by place.
-
     Sync: one for every op.
     """
 
     def __init__(self) -> None:
         self._blames: ByMemory[Blame] = ByMemory()
+        # Largest finite magnitudes of backward ops.
         self.gradients: dict[GradientPlace, tuple[torch.dtype, float]] = {}
-        self.first: Blame | None = None
+        self.first: Blame | None = None  # harmful or not
         self._not_computed: list[str] = []
         self._opaque: list[str] = []
         self._losses: list[Blame] = []
@@ -113,7 +108,7 @@ class BlameTracker(OpObserver):
         self._outputs: list[Blame] = []
         self._stepped: list[Blame] = []
         self._remaining: list[tuple[Tensor, Blame]] = []
-        self._has_loss = self.has_end = False
+        self._has_loss = self.has_end = False  # has_end: has something to judge by
         self._gradients: dict[int, tuple[Tensor, Blame]] = {}
         self._sent: Blame
         self._awaited: ByMemory[bool] = ByMemory()
@@ -321,17 +316,15 @@ class BlameTracker(OpObserver):
             return True
         amax = max(map(abs, found))
         if call.phase == "backward":
-            self._note_gradient(tensor, call, amax)
+            place = (call.place.module, call.place.call, call.place.op, call.name)
+            before = self.gradients.get(place, (tensor.dtype, 0.0))[1]
+            finite = max(before, amax) if math.isfinite(amax) else before
+            self.gradients[place] = (tensor.dtype, finite)
         if not all(map(math.isfinite, found)):
             return False
         if tensor in self._blames and _is_all_of_its_memory(tensor):
             self._blames.drop(tensor)
         return True
-
-    def _note_gradient(self, tensor: Tensor, call: OpCall, amax: float) -> None:
-        place = (call.place.module, call.place.call, call.place.op, call.name)
-        before = self.gradients.get(place, (tensor.dtype, 0.0))[1]
-        self.gradients[place] = (tensor.dtype, max(before, amax) if math.isfinite(amax) else before)
 
     def _put(self, tensor: Tensor, blame: Blame) -> None:
         known = self._blames.get(tensor)

@@ -277,11 +277,9 @@ def step_of(
 
     def step(*modules: nn.Module) -> object:
         # Make the scaler inside the replay; outside, it would count as a scaler of the script.
-        ours = (
-            GradScaler(init_scale=scale, schedule=Static(), process_group="local")
-            if scale
-            else None
-        )
+        ours: GradScaler | None = None
+        if scale:
+            ours = GradScaler(init_scale=scale, schedule=Static(), process_group="local")
         return call_again(calls, root, ours, modules)
 
     return partial(step, *called)  # a replay saves the state of modules in the arguments

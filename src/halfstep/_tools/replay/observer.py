@@ -94,12 +94,6 @@ class FoundModules(RunningModules):
 
     The default model is the first outermost module with parameters that is called, or the module in
     ``known`` that contains it. Names of other modules begin with their class.
-
-    Attributes:
-        outermost: The model as it is called; None before its first call.
-        others: The other outermost modules that were called.
-        on_output: Called with the output of each outermost module.
-        model: The model without its wrapper for replication; its names are used.
     """
 
     def __init__(
@@ -107,11 +101,11 @@ class FoundModules(RunningModules):
     ) -> None:
         super().__init__(None)
         self._known = list(known)
-        self.others: list[nn.Module] = []
-        self.model: nn.Module | None = None
-        self.outermost: nn.Module | None = None
+        self.others: list[nn.Module] = []  # other outermost modules
+        self.model: nn.Module | None = None  # without its wrapper for replication
+        self.outermost: nn.Module | None = None  # the model as it is called
         self._undo, self._thread = undo, threading.get_ident()
-        self.on_output: Callable[[Any], None] | None = None
+        self.on_output: Callable[[Any], None] | None = None  # of outermost modules
         if model is not None:
             self._take(model)
 
@@ -183,11 +177,7 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any:
-        """Run an op, and show it to the observer before and after.
-
-        Raises:
-            RanksError: The op would wait for other ranks that do not run it.
-        """
+        """Run an op, and show it to the observer; raise ``RanksError`` if it waits for others."""
         if self.is_paused:
             return func(*args, **kwargs)
         is_collective = func.namespace in _COLLECTIVES

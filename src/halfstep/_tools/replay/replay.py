@@ -61,27 +61,13 @@ class Replayer:
     Each replay restores the training state: parameters, buffers, gradients, random generators,
     scalers, and everything else that PyTorch or the modules hold. Schedules do not step, nor do
     optimizers, whose closures are called once, unless ``takes_steps``.
-
-    Args:
-        step: Runs the step.
-        model: The model, if it is known.
-        is_kept: Whether the step repeats kept calls. Such a step starts without gradients, and may
-            end before the backward pass if the loss itself is bad. A user's function must not be
-            cut short: it may have a hook or a flag to reset.
-
-    Attributes:
-        model: The model whose names are used; known after the first replay at the latest.
-        notes: Remarks about the replays, for the diagnosis.
-        takes_steps: Whether further replays carry out the steps of optimizers.
-        has_steps: Whether the step calls an optimizer's.
-        usual_loss: The usual loss of the run, if it is known.
-        limit: The seconds after which no replay begins, except for the first two, which find the
-            op to blame and inspect it.
     """
 
     def __init__(
         self, step: Callable[[], object], model: nn.Module | None, *, is_kept: bool = False
     ) -> None:
+        # A step of kept calls starts without gradients, and may end before the backward pass if the
+        # loss is bad. A user's function may not: it may have a hook or a flag to reset.
         self.is_kept = is_kept
         self._step, self._outermost, self.model = step, model, model
         self._owners = owners_in(step)
@@ -89,9 +75,10 @@ class Replayer:
         self._left: list[tuple[Tensor, Tensor]] = []  # gradients that the step does not clear
         self._without_gradient: list[Tensor] = []
         self.num_replays = 0
+        # Whether replays carry out the steps of optimizers, if it has_steps.
         self.takes_steps = self.has_steps = False
         self.usual_loss: float | None = None
-        self.limit = math.inf
+        self.limit = math.inf  # seconds, after which no replay but the first two begins
         self.notes: list[str] = []
         self._begun = time.perf_counter()
 
@@ -131,10 +118,8 @@ class Replayer:
     ) -> Iterator[StepRun]:
         """Run the step, inside ``around`` if given, and show its ops to an observer.
 
-        The results can be read inside the block. Everything is restored when it ends.
-
-        Raises:
-            OutOfTime: The limit is reached.
+        The results can be read inside the block. Everything is restored when it ends. Raises
+        ``OutOfTime`` if the limit is reached.
         """
         if self.num_replays >= _ALWAYS and self.seconds > self.limit:
             raise OutOfTime

@@ -65,11 +65,6 @@ def sizes_of(losses: Iterable[Tensor]) -> list[float]:
         ]
 
 
-def have_finite_gradients(weights: Iterable[Tensor]) -> bool:
-    """Return whether all gradients of weights are finite. Sync: one for each device."""
-    return have_finite_values(w.grad for w in weights if w.grad is not None)
-
-
 def have_finite_values(tensors: Iterable[Tensor]) -> bool:
     """Return whether all tensors, read together, are finite. Sync: one for each device."""
     with modes.unseen_by_modes(), torch.no_grad():

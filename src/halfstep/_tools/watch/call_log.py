@@ -87,14 +87,7 @@ class _Entry(weakref.ref[Tensor]):
 
 
 class CallLog:
-    """The calls of this step, and those of the last step that are still in use.
-
-    Attributes:
-        written: The value that the loop last wrote to a tensor from before the step, such as a
-            factor for gradients.
-        written_at: The place in this step where the loop last wrote to a tensor, such as a weight
-            of a teacher.
-    """
+    """The calls of this step, and those of the last step that are still in use."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -106,7 +99,8 @@ class CallLog:
         self._models: deque[weakref.ref[KeptCall]] = deque()
         self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
         self._first = self._num_copied = 0
-        self.written: Made | None = None
+        self.written: Made | None = None  # the last value that the loop wrote to an older tensor
+        # Where the loop last wrote to a tensor in this step.
         self.written_at: ByMemory[Place] = ByMemory()
         self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
             weakref.WeakKeyDictionary()

@@ -105,20 +105,7 @@ class _CallsOfFunctions(modes.FunctionMode):
 
 
 class Capture(TopLevelCalls):
-    """Capture of the calls of a training loop.
-
-    Args:
-        is_here: Returns whether the current call is part of the watched training.
-        before_model: Called before a model runs with gradients enabled.
-        before_backward: Called with the roots before ``backward``.
-        before_update: Called before the loop itself changes a weight after ``backward``.
-        after_read: Called with the tensor when the loop reads a bad value, finds one by a test such
-            as ``isnan``, or gets bad gradients from a function such as ``torch.func.grad``.
-
-    Attributes:
-        ends: The calls in this step of ``backward`` and of functions that return gradients.
-        log: The calls, with their results.
-    """
+    """Capture of the calls of a training loop."""
 
     losses = ()  # a function mode sees them
 
@@ -137,7 +124,7 @@ class Capture(TopLevelCalls):
         self._mode = _CallsOfFunctions(self)
         self.log = CallLog()
         self._is_paused = self._has_left = False
-        self.ends: list[KeptCall] = []
+        self.ends: list[KeptCall] = []  # calls of backward and of functions that return gradients
 
     @property
     def is_on(self) -> bool:

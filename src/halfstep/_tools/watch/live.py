@@ -13,7 +13,6 @@ from halfstep._common.module_names import replicated
 from halfstep._common.numbers import things
 from halfstep._common.patches import Patches
 from halfstep._pytorch import distributed, modes
-from halfstep._pytorch.distributed import has_ranks
 from halfstep._tools.diagnose.diagnose import judge_alone
 from halfstep._tools.diagnose.diagnosis import Diagnosis, source_of
 from halfstep._tools.diagnose.inspect_op import InspectingTracker
@@ -25,7 +24,6 @@ from halfstep.events import observe_ops
 
 NOTE = "traced live, not replayed: judged by the op alone, and the cure was not tried"
 
-
 MOST_LIVE = 5
 """The largest number of steps that are traced live after one that cannot be replayed."""
 SEE_MORE = (
@@ -35,14 +33,10 @@ SEE_MORE = (
 
 
 class LiveSearch:
-    """Live traces of the steps after one that could not be replayed, until one is bad.
-
-    Args:
-        notes: Where remarks for the next diagnosis go.
-    """
+    """Live traces of the steps after one that could not be replayed, until one is bad."""
 
     def __init__(self, notes: list[str]) -> None:
-        self._notes = notes
+        self._notes = notes  # for the next diagnosis
         self._trace: LiveTrace | None = None
         self._waiting: list[nn.Module | None] = []  # the model to trace in the next step, if any
         self._num_left = self._bad_step = 0
@@ -99,16 +93,11 @@ class LiveSearch:
 
 
 class LiveTrace:
-    """Trace of the ops of this thread from :meth:`begin` to :meth:`end`.
-
-    Attributes:
-        mode: The mode that shows ops to the tracker.
-        came_from_elsewhere: Whether the inf or NaN came from another rank; set by :meth:`end`.
-    """
+    """Trace of the ops of this thread from :meth:`begin` to :meth:`end`."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
-        self.came_from_elsewhere = False
+        self.came_from_elsewhere = False  # from another rank; set by end()
         self._tracker = InspectingTracker(
             None if model is None else replicated(model), is_replay=False
         )
@@ -146,7 +135,7 @@ class LiveTrace:
             return None
         # Either another rank sent the inf or NaN, or no op of this rank made them.
         self.came_from_elsewhere = blame.number == ELSEWHERE or (
-            blame.reader == OUTSIDE and has_ranks()
+            blame.reader == OUTSIDE and distributed.has_ranks()
         )
         inspection = self._tracker.inspected.get(blame.reader)
         if inspection is None:

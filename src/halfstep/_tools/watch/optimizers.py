@@ -7,11 +7,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from halfstep._scaler import GradScaler
 from halfstep._scaler.access import is_unscaled
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.diagnose.inspect_op import names_in
+from halfstep._tools.diagnose.optimizer_step import name_of_weight
 from halfstep._tools.diagnose.trials import HIDES
 from halfstep._tools.measure import is_finite
 from halfstep._tools.user_code import user_line
@@ -93,7 +94,7 @@ def _with_bad_state(
     for weight, state in getattr(optimizer, "state", {}).items():
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, Tensor) and not is_finite(value):
-                name = names_in(model())(weight) or f"a weight of shape {list(weight.shape)}"
+                name = name_of_weight(weight, names_in(model()))
                 text = (
                     f"load a checkpoint from before {key} went bad: the state of {of} was not "
                     f"finite before this step, which makes {name} so. Without one, begin with a "
@@ -104,22 +105,17 @@ def _with_bad_state(
     return None
 
 
-@dataclass(frozen=True)
-class _Measured:
+class _Measured(NamedTuple):
     step: int
     amax: float
     state: int
 
 
 class Growth:
-    """Growth of the losses, and of the weights, measured before steps 1, 2, 4, 8 ...
-
-    Attributes:
-        was_explained: Whether :meth:`explain` has explained a step by it.
-    """
+    """Growth of the losses, and of the weights, measured before steps 1, 2, 4, 8 ..."""
 
     def __init__(self) -> None:
-        self.was_explained = False
+        self.was_explained = False  # whether a step was explained by it
         self._before: weakref.WeakKeyDictionary[Optimizer, _Measured] = weakref.WeakKeyDictionary()
         self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOWS[0])
 

@@ -45,11 +45,7 @@ class ScaleSearch:
     ) -> Search | None:
         """Return the part of the search that the next iteration is; None if it is not part of it.
 
-        Args:
-            scale: The scale of the iteration; None if nothing was scaled.
-            scale_after: The scale after it; only read if a step was skipped.
-            is_taken: Whether all its steps were taken.
-            is_overflow: Whether all its skips are overflows of gradients whose loss was finite.
+        ``scale`` is None if nothing was scaled. Of a taken iteration, only that is read.
         """
         before, self._before = self._before, self._before if scale is None else scale
         # In a trial, the scale comes back to a far larger one.

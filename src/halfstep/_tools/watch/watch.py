@@ -40,7 +40,6 @@ from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.diagnose.inspect_op import names_in
 from halfstep._tools.diagnose.optimizer_step import (
     Numbers,
-    diagnosis_of_event,
     diagnosis_of_taken_step,
     event_of,
     numbers_of,
@@ -60,7 +59,6 @@ from halfstep._tools.watch.bad_steps import (
     Skips,
     are_finite,
     has_nan,
-    have_finite_gradients,
     have_finite_values,
     sizes_of,
 )
@@ -76,7 +74,6 @@ WENT_BAD_LATE = (
     "unscale_() and step(): check what it divides by (a norm of 0, inf or NaN), its sums over "
     "ranks, and its clipping"
 )
-
 INNOCENT = (
     "the loss and the gradients of this rank are finite when it runs alone: the inf or NaN came "
     "from another rank"
@@ -92,45 +89,27 @@ MOST_CHECKED = 16
 
 @dataclass
 class _WatchedStep:
-    """What is known of the step that is running.
+    """What is known of the step that is running."""
 
-    Attributes:
-        ends_before: The calls of ``backward`` in the step before, for a further optimizer.
-        is_bad: Whether it is known to be bad; it was then diagnosed, unless ``bad_ends`` are left.
-        num_calls: The number of times that the closure has been evaluated.
-        searches: Whether more evaluations are a line search, in which a loss may be inf.
-        num_scaled: The number of losses that a scaler has scaled.
-        num_backward: The number of backward passes.
-        losses: The losses that a scaler has noted and no backward pass has begun with.
-        roots: The tensors that the last backward pass began with.
-        left_out: The first bad value that the loop has read.
-        bad_ends: The calls of ``backward`` to replay when the step ends.
-    """
-
-    ends_before: list[KeptCall] = field(default_factory=list)
-    is_bad: bool = False
-    num_calls: int = 0
-    searches: bool = False
-    num_scaled: int = 0
-    num_backward: int = 0
-    losses: list[Tensor] = field(default_factory=list)
+    ends_before: list[KeptCall] = field(default_factory=list)  # for a further optimizer
+    is_bad: bool = False  # and diagnosed, unless bad_ends are left
+    num_calls: int = 0  # of its closure
+    searches: bool = False  # whether they are a line search, in which a loss may be inf
+    num_scaled: int = 0  # losses
+    num_backward: int = 0  # passes
+    losses: list[Tensor] = field(default_factory=list)  # noted by a scaler, before a backward pass
+    # Of the last backward pass.
     roots: MutableMapping[Tensor, None] = field(default_factory=WeakTensorKeyDictionary)
-    left_out: Made | None = None
-    bad_ends: list[KeptCall] = field(default_factory=list)
+    left_out: Made | None = None  # the first bad value that the loop has read
+    bad_ends: list[KeptCall] = field(default_factory=list)  # calls of backward to replay at the end
 
 
 class _StepCount:
-    """Number of the steps of a loop.
-
-    Attributes:
-        num: The number of steps that have ended.
-        num_by_hand: The number of those whose updates the loop has made itself.
-        rounds: The rounds of several optimizers, each of which is one step.
-    """
+    """Number of the steps of a loop."""
 
     def __init__(self) -> None:
         self.num = self.num_by_hand = 0
-        self.rounds = Rounds()
+        self.rounds = Rounds()  # of several optimizers, each one step
         self._is_leaving = False
 
     def count(self, optimizer: Optimizer) -> None:
@@ -170,20 +149,8 @@ class Watch:
     A bad step is replayed immediately, before its state changes, from the calls that the loop made.
     If that is impossible, the following steps are traced live, provided a scaler skips bad steps.
 
-    Args:
-        scaler: The scaler to watch; None for all scalers, and for optimizer steps without a scaler.
-        model: The model. By default, the first module with parameters that is called.
-        tell: Called with each new diagnosis and the number of the step, counted from 1. By default,
-            a :class:`halfstep.errors.DiagnosisWarning` is issued.
-        seconds: The time after which no replay of a step begins.
-
     Raises:
         TypeError: ``tell`` is not callable.
-
-    Attributes:
-        found: The diagnoses, one for each place.
-        notes: Remarks for the next diagnosis.
-        is_ending: Whether a scaler is ending the step that is diagnosed.
 
     Sync: three per step without a scaler, two per step with a scaler; more in steps 1, 2, 4 ...
     """
@@ -202,8 +169,8 @@ class Watch:
                 f"diagnose(tell={type(tell).__name__}): pass a function that takes a diagnosis and "
                 "a number"
             )
-        self.found: list[Diagnosis] = []
-        self.notes: list[str] = []
+        self.found: list[Diagnosis] = []  # one for each place
+        self.notes: list[str] = []  # for the next diagnosis
         self._scaler, self._model, self._tell = scaler, model, tell or self.warn
         self._capture = Capture(
             self._is_here,
@@ -224,7 +191,8 @@ class Watch:
         self._went_bad: dict[str, int] = {}  # weights and buffers, with the step
         self._of_steps: set[int] = set()  # those of them in which an optimizer was at fault
         self._last_model: nn.Module | None = None
-        self.is_ending, self._seconds = False, seconds
+        self._seconds = seconds
+        self.is_ending = False  # whether a scaler is ending the step that is diagnosed
         self._loss_scaler: GradScaler | None = None
         self._stack = ExitStack()
         self._pid, self._thread = os.getpid(), threading.get_ident()
@@ -429,7 +397,8 @@ class Watch:
         ends, bad_ends, step.bad_ends = self._capture.ends or step.ends_before, step.bad_ends, []
         if bad_ends:
             self._look(bad_ends, None)
-        if ends and not step.is_bad and not have_finite_gradients(weights):
+        gradients = (weight.grad for weight in weights if weight.grad is not None)
+        if ends and not step.is_bad and not have_finite_values(gradients):
             step.is_bad = True
             self._look(ends, None)
         if self._capture.ends:
@@ -460,18 +429,15 @@ class Watch:
             event = event_of(optimizer, names_in(model), frozenset(self._went_bad))
         if event is None:
             return
-        names = [event.tensor, *_bad_names(model, parameters=True)]
+        names = [event.tensor or "", *_bad_names(model, parameters=True)]
         self._went_bad = dict.fromkeys(names, step) | self._went_bad
         self._of_steps.add(step)
         self._running.is_bad = not self._counts_plain_steps()
         self._was_finite, self._is_spoiled = False, True
         if self._may_look():
-            if numbers is None:  # its closure may not be called again
-                found = diagnosis_of_event(event)
-            else:
-                seconds = self._seconds
-                found = diagnosis_of_taken_step(optimizer, numbers, event, model, seconds)
-            self._report(found, step)
+            if numbers is not None:  # else its closure may not be called again
+                event = diagnosis_of_taken_step(optimizer, numbers, event, model, self._seconds)
+            self._report(event, step)
 
     def _may_look(self) -> bool:
         """Count a step to diagnose; return whether the limits of a run allow it."""
