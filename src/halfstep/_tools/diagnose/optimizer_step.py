@@ -100,7 +100,7 @@ class _StepTracker(BlameTracker):
 
     def before_step(self, optimizer: Optimizer) -> None:
         bad = (weight for weight in parameters(optimizer) if not is_finite(weight))
-        self._bad_before = frozenset(_name(weight, self._name_of) for weight in bad)
+        self._bad_before = frozenset(name_of_weight(weight, self._name_of) for weight in bad)
 
     def see_step(self, optimizer: Optimizer) -> None:
         super().see_step(optimizer)
