@@ -292,12 +292,10 @@ class FreshGradients:
     def take(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[Gradients, dict[torch.device, Tensor]] | None:
-        """Return the gradients of an optimizer and their finite check, and forget them.
+        """Return the gradients of an optimizer and whether any is inf or NaN, and forget them.
 
-        Returns:
-            All current gradients of the optimizer, and per device whether any is inf or NaN.
-            Gradients that the script has replaced or written to are checked here. None if there are
-            no gradients, or if none come from a scaled pass.
+        Those that the script has replaced or written to are checked here. None if there are no
+        gradients, or if none come from a scaled pass.
         """
         stepped = members(optimizer)  # a container steps all of its members
         earlier = [unscaled for each in stepped for unscaled in self._popped(each)]
