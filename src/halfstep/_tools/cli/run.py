@@ -210,6 +210,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         max_norm=arguments.guard or None,
         ranks=arguments.guard_ranks,
     )
+    launcher = ("torchrun", "...", "-m") if machine.num_ranks() > 1 else ()
     options = Options(
         policy=policy,
         folder=arguments.output,
@@ -222,7 +223,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         sinks=tuple(arguments.sink),
         is_appending=arguments.append,
         additions=additions if is_adding else None,
-        run_as=(*_command_of(machine.num_ranks()), *_without_folder(arguments), *words),
+        run_as=(*launcher, "halfstep", "run", *_without_folder(arguments), *words),
     )
     try:
         return Session(Command(target, rest, arguments.module), options)
@@ -233,10 +234,6 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         ) from None
     except RecordError as error:
         raise CommandError(str(error)) from None
-
-
-def _command_of(num_ranks: int) -> tuple[str, ...]:
-    return (*(("torchrun", "...", "-m") if num_ranks > 1 else ()), "halfstep", "run")
 
 
 def _without_folder(arguments: argparse.Namespace) -> Iterator[str]:

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from halfstep._common.numbers import count, power, step_list
 from halfstep._tools.diagnose.diagnosis import Diagnosis
@@ -215,17 +215,13 @@ class RankRecord:
 
     def _take(self, event: Struct) -> None:
         match event:
-            case Device(device=device, machine=machine, is_diagnosing=is_diagnosing):
-                self.header = replace(
-                    self.header, device=device, machine=machine, is_diagnosing=is_diagnosing
-                )
+            case Device():
+                self.header = replace(self.header, **asdict(event))
             case End():
                 self.end = event
-                num = self._last_step - self._steps_before
-                if (event.steps or 0) > num and not (self._cut or self._damaged):
-                    text = (
-                        f"{count(num)} of {count(event.steps or 0)} steps are in {self.path.name}"
-                    )
+                num, total = self._last_step - self._steps_before, event.steps or 0
+                if total > num and not (self._cut or self._damaged):
+                    text = f"{count(num)} of {count(total)} steps are in {self.path.name}"
                     self.of(Note).append(Note(0, f"{text}: the others {NOT_WRITTEN}"))
             case Culprits() | BadBuffers():
                 self.of(type(event)).append(replace(event, rank=self.number))

@@ -235,9 +235,6 @@ class _ForwardHook:
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
-    def __deepcopy__(self, memo: object) -> _ForwardHook:
-        return _ForwardHook(_do_nothing)
-
     def __reduce__(self) -> tuple[object, ...]:
         return _ForwardHook, (_do_nothing,)
 

@@ -296,14 +296,13 @@ def _curve(values: Mapping[int, float]) -> Curve | None:
     finite = [x for x in seen if math.isfinite(x)]
     recent = [x for x in seen[-RECENT:] if math.isfinite(x)]
     bad = [step for step, x in values.items() if not math.isfinite(x)]
+    early = seen[:RECENT] if len(seen) >= 2 * RECENT else []
     return Curve(
         first=seen[0],
         last=seen[-1],
         mean=fmean(finite) if finite else None,
         recent=fmean(recent) if recent else None,
-        early_max=max(filter(math.isfinite, seen[:RECENT]), default=None)
-        if len(seen) >= 2 * RECENT
-        else None,
+        early_max=max(filter(math.isfinite, early), default=None),
         min=min(finite, default=None),
         max=max(finite, default=None),
         first_non_finite=bad[0] if bad else None,

@@ -160,10 +160,8 @@ def about_precision(summary: Summary, *, is_good: bool) -> Sentence:
             severity = "warning"
     elif is_good:
         is_fine = summary.steps.num >= ENOUGH and summary.has_run_lower
-        severity, said = (
-            "good",
-            f"{'Precision: fine' if is_fine else 'Nothing bad was seen'}. {said}",
-        )
+        severity = "good"
+        said = f"{'Precision: fine' if is_fine else 'Nothing bad was seen'}. {said}"
     return say(severity, "; ".join([said, *numbers]) + ".")
 
 

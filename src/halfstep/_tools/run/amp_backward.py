@@ -302,19 +302,17 @@ class FreshGradients:
         gradients = collect(parameters(optimizer))
         if not earlier or not gradients.grads:
             return None
-        for unscaled in earlier:
-            unscaled.of.is_used = True
+        passes = dict.fromkeys(unscaled.of for unscaled in earlier)
+        for each in passes:
+            each.is_used = True
         found = [unscaled.found_inf for unscaled in _alive(earlier)]
-        passes = {id(unscaled.of): unscaled.of for unscaled in earlier}
-        seen: set[int] = set()
-        for unscaled in earlier:
-            seen |= {key for key, is_changed in unscaled.present().items() if not is_changed}
-        others = gradients.without(seen)
+        present = (item for unscaled in earlier for item in unscaled.present().items())
+        others = gradients.without({key for key, is_changed in present if not is_changed})
         if others.grads:
             found.append(others.check())
         device = earlier[0].of.by.device
         flags = [flag for by_device in found for flag in by_device.values()]
-        flags += [flag for each in passes.values() for flag in each.found_inf]
+        flags += [flag for each in passes for flag in each.found_inf]
         found_inf = as_tensor(combine(flags, device), device)
         return gradients, {device: found_inf}
 

@@ -21,11 +21,6 @@ from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.modules import GLOBAL_BACKWARD_HOOKS
 from halfstep._tools.run.amp_backward import Backward, ScaledPass
 
-_MODULE_HOOKS = (
-    "register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook",
-)  # fmt: skip
-
-
 _thread = threading.local()
 
 
@@ -104,7 +99,7 @@ def install(patches: Patches, backward: Backward) -> None:
 
     wrap(Tensor, "register_hook", _of_tensor)
     wrap(Tensor, "register_post_accumulate_grad_hook", _after_accumulation)
-    for name in _MODULE_HOOKS:
-        wrap(torch.nn.Module, name, _of_module)
+    for name in ("full_backward_hook", "full_backward_pre_hook", "backward_hook"):
+        wrap(torch.nn.Module, f"register_{name}", _of_module)
     for owner, name in GLOBAL_BACKWARD_HOOKS:
         wrap(owner, name, _of_module)
