@@ -55,7 +55,7 @@ def summarize(run: Run) -> Summary:
             for model in run.models
         ),
         policies=policies,
-        products=_products(run),
+        products=dict(_products(run).most_common()),
         rules=tuple(_rules(run)),
         lower=lower_of(policies),
         has_scaler=any(step.scale is not None for step in run.steps),
@@ -114,11 +114,8 @@ def _policies(run: Run) -> tuple[PolicySeen, ...]:
     return tuple(next(alike) for _, alike in by_policy)
 
 
-def _products(run: Run) -> Mapping[str, int]:
-    found: Counter[str] = Counter()
-    for each in run.products:
-        found.update(each.num)
-    return dict(found.most_common())
+def _products(run: Run) -> Counter[str]:
+    return sum((Counter(each.num) for each in run.products), Counter())
 
 
 def _rules(run: Run) -> Iterator[RuleActed]:

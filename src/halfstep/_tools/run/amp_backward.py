@@ -32,10 +32,8 @@ class ScaledPass:
     def __init__(self, scale: LossScale, fresh: FreshGradients) -> None:
         self.scale = scale
         self.by = scale.tensor.clone()  # a step inside the pass may move the scale
-        self.is_used = False
-        """Whether an optimizer has stepped, or skipped a step, with gradients of this pass."""
-        self.found_inf: list[Tensor] = []
-        """Of each gradient that a hook has seen, whether the scale may have made it inf or NaN."""
+        self.is_used = False  # whether an optimizer has stepped, or skipped a step, with it
+        self.found_inf: list[Tensor] = []  # of each gradient that a hook has seen
         self._fresh = fresh
         self._leaves: dict[int, Tensor] = {}
 
@@ -227,9 +225,8 @@ class UnscaledGradients:
 
     of: ScaledPass
     found_inf: dict[torch.device, Tensor]
+    # Parameters and gradients, which the script may drop, and the versions of the gradients.
     refs: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor], int]]
-    """Weak references to the parameters and their gradients, since the script may drop either, and
-    the versions of the gradients."""
 
     def present(self) -> dict[int, bool]:
         """Return the ids of the gradients still in place, and whether they have changed since."""

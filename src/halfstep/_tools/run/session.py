@@ -78,13 +78,11 @@ class Options:
     amp: torch.dtype | None
     is_diagnosing: bool
     diagnose_seconds: float = 30.0
-    has_children: bool = True
-    """Whether the processes that the program starts are recorded too."""
+    has_children: bool = True  # whether the processes that the program starts are recorded too
     sinks: tuple[str, ...] = ()
     is_appending: bool = False
     additions: Additions | None = None
-    run_as: tuple[str, ...] = ()
-    """The words of the command, without the folder, for advice."""
+    run_as: tuple[str, ...] = ()  # the words of the command, without the folder, for advice
 
     @property
     def is_guarding(self) -> bool:
