@@ -72,10 +72,6 @@ def test_without_a_target_it_shows_the_help(arguments, capsys):
         (["--every", "x", "train.py"], "argument --every: 'x' is not a number of steps: write 50"),
         (["--amp", "fp8", "train.py"], "argument --amp: 'fp8': choose one of fp16, bf16"),
         (["--masters=splt", "train.py"], "'splt': choose one of split, float32"),
-        (
-            ["--masters=kahan", "train.py"],
-            "'kahan': choose one of split, float32 (the optimizers of optimi have Kahan summation)",
-        ),
         (["--guard-ranks=all", "train.py"], "'all': choose one of alone, together"),
         (["--guard=x", "train.py"], "'x' is not a norm to clip to: write --guard=1.0"),
         (["--guard=0", "train.py"], "'0' is not a norm to clip to"),

@@ -15,20 +15,7 @@ from halfstep._tools.trace.rows import Recording, Row
 
 def row(number, module, compute, seconds):
     return Row(
-        number,
-        module,
-        0,
-        "forward",
-        "addmm",
-        (),
-        None,
-        None,
-        None,
-        "cpu",
-        compute,
-        (),
-        (),
-        seconds,
+        number, module, 0, "forward", "addmm", (), None, None, None, "cpu", compute, (), (), seconds
     )
 
 

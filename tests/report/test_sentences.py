@@ -28,6 +28,7 @@ from halfstep._common.text import Code, code, names, plain, say
 from halfstep._tools.diagnose.diagnosis import Cure
 from halfstep._tools.line import Line
 from halfstep._tools.record.read import read_run
+from halfstep._tools.record.run import HOOKS_AND_SCALE, PAST_THE_SCALER, TORCH_SCALER, WRONG_STEP
 from halfstep._tools.report.about_diagnoses import MOST_PLACES
 from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.text import sentences
@@ -558,3 +559,10 @@ def test_steps_that_could_not_be_written_are_said_to_be_missing(tmp_path):
     found = run(records.end(9.0, 300), end=False)(tmp_path)
     text = "100 of 300 steps are in rank0.jsonl: the others could not be written."
     assert the_one(said_of(found), "could not").text == text
+
+
+@pytest.mark.parametrize("noted", [HOOKS_AND_SCALE, PAST_THE_SCALER, TORCH_SCALER, WRONG_STEP])
+def test_of_a_run_with_a_note_on_its_gradients_nothing_is_fine(tmp_path, noted):
+    found = said(tmp_path, records.note(2, f"rank 1: {noted}: fc"))
+    assert the_one(found, noted).severity in ("warning", "bad")
+    assert "good" not in {each.severity for each in found}

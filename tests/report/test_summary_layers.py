@@ -10,12 +10,7 @@ from tests.report.records import counted, sample, tensor
 from halfstep._common.formats import FORMATS
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Measured, PolicySeen, Sample
-from halfstep._tools.report.layers import (
-    largest_scale,
-    power_below,
-    sampled,
-    smallest_scale,
-)
+from halfstep._tools.report.layers import largest_scale, power_below, sampled, smallest_scale
 from halfstep._tools.report.summarize import summarize
 
 GRADIENT = "parameter_gradient"

@@ -93,15 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-q", "--quiet", action="store_true", help="print no diagnosis and no line at the end"
     )
     parser.add_argument(
-        "--amp",
-        choices=("fp16", "bf16"),
-        help="use mixed precision in a script that has none",
+        "--amp", choices=("fp16", "bf16"), help="use mixed precision in a script that has none"
     )
     parser.add_argument(
         "--masters",
         nargs="?",
         const="split",
-        type=_store,
         choices=STORES,
         metavar="STORE",
         help="step bfloat16 and float16 parameters in float32, so that no update is lost: "
@@ -213,6 +210,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         max_norm=arguments.guard or None,
         ranks=arguments.guard_ranks,
     )
+    launcher = ("torchrun", "...", "-m") if machine.num_ranks() > 1 else ()
     options = Options(
         policy=policy,
         folder=arguments.output,
@@ -225,7 +223,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         sinks=tuple(arguments.sink),
         is_appending=arguments.append,
         additions=additions if is_adding else None,
-        run_as=(*_command_of(machine.num_ranks()), *_without_folder(arguments), *words),
+        run_as=(*launcher, "halfstep", "run", *_without_folder(arguments), *words),
     )
     try:
         return Session(Command(target, rest, arguments.module), options)
@@ -236,10 +234,6 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         ) from None
     except RecordError as error:
         raise CommandError(str(error)) from None
-
-
-def _command_of(num_ranks: int) -> tuple[str, ...]:
-    return (*(("torchrun", "...", "-m") if num_ranks > 1 else ()), "halfstep", "run")
 
 
 def _without_folder(arguments: argparse.Namespace) -> Iterator[str]:
@@ -283,19 +277,6 @@ def _count(text: str) -> int:
             f"{text!r} is not a number of steps: write 50, or 0 for never"
         )
     return int(text)
-
-
-def _store(text: str) -> str:
-    """Return the name of a store; of a removed one, say where to find what it did."""
-    if text not in STORES:
-        from halfstep._master_weights.master_weights import REMOVED  # takes seconds
-
-        if text in REMOVED:
-            names = ", ".join(STORES)
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: choose one of {names} ({REMOVED[text][1]})"
-            )
-    return text
 
 
 def _norm(text: str) -> float:

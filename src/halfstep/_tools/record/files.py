@@ -61,12 +61,8 @@ def _rank_of(path: Path) -> int | None:
 class LineWriter:
     """A writer that appends events to a file and flushes each: they survive a killed process.
 
-    Args:
-        path: The file; its folder is created. A truncated last line remains a separate line.
-
-    Raises:
-        RecordError: Another record writes the file, or it belongs to another program.
-        OSError: It cannot be written.
+    A truncated last line remains a separate line. A file that another record writes, or that is no
+    record, raises ``RecordError``.
     """
 
     def __init__(self, path: Path) -> None:

@@ -42,7 +42,7 @@ class PendingStep:
     def on_host(self) -> Event:
         """Return the line of the record. Sync: none if all numbers are on the CPU."""
         scalars = [math.nan if each is None else each.float().item() for each in self.scalars]
-        return self._event(scalars, None if self.outcome is None else pack(self.outcome))
+        return self.event(scalars, None if self.outcome is None else pack(self.outcome))
 
     def packed(self, device: torch.device) -> Tensor:
         """Return all numbers as one vector of float32, the scalars first. Sync: none."""
@@ -57,11 +57,8 @@ class PendingStep:
             return scalars
         return torch.cat([scalars, to_device(pack(self.outcome), device)])
 
-    def event(self, packed: Tensor) -> Event:
-        """Return the line of the record, from the result of :meth:`packed` on the CPU."""
-        return self._event(packed[:3].tolist(), packed[3:])
-
-    def _event(self, scalars: list[float], of_outcome: Tensor | None) -> Event:
+    def event(self, scalars: list[float], of_outcome: Tensor | None) -> Event:
+        """Return the line of the record, from the parts of :meth:`packed` on the CPU."""
         loss, norm, lost = scalars
         event = {
             "event": "step",
@@ -145,7 +142,8 @@ class PendingSteps:
         """Return the events of what has arrived."""
         self._sent = None
         parts = torch.split(sent.transfer.values, sent.sizes)
-        return [step.event(part) for step, part in zip(sent.steps, parts, strict=True)]
+        pairs = zip(sent.steps, parts, strict=True)
+        return [step.event(part[:3].tolist(), part[3:]) for step, part in pairs]
 
 
 def _device_of(steps: Sequence[PendingStep]) -> torch.device:

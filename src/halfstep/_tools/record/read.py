@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from halfstep._common.numbers import count, power, step_list
 from halfstep._tools.diagnose.diagnosis import Diagnosis
@@ -22,6 +22,7 @@ from halfstep._tools.json import Count, decoded
 from halfstep._tools.record.files import files_in, has_checksum, is_being_written, require_schema
 from halfstep._tools.record.run import (
     NOT_WRITTEN,
+    RANKS_DISAGREE,
     BadBuffers,
     Culprits,
     Device,
@@ -119,11 +120,7 @@ class RankRecord:
         return self.of(Step)
 
     def take(self, number: int, line: bytes) -> None:
-        """Add the event of a line; cut and damaged lines are counted and left out.
-
-        Raises:
-            RecordError: The line begins a segment without a start time, or with another schema.
-        """
+        """Add the event of a line; cut and damaged lines are counted and left out."""
         try:
             event = self._event_of(line)
             head = decoded(_LineHead, line) if isinstance(event, Header) else None
@@ -218,17 +215,13 @@ class RankRecord:
 
     def _take(self, event: Struct) -> None:
         match event:
-            case Device(device=device, machine=machine, is_diagnosing=is_diagnosing):
-                self.header = replace(
-                    self.header, device=device, machine=machine, is_diagnosing=is_diagnosing
-                )
+            case Device():
+                self.header = replace(self.header, **asdict(event))
             case End():
                 self.end = event
-                num = self._last_step - self._steps_before
-                if (event.steps or 0) > num and not (self._cut or self._damaged):
-                    text = (
-                        f"{count(num)} of {count(event.steps or 0)} steps are in {self.path.name}"
-                    )
+                num, total = self._last_step - self._steps_before, event.steps or 0
+                if total > num and not (self._cut or self._damaged):
+                    text = f"{count(num)} of {count(total)} steps are in {self.path.name}"
                     self.of(Note).append(Note(0, f"{text}: the others {NOT_WRITTEN}"))
             case Culprits() | BadBuffers():
                 self.of(type(event)).append(replace(event, rank=self.number))
@@ -296,14 +289,7 @@ def glance(folder: Path) -> RankRecord:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read the record in a folder, also while it is being written.
-
-    Args:
-        path: The folder, or one of its files.
-
-    Raises:
-        RecordError: There is no record, or it cannot be read.
-    """
+    """Read the record in a folder, or of one of its files, also while it is being written."""
     folder = Path(path)
     if folder.is_file():
         folder = folder.parent
@@ -415,7 +401,7 @@ def _first_disagreement(first: Sequence[Step], other: RankRecord) -> Note | None
     for mine, its in zip(first, other.steps, strict=False):
         if (mine.taken, mine.scale_after) != (its.taken, its.scale_after):
             text = (
-                f"ranks disagree from step {mine.step} on: rank {other.number} {_verdict(its)}, "
+                f"{RANKS_DISAGREE} from step {mine.step} on: rank {other.number} {_verdict(its)}, "
                 f"the first rank {_verdict(mine)}"
             )
             return Note(mine.step, text)

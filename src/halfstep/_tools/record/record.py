@@ -77,8 +77,7 @@ class record:
         (3, 0)
     """
 
-    _run_as: tuple[str, ...] = ()
-    """The words of the ``halfstep run`` that records, without its folder."""
+    _run_as: tuple[str, ...] = ()  # the words of the ``halfstep run`` that records
 
     def __init__(
         self,

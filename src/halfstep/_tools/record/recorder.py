@@ -35,7 +35,13 @@ from halfstep._tools.line import line_text
 from halfstep._tools.record.files import Event, LateWriter, LineWriter
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.pending import PendingStep, PendingSteps, step_scalars
-from halfstep._tools.record.run import HIDDEN, Seen
+from halfstep._tools.record.run import (
+    HIDDEN,
+    HOOKS_AND_SCALE,
+    PAST_THE_SCALER,
+    TORCH_SCALER,
+    Seen,
+)
 from halfstep._tools.record.sample import (
     MOST_ROWS,
     OTHERS,
@@ -81,15 +87,9 @@ MANY_TENSORS = (
     f"at equal distances in the model, and the worst; the rest is added up as {OTHERS}"
 )
 
-PAST_THE_SCALER = "steps were taken past the scaler"
-"""The beginning of a note on gradients that were stepped with while multiplied by the scale."""
-
-HOOKS_AND_SCALE = "hooks get gradients that are multiplied by the scale"
-"""The beginning of a note on hooks in a script with its own scaler."""
-
-TORCH_SCALER = (
-    "torch.amp.GradScaler scales the losses: they are recorded multiplied by its scale, and the "
-    "steps that it skips are missing. Use halfstep.GradScaler, or `halfstep run`, which replaces it"
+UNSEEN_SCALER = (
+    f"{TORCH_SCALER}: they are recorded multiplied by its scale, and the steps that it skips are "
+    "missing. Use halfstep.GradScaler, or `halfstep run`, which replaces it"
 )
 
 
@@ -284,9 +284,9 @@ class Recorder:
     @_aside
     def on_torch_scaler(self) -> None:
         """Say that decisions of PyTorch's scaler cannot be seen."""
-        if self._scaler is None and self._is_listening() and TORCH_SCALER not in self._said:
-            self.say(TORCH_SCALER)
-            _warn(f"halfstep.record: {TORCH_SCALER}")
+        if self._scaler is None and self._is_listening() and UNSEEN_SCALER not in self._said:
+            self.say(UNSEEN_SCALER)
+            _warn(f"halfstep.record: {UNSEEN_SCALER}")
 
     def add_diagnosis(self, diagnosis: Diagnosis, step: int | None) -> int:
         """Write a diagnosis of a step, None for the current one; return the step. Sync: none."""

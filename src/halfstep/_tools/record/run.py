@@ -22,8 +22,14 @@ from halfstep._tools.trace.rows import Recording
 Kind: TypeAlias = Literal["parameter", "parameter_gradient", "output", "output_gradient"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+# What notes say of a run whose precision, or whose record, is not as it seems.
+RANKS_DISAGREE = "ranks disagree"
 NOT_WRITTEN = "could not be written"
-"""What a note says of steps that the record lacks."""
+PAST_THE_SCALER = "steps were taken past the scaler"
+HOOKS_AND_SCALE = "hooks get gradients that are multiplied by the scale"
+TORCH_SCALER = "torch.amp.GradScaler scales the losses"
+WRONG_STEP = "a step was wrong, as it is with torch.amp"
+
 LARGEST_EXPONENT = 1023
 """The largest exponent: beyond it, twice the next power of two is not a float."""
 
@@ -123,16 +129,11 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
     """The statistics of one tensor in one sampled step, over all ranks.
 
     Gradients are as in memory: multiplied by the scale.
-
-    Attributes:
-        kind: The kind of tensor.
-        name: The name of the parameter or module.
-        dtype: The name of its dtype, such as ``"float16"``.
     """
 
     kind: Kind
-    name: str
-    dtype: str
+    name: str  # of the parameter or module
+    dtype: str  # such as "float16"
 
     @classmethod
     def of(cls, kind: Kind, name: str, dtype: str, statistics: Statistics) -> Measured:

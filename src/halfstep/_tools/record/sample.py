@@ -44,13 +44,8 @@ COMPILED = (
 class Sampler:
     """A sampler of parameters, module outputs, and the gradients of both.
 
-    It has hooks only between :meth:`begin` and :meth:`end`; otherwise it costs nothing.
-
-    Args:
-        models: The models.
-        is_searching: Whether to add outermost modules that run with gradients as models.
-        say: Receives notes for the reader of the record.
-        is_listening: Returns whether the running code is part of the training.
+    It has hooks only between :meth:`begin` and :meth:`end`; otherwise it costs nothing. If it
+    ``is_searching``, outermost modules that run with gradients become models.
     """
 
     def __init__(
@@ -240,9 +235,6 @@ class _ForwardHook:
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
-    def __deepcopy__(self, memo: object) -> _ForwardHook:
-        return _ForwardHook(_do_nothing)
-
     def __reduce__(self) -> tuple[object, ...]:
         return _ForwardHook, (_do_nothing,)
 
@@ -334,10 +326,6 @@ class UpdateCounter:
     """A counter of the updates of all optimizers, and of lost ones.
 
     It has a hook only between :meth:`begin` and :meth:`end`; otherwise it costs nothing.
-
-    Args:
-        say: Receives notes for the reader of the record.
-        is_listening: Returns whether the running code is part of the training.
     """
 
     def __init__(self, say: Callable[[str], None], is_listening: Callable[[], bool]) -> None:

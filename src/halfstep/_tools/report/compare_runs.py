@@ -258,14 +258,12 @@ def _compared(
     if not known:
         return
     all_known = len(known) == len(values)
-    difference = ""
-    if all_known and len(values) == 2:
-        difference = _difference(values[0], values[1], what.text)
+    is_pair = all_known and len(values) == 2
     yield ComparedNumber(
         name,
         texts=tuple(NONE if value is None else what.text(value) for value in values),
         values=tuple(values),
-        difference=difference,
+        difference=_difference(values[0], values[1], what.text) if is_pair else "",
         best=_best(what, values) if is_less_better and all_known else None,
     )
 

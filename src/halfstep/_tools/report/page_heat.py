@@ -8,12 +8,12 @@ import struct
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 from halfstep._common.numbers import bits, count, percent
 from halfstep._tools.record.run import Kind, Run
-from halfstep._tools.report.layers import sampled
+from halfstep._tools.report.layers import SampledTensor, sampled
 from halfstep._tools.report.page_curves import Tick, round_numbers
 from halfstep._tools.report.page_tables import KIND_TITLES, badness
 from halfstep._tools.report.summary import NOTABLE, Layer, Summary
@@ -101,51 +101,45 @@ def ticks_of(columns: Sequence[tuple[int, int]]) -> list[Tick]:
 # --- cells ----------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Cell:
-    """The worst values of one layer in the samples of one column."""
-
-    headroom: float | None = None
-    share_lost: float = 0.0
-    is_finite: bool = True
-
-
+_Cell: TypeAlias = list[SampledTensor]
+"""One layer in the samples of one column."""
 _Cells: TypeAlias = Mapping[tuple[Kind, str], Mapping[int, _Cell]]
 
 
 def _cells(run: Run, column_of: Sequence[int], summary: Summary) -> _Cells:
-    found: _Cells = defaultdict(lambda: defaultdict(_Cell))
+    found: _Cells = defaultdict(lambda: defaultdict(list))
     for column, sample in zip(column_of, run.samples, strict=True):
         for each in sampled(sample, summary.policies):
-            cell = found[each.measured.kind, each.measured.name][column]
-            cell.is_finite &= not (each.measured.nan or each.measured.inf)
-            cell.share_lost = max(cell.share_lost, each.share_lost)
-            headroom = each.headroom
-            if headroom is not None:
-                cell.headroom = min(headroom, math.inf if cell.headroom is None else cell.headroom)
+            found[each.measured.kind, each.measured.name][column].append(each)
     return found
 
 
+def _least_headroom(cell: _Cell) -> float | None:
+    return min((h for each in cell if (h := each.headroom) is not None), default=None)
+
+
+def _most_lost(cell: _Cell) -> float:
+    return max(each.share_lost for each in cell)
+
+
 def _tab(kind: Kind, summary: Summary, cells: _Cells, num_columns: int) -> Tab:
-    layers = summary.of_kind(kind)
-    numbers = [n for n, layer in enumerate(summary.layers) if layer.kind == kind]
-    row_height = max(3, min(16, 720 // len(layers)))
-    of_layers = [cells[kind, layer.name] for layer in layers]
-    maps = [
-        _map(HEADROOM, of_layers, num_columns, lambda cell: cell.headroom),
-        _map(LOST, of_layers, num_columns, lambda cell: cell.share_lost),
-    ]
-    names = [layer.name for layer in layers]
+    numbered = [(n, layer) for n, layer in enumerate(summary.layers) if layer.kind == kind]
+    names = [layer.name for _, layer in numbered]
+    row_height = max(3, min(16, 720 // len(names)))
+    of_layers = [cells[kind, name] for name in names]
     return Tab(
         kind,
-        [HeatRow(_title(layer), number) for number, layer in zip(numbers, layers, strict=True)],
+        [HeatRow(_title(layer), number) for number, layer in numbered],
         row_height,
         [
             ((index + 0.5) * row_height, _short(names[index]), names[index])
             for index in labelled(names, row_height)
         ],
-        maps,
-        sum(_is_troubled(layer, summary) for layer in layers),
+        [
+            _map(HEADROOM, of_layers, num_columns, _least_headroom),
+            _map(LOST, of_layers, num_columns, _most_lost),
+        ],
+        sum(_is_troubled(layer, summary) for _, layer in numbered),
     )
 
 
@@ -161,7 +155,7 @@ def _map(
         line = bytearray([NO_VALUE]) * num_columns
         for column, cell in row.items():
             value = value_of(cell)
-            if not cell.is_finite:
+            if any(each.measured.nan or each.measured.inf for each in cell):
                 line[column] = NOT_FINITE
             elif value is not None:
                 line[column] = FIRST_LEVEL + levels.level(value)
@@ -201,11 +195,9 @@ def labelled(names: Sequence[str], row_height: int) -> list[int]:
 
 def _depth_of_change(names: Sequence[str], index: int) -> int:
     """Return the number of leading path parts that a name shares with the one before it."""
-    if index == 0:
-        return 0
-    before, here = names[index - 1].split("."), names[index].split(".")
-    pairs = enumerate(zip(before, here, strict=False))
-    return next((depth for depth, (a, b) in pairs if a != b), min(len(before), len(here)))
+    before = names[index - 1].split(".") if index else []
+    pairs = zip(before, names[index].split("."), strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _short(name: str) -> str:

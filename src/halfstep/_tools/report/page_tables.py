@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from halfstep._common.formats import FORMATS
@@ -151,17 +152,11 @@ def histogram(layer: Layer, axis: Exponents) -> str:
 
 def bars(heights: Sequence[int], height: int, start: int = 0) -> str:
     """Return the outline of adjacent bars, each one unit wide, at the lower edge of a drawing."""
-    pieces = [f"M{start} {height}"]
-    at, run = 0, 0
-    for wanted in heights:
-        if wanted == at:
-            run += 1
-            continue
-        pieces.append(f"h{run}" if run else "")
-        pieces.append(f"v{at - wanted}")
-        at, run = wanted, 1
-    pieces.append(f"h{run}V{height}z")
-    return "".join(pieces)
+    path, before = f"M{start} {height}", 0
+    for at, alike in groupby(heights):
+        path += f"v{before - at}h{len(list(alike))}"
+        before = at
+    return f"{path}V{height}z"
 
 
 def format_limits(axis: Exponents) -> Sequence[float]:
@@ -216,20 +211,16 @@ def precision_map(trace: Recording) -> PrecisionMap:
     ops, seconds = total.ops_by_dtype, total.seconds_by_dtype
     dtypes = sorted(dict.fromkeys((*ops, *seconds)), key=lambda d: (-seconds.get(d, 0.0), -ops[d]))
     return PrecisionMap(
-        dtypes,
-        total,
-        [_precision(name, rows) for name, rows in modules.items()],
-        trace.environment,
+        dtypes, total, [_precision(name, rows) for name, rows in modules.items()], trace.environment
     )
 
 
 def _depth(paths: Sequence[str]) -> int:
     """Return the largest path depth at which few enough modules remain."""
-    deepest = max((path.count(".") + 1 for path in paths), default=1)
-    for depth in range(deepest, 1, -1):
-        if len({".".join(path.split(".")[:depth]) for path in paths}) <= MOST_MODULES:
-            return depth
-    return 1
+    depth = max((path.count(".") + 1 for path in paths), default=1)
+    while depth > 1 and len({".".join(path.split(".")[:depth]) for path in paths}) > MOST_MODULES:
+        depth -= 1
+    return depth
 
 
 def _precision(name: str, rows: Iterable[Row]) -> ModulePrecision:

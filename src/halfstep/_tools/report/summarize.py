@@ -55,7 +55,7 @@ def summarize(run: Run) -> Summary:
             for model in run.models
         ),
         policies=policies,
-        products=_products(run),
+        products=dict(_products(run).most_common()),
         rules=tuple(_rules(run)),
         lower=lower_of(policies),
         has_scaler=any(step.scale is not None for step in run.steps),
@@ -114,11 +114,8 @@ def _policies(run: Run) -> tuple[PolicySeen, ...]:
     return tuple(next(alike) for _, alike in by_policy)
 
 
-def _products(run: Run) -> Mapping[str, int]:
-    found: Counter[str] = Counter()
-    for each in run.products:
-        found.update(each.num)
-    return dict(found.most_common())
+def _products(run: Run) -> Counter[str]:
+    return sum((Counter(each.num) for each in run.products), Counter())
 
 
 def _rules(run: Run) -> Iterator[RuleActed]:
@@ -296,14 +293,13 @@ def _curve(values: Mapping[int, float]) -> Curve | None:
     finite = [x for x in seen if math.isfinite(x)]
     recent = [x for x in seen[-RECENT:] if math.isfinite(x)]
     bad = [step for step, x in values.items() if not math.isfinite(x)]
+    early = seen[:RECENT] if len(seen) >= 2 * RECENT else []
     return Curve(
         first=seen[0],
         last=seen[-1],
         mean=fmean(finite) if finite else None,
         recent=fmean(recent) if recent else None,
-        early_max=max(filter(math.isfinite, seen[:RECENT]), default=None)
-        if len(seen) >= 2 * RECENT
-        else None,
+        early_max=max(filter(math.isfinite, early), default=None),
         min=min(finite, default=None),
         max=max(finite, default=None),
         first_non_finite=bad[0] if bad else None,

@@ -20,17 +20,17 @@ from halfstep._common.numbers import (
     step_list,
     things,
 )
-from halfstep._common.text import (
-    SEVERITIES,
-    Sentence,
-    Severity,
-    code,
-    one_line,
-    plain,
-    say,
-)
+from halfstep._common.text import SEVERITIES, Sentence, Severity, code, one_line, plain, say
 from halfstep._tools.json import to_plain
-from halfstep._tools.record.run import NOT_WRITTEN, dtypes_text
+from halfstep._tools.record.run import (
+    HOOKS_AND_SCALE,
+    NOT_WRITTEN,
+    PAST_THE_SCALER,
+    RANKS_DISAGREE,
+    TORCH_SCALER,
+    WRONG_STEP,
+    dtypes_text,
+)
 from halfstep._tools.report import about_diagnoses, about_steps, about_tensors
 from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
 from halfstep._tools.report.summary import Layer, Summary
@@ -127,13 +127,25 @@ def _badness(sentence: Sentence) -> int:
     return SEVERITIES.index(sentence.severity)
 
 
+_SEVERITIES: dict[str, Severity] = {
+    RANKS_DISAGREE: "bad",
+    PAST_THE_SCALER: "bad",
+    HOOKS_AND_SCALE: "warning",
+    TORCH_SCALER: "warning",
+    WRONG_STEP: "warning",
+    NOT_WRITTEN: "warning",
+    about_steps.NEVER_ACTED: "warning",
+}
+"""By what a note says; others are notices."""
+
+
 def _notes(summary: Summary) -> Iterator[Sentence]:
     for note in summary.notes:
-        is_bad = "ranks disagree" in note.text or note.text.startswith("steps were taken past")
-        is_idle = about_steps.NEVER_ACTED in note.text or NOT_WRITTEN in note.text
-        severity: Severity = "bad" if is_bad else "warning" if is_idle else "notice"
+        severities = (each for said, each in _SEVERITIES.items() if said in note.text)
+        severity: Severity = next(severities, "notice")
         is_at_end = note.step > summary.steps.num  # it has the number of a step that never came
-        is_dated = is_idle or is_at_end or not note.step or re.search(r"\bstep \d", note.text)
+        has_step = severity != "notice" or re.search(r"\bstep \d", note.text)
+        is_dated = has_step or is_at_end or not note.step
         yield say(severity, "" if is_dated else f"Step {note.step}: ", f"{note.text.rstrip('.')}.")
 
 
@@ -148,10 +160,8 @@ def about_precision(summary: Summary, *, is_good: bool) -> Sentence:
             severity = "warning"
     elif is_good:
         is_fine = summary.steps.num >= ENOUGH and summary.has_run_lower
-        severity, said = (
-            "good",
-            f"{'Precision: fine' if is_fine else 'Nothing bad was seen'}. {said}",
-        )
+        severity = "good"
+        said = f"{'Precision: fine' if is_fine else 'Nothing bad was seen'}. {said}"
     return say(severity, "; ".join([said, *numbers]) + ".")
 
 

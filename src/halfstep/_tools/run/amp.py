@@ -61,14 +61,9 @@ def mixed_precision(
     the module itself is compiled. Optimizers and schedules made before the block are found, except
     an optimizer that already had a schedule.
 
-    Args:
-        dtype: ``torch.float16`` or ``torch.bfloat16``.
-        say: Receives each message as one line: a summary after the first iteration, or the reason
-            why the script runs unchanged.
-        policy: As for :class:`halfstep.autocast`; its module rules apply to the first model.
-
-    Yields:
-        The scaler; None for bfloat16, which needs none.
+    ``say`` receives each message as one line: a summary after the first iteration, or the reason
+    why the script runs unchanged. Module rules of the policy apply to the first model. The context
+    is the scaler; None for bfloat16, which needs none.
     """
     script = ScriptState(dtype, say)
     scaler = GradScaler() if script.is_scaling else None

@@ -32,10 +32,8 @@ class ScaledPass:
     def __init__(self, scale: LossScale, fresh: FreshGradients) -> None:
         self.scale = scale
         self.by = scale.tensor.clone()  # a step inside the pass may move the scale
-        self.is_used = False
-        """Whether an optimizer has stepped, or skipped a step, with gradients of this pass."""
-        self.found_inf: list[Tensor] = []
-        """Of each gradient that a hook has seen, whether the scale may have made it inf or NaN."""
+        self.is_used = False  # whether an optimizer has stepped, or skipped a step, with it
+        self.found_inf: list[Tensor] = []  # of each gradient that a hook has seen
         self._fresh = fresh
         self._leaves: dict[int, Tensor] = {}
 
@@ -227,9 +225,8 @@ class UnscaledGradients:
 
     of: ScaledPass
     found_inf: dict[torch.device, Tensor]
+    # Parameters and gradients, which the script may drop, and the versions of the gradients.
     refs: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor], int]]
-    """Weak references to the parameters and their gradients, since the script may drop either, and
-    the versions of the gradients."""
 
     def present(self) -> dict[int, bool]:
         """Return the ids of the gradients still in place, and whether they have changed since."""
@@ -292,31 +289,27 @@ class FreshGradients:
     def take(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[Gradients, dict[torch.device, Tensor]] | None:
-        """Return the gradients of an optimizer and their finite check, and forget them.
+        """Return the gradients of an optimizer and whether any is inf or NaN, and forget them.
 
-        Returns:
-            All current gradients of the optimizer, and per device whether any is inf or NaN.
-            Gradients that the script has replaced or written to are checked here. None if there are
-            no gradients, or if none come from a scaled pass.
+        Those that the script has replaced or written to are checked here. None if there are no
+        gradients, or if none come from a scaled pass.
         """
         stepped = members(optimizer)  # a container steps all of its members
         earlier = [unscaled for each in stepped for unscaled in self._popped(each)]
         gradients = collect(parameters(optimizer))
         if not earlier or not gradients.grads:
             return None
-        for unscaled in earlier:
-            unscaled.of.is_used = True
+        passes = dict.fromkeys(unscaled.of for unscaled in earlier)
+        for each in passes:
+            each.is_used = True
         found = [unscaled.found_inf for unscaled in _alive(earlier)]
-        passes = {id(unscaled.of): unscaled.of for unscaled in earlier}
-        seen: set[int] = set()
-        for unscaled in earlier:
-            seen |= {key for key, is_changed in unscaled.present().items() if not is_changed}
-        others = gradients.without(seen)
+        present = (item for unscaled in earlier for item in unscaled.present().items())
+        others = gradients.without({key for key, is_changed in present if not is_changed})
         if others.grads:
             found.append(others.check())
         device = earlier[0].of.by.device
         flags = [flag for by_device in found for flag in by_device.values()]
-        flags += [flag for each in passes.values() for flag in each.found_inf]
+        flags += [flag for each in passes for flag in each.found_inf]
         found_inf = as_tensor(combine(flags, device), device)
         return gradients, {device: found_inf}
 

@@ -238,11 +238,7 @@ class Forward(TopLevelCalls):
 
     def note_region(self, switches: Switches) -> None:
         """Note an autocast that the script enters inside a call, as accelerate's forward does."""
-        if (
-            self.is_inside
-            and switches.enabled
-            and switches.dtype in (torch.float16, torch.bfloat16)
-        ):
+        if self.is_inside and switches.enabled and switches.dtype in _OPTION:
             self._note_own(switches.dtype)
 
     def _note_own(self, dtype: torch.dtype) -> None:
@@ -256,9 +252,7 @@ class Forward(TopLevelCalls):
     def _context_of(self, module: nn.Module) -> AbstractContextManager[object] | None:
         """Return the autocast context for an outermost module, or None to run it unchanged."""
         param = next(iter(module.parameters()), None)
-        if param is None:
-            return None
-        if not self._may_enter(param.device.type):
+        if param is None or not self._may_enter(param.device.type):
             return None
         if module not in self._checked:
             self._checked.add(module)

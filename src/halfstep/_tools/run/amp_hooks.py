@@ -6,10 +6,10 @@ two. A hook on lower-precision tensors sees float32, as it would without autocas
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,110 +21,85 @@ from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.modules import GLOBAL_BACKWARD_HOOKS
 from halfstep._tools.run.amp_backward import Backward, ScaledPass
 
-_MODULE_HOOKS = (
-    "register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook",
-)  # fmt: skip
-
-
-class _Thread(threading.local):
-    is_in_hook = False
-
-
-_thread = _Thread()
-
-
-@contextmanager
-def _in_hook() -> Iterator[None]:
-    """Leave the hooks of a pass inside of a hook alone: its gradients have no scale."""
-    _thread.is_in_hook = True
-    try:
-        yield
-    finally:
-        _thread.is_in_hook = False
+_thread = threading.local()
 
 
 class _Hook:
     """A hook of the script. In a copy or a file of its module, the script's own stands for it."""
 
-    def __init__(self, hook: Callable[..., Any], backward: Backward) -> None:
-        self.hook, self._backward = hook, backward
+    def __init__(
+        self, hook: Callable[..., Any], backward: Backward, kind: Callable[..., Any]
+    ) -> None:
+        self.hook, self._backward, self._kind = hook, backward, kind
         self.__name__ = getattr(hook, "__name__", "hook")
 
     def __call__(self, *args: Any) -> Any:
         running = self._backward.running
-        if running is None or _thread.is_in_hook:
+        # A pass inside of a hook has gradients without a scale.
+        if running is None or getattr(_thread, "is_in_hook", False):
             return self.hook(*args)
-        with _in_hook():
-            return self._call(running, *args)
+        _thread.is_in_hook = True
+        try:
+            return self._kind(self.hook, running, *args)
+        finally:
+            _thread.is_in_hook = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return _same, (self.hook,)
-
-    def _call(self, running: ScaledPass, *args: Any) -> Any:
-        raise NotImplementedError
 
 
 def _same(hook: object) -> object:
     return hook
 
 
-class _OfTensor(_Hook):
-    def _call(self, running: ScaledPass, *args: Any) -> Any:
-        [grad] = args
-        shown = running.shown(grad)
-        version = version_of(shown)
-        result = self.hook(shown)
-        if result is None and version_of(shown) != version:  # written in place
-            result = shown
-        return running.hidden(result, grad)
+def _of_tensor(hook: Callable[..., Any], running: ScaledPass, grad: Tensor) -> Any:
+    shown = running.shown(grad)
+    version = version_of(shown)
+    result = hook(shown)
+    if result is None and version_of(shown) != version:  # written in place
+        result = shown
+    return running.hidden(result, grad)
 
 
-class _OfModule(_Hook):
-    def _call(self, running: ScaledPass, *args: Any) -> Any:
-        module, replaced, *_ = args
-        result = self.hook(module, *map_tensors(running.shown, args[1:]))
-        if result is None or isinstance(result, Tensor):
-            return running.hidden(result, replaced[0])
-        if len(result) != len(replaced):  # PyTorch raises an error
-            return result
-        return tuple(map(running.hidden, result, replaced))
+def _of_module(hook: Callable[..., Any], running: ScaledPass, module: Any, *grads: Any) -> Any:
+    replaced = grads[0]
+    result = hook(module, *map_tensors(running.shown, grads))
+    if result is None or isinstance(result, Tensor):
+        return running.hidden(result, replaced[0])
+    if len(result) != len(replaced):  # PyTorch raises an error
+        return result
+    return tuple(map(running.hidden, result, replaced))
 
 
-class _AfterAccumulation(_Hook):
-    def _call(self, running: ScaledPass, *args: Any) -> Any:
-        [param] = args
-        if param.grad is not None:
-            running.note(param.grad)
-        running.unscale_([param])
-        result = self.hook(param)
-        if not running.is_used:  # else the optimizer has stepped in the hook
-            running.include([param])
-        return result  # an error of PyTorch if it is not None
+def _after_accumulation(hook: Callable[..., Any], running: ScaledPass, param: Tensor) -> Any:
+    if param.grad is not None:
+        running.note(param.grad)
+    running.unscale_([param])
+    result = hook(param)
+    if not running.is_used:  # else the optimizer has stepped in the hook
+        running.include([param])
+    return result  # an error of PyTorch if it is not None
 
 
 def install(patches: Patches, backward: Backward) -> None:
     """Wrap what registers hooks on gradients."""
 
-    def wrap(owner: Any, name: str, kind: type[_Hook]) -> None:
+    def wrap(owner: Any, name: str, kind: Callable[..., Any]) -> None:
         def register(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             is_ours = str(sys._getframe(2).f_globals.get("__name__")).startswith("halfstep.")
             if is_ours or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            place = 0 if len(args) == 1 and "hook" not in kwargs else 1
-            if "hook" in kwargs:
-                kwargs["hook"] = wrapped(kwargs["hook"])
-            else:
-                args = (*args[:place], wrapped(args[place]), *args[place + 1 :])
-            return original(*args, **kwargs)
-
-        def wrapped(hook: Any) -> Any:
-            return hook if isinstance(hook, _Hook) or not callable(hook) else kind(hook, backward)
+            given = inspect.signature(original).bind(*args, **kwargs)
+            hook = given.arguments["hook"]
+            if callable(hook) and not isinstance(hook, _Hook):
+                given.arguments["hook"] = _Hook(hook, backward, kind)
+            return original(*given.args, **given.kwargs)
 
         patches.wrap(owner, name, register)
 
-    wrap(Tensor, "register_hook", _OfTensor)
-    wrap(Tensor, "register_post_accumulate_grad_hook", _AfterAccumulation)
-    for name in _MODULE_HOOKS:
-        wrap(torch.nn.Module, name, _OfModule)
+    wrap(Tensor, "register_hook", _of_tensor)
+    wrap(Tensor, "register_post_accumulate_grad_hook", _after_accumulation)
+    for name in ("full_backward_hook", "full_backward_pre_hook", "backward_hook"):
+        wrap(torch.nn.Module, f"register_{name}", _of_module)
     for owner, name in GLOBAL_BACKWARD_HOOKS:
-        wrap(owner, name, _OfModule)
+        wrap(owner, name, _of_module)

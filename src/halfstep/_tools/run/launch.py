@@ -36,9 +36,6 @@ def lock_folder(folder: Path) -> int | None:
     """Let no other run begin in a folder while this process lives; None if that is not possible.
 
     Its file begins with its first step, so a lock of that would come too late.
-
-    Raises:
-        RecordError: Another run has it.
     """
     try:
         import fcntl

@@ -227,7 +227,10 @@ class _Adding:
         try:
             if _has_float16_gradients(optimizer):  # an error in the first step
                 raise ValueError("it has gradients in float16; --masters makes them float32")
-            group = _GROUPS[self._additions.ranks]()
+            ranks = self._additions.ranks
+            group: ProcessGroup | Literal["local"] | None = "local" if ranks == "alone" else None
+            if ranks == "together" and has_process_group():
+                group = world()
             self._guards[optimizer] = guard(optimizer, norm, process_group=group)
         except (CallOrderError, TypeError, ValueError) as error:
             self._say(f"--guard: {name(optimizer)} steps without a guard: {error}")
@@ -276,14 +279,6 @@ class _Adding:
             return False
         gradients = collect(parameters(optimizer))
         return bool(gradients.grads and combine(gradients.check().values(), CPU))
-
-
-_GROUPS: dict[str | None, Callable[[], ProcessGroup | Literal["local"] | None]] = {
-    None: lambda: None,
-    "alone": lambda: "local",
-    "together": lambda: world() if has_process_group() else None,
-}
-"""The argument of ``guard`` for :attr:`Additions.ranks`."""
 
 
 def _has_float16_gradients(optimizer: Optimizer) -> bool:

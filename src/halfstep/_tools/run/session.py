@@ -40,7 +40,7 @@ from halfstep._tools.record.files import (
     is_same_program,
     programs_in,
 )
-from halfstep._tools.record.run import Seen, dtypes_text
+from halfstep._tools.record.run import WRONG_STEP, Seen, dtypes_text
 from halfstep._tools.run.last_words import findings, recorded
 from halfstep._tools.run.launch import folder_of_process, lock_folder, make_folder, show_once
 from halfstep._tools.run.masters import Additions, added
@@ -78,13 +78,11 @@ class Options:
     amp: torch.dtype | None
     is_diagnosing: bool
     diagnose_seconds: float = 30.0
-    has_children: bool = True
-    """Whether the processes that the program starts are recorded too."""
+    has_children: bool = True  # whether the processes that the program starts are recorded too
     sinks: tuple[str, ...] = ()
     is_appending: bool = False
     additions: Additions | None = None
-    run_as: tuple[str, ...] = ()
-    """The words of the command, without the folder, for advice."""
+    run_as: tuple[str, ...] = ()  # the words of the command, without the folder, for advice
 
     @property
     def is_guarding(self) -> bool:
@@ -161,11 +159,7 @@ class Session:
     """A run of a program, or of a process that it has started, with record and replaced names.
 
     Both stay active until the process exits, because threads and ``atexit`` functions of the
-    program may still train.
-
-    Args:
-        command: The program; None for a process that it has started.
-        options: The options of the run.
+    program may still train. A process that the program has started has no command.
     """
 
     def __init__(self, command: Command | None, options: Options) -> None:
@@ -323,7 +317,7 @@ class Session:
         if use is not None and self._record.num_steps and (is_needed or use.has_autocast):
             yield from use.problems()
         if use is not None and use.wrong_step is not None:
-            yield f"a step was wrong, as it is with torch.amp: {use.wrong_step}"
+            yield f"{WRONG_STEP}: {use.wrong_step}"
 
     def _findings(self) -> Iterator[str]:
         options, added = self._options, self._options.additions
@@ -400,12 +394,7 @@ def _require_same_program(file: Path, target: str) -> None:
 
 
 def require_writable(file: Path) -> None:
-    """Raise as a record would if its file cannot be written.
-
-    Raises:
-        RecordError: Another process writes it, or it belongs to another program.
-        OSError: The folder is not writable.
-    """
+    """Raise as a record would if its file cannot be written."""
     is_new = not file.exists()
     LineWriter(file).close()
     if is_new:
@@ -573,11 +562,7 @@ def _set_first_path(folder: str) -> None:
 
 
 def _find(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Return the spec and code that ``python -m name`` runs.
-
-    Raises:
-        NotRunnable: There is no such module, or it cannot be run.
-    """
+    """Return the spec and code that ``python -m name`` runs; raise ``NotRunnable`` without any."""
     if name.startswith("."):
         raise NotRunnable("halfstep run: Relative module names not supported")
     try:

@@ -40,21 +40,16 @@ _TorchAutocast = autocast_mode.autocast
 
 
 class PolicyUse(TopLevelCalls):
-    """A policy, whose rules for modules go to the first model that has modules of these names.
-
-    Attributes:
-        policy: The policy.
-        is_guarding: Whether the scale of the script's scaler moves as halfstep's, for ``--guard``.
-        has_autocast: Whether the script has made a ``torch.autocast`` that is on.
-        wrong_step: What is wrong with steps of the script's scaler, which were taken as in PyTorch.
-    """
+    """A policy, whose rules for modules go to the first model that has modules of these names."""
 
     losses = ()
 
     def __init__(self, policy: Policy, *, is_guarding: bool = False) -> None:
         super().__init__()
-        self.policy, self.is_guarding, self.has_autocast = policy, is_guarding, False
-        self.wrong_step: str | None = None
+        self.policy = policy
+        self.is_guarding = is_guarding  # whether the scale of a scaler moves as halfstep's
+        self.has_autocast = False  # whether the script has made a torch.autocast that is on
+        self.wrong_step: str | None = None  # why a step of its scaler, taken as in PyTorch, is
         self._missing = dict.fromkeys(
             policy.module_rules, "no model was called outside of a compiled function"
         )
@@ -346,12 +341,7 @@ _SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 
 @contextmanager
 def replaced(policy: Policy, *, is_guarding: bool = False) -> Iterator[PolicyUse]:
-    """Replace PyTorch's autocast and GradScaler under all their names inside the block.
-
-    Args:
-        policy: The policy of ``torch.autocast`` where the script sets none.
-        is_guarding: As for :class:`PolicyUse`.
-    """
+    """Replace PyTorch's autocast and GradScaler under all their names inside the block."""
     with _in_place(NAMES) as patches:
         patches.wrap(torch.export, "export", _export)
         patches.put(sys.modules[__name__], "_use", PolicyUse(policy, is_guarding=is_guarding))
