@@ -894,6 +894,7 @@ class Lowered(torch.autograd.Function):
         (nn.Conv1d(1, 1, 2), torch.bfloat16, {"bfloat16": 1}),
         (nn.MultiheadAttention(4, 1), None, {"float32": 4}),
         (nn.LayerNorm(4), torch.bfloat16, {}),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReflectionPad1d(1)), torch.bfloat16, {"bfloat16": 1}),
     ],
 )
 def test_products_are_counted_by_the_dtype_in_which_they_ran(

@@ -597,6 +597,8 @@ def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
 class _SparseCast(torch.autograd.Function):
     """The cast of a sparse tensor, whose gradient may be dense: PyTorch's cast refuses that."""
 
+    has_products = False
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = x.dtype

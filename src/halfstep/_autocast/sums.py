@@ -195,6 +195,8 @@ def with_backward_in_float32(name: str) -> Callable[..., Any] | None:
 class _Float32Backward(torch.autograd.Function):
     """An op with one of the backward passes above."""
 
+    has_products = False
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, args: list[Any]) -> Any:
         is_last = x.dim() == 4 and not x.is_contiguous()

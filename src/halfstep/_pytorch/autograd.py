@@ -42,14 +42,15 @@ def products_of(roots: Iterable[torch.Tensor]) -> Counter[torch.dtype | None]:
     """Return how many products have computed ``roots``, by the dtypes of their results.
 
     None counts what may hide others: compiled functions, and each ``torch.autograd.Function`` with
-    a result in two bytes or less. Takes about a microsecond per graph node. Sync: none.
+    a result in two bytes or less, unless its ``has_products`` is False. Takes about a microsecond
+    per graph node. Sync: none.
     """
     found: Counter[torch.dtype | None] = Counter()
     for node in _nodes(roots):
         function = getattr(type(node), "_forward_cls", None)
         if _PRODUCT.match(type(node).__name__):
             found[node._input_metadata[0].dtype] += 1
-        elif function is not None:
+        elif function is not None and getattr(function, "has_products", True):
             found[None] += is_compiled_function(function) or _is_short(node._input_metadata)
     return +found
 
