@@ -73,7 +73,7 @@ def judge(name: str, folder: Path) -> Judged:
         told = [(halfstep.diagnose(names["step"]), None)]
         told = [each for each in told if each[0].verdict != "none"]
     else:
-        with Watch(tell=lambda *found: told.append(found)), suppress(ValueError):
+        with Watch(tell=lambda *found: told.append(found)), suppress(ValueError, RuntimeError):
             names = run_file(truth.source, file)
     said = "\n\n".join(f"step {step}\n{found}" for found, step in told)
     if truth.verdict == "none":
