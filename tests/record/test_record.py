@@ -905,7 +905,7 @@ def test_products_are_counted_by_the_dtype_in_which_they_ran(
     num = {nn.Bilinear: 2, nn.MultiheadAttention: 3}.get(type(model), 1)
     with halfstep.record(tmp_path) as record:
         for _ in range(3):  # two are sampled
-            with halfstep.autocast("cpu", dtype, enabled=dtype is not None):
+            with halfstep.autocast(DEVICE, dtype, enabled=dtype is not None):
                 y = model(*[x] * num)
             (y[0] if isinstance(y, tuple) else y).sum().backward()
             optimizer.step()
