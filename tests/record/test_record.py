@@ -883,23 +883,31 @@ class Lowered(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype", "products"),
+    ("make", "dtype", "products"),
     [
-        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), None, {"float32": 2}),
-        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.float16, {"float16": 2}),
-        (nn.Linear(4, 1).double(), torch.float16, {"float64": 1}),
-        (nn.Linear(4, 1).bfloat16(), None, {"bfloat16": 1}),
-        (nn.Bilinear(4, 4, 1), None, {"float32": 1}),
-        (nn.LSTM(4, 1), None, {"float32": 1}),
-        (nn.Conv1d(1, 1, 2), torch.bfloat16, {"bfloat16": 1}),
-        (nn.MultiheadAttention(4, 1), None, {"float32": 4}),
-        (nn.LayerNorm(4), torch.bfloat16, {}),
-        (nn.Sequential(nn.Linear(4, 4), nn.ReflectionPad1d(1)), torch.bfloat16, {"bfloat16": 1}),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), None, {"float32": 2}),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.float16, {"float16": 2}),
+        (lambda: nn.Linear(4, 1).double(), torch.float16, {"float64": 1}),
+        (lambda: nn.Linear(4, 1).bfloat16(), None, {"bfloat16": 1}),
+        (lambda: nn.Bilinear(4, 4, 1), None, {"float32": 1}),
+        (lambda: nn.LSTM(4, 1), None, {"float32": 1}),
+        (lambda: nn.Conv1d(1, 1, 2), torch.bfloat16, {"bfloat16": 1}),
+        (lambda: nn.MultiheadAttention(4, 1), None, {"float32": 4}),
+        (lambda: nn.LayerNorm(4), torch.bfloat16, {}),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.ReflectionPad1d(1)),
+            torch.bfloat16,
+            {"bfloat16": 1},
+        ),
     ],
 )
 def test_products_are_counted_by_the_dtype_in_which_they_ran(
-    model: nn.Module, dtype: torch.dtype | None, products: dict[str, int], tmp_path: Path
+    make: Callable[[], nn.Module],
+    dtype: torch.dtype | None,
+    products: dict[str, int],
+    tmp_path: Path,
 ) -> None:
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.ones(2, 1, 4, dtype=next(model.parameters()).dtype)
     num = {nn.Bilinear: 2, nn.MultiheadAttention: 3}.get(type(model), 1)
