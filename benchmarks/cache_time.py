@@ -10,7 +10,7 @@ system each time, that is most of what one measures. glibc keeps it if told so:
 
     export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=4294967296
     python benchmarks/cache_time.py
-    python benchmarks/cache_time.py --only "small model" --rounds 500
+    python benchmarks/cache_time.py --only small --rounds 100 --policy torch
 """
 
 import argparse
@@ -113,18 +113,19 @@ TASKS: dict[str, tuple[GPTConfig, Task]] = {
 }
 
 
-def timed_tasks(library: Any, name: str, device: str) -> dict[str, Callable[[], float]]:
+def timed_tasks(
+    library: Any, name: str, device: str, policy: str
+) -> dict[str, Callable[[], float]]:
     """Return what runs a task and returns its seconds, by context."""
     config, task = TASKS[name]
     model = Model(config, device)
-    contexts: dict[str, Context] = {
-        library.__name__: partial(library.autocast, device, torch.bfloat16)
-    }
+    make = partial(library.autocast, device, torch.bfloat16)
+    contexts: dict[str, Context]
     if library is torch.amp:
-        contexts[FLOAT32] = nullcontext
-
+        contexts = {TORCH: make, FLOAT32: nullcontext}
     else:
-        contexts[EACH_USE] = contexts[library.__name__]
+        make = partial(make, policy=policy)
+        contexts = {library.__name__: make, EACH_USE: make}
 
     def timed(variant: str) -> float:
         if library is not torch.amp:
@@ -152,6 +153,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", default="", help="the tasks whose name contains this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--policy", default="standard")
     args = parser.parse_args()
     threads = torch.get_num_threads()
     print(f"{device_name(args.device)}, PyTorch {torch.__version__}, bfloat16")
@@ -161,7 +163,7 @@ def main() -> None:
         if args.only not in name:
             continue
         torch.set_num_threads(1 if config is SMALL else threads)
-        times = measure(timed_tasks, name, args.device, rounds=args.rounds, warm_up=4)
+        times = measure(timed_tasks, name, args.device, args.policy, rounds=args.rounds, warm_up=4)
         row = f"{name:34}{statistics.median(times[TORCH]) * 1e3:8.2f}"
         print(row + "".join(f"    {ratio(times[each], times[TORCH])}" for each in shown))
     print("milliseconds of torch.autocast, and ratios to it: medians, and quartiles in brackets")
