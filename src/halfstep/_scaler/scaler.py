@@ -201,7 +201,7 @@ class GradScaler(TorchAttributes):
 
         With a closure, which every optimizer takes, the gradients of each evaluation are unscaled
         and checked. It zeroes the gradients, computes the loss, calls
-        ``scaler.scale(loss).backward()`` and returns the loss; or it leaves ``backward`` out. An
+        ``scaler.scale(loss).backward()`` and returns the loss; anything else is an error. An
         evaluation with inf or NaN ends the step, and the parameters are restored.
 
         A container, which holds several optimizers in ``optimizers`` or ``chained_optimizers``, is
@@ -219,7 +219,7 @@ class GradScaler(TorchAttributes):
 
         Raises:
             CallOrderError: Before ``scale``, twice without an ``update`` in between, without any
-                gradient, or with a closure that calls ``backward`` on an unscaled loss.
+                gradient, or with a closure that scales no loss.
             TypeError: ``optimizer.step`` takes the scaler itself (``grad_scaler=``).
             ValueError: The gradients are float16 and the optimizer cannot unscale them itself.
 
