@@ -79,6 +79,17 @@ def take_step(scaler: Any, optimizer: Any, loss: Tensor) -> None:
     scaler.update()
 
 
+def closure_of(scaler: Any, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return a closure that makes a loss and its scaled gradients; ``step`` drops earlier ones."""
+
+    def closure() -> Tensor:
+        made = loss()
+        scaler.scale(made).backward()
+        return made
+
+    return closure
+
+
 def step_on(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     """Take a step on a loss, without a scaler; it adds to gradients that are there."""
     loss.backward()

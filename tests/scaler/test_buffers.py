@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.device import DEVICE
-from tests.training import batches, train
+from tests.training import batches, closure_of, loss_of, train
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -339,7 +339,7 @@ def test_a_closure_that_fails_at_its_second_evaluation_is_undone() -> None:
     good, broken = one_broken()[0], one_broken()[BROKEN]
     before = copy.deepcopy(dict(model.named_buffers()))
     waiting = [good, broken]
-    scaler.step(optimizer, lambda: model(waiting.pop(0)).square().mean())
+    scaler.step(optimizer, closure_of(scaler, lambda: loss_of(model, waiting.pop(0))))
     scaler.update()
     assert scaler.outcome(optimizer).skipped
     for name, buffer in model.named_buffers():
@@ -356,6 +356,7 @@ def test_a_closure_that_raises_is_undone() -> None:
         loss = model(waiting.pop(0)).square().mean()
         if not loss.isfinite():
             raise ArithmeticError
+        scaler.scale(loss).backward()
         return loss
 
     with pytest.raises(ArithmeticError):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import take_step
+from tests.training import closure_of, take_step
 from torch.optim import SGD
 
 from halfstep._scaler import GradScaler
@@ -21,7 +21,7 @@ def param(*values: float) -> torch.nn.Parameter:
 def test_a_closure_whose_loss_does_not_depend_on_the_parameters() -> None:
     p, other, scaler = param(), param(), GradScaler()
     with pytest.raises(CallOrderError, match="none of its 1 parameter has a gradient"):
-        scaler.step(SGD([p], 1.0), lambda: other.sum(), max_norm=1.0)
+        scaler.step(SGD([p], 1.0), closure_of(scaler, other.sum), max_norm=1.0)
 
 
 def test_a_scale_that_was_below_1_is_watched_for_good() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.device import DEVICE
 from tests.scaler.containers import OfFirst
-from tests.training import one_parameter, quiet, take_step
+from tests.training import closure_of, one_parameter, quiet, take_step
 
 from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
@@ -113,7 +113,7 @@ def keyword_closure(scaler: Any) -> None:
     param, optimizer = one_parameter(torch.zeros(2))
     scaler.scale(param.sum()).backward()
     optimizer.zero_grad()
-    scaler.step(optimizer, closure=lambda: param.sum())
+    scaler.step(optimizer, closure=closure_of(scaler, param.sum))
 
 
 def schedule(scaler: Any) -> tuple[bool, float]:

@@ -723,19 +723,15 @@ class World:
         weights = [self.weights(param) for param in params]
         weights[0][0] = rng.choice([weights[0][0]] * 4 + [math.inf])
         max_norm = rng.choice([None, None, 0.5, math.inf])
-        scales_itself = rng.random() < 0.5
         self.log.append(f"step({opt.name}, closure, max_norm={max_norm}) {weights}")
 
         def closure() -> Tensor:
             total = torch.stack([dot(p, w) for p, w in zip(params, weights, strict=True)]).sum()
             if not bool(total.isfinite()):
                 self.bad_loss = True
-            if scales_itself:
-                self.scaler.scale(total).backward()
-                scaled.extend(abs(entry) for param in params for entry in param.grad())
+            self.scaler.scale(total).backward()
             return total
 
-        scaled: list[float] = []
         scale = self.state.scale
         finite = [abs(entry) for true in weights for entry in true if math.isfinite(entry)]
         if max(finite) * max(scale, 1 / scale) > 1e37:

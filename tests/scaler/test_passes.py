@@ -261,15 +261,10 @@ class WithOwnScale(GradScaler):
         return super().get_scale()
 
 
-def step_with_closure(setup: Setup) -> None:
-    """As SAM: there are gradients from before, and the closure makes others."""
-    setup.scaler.step(setup.optimizer, lambda: setup.backward()[0].sum())
-
-
 @pytest.mark.parametrize(
     ("make_scaler", "step"),
     [
-        *((GradScaler, each) for each in (clip_parameters, step_with_closure)),
+        (GradScaler, clip_parameters),
         *((cls, each) for cls in (GradScaler, WithOwnScale) for each in (no_clip, clip_with_torch)),
     ],
 )
@@ -278,14 +273,14 @@ def test_only_the_first_steps_are_searched(
 ) -> None:
     measured, largest = [], step_module.largest
     monkeypatch.setattr(step_module, "largest", lambda *a: measured.append(a) or largest(*a))
-    made = setup(make_scaler, fused=False)  # makes WARM_UP steps without a closure
+    made = setup(make_scaler, fused=False)
     made.scaler._engine.journal.plans.clear()
     del measured[:]
     for _ in range(8):
         made.backward()
         step(made)
         made.scaler.update()
-    assert len(measured) <= 2 * NUM_STEPS  # gradients from before, and those of the closure
+    assert len(measured) <= NUM_STEPS
 
 
 @pytest.mark.parametrize("fused", [False, True])

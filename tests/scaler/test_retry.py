@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.scaler.containers import Wrapper
-from tests.training import assert_same, batches, fused_or_not
+from tests.training import assert_same, batches, closure_of, fused_or_not
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.schedules import Dynamic, Static
@@ -195,7 +195,8 @@ def test_with_other_features(kind: str) -> None:
     for _ in scaler.retry(retried, times=5):
         attempts += 1
         if kind == "closure":
-            scaler.step(optimizer, lambda: Limited.apply(param.sum(), 2.0**8))
+            loss = lambda: Limited.apply(param.sum(), 2.0**8)  # noqa: E731
+            scaler.step(optimizer, closure_of(scaler, loss))
         elif kind == "parts":
             for _ in range(2):
                 scaler.scale(Limited.apply(param.sum() / 2, 2.0**8)).backward()

@@ -146,6 +146,20 @@ def test_a_second_optimizer_with_the_same_gradients_checks_them_too(fused: bool)
     assert scaler.get_scale() == 2.0**16
 
 
+@fused_or_not
+def test_what_a_fused_step_has_left_and_was_written_to_is_checked(fused: bool) -> None:
+    """A fused step may leave them scaled: they are divided then, which hides no write."""
+    shared, own, scaler = param(), param(), GradScaler()
+    first, second = SGD([shared], 0.25, fused=True), SGD([shared, own], 0.25, fused=fused)
+    backward(scaler, shared + own)
+    scaler.step(first)
+    assert shared.grad is not None
+    shared.grad.fill_(math.nan)
+    scaler.step(second)
+    assert scaler.outcome(second).reason == Reason.AFTER_UNSCALE
+    assert (shared.item(), own.item()) == (0.75, 1.0)
+
+
 def test_each_optimizer_answers_for_its_own_gradients() -> None:
     p, q, scaler = param(), param(), GradScaler()
     first, second = SGD([p], 0.5), SGD([q], 0.5)

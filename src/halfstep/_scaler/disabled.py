@@ -13,12 +13,6 @@ from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import name, split_closure, with_closure
 from halfstep._scaler import clipping
 from halfstep._scaler.agreement import ALONE
-from halfstep._scaler.closures import (
-    are_left,
-    before_backward,
-    drop_used,
-    seen_of,
-)
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
@@ -51,36 +45,25 @@ def step(
     kwargs: dict[str, Any],
     max_norm: float | None,
 ) -> Any:
-    """Clip if requested, and call ``optimizer.step``, with the closure if there is one."""
-    closure, args, kwargs = split_closure(args, kwargs)
+    """Clip if requested, in the closure if there is one, and call ``optimizer.step``."""
+    closure, others, _ = split_closure(args, kwargs)
     if closure is None:
         # It may have been switched off with gradients at hand.
         engine.unused.use(f"step({name(optimizer)})", parameters(optimizer))
-        if max_norm is not None:
-            clip_grad_norm_(engine, optimizer, clipping.checked_max_norm(max_norm))
-        return optimizer.step(*args, **kwargs)
-    plan = engine.journal.plan(optimizer)
+    if max_norm is not None:
+        limit = clipping.checked_max_norm(max_norm)
+        if closure is None:
+            clip_grad_norm_(engine, optimizer, limit)
+        else:
 
-    @torch.enable_grad()
-    def evaluate() -> Any:
-        params = parameters(optimizer)
-        reached: list[Tensor] = []
-        before = seen_of(params)
-        with before_backward(params, reached.append):
-            loss = closure()
-        if isinstance(loss, Tensor) and loss.requires_grad and not reached:
-            drop_used(engine.journal, optimizer)
-            if not are_left(before, params):  # the closure leaves backward() to the scaler
-                loss.backward()  # type: ignore[no-untyped-call]
-        if max_norm is not None:
-            clip_grad_norm_(engine, optimizer, clipping.checked_max_norm(max_norm))
-        plan.stepped_gradients = seen_of(params)
-        return loss
+            @torch.enable_grad()
+            def clipped() -> Any:
+                loss = closure()
+                clip_grad_norm_(engine, optimizer, limit)
+                return loss
 
-    args, kwargs = with_closure(evaluate, args, kwargs)
-    result = optimizer.step(*args, **kwargs)
-    plan.stepped_gradients = seen_of(parameters(optimizer))
-    return result
+            args, kwargs = with_closure(clipped, others, kwargs)
+    return optimizer.step(*args, **kwargs)
 
 
 def outcome(engine: Engine, optimizer: torch.optim.Optimizer) -> Outcome:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep._gradients.gradients import Gradients, Seen, parameters
+from halfstep._gradients.gradients import Gradients, parameters
 from halfstep._gradients.norms import Norms
 from halfstep._gradients.optimizers import (
     HANDLES_SCALE,
@@ -36,7 +36,6 @@ class Plan:
 
     Attributes:
         number: That of its last step in the order of all steps.
-        stepped_gradients: After a step with a closure, by id of the parameter: its gradient.
         key: A number that changes with the parameters and the ranks; None: no usual steps.
         flag: The flag by which the optimizer says that it handles the scale.
         is_fused: Whether it does.
@@ -52,7 +51,6 @@ class Plan:
         self.outcome: Outcome | None = None
         self.number = 0
         self.early_clipping = EarlyClipping()
-        self.stepped_gradients: dict[int, Seen] = {}
         self.key: int | None = None
 
     def make(
@@ -117,7 +115,7 @@ class Journal:
     def add(self, plan: Plan, outcome: Outcome) -> None:
         if plan.outcome is not None:
             forget_gradients(plan.outcome)
-        plan.outcome, plan.stepped_gradients = outcome, {}
+        plan.outcome = outcome
         self._num_steps += 1
         plan.number = self._num_steps
         self._all.append(outcome)

@@ -101,8 +101,12 @@ class Entry:
         if self.left_scaled_by is not None:
             is_left, multiplier = self.left_scaled_by
             factor = scalars.where(is_left, scalars.reciprocal(multiplier), 1.0)
+            noted, before = self.versions, _versions(self.gradients)
             self.gradients.multiply_(factor)
-            self.left_scaled_by, self.versions = None, _versions(self.gradients)
+            rows = zip(noted, before, _versions(self.gradients), strict=True)
+            # Those that somebody else has written to must still be checked again.
+            self.versions = [now if was == seen else seen for seen, was, now in rows]
+            self.left_scaled_by = None
 
     def release(self) -> None:
         """Drop the references to the gradients."""

@@ -27,7 +27,7 @@ from halfstep._gradients.optimizers import (
 from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
-from halfstep._scaler import clipping, disabled, overrides, step, usual
+from halfstep._scaler import clipping, disabled, step, torch_amp, usual
 from halfstep._scaler.after_step import Count, attempts, step_quietly
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
@@ -38,7 +38,7 @@ from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.schedules import DEFAULT_SCALE, Dynamic, Schedule, scale_and_schedule
-from halfstep._scaler.torch_attributes import TorchAttributes
+from halfstep._scaler.torch_amp import TorchAttributes
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class GradScaler(TorchAttributes):
         if not self._is_enabled:
             return outputs
         if not self._engine.loss_scale.is_created:
-            overrides.create_scale(self, outputs)
+            torch_amp.create_scale(self, outputs)
         scaled = self._engine.scale(outputs)
         if self._device is None:
             scale = self._engine.loss_scale
@@ -181,7 +181,7 @@ class GradScaler(TorchAttributes):
             return
         require_optimizer("unscale_", optimizer)
         if "_unscale_grads_" in self._overridden():
-            overrides.unscale_(self, optimizer)
+            torch_amp.unscale_(self, optimizer)
         else:
             step.unscale(self._engine, optimizer)
 
@@ -201,7 +201,7 @@ class GradScaler(TorchAttributes):
 
         With a closure, which every optimizer takes, the gradients of each evaluation are unscaled
         and checked. It zeroes the gradients, computes the loss, calls
-        ``scaler.scale(loss).backward()`` and returns the loss; or it leaves ``backward`` out. An
+        ``scaler.scale(loss).backward()`` and returns the loss; anything else is an error. An
         evaluation with inf or NaN ends the step, and the parameters are restored.
 
         A container, which holds several optimizers in ``optimizers`` or ``chained_optimizers``, is
@@ -219,7 +219,7 @@ class GradScaler(TorchAttributes):
 
         Raises:
             CallOrderError: Before ``scale``, twice without an ``update`` in between, without any
-                gradient, or with a closure that calls ``backward`` on an unscaled loss.
+                gradient, or with a closure that scales no loss.
             TypeError: ``optimizer.step`` takes the scaler itself (``grad_scaler=``).
             ValueError: The gradients are float16 and the optimizer cannot unscale them itself.
 
@@ -234,13 +234,13 @@ class GradScaler(TorchAttributes):
             max_norm = clipping.checked_max_norm(max_norm)
         overridden = self._overridden()
         if overridden and max_norm is not None:
-            overrides.refuse(self, f"step(max_norm={max_norm})", overrides.CLIP)
+            torch_amp.refuse(self, f"step(max_norm={max_norm})", torch_amp.CLIP)
         before, THIS_THREAD.stepping = THIS_THREAD.stepping, self
         try:
             if args or kwargs:
                 closure, others, kwargs = split_closure(args, kwargs)
                 if closure is not None:
-                    overrides.refuse(self, "step(closure)", overrides.NO_CLOSURE)
+                    torch_amp.refuse(self, "step(closure)", torch_amp.NO_CLOSURE)
                     return step_with_closure(
                         self._engine, optimizer, closure, others, kwargs, max_norm
                     )
@@ -252,7 +252,7 @@ class GradScaler(TorchAttributes):
             if is_fused and id(optimizer) not in self._engine.journal.plans:
                 refuse_older_protocol(optimizer)
             if overridden:
-                return overrides.step(self, optimizer, args, kwargs, is_fused=is_fused)
+                return torch_amp.step(self, optimizer, args, kwargs, is_fused=is_fused)
             return step.take(self._engine, optimizer, args, kwargs, max_norm, is_fused=is_fused)
         finally:
             THIS_THREAD.stepping = before
@@ -320,7 +320,7 @@ class GradScaler(TorchAttributes):
         clipping.require_l2(norm_type)
         clip = clipping.clip_grad_norm_ if self._is_enabled else disabled.clip_grad_norm_
         if self._is_enabled:
-            overrides.refuse(self, "clip_grad_norm_()", overrides.CLIP)
+            torch_amp.refuse(self, "clip_grad_norm_()", torch_amp.CLIP)
         return clip(self._engine, optimizer_or_parameters, clipping.checked_max_norm(max_norm))
 
     @keep_out_of_graphs

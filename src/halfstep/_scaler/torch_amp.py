@@ -1,8 +1,16 @@
-"""Private attributes and methods of torch.amp.GradScaler that other code uses."""
+"""What existing code reads, writes and overrides of torch.amp.GradScaler, by its private names.
+
+A scaler with overridden methods steps as torch.amp's: it calls what PyTorch's scaler calls on
+itself, in PyTorch's order and with PyTorch's arguments, and uses what is returned. Existing code
+overrides these methods to allow float16 gradients, to share found_inf between ranks, or to decide
+itself whether to step. Sync: one for each such step, as in PyTorch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -10,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from halfstep._gradients.gradients import NONE, collect, parameters, refuse_float16
+from halfstep._common.nested import tensors_in
+from halfstep._gradients import scalars
+from halfstep._gradients.gradients import NONE, collect, parameters
 from halfstep._gradients.norms import overflows_when_divided
-from halfstep._gradients.optimizers import name
-from halfstep._gradients.scalars import READABLE
+from halfstep._gradients.optimizers import name, step_with_scale
 from halfstep._pytorch import amp
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
@@ -21,13 +30,24 @@ from halfstep._scaler.iteration import (
     Stage,
     Step,
     found_inf_by_device,
+    nothing_checked,
 )
 from halfstep._scaler.ledger import Check
-from halfstep._scaler.overrides import flags_of
+from halfstep._scaler.step import (
+    gather,
+    new_check,
+    refuse_half,
+    remember,
+    remember_failure,
+    require_known,
+    require_not_stepped,
+    require_scaled,
+)
 from halfstep.errors import CallOrderError
 
+READY = OptState.READY
 STAGES = {
-    Stage.SCALED: OptState.READY,
+    Stage.SCALED: READY,
     Stage.UNSCALED: OptState.UNSCALED,
     Stage.STEPPED: OptState.STEPPED,
 }
@@ -210,18 +230,14 @@ class TorchAttributes:
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
+        gradients = collect(parameters(optimizer))
         if not allow_fp16:
-            gradients = collect(parameters(optimizer))
-            if torch.float16 in gradients.dtypes:
-                names = self._engine.names.of(gradients.params, optimizer)
-                refuse_float16(gradients, name(optimizer), names)
+            step = Step(optimizer, self._engine.loss_scale, gradients, multiplier=1.0)
+            refuse_half(self._engine, step)
         found = amp.unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16)
-        if inv_scale.device.type in READABLE:
-            can_amplify = inv_scale.item() > 1.0
-        else:
-            can_amplify = self._engine.loss_scale.can_amplify
-        if can_amplify:  # a finite gradient may have become inf
-            for device, flag in collect(parameters(optimizer)).check().items():
+        is_here = inv_scale.device.type in scalars.READABLE
+        if inv_scale.item() > 1.0 if is_here else self._engine.loss_scale.can_amplify:
+            for device, flag in gradients.check().items():  # a finite one may have become inf
                 found[device].clamp_(min=flag)
         return found
 
@@ -241,7 +257,23 @@ class TorchAttributes:
     def _check_inf_per_device(
         self: Any, optimizer: torch.optim.Optimizer
     ) -> dict[torch.device, Tensor]:
-        return _check(self, optimizer) if self._is_enabled else {}
+        if not self._is_enabled:
+            return {}
+        engine, params = self._engine, parameters(optimizer)
+        gradients, ranks = collect(params), engine.ranks_of("step", optimizer, params)
+        if not (gradients.grads or ranks.is_together):
+            return {}
+        scale = engine.scale_of_iteration("step", optimizer)
+        number = scale.number()  # picks up what existing code has written
+        one, none = torch.ones_like(scale.tensor), torch.zeros_like(scale.tensor)
+        found = flags_of(self._unscale_grads_(optimizer, one, none, True))
+        if scale.can_amplify and self._per_optimizer_states[id(optimizer)]["stage"] is READY:
+            for flag in overflows_when_divided(gradients, number):
+                found[flag.device].clamp_(min=flag)
+        check = Check(scale, found)
+        check.agreement = ranks.agree_on(check, has_gradients=bool(gradients.grads))
+        _keep_check(engine, id(optimizer), optimizer, check)
+        return check.found_inf
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
         step = self._engine.iteration.step_of(optimizer)
@@ -257,33 +289,6 @@ class TorchAttributes:
         self._engine.loss_scale.create(device)
 
 
-def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-    """Check for inf and NaN without changes, for an optimizer that unscales by itself."""
-    engine: Engine = scaler._engine
-    params = parameters(optimizer)
-    gradients = collect(params)
-    ranks = engine.ranks_of("step", optimizer, params)
-    if not (gradients.grads or ranks.is_together):
-        return {}
-    scale = engine.scale_of_iteration("step", optimizer)
-    earlier = engine.iteration.step_of(optimizer)
-    is_scaled = earlier is None or earlier.stage is Stage.SCALED
-    multiplier = scale.number() if is_scaled else 1.0
-    if "_unscale_grads_" in scaler._overridden():
-        one, none = torch.ones_like(scale.tensor), torch.zeros_like(scale.tensor)
-        found = flags_of(scaler._unscale_grads_(optimizer, one, none, True))
-    else:
-        found = gradients.check()
-    if is_scaled and scale.can_amplify:
-        for flag in overflows_when_divided(gradients, multiplier):
-            if flag.device in found:
-                found[flag.device].clamp_(min=flag)
-    check = Check(scale, found)
-    check.agreement = ranks.agree_on(check, has_gradients=bool(gradients.grads))
-    _keep_check(engine, id(optimizer), optimizer, check)
-    return check.found_inf
-
-
 def _keep_check(
     engine: Engine, key: int, optimizer: torch.optim.Optimizer | None, check: Check
 ) -> None:
@@ -291,3 +296,141 @@ def _keep_check(
     steps = engine.iteration.steps
     earlier = steps.get(key) or Step(optimizer, engine.loss_scale)
     steps[key] = earlier._replace(earlier=(check,))
+
+
+# --- overridden methods ---------------------------------------------------------------------------
+
+CLIP = (
+    "call scaler.unscale_(optimizer) and torch.nn.utils.clip_grad_norm_() before "
+    "scaler.step(optimizer)"
+)
+NO_CLOSURE = "call scaler.scale(loss).backward() before scaler.step(optimizer), without a closure"
+
+
+def refuse(scaler: Any, call: str, cure: str) -> None:
+    """Raise if methods are overridden, for a call that torch.amp's scaler does not have."""
+    overridden = scaler._overridden()
+    if overridden:
+        raise CallOrderError(
+            f"{call}: {type(scaler).__name__} overrides {', '.join(sorted(overridden))}(), so it "
+            f"steps as torch.amp's scaler, which does not have this. Instead, {cure}"
+        )
+
+
+@keep_out_of_graphs
+def create_scale(scaler: Any, outputs: Any) -> None:
+    """Create the scale on the device of the first loss, if the method for it is overridden."""
+    first = next(iter(tensors_in([outputs])), None)
+    if first is not None and "_lazy_init_scale_growth_tracker" in scaler._overridden():
+        scaler._lazy_init_scale_growth_tracker(first.device)
+
+
+def unscale_(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Divide the gradients of an optimizer with the overridden ``_unscale_grads_``."""
+    engine = scaler._engine
+    earlier = engine.iteration.step_of(optimizer)
+    require_scaled(optimizer, earlier)
+    scaler._check_scale_growth_tracker("unscale_")
+    step = gather(engine, "unscale_", optimizer, parameters(optimizer), optimizer)
+    if step.multiplier is None:
+        raise CallOrderError(
+            f"unscale_({name(optimizer)}): some of its gradients have been unscaled with another "
+            "optimizer, and _unscale_grads_(), which is overridden, would divide them again. Give "
+            "each parameter to one optimizer; give this iteration up with "
+            "update(new_scale=scaler.get_scale())"
+        )
+    scale = step.loss_scale.tensor
+    found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+    found = scaler._unscale_grads_(optimizer, amp.reciprocal_of(scale), found_inf, False)
+    if found or step.ranks.is_together:
+        step = step._replace(multiplier=None, own=new_check(step, flags_of(found)))
+        engine.iteration.keep(step, Stage.UNSCALED)
+
+
+def flags_of(found: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+    """Return found_inf flags as float32 scalars, in the same memory if they are float32."""
+    return {device: flag.detach().reshape(()).float() for device, flag in found.items()}
+
+
+def step(
+    scaler: Any,
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_fused: bool,
+) -> Any:
+    """Step like torch.amp; see ``GradScaler.step``."""
+    engine, params = scaler._engine, parameters(optimizer)
+    require_not_stepped(engine.iteration.step_of(optimizer))
+    require_known(engine.iteration.ledger, "step", params)
+    engine.unused.use(f"step({name(optimizer)})", params)
+    scaler._check_scale_growth_tracker("step")
+    state = scaler._per_optimizer_states[id(optimizer)]
+    is_scaled = state["stage"] is READY
+    if is_scaled and is_fused:
+        found = scaler._check_inf_per_device(optimizer)
+        if found and not state["found_inf_per_device"]:
+            state["found_inf_per_device"] = found  # the override has only returned it
+    elif is_scaled:
+        scaler.unscale_(optimizer)
+    before = engine.iteration.step_of(optimizer)
+    if before is None or not before.checks:
+        raise nothing_checked(optimizer)
+    step = Step(optimizer, engine.loss_scale, collect(params), earlier=before.checks)
+    make_step = partial(optimizer.step, *args, **kwargs)
+    stepped: list[bool] | None = None
+    if is_fused:
+        result, step = _step_fused(scaler, make_step, step, is_scaled=is_scaled)
+    else:
+        with _noting_steps(optimizer) as stepped:
+            result = scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
+    step = step._replace(gradients=collect(params)).decide()
+    if stepped is not None:
+        step = step._replace(skip=float(not stepped))
+    remember(engine, optimizer, step, engine.journal.plan(optimizer), is_fused=is_fused)
+    return result
+
+
+def _step_fused(
+    scaler: Any, make_step: Callable[[], Any], step: Step, *, is_scaled: bool
+) -> tuple[Any, Step]:
+    """Let the optimizer divide and skip by itself."""
+    optimizer: Any = step.optimizer
+    scale, found = step.loss_scale, found_inf_by_device(step.checks)
+    divisor = None
+    if is_scaled:  # it will divide these gradients, and they are divided only once
+        multiplier, divisor = scale.number(), scaler._get_scale_async()
+        step = step._replace(scaled_by=multiplier, multiplier=multiplier, own=Check(scale, found))
+    flag = scalars.as_tensor(scalars.combine(found.values(), scale.device), scale.device)
+    try:
+        return step_with_scale(optimizer, make_step, divisor, flag), step
+    except BaseException:
+        remember_failure(scaler._engine.iteration, step)
+        raise
+
+
+@contextmanager
+def _noting_steps(optimizer: Any) -> Iterator[list[bool] | None]:
+    """Yield a list that gets an item when ``optimizer.step`` is called, None if that is not seen.
+
+    Wrappers may have no hooks, and a ``step`` that was replaced may not call them.
+    """
+    of_object = getattr(optimizer, "__dict__", None)
+    if of_object is None:
+        yield None
+        return
+    made, before, stepped = optimizer.step, of_object.get("step"), list[bool]()
+
+    @wraps(made)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        stepped.append(True)
+        return made(*args, **kwargs)
+
+    of_object["step"] = noting
+    try:
+        yield stepped
+    finally:
+        if of_object.get("step") is noting:
+            del of_object["step"]
+            of_object |= {} if before is None else {"step": before}
