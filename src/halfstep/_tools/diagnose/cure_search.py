@@ -23,7 +23,6 @@ from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import number, power
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, stands
 from halfstep._tools.diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of, has_row
-from halfstep._tools.diagnose.rounding import makers_of
 from halfstep._tools.diagnose.source import Change, Placed, edited_lines, in_words
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
 from halfstep._tools.diagnose.trials import CureTrial
@@ -70,7 +69,7 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
     is_rounded = not bad.is_beyond_its_dtype
     if not trial.entered:
         if is_rounded:
-            trial.note_lost_number(blame)
+            trial.origins(blame)  # for its note
         cure = _of_half_model(trial) or in_float32(trial, blame, call)
         text = f"compute {bad.forward_op or bad.op} there in float32: pass x.float()"
         return cure or Cure("code", text)
@@ -308,7 +307,7 @@ MOST_MAKERS = 3
 
 def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
     """Return a clamp of the result of a call before the bad one as the cure."""
-    makers = makers_of(trial.replayer, blame.forward_number, trial.scale)[:MOST_MAKERS]
+    makers = trial.makers(blame)[:MOST_MAKERS]
     cures = (_of_edit(trial, call, edit) for call in makers for edit in OF_RESULTS)
     return _first_that_learns(trial, (c for c in cures if c is not None and c.edits))
 
