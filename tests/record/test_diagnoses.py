@@ -20,7 +20,7 @@ from halfstep._tools.watch.diagnose import diagnose
 from halfstep.errors import CallOrderError
 
 LINE = Line("model.py", 3, "forward", "y = x.exp()")
-FLUSH = Flush("mm", "head", "backward", "float16", LINE, 10, 4, ((1.0, 9), (256.0, 0)))
+FLUSH = Flush("mm", "head", "backward", "float16", LINE, 10, 4)
 FULL = records.found(
     bad=records.bad_op(forward_op="exp", forward_line=LINE, needs=97280.0),
     tensor="inf",
@@ -29,7 +29,6 @@ FULL = records.found(
     num_replays=3,
     seconds=0.5,
     rank=1,
-    others=(records.found(verdict="none", bad=None, cure=None),),
 )
 
 
@@ -76,8 +75,7 @@ def without(name):
         records.diagnosis(2) | {"bad": asdict(records.bad_op(needs="much"))},
         records.diagnosis(2) | {"ends": "loss"},
         records.diagnosis(2) | {"scale": True},
-        records.diagnosis(2) | {"underflow": [asdict(replace(FLUSH, at_scales=((1.0,),)))]},
-        records.diagnosis(2) | {"others": [{}]},
+        records.diagnosis(2) | {"underflow": [asdict(FLUSH) | {"flushed": -1}]},
     ],
 )
 def test_what_is_no_diagnosis_is_skipped_and_said(tmp_path, event):

@@ -460,17 +460,6 @@ def test_ranks_are_put_together(tmp_path):
     the_one(found, "Step 1 on rank 4 went bad: `linear`")
 
 
-def test_what_other_ranks_have_found_is_told_with_their_rank(tmp_path):
-    others = (records.found(rank=1, verdict="maths"), records.found(rank=2, verdict="none"))
-    header = records.header(world_size=3)
-    records.write(tmp_path, [header, step(1), diagnosis(1, others=others)])
-    places = summarize(read_run(tmp_path)).bad_places
-    assert [(place.diagnosis.verdict, place.ranks) for place in places] == [
-        ("range", (0,)),
-        ("maths", (1,)),
-    ]
-
-
 def test_hostile_names_are_marked_and_stay_whole(tmp_path):
     found = said_of(records.hostile(tmp_path))
     assert records.HOSTILE in codes(the_one(found, "skipped ("))

@@ -64,6 +64,41 @@ class Place(NamedTuple):
         return is_same and self.instruction == other.instruction
 
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Tree(NamedTuple):
+    """Syntax tree of a file; that of one that cannot be parsed is empty."""
+
+    root: ast.Module
+    parents: dict[ast.AST, ast.AST]
+    at: dict[tuple[int | None, ...], ast.expr | ast.stmt]  # expressions and ``raise``, by span
+
+    def around(self, node: ast.AST | None) -> Iterator[ast.AST]:
+        """Yield the nodes around a node, innermost first, up to its function."""
+        while node in self.parents and not isinstance(node, FUNCTIONS):
+            node = self.parents[node]
+            yield node
+
+
+def tree_of(file: str) -> Tree:
+    return tree_in("".join(linecache.getlines(file)))
+
+
+@functools.lru_cache(64)
+def tree_in(text: str) -> Tree:
+    root = ast.Module([], [])
+    with suppress(SyntaxError, ValueError):
+        root = ast.parse(text)
+    nodes = [*ast.walk(root)]
+    spans: dict[tuple[int | None, ...], ast.expr | ast.stmt] = {
+        (n.lineno, n.end_lineno, n.col_offset, n.end_col_offset): n
+        for n in reversed(nodes)
+        if isinstance(n, (ast.expr, ast.Raise))
+    }
+    return Tree(root, {c: n for n in nodes for c in ast.iter_child_nodes(n)}, spans)
+
+
 @functools.lru_cache(4096)
 def span_of(code: CodeType, instruction: int) -> tuple[int | None, ...]:
     """Return the first and last line, and the first and last column, of an instruction's code."""

@@ -8,7 +8,7 @@ arguments, as if the line had been edited.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -21,18 +21,15 @@ from halfstep._autocast import Policy, autocast, preset
 from halfstep._common.formats import FORMATS
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import number, power
-from halfstep._tools.diagnose import rewrite
-from halfstep._tools.diagnose.diagnosis import BadOp, Cure, LineEdit, fall, stands
+from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, stands
 from halfstep._tools.diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of, has_row
-from halfstep._tools.diagnose.rounding import makers_of
-from halfstep._tools.diagnose.source import Placed, edited_lines, in_words
+from halfstep._tools.diagnose.source import Change, Placed, edited_lines, in_words
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import Edits, UserCall, UserCalls, call_of
 from halfstep._tools.replay.blame import OUTSIDE, Blame
 from halfstep._tools.replay.variant import EnteredAutocast, float32_parameters, half_of
 from halfstep._tools.trace.ops import OpPlace
-from halfstep._tools.trace.rows import grouped
 from halfstep._tools.user_code import Spot
 
 MOST_RULES = 3
@@ -72,7 +69,7 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
     is_rounded = not bad.is_beyond_its_dtype
     if not trial.entered:
         if is_rounded:
-            trial.note_lost_number(blame)
+            trial.origins(blame)  # for its note
         cure = _of_half_model(trial) or in_float32(trial, blame, call)
         text = f"compute {bad.forward_op or bad.op} there in float32: pass x.float()"
         return cure or Cure("code", text)
@@ -283,13 +280,11 @@ def _of_formulas(
 
 
 def _of_forms(trial: CureTrial, forms: list[StableForm]) -> Cure:
-    rewrites, roots = [form.rewrite for form in forms], [form.root for form in forms]
-    lines, losses = rewrite.rewritten(rewrites), trial.losses(lambda: Formulas(roots))
-    if lines is not None:
-        return replace(_of_lines(lines), is_finite=True, losses=losses)
-    trial.exact = lambda: Formulas(roots)
-    text = "\n".join(map(rewrite.in_words, rewrites))
-    return Cure("code", text, is_finite=True, losses=losses)
+    roots = [form.root for form in forms]
+    cure, losses = _of_changes([f.rewrite for f in forms]), trial.losses(lambda: Formulas(roots))
+    if not cure.edits:
+        trial.exact = lambda: Formulas(roots)
+    return replace(cure, is_finite=True, losses=losses)
 
 
 def _first_that_learns(trial: CureTrial, cures: Iterable[Cure | None]) -> Cure | None:
@@ -312,7 +307,7 @@ MOST_MAKERS = 3
 
 def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
     """Return a clamp of the result of a call before the bad one as the cure."""
-    makers = makers_of(trial.replayer, blame.forward_number, trial.scale)[:MOST_MAKERS]
+    makers = trial.makers(blame)[:MOST_MAKERS]
     cures = (_of_edit(trial, call, edit) for call in makers for edit in OF_RESULTS)
     return _first_that_learns(trial, (c for c in cures if c is not None and c.edits))
 
@@ -405,21 +400,16 @@ def _of_placed(
     placed = list(calls.placed.values())
     if not placed:
         return None
-    cure = _of_text(placed)
+    cure = _of_changes(placed)
     if scale is not None:
         cure = replace(cure, text=cure.text + _at_scale(scale), scale=scale)
     return replace(cure, is_finite=is_finite)
 
 
-def _of_text(placed: list[Placed]) -> Cure:
-    lines = edited_lines(placed)
+def _of_changes(changes: Sequence[Change]) -> Cure:
+    lines = edited_lines(changes)
     if lines is None:
-        by_call = grouped(placed, lambda each: each.spot).values()
-        return Cure("code", "\n".join(map(in_words, by_call)))
-    return _of_lines(lines)
-
-
-def _of_lines(lines: list[LineEdit]) -> Cure:
+        return Cure("code", in_words(changes))
     return Cure("code", "\n".join(dedent(line.text) for line in lines), edits=tuple(lines))
 
 
@@ -434,7 +424,7 @@ def of_op(bad: BadOp) -> Cure | None:
         texts = [(slot, edit.text(value)) for slot in edit.slots]
         if all(text is not None for _, text in texts):
             placed = [Placed(Spot(line), name, slot, text or "") for slot, text in texts]
-            return _of_text(placed)
+            return _of_changes(placed)
     return None
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
-from itertools import count
 
 import torch
 from torch import nn
@@ -15,7 +13,6 @@ from halfstep._common.machine import rank
 from halfstep._common.module_names import without_wrappers
 from halfstep._pytorch import compiler, distributed
 from halfstep._tools.diagnose import cure_search
-from halfstep._tools.diagnose.absorbed import find_absorbed
 from halfstep._tools.diagnose.diagnosis import (
     A_NUMBER,
     BY_THE_OP_ALONE,
@@ -26,6 +23,7 @@ from halfstep._tools.diagnose.diagnosis import (
     short_error,
     source_of,
 )
+from halfstep._tools.diagnose.finite_step import find_absorbed, find_underflow
 from halfstep._tools.diagnose.inspect_op import (
     InspectingTracker,
     bad_rows,
@@ -35,7 +33,6 @@ from halfstep._tools.diagnose.inspect_op import (
     names_in,
 )
 from halfstep._tools.diagnose.optimizer_step import STEP_IN_FLOAT32, fault_of_step
-from halfstep._tools.diagnose.rounding import find_underflow
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
@@ -63,6 +60,10 @@ OF_NO_OP = (
 )
 WAS_FINITE = "its replay was finite"
 TO_SEE_MORE = "return its values from the function as a plain tensor on a device"
+INNOCENT = (
+    "this rank is finite when it runs alone: an inf or NaN in its step comes from another rank, "
+    "whose own diagnosis names the cause"
+)
 COMPILED = "compiled code was replayed as it is written, in eager mode"
 
 
@@ -75,7 +76,9 @@ def diagnose_step(
         if why is not None:
             raise waits_for_others(why)
     try:
-        return _merged(diagnosis_of(step_fn, model, seconds=seconds))
+        found = diagnosis_of(step_fn, model, seconds=seconds)
+        is_innocent = found.verdict == "none" and distributed.has_ranks()
+        return replace(found, notes=(*found.notes, INNOCENT)) if is_innocent else found
     except Exception as error:
         add_explanation(error)
         raise
@@ -369,47 +372,3 @@ def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, rows: str = ""
     else:
         text = f"look where {tensor} comes from: it was not finite{rows} before the step began"
     return Cure("data", text)
-
-
-# --- several ranks --------------------------------------------------------------------------------
-
-PATIENCE = timedelta(seconds=60)
-"""The time that rank 0 waits for the diagnoses of other ranks."""
-
-_numbers = count()
-
-
-def _merged(found: Diagnosis) -> Diagnosis:
-    """Merge the diagnoses of all ranks on rank 0; return ``found`` on other ranks.
-
-    The result is the first bad diagnosis, with the others in ``others``. Every rank must call this
-    equally often; a note names ranks that did not answer.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return found
-    number, store = next(_numbers), distributed.default_store()
-    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found = replace(found, rank=rank)
-    if rank != 0:
-        store.set(_key(number, rank), found.to_json())
-        return found
-    others: list[Diagnosis] = []
-    missing: list[int] = []
-    for other in range(1, num_ranks):
-        try:
-            store.wait([_key(number, other)], PATIENCE if not missing else timedelta(seconds=1))
-        except RuntimeError:  # DistStoreError, after a timeout
-            missing.append(other)
-            continue
-        others.append(Diagnosis.from_json(store.get(_key(number, other)).decode()))
-    if missing:
-        ranks = ", ".join(map(str, missing))
-        note = f"ranks {ranks} did not answer: call diagnose() on every rank"
-        found = replace(found, notes=(*found.notes, note))
-    all_of_them = [found, *others]
-    first = next((d for d in all_of_them if d.verdict != "none"), found)
-    return replace(first, others=tuple(d for d in all_of_them if d is not first))
-
-
-def _key(number: int, rank: int) -> str:
-    return f"halfstep/diagnosis/{number}/{rank}"

@@ -171,8 +171,6 @@ class Flush:
             computes.
         values: The number of results that are not zero in float32.
         flushed: The number of those results that it returns as zero.
-        at_scales: Pairs of another scale and the number flushed at it, for the backward pass of a
-            scaled loss.
     """
 
     op: str
@@ -182,7 +180,6 @@ class Flush:
     line: Line | None
     values: Count
     flushed: Count
-    at_scales: tuple[tuple[float, Count], ...] = ()
 
     @property
     def share(self) -> float:
@@ -213,7 +210,6 @@ class Diagnosis:
         num_replays: The number of times the step was run.
         seconds: The time for all replays, in seconds.
         rank: The rank that made the diagnosis.
-        others: The diagnoses of other ranks.
         source: The lines of code around the line of ``bad``, each with its number.
         is_finite_in_float32: Whether a replay in float32 was finite; None if there was none, or if
             it went bad elsewhere.
@@ -240,7 +236,6 @@ class Diagnosis:
     num_replays: Count = 0
     seconds: float = 0.0
     rank: Count = 0
-    others: tuple[Diagnosis, ...] = ()
     source: tuple[str, ...] = ()
     happened: str = ""
     is_finite_in_float32: bool | None = None
@@ -254,8 +249,8 @@ class Diagnosis:
             lines += _cure(self.cure)
         lines += _underflow(self.underflow)
         lines += [f"  note     {note}" for note in self.notes]
-        lines += [f"  rank {other.rank}: {_headline(other)}" for other in self.others]
-        lines.append(f"{things(self.num_replays, 'replay')}, {self.seconds:.2f} s")
+        of_rank = f", on rank {self.rank}" if self.rank else ""
+        lines.append(f"{things(self.num_replays, 'replay')}, {self.seconds:.2f} s{of_rank}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -441,10 +436,7 @@ def _underflow(flushes: tuple[Flush, ...]) -> Iterator[str]:
     yield "underflow, the share of values that are rounded to zero:"
     for flush in worth[:MOST_FLUSHES]:
         where = f"{flush.phase} {flush.op}{_in_module(flush.module)} ({short(flush.dtype)})"
-        scales = ", ".join(
-            f"{percent(count / flush.values)} at {power(scale)}" for scale, count in flush.at_scales
-        )
-        yield f"  {percent(flush.share):>7}  {where}" + (f"; {scales}" if scales else "")
+        yield f"  {percent(flush.share):>7}  {where}"
     if len(worth) > MOST_FLUSHES:
         yield f"  and {len(worth) - MOST_FLUSHES} more"
 

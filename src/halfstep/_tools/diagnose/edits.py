@@ -257,9 +257,6 @@ OF_RESULTS = (
 )
 """Clamps of the result of an earlier call, for a bad call outside the user's source."""
 
-LAST_RESORTS = (*_FINITE, OF_RESULTS[-1])
-"""Clamps that fit any function but hide the cause."""
-
 
 def row_name(function: str) -> str:
     """Return the table key of a function: ``div`` for ``div_``, ``inv`` for ``linalg_inv_ex``."""

@@ -11,7 +11,7 @@ import ast
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,7 @@ from torch.overrides import TorchFunctionMode
 from halfstep._common.nested import tensors_in
 from halfstep._pytorch import autograd, modes
 from halfstep._tools.diagnose.edits import row_name, writes_to_first
-from halfstep._tools.diagnose.rewrite import ArgumentSlot, Filled, Rewrite, is_written_out
-from halfstep._tools.diagnose.source import Placed, Slot, parameters_of
+from halfstep._tools.diagnose.source import Filled, Placed, Rewrite, Slot, parameters_of
 from halfstep._tools.diagnose.user_calls import UserCall
 from halfstep._tools.user_code import torch_modules, user_place, user_spot
 
@@ -143,7 +142,11 @@ class _Argument(NamedTuple):
     @property
     def is_written_out(self) -> bool:
         """Whether the value is an expression without names, the same in every step."""
-        return _has_text(self.value) and is_written_out(ArgumentSlot(self.call.placed, self.slot))
+        return _has_text(self.value) and self.placed.is_written_out
+
+    @property
+    def placed(self) -> Placed:
+        return replace(self.call.placed, slot=self.slot)
 
 
 class _Result(NamedTuple):
@@ -158,7 +161,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call |
     if place is None or spot is None:
         return None
     module = next(iter(torch_modules()), "")
-    placed = Placed(spot, function, 0, "", parameters_of(func), module)
+    placed = Placed(spot, function, 0, parameters=parameters_of(func), module=module)
     versions = {id(tensor): autograd.version_of(tensor) for tensor in tensors_in([args, kwargs])}
     user_call = UserCall(place, function, range(0))
     return _Call(user_call, placed, _name_of(function), args, kwargs, versions)
@@ -237,9 +240,7 @@ class _Derivation:
         if not any(part.name in _FAR for part in self.parts):
             raise _NoForm
         tree = _Simplified().visit(tree)
-        operands = {
-            name: ArgumentSlot(each.call.placed, each.slot) for name, each in self._operands.items()
-        }
+        operands = {name: each.placed for name, each in self._operands.items()}
         rewrite = Rewrite(root.placed, tree, operands, [part.placed for part in self.parts])
         values = {name: each.value for name, each in self._operands.items()}
         self.form = StableForm(root.user_call, rewrite, values)

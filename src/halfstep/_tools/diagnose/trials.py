@@ -1,36 +1,38 @@
-"""Trials of a bad step: replays with changes, and small steps on its batch with a change."""
+"""Trials of a bad step: replays with changes, and small steps on its batch with a change.
+
+One replay finds the ops whose rounding spoils a later op: an op counts if its result, computed in
+float32 from the inputs as they are, is another.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from halfstep._autocast import HALVES
+from halfstep._common.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._pytorch import modes
+from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.diagnose.diagnosis import short_error
-from halfstep._tools.diagnose.edits import LAST_RESORTS
-from halfstep._tools.diagnose.rounding import Origin, Origins, lost_number
+from halfstep._tools.diagnose.inspect_op import in_wider
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm
-from halfstep._tools.diagnose.user_calls import Edits, NotApplicable, UserCalls
+from halfstep._tools.diagnose.user_calls import Edits, NotApplicable, UserCall, UserCalls
 from halfstep._tools.replay.blame import OUTSIDE, Blame, scan
-from halfstep._tools.replay.observer import OpObserver
+from halfstep._tools.replay.observer import OpCall, OpObserver
 from halfstep._tools.replay.replay import Replayer, StepRun
 from halfstep._tools.replay.variant import EnteredAutocast, Variant
-from halfstep._tools.trace.ops import OpPlace
+from halfstep._tools.trace.ops import OpPlace, makes_no_values
 
 _OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
 """The blame for a replay that was not completed."""
-
-HIDES = (
-    "the clamp hides values that are too large: they get no gradient, and the training goes on "
-    "with the rest; look why they grow"
-)
-"""A remark on :data:`LAST_RESORTS`."""
 
 Change = Callable[[], AbstractContextManager[object]]
 """A function that returns a context in which the user's code is changed."""
@@ -62,23 +64,28 @@ class CureTrial:
         trial.model = None  # rules for modules need float32 parameters, which it does not have yet
         return trial
 
-    def note_lost_number(self, blame: Blame) -> Origins:
-        """Replay the step and return the origins; note a number near the op that rounds to zero."""
-        origins = self._origins_in(Variant(scale=self.scale))
-        note = lost_number(origins, blame.forward_number)
-        self.replayer.notes += [] if note is None else [note]
-        return origins
-
     def origins(self, blame: Blame) -> list[Origin]:
-        """Return the earlier ops whose rounding spoils the bad op, in order."""
-        origins = self.note_lost_number(blame)
-        wide = self._origins_in(Variant(torch.float32, scale=self.scale))
-        return origins.spoiled(blame.forward_number, wide.special)
+        """Replay the step; return the ops before the bad one that round, the nearest ones first.
 
-    def _origins_in(self, variant: Variant) -> Origins:
+        A number near the op that rounds to zero is noted.
+        """
         origins = Origins()
-        with self.replayer.run(variant, origins, self._around()):
-            return origins
+        with self.replayer.run(Variant(scale=self.scale), origins, self._around()):
+            note = lost_number(origins, blame.forward_number)
+            self.replayer.notes += [note] if note else []
+            before = [origin for _, origin in origins.before_op(blame.forward_number)][1:]
+            return [origin for origin in before if origin.is_rounded]
+
+    def makers(self, blame: Blame) -> list[UserCall]:
+        """Replay the step; return the user's calls before the bad one, the nearest ones first."""
+        origins, calls = Origins(), UserCalls(self.replayer.num_ops)
+        with self.replayer.run(Variant(scale=self.scale), origins, calls.active()):
+            before = [origin for _, origin in origins.before_op(blame.forward_number)]
+        different: list[UserCall] = []
+        for call in filter(None, (calls.call_of(origin.number) for origin in before)):
+            if not any(call.place.is_at(other.place) for other in different):
+                different.append(call)
+        return different[1:]
 
     def is_finite(self, **changes: Any) -> bool:
         """Return whether a replay with changes is finite; the scale is the step's by default."""
@@ -141,9 +148,6 @@ class CureTrial:
         blame = self.blame(calls.active(), scale=scale)
         if not calls.do_fit:
             return Tried(_OUTSIDE, calls)
-        is_last = any(edit in LAST_RESORTS for edit in calls.chosen.values())
-        if blame is None and is_last and calls.hides:
-            replayer.notes.append(HIDES)
         return Tried(blame, calls)
 
     def rewritten(self, forms: list[StableForm]) -> tuple[Tried, Formulas]:
@@ -204,3 +208,115 @@ def _moved(moves: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
         for leaf, move in moves.values():
             leaf.add_(move)
     yield
+
+
+# --- rounding -------------------------------------------------------------------------------------
+
+_NEAR = 4
+"""The distance from the bad op, in ops, below which an eps is searched for."""
+
+
+class Rounding(OpObserver):
+    """Observer that pairs the results of ops in lower precision with those in float32.
+
+    Sync: none.
+    """
+
+    _wide: list[Tensor] | None = None
+
+    def before(self, call: OpCall) -> None:
+        self._wide = _in_float32(call)
+
+    def pairs(self, outputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the results of the op that has run, each with that in float32."""
+        wide, self._wide = self._wide or [], None
+        pairs = zip(outputs, wide, strict=True) if len(wide) == len(outputs) else ()
+        return [
+            (result, exact)
+            for result, exact in pairs
+            if dtype_name(result.dtype) in FORMATS_BY_DTYPE and result.shape == exact.shape
+        ]
+
+
+def _in_float32(call: OpCall) -> list[Tensor] | None:
+    """Return the result of an op in float32; None if it cannot flush, run or be repeated."""
+    dtypes = (call.kwargs.get("dtype"), *(tensor.dtype for tensor in call.given))
+    may_flush = not makes_no_values(call.func) and any(dtype in HALVES for dtype in dtypes)
+    is_random = torch.Tag.nondeterministic_seeded in call.func.tags
+    return in_wider(call, torch.float32) if may_flush and not is_random else None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Op on the way to a bad op."""
+
+    number: int
+    op: str
+    place: OpPlace
+    parents: tuple[int, ...]  # numbers of the ops that made its inputs
+    lost: str  # a remark about a number in its arguments that its dtype rounds to zero
+    is_rounded: bool  # whether its dtype makes 0, 1 or inf of other values
+
+
+class Origins(Rounding):
+    """Observer that notes which ops made the inputs of each op.
+
+    Sync: one for each op in lower precision.
+    """
+
+    def __init__(self) -> None:
+        self._ops: dict[int, Origin] = {}
+        self._makers: ByMemory[int] = ByMemory()
+
+    def before(self, call: OpCall) -> None:
+        if call.phase != "backward":
+            super().before(call)
+
+    def after(self, call: OpCall, outputs: list[Tensor]) -> None:
+        """Note an op and the makers of its inputs."""
+        if call.phase == "backward" or makes_no_values(call.func):
+            return
+        makers = (self._makers.get(tensor) for tensor in call.given)
+        parents = tuple(dict.fromkeys(m for m in makers if m is not None))
+        dtype = next((t.dtype for t in outputs if t.dtype in HALVES), None)
+        lost = "" if dtype is None else _lost(call, dtype)
+        is_rounded = any(_is_rounded(*pair) for pair in self.pairs(outputs))
+        origin = Origin(call.number, call.name, call.place, parents, lost, is_rounded)
+        self._ops[call.number] = origin
+        for tensor in outputs:
+            self._makers.put(tensor, call.number)
+
+    def before_op(self, number: int) -> Iterator[tuple[int, Origin]]:
+        """Yield an op and the ops before it with their distances, the nearest ones first."""
+        todo, seen = deque([(0, number)]), {number}
+        while todo:
+            distance, current = todo.popleft()
+            if current not in self._ops:
+                continue
+            yield distance, self._ops[current]
+            new = [parent for parent in self._ops[current].parents if parent not in seen]
+            seen.update(new)
+            todo.extend((distance + 1, parent) for parent in new)
+
+
+def _is_rounded(result: Tensor, exact: Tensor) -> bool:
+    is_zero = (result == 0) & (exact != 0)
+    is_one = (result.abs() >= 1) & (exact.abs() < 1)
+    return bool((is_zero | is_one | (exact.isfinite() & ~result.isfinite())).any())
+
+
+def lost_number(origins: Origins, number: int) -> str:
+    """Return a remark about a number near an op that its dtype rounds to 0, such as 1e-12."""
+    near = (origin for distance, origin in origins.before_op(number) if distance < _NEAR)
+    return next((origin.lost for origin in near if origin.lost), "")
+
+
+def _lost(call: OpCall, dtype: torch.dtype) -> str:
+    name = dtype_name(dtype)
+    format, values = FORMATS_BY_DTYPE[name], (*call.args, *call.kwargs.values())
+    floats = (each for each in values if isinstance(each, float))
+    lost = next((value for value in floats if 0 < abs(value) <= format.flushed_below), None)
+    if lost is None:
+        return ""
+    smallest = f"{format.smallest_subnormal:.2g} is the smallest number there"
+    return f"{lost:g} is 0 in {name}: a larger eps is needed, {smallest}"

@@ -85,7 +85,6 @@ class UserCalls(TorchFunctionMode):
         self._num_ops, self._edits, self._may_end_early = num_ops, edits, may_end_early
         self._calls: list[UserCall] = []
         self._is_inside, self.do_fit = False, True
-        self.hides = False  # whether a clamp took gradients from values
         self._changes: dict[tuple[int, Slot], _Changes] = {}
         self.chosen: dict[int, Edit] = {}  # applied edits, by the index of the pair
         self._texts: dict[tuple[int, Slot], str] = {}
@@ -169,8 +168,7 @@ class UserCalls(TorchFunctionMode):
         result = evaluated(text, value)
         if "clamp" in text and isinstance(value, Tensor):
             with modes.no_function_modes(), modes.unseen_by_modes():
-                changes = self._changes.setdefault(key, _Changes())
-                self.hides |= changes.add(value, result)
+                self._changes.setdefault(key, _Changes()).add(value, result)
         return result
 
     def remarks(self) -> tuple[str, ...]:
@@ -184,21 +182,21 @@ class _Changes:
     def __init__(self) -> None:
         self._num, self._of, self._is_of_data, self._rows = 0, 0, False, ""
 
-    def add(self, before: Tensor, after: Tensor) -> bool:
-        """Count the changed values; return whether some of them had a gradient."""
+    def add(self, before: Tensor, after: Tensor) -> None:
         changed = before.detach() != after.detach()
         self._num += int(changed.sum())
         self._of += changed.numel()
         self._is_of_data |= not before.requires_grad
         is_of_limits = bool((after[changed].abs() >= 1).any())  # a mask or a count is no label
         self._rows = self._rows or ("" if is_of_limits else named_rows(changed))
-        return before.requires_grad and bool(changed.any())
 
     def __str__(self) -> str:
         if not self._num:
             return ""
         changed = f"it changes {self._num:,} of {things(self._of, 'value')}"
-        if not self._is_of_data or not self._rows:
+        if not self._is_of_data:
+            return f"{changed}, which get no gradient then: look why they are out of range"
+        if not self._rows:
             return changed
         return f"{changed} without a gradient; if they are labels, leave {self._rows} out instead"
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import linecache
 import operator
 import textwrap
 import threading
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import thread as pool
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from halfstep._autocast.access import settings_of
 from halfstep._pytorch import dispatch, modules
 from halfstep._pytorch.amp import Switches, switches_of
 from halfstep._tools.user_code import (
+    FUNCTIONS,
     Place,
     is_of_package,
     is_part_of,
@@ -37,6 +37,7 @@ from halfstep._tools.user_code import (
     is_users,
     path_to,
     span_of,
+    tree_of,
 )
 
 _OURS = f"{Path(__file__).parents[2]}/"
@@ -49,7 +50,6 @@ _BINDING = (
     ast.AsyncFor,
     ast.withitem,
 )
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _OPERATORS: dict[type[ast.operator | ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -63,36 +63,6 @@ _OPERATORS: dict[type[ast.operator | ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
 }
-
-
-class _Tree(NamedTuple):
-    root: ast.Module
-    parents: dict[ast.AST, ast.AST]
-    at: Mapping[Any, ast.expr | ast.stmt]
-
-    def around(self, node: ast.AST | None) -> Iterator[ast.AST]:
-        """Yield the nodes around a node, innermost first, up to its function."""
-        while node in self.parents and not isinstance(node, _FUNCTIONS):
-            node = self.parents[node]
-            yield node
-
-
-@functools.lru_cache(64)
-def _parsed(text: str) -> _Tree:
-    root = ast.Module([], [])
-    with suppress(SyntaxError, ValueError):
-        root = ast.parse(text)
-    nodes = [*ast.walk(root)]
-    spans = {
-        (n.lineno, n.end_lineno, n.col_offset, n.end_col_offset): n
-        for n in reversed(nodes)
-        if isinstance(n, (ast.expr, ast.Raise))
-    }
-    return _Tree(root, {c: n for n in nodes for c in ast.iter_child_nodes(n)}, spans)
-
-
-def _tree_of(code: CodeType) -> _Tree:
-    return _parsed("".join(linecache.getlines(code.co_filename)))
 
 
 class Named(NamedTuple):
@@ -114,7 +84,7 @@ class Call:
     @functools.cached_property
     def node(self) -> ast.expr | ast.stmt | None:
         """The expression, or the assignment of which it is the target: ``x[index] = y``."""
-        tree = _tree_of(self.place.code)
+        tree = tree_of(self.place.code.co_filename)
         node = self.other or tree.at.get(span_of(self.place.code, self.place.instruction))
         parent = None if node is None else tree.parents[node]
         return parent if isinstance(parent, ast.Assign) and node in parent.targets else node
@@ -140,7 +110,7 @@ class Call:
 
     def around(self) -> list[ast.AST]:
         """Return the nodes around it, innermost first, up to its function."""
-        return [*_tree_of(self.place.code).around(self.node)]
+        return [*tree_of(self.place.code.co_filename).around(self.node)]
 
     def value(self, node: ast.AST | None) -> Any:
         """Return the value of an expression without effects; raise an error for other code."""
@@ -309,7 +279,7 @@ def _bindings(call: Call, names: set[str]) -> Iterator[str]:
 
     Those that another one surely follows are left out.
     """
-    tree, before = _tree_of(call.place.code), [*_surely_before(call)]
+    tree, before = tree_of(call.place.code.co_filename), [*_surely_before(call)]
     is_repeated = any(isinstance(each, _LOOPS) for each in call.around())
     end = float("inf") if is_repeated else call.place.line.number
     bound: dict[str, list[tuple[ast.AST, int]]] = {}
@@ -353,17 +323,17 @@ def _described(by: ast.AST, line: int) -> str:
 
 def nodes_of(code: CodeType) -> Iterator[ast.AST]:
     """Yield the nodes of a function, or of a file, without those of the functions in it."""
-    tree = _tree_of(code)
+    tree = tree_of(code.co_filename)
     first: ast.AST | None = tree.root
     if code.co_name != "<module>":
-        functions = (node for node in tree.parents if isinstance(node, _FUNCTIONS))
+        functions = (node for node in tree.parents if isinstance(node, FUNCTIONS))
         lines = ((f, [f.lineno, *(each.lineno for each in f.decorator_list)]) for f in functions)
         first = next((f for f, starts in lines if code.co_firstlineno in starts), None)
     rest = [] if first is None else [*ast.iter_child_nodes(first)]
     while rest:
         node = rest.pop(0)
         yield node
-        if not isinstance(node, (*_FUNCTIONS, ast.Lambda, ast.ClassDef)):
+        if not isinstance(node, (*FUNCTIONS, ast.Lambda, ast.ClassDef)):
             rest += ast.iter_child_nodes(node)
 
 

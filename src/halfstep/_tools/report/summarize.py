@@ -359,12 +359,7 @@ def _buffers(run: Run) -> BadBuffers | None:
 
 
 def _bad_places(run: Run) -> tuple[BadPlace, ...]:
-    seen = [
-        (each.step, one)
-        for each in run.diagnoses
-        for one in (each.diagnosis, *each.diagnosis.others)
-        if one is each.diagnosis or one.verdict != "none"
-    ]
+    seen = [(each.step, each.diagnosis) for each in run.diagnoses]
     return tuple(
         BadPlace(
             steps=tuple(sorted({step for step, _ in alike})),

@@ -26,7 +26,6 @@ from halfstep._scaler.access import is_unscaled
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.diagnose.inspect_op import names_in
 from halfstep._tools.diagnose.optimizer_step import name_of_weight
-from halfstep._tools.diagnose.trials import HIDES
 from halfstep._tools.measure import is_finite
 from halfstep._tools.user_code import user_line
 
@@ -163,8 +162,7 @@ class Growth:
         if self.was_explained:
             return None
         self.was_explained = True
-        notes = tuple(each for each in explained.notes if each != HIDES)
-        return replace(explained, verdict="growth", notes=notes)
+        return replace(explained, verdict="growth")
 
     def _by_weights(
         self, found: Diagnosis, step: int, by_losses: Diagnosis | None

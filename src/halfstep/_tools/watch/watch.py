@@ -30,6 +30,7 @@ from halfstep._gradients.optimizers import Rounds, split_closure, with_closure
 from halfstep._pytorch import modes, optim
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._tools.diagnose.diagnose import (
+    INNOCENT,
     SECONDS,
     WAS_FINITE,
     diagnosis_of_calls,
@@ -73,10 +74,6 @@ WENT_BAD_LATE = (
     "the gradients were finite when they were unscaled, and the loop made them inf or NaN between "
     "unscale_() and step(): check what it divides by (a norm of 0, inf or NaN), its sums over "
     "ranks, and its clipping"
-)
-INNOCENT = (
-    "the loss and the gradients of this rank are finite when it runs alone: the inf or NaN came "
-    "from another rank"
 )
 
 MOST_DIAGNOSES = 5
