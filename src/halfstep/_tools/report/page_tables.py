@@ -1,9 +1,8 @@
-"""Tables of the page: layers with histograms, and the precision map of the modules."""
+"""The table of layers on the page, with their histograms."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -12,7 +11,6 @@ from halfstep._common.formats import FORMATS
 from halfstep._tools.record.run import Kind
 from halfstep._tools.report.page_curves import Axis, Tick
 from halfstep._tools.report.summary import NOTABLE, Layer, Summary
-from halfstep._tools.trace.rows import Recording, Row, grouped, short
 
 KIND_TITLES: dict[Kind, str] = {
     "output": "Outputs",
@@ -163,76 +161,3 @@ def format_limits(axis: Exponents) -> Sequence[float]:
     """Return the limits of all formats for the thin lines in the histograms."""
     places = {place for w in axis.windows for place in (w.flushed, w.normal, w.largest)}
     return sorted(place for place in places if 0 < place < axis.width)
-
-
-# --- precision map --------------------------------------------------------------------------------
-
-
-MOST_MODULES = 40
-CASTS = "casts"
-
-
-class ModulePrecision(NamedTuple):
-    """The number and time of the ops of a module and its submodules, by dtype or as casts."""
-
-    name: str  # a path, empty for all modules together
-    ops_by_dtype: Counter[str]
-    seconds_by_dtype: dict[str, float]
-
-    @property
-    def ops(self) -> int:
-        return self.ops_by_dtype.total()
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.seconds_by_dtype.values())
-
-    def share_of_ops(self, dtype: str) -> float:
-        return self.ops_by_dtype[dtype] / max(1, self.ops)
-
-    def share_of_time(self, dtype: str) -> float:
-        return self.seconds_by_dtype.get(dtype, 0.0) / self.seconds if self.seconds else 0.0
-
-
-class PrecisionMap(NamedTuple):
-    """The whole map."""
-
-    dtypes: list[str]  # the one with the most time first
-    total: ModulePrecision  # all modules together
-    modules: list[ModulePrecision]  # in the order in which they ran
-    environment: dict[str, str]  # versions, device and policy of the trace
-
-
-def precision_map(trace: Recording) -> PrecisionMap:
-    """Return the ops and their time by module and dtype, from a trace."""
-    total = _precision("", trace.ops)
-    depth = _depth([row.module for row in trace.ops])
-    modules = grouped(trace.ops, lambda row: ".".join(row.module.split(".")[:depth]))
-    ops, seconds = total.ops_by_dtype, total.seconds_by_dtype
-    dtypes = sorted(dict.fromkeys((*ops, *seconds)), key=lambda d: (-seconds.get(d, 0.0), -ops[d]))
-    return PrecisionMap(
-        dtypes, total, [_precision(name, rows) for name, rows in modules.items()], trace.environment
-    )
-
-
-def _depth(paths: Sequence[str]) -> int:
-    """Return the largest path depth at which few enough modules remain."""
-    depth = max((path.count(".") + 1 for path in paths), default=1)
-    while depth > 1 and len({".".join(path.split(".")[:depth]) for path in paths}) > MOST_MODULES:
-        depth -= 1
-    return depth
-
-
-def _precision(name: str, rows: Iterable[Row]) -> ModulePrecision:
-    ops: Counter[str] = Counter()
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for row in rows:
-        if row.cast_seconds or row.is_cast_only:
-            seconds[CASTS] += row.cast_seconds
-        if not row.is_cast_only:
-            dtype = short(row.compute)
-            ops[dtype] += 1
-            seconds[dtype] += row.seconds
-        if row.casts:
-            ops[CASTS] += len(row.casts)
-    return ModulePrecision(name, ops, seconds)
