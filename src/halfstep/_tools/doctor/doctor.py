@@ -22,7 +22,6 @@ from halfstep._tools.doctor import (
     about_hooks,
     about_iterations,
     about_precision,
-    deprecated,
     hardware,
     objects,
 )
@@ -229,7 +228,6 @@ def _check(
         *about_precision.findings(program),
         *about_hooks.findings(program),
         *(hardware.slower(about_precision.lowered(program), machine) if machine else ()),
-        *deprecated.findings(program, source),
     )
     lines = source.splitlines()
     kept = (replace(each, file=file) for each in found if not _is_allowed(each, lines))
