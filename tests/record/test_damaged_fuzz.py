@@ -167,7 +167,7 @@ def look(folder):
     summary = summarize(run)
     render(summary, run).encode(errors="replace")
     json.dumps(text.summary_json(summary), allow_nan=False)
-    text.summary_markdown(summary)
+    text.summary_text(summary)
     comparison = compare_runs(summary, summary)
     text.comparison_text(comparison)
     render_comparison(comparison, [run, run])
