@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep._common.text import tell
+from halfstep._common.text import status_line, tell
 from halfstep._tools.cli.exits import CommandError, reason
 
 if TYPE_CHECKING:
@@ -93,14 +92,8 @@ def _readable(path: Path) -> Iterator[None]:
 def _measured() -> MachineReport:
     from halfstep._tools.doctor.hardware import inspect_machine
 
-    if not sys.stderr.isatty():
-        return inspect_machine()
-    try:
-        return inspect_machine(
-            lambda share: print(f"\rmeasuring {share:4.0%}", end="", file=sys.stderr)
-        )
-    finally:
-        print("\r              \r", end="", file=sys.stderr)
+    with status_line() as show:
+        return inspect_machine(lambda share: show(f"measuring {share:4.0%}"))
 
 
 def _machine_lines(machine: MachineReport) -> Iterator[str]:
