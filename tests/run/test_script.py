@@ -129,7 +129,7 @@ def test_a_module_that_is_not_there_leaves_an_older_record_alone(halfstep_run, t
     (tmp_path / "train.py").write_text("")
     halfstep_run("-q", "-o", "runs/a", "train.py")
     before = (tmp_path / "runs" / "a" / "rank0.jsonl").read_text()
-    assert halfstep_run("-q", "--append", "-o", "runs/a", "-m", "no_such").code == 1
+    assert halfstep_run("-q", "-o", "runs/a", "-m", "train.py").code == 1
     assert (tmp_path / "runs" / "a" / "rank0.jsonl").read_text().startswith(before)
 
 

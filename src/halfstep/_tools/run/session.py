@@ -80,7 +80,6 @@ class Options:
     diagnose_seconds: float = 30.0
     has_children: bool = True  # whether the processes that the program starts are recorded too
     sinks: tuple[str, ...] = ()
-    is_appending: bool = False
     additions: Additions | None = None
     run_as: tuple[str, ...] = ()  # the words of the command, without the folder, for advice
 
@@ -182,7 +181,7 @@ class Session:
             options = replace(options, folder=self._folder)
             file = file_of(self._shown_folder, machine.rank())
             require_writable(file)
-            if file.exists() and not options.is_appending:
+            if file.exists():
                 _require_same_program(file, command.target)
             if not self._has_made_folder and not self._is_launched:
                 self._lock = lock_folder(self._folder)
@@ -254,7 +253,14 @@ class Session:
         if amp is None and policy.module_rules:
             self._stack.enter_context(listeners.listening_to_backward(self._require_modules))
         if amp is not None:
-            self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
+            amp_context = mixed_precision(
+                amp,
+                self._say,
+                policy=policy,
+                products=lambda: self._record.seen.products,
+                has_others=lambda: bool(self._records_of_others()),
+            )
+            self._stack.enter_context(amp_context)
         if self._options.additions is not None:
             self._stack.enter_context(added(self._options.additions, self._say_and_note))
         if self._watch is not None:
@@ -389,7 +395,7 @@ def _require_same_program(file: Path, target: str) -> None:
     if programs and not any(is_same_program(program, target) for program in programs):
         raise RecordError(
             f"{file.parent} has the record of another program, {programs[-1]}: give each its own "
-            "folder with -o, or add this run to that record with --append"
+            "folder with -o"
         )
 
 
