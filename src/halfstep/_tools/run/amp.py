@@ -38,7 +38,6 @@ from halfstep._scaler import (
     access,
     backup_of,
 )
-from halfstep._tools.run import amp_hooks
 from halfstep._tools.run.amp_backward import Backward, FreshGradients
 from halfstep._tools.run.amp_forward import Forward, ScriptState
 from halfstep.events import is_stepping, observe_contexts
@@ -84,7 +83,6 @@ def mixed_precision(
                 steps = ScaledSteps(scaler, backward, fresh, schedules, script)
                 for part in (backward, steps, schedules):
                     part.install(patches)
-                amp_hooks.install(patches, backward)
             try:
                 with (
                     observe_contexts(forward.note_region),
