@@ -21,9 +21,15 @@ from halfstep._tools.record.files import programs_in
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Seen
 from halfstep._tools.run import session
-from halfstep._tools.run.last_words import findings, recorded
 from halfstep._tools.run.masters import Additions
-from halfstep._tools.run.session import Command, Options, Session, noting_warnings
+from halfstep._tools.run.session import (
+    Command,
+    Options,
+    Session,
+    findings,
+    noting_warnings,
+    recorded,
+)
 from halfstep.errors import RecordError
 
 COMMAND = Command("train.py", ["--lr", "1"], is_module=False)

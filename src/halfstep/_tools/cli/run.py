@@ -182,8 +182,9 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
 
     from halfstep import preset
     from halfstep._common import machine
+    from halfstep._tools.run.launch import require_file
     from halfstep._tools.run.masters import Additions
-    from halfstep._tools.run.session import Command, Options, Session, require_file
+    from halfstep._tools.run.session import Command, Options, Session
     from halfstep.errors import RecordError
 
     # The script's own autocast computes as without halfstep, to the bit.
