@@ -5,7 +5,7 @@ import re
 from tests.report import records
 
 from halfstep._tools.record.read import read_run
-from halfstep._tools.report.page_tables import HEIGHT, MOST_HISTOGRAMS, format_limits, layer_table
+from halfstep._tools.report.page_layers import HEIGHT, MOST_HISTOGRAMS, format_limits, layer_table
 from halfstep._tools.report.summarize import summarize
 
 

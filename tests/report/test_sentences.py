@@ -29,7 +29,7 @@ from halfstep._tools.diagnose.diagnosis import Cure
 from halfstep._tools.line import Line
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import HOOKS_AND_SCALE, PAST_THE_SCALER, TORCH_SCALER, WRONG_STEP
-from halfstep._tools.report.about_diagnoses import MOST_PLACES
+from halfstep._tools.report.about_steps import MOST_PLACES
 from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.text import sentences
 

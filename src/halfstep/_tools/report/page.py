@@ -22,21 +22,19 @@ from halfstep._common.numbers import count, number, percent, power, seconds
 from halfstep._common.text import SEVERITIES, Severity
 from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import Run
-from halfstep._tools.report.about_diagnoses import when
+from halfstep._tools.report.about_steps import when
 from halfstep._tools.report.compare_runs import RunComparison
 from halfstep._tools.report.page_curves import curves
-from halfstep._tools.report.page_heat import (
+from halfstep._tools.report.page_layers import (
     FIRST_LEVEL,
     HEADROOM,
+    KIND_TITLES,
     LOST,
     NOT_FINITE,
     css,
     dots,
-    heat,
-)
-from halfstep._tools.report.page_tables import (
-    KIND_TITLES,
     format_limits,
+    heat,
     layer_table,
 )
 from halfstep._tools.report.summarize import beginnings

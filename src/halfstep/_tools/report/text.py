@@ -27,7 +27,7 @@ from halfstep._tools.record.run import (
     WRONG_STEP,
     dtypes_text,
 )
-from halfstep._tools.report import about_diagnoses, about_steps, about_tensors
+from halfstep._tools.report import about_steps, about_tensors
 from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
 from halfstep._tools.report.summary import Layer, Summary
 
@@ -64,7 +64,7 @@ def about_loss_and_skips(summary: Summary) -> list[Sentence]:
 
 _TOPICS = (
     about_steps.about_end,
-    about_diagnoses.about_diagnoses,
+    about_steps.about_diagnoses,
     about_loss_and_skips,
     about_tensors.about_buffers,
     about_tensors.about_non_finite,
