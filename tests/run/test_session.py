@@ -22,14 +22,7 @@ from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Seen
 from halfstep._tools.run import session
 from halfstep._tools.run.masters import Additions
-from halfstep._tools.run.session import (
-    Command,
-    Options,
-    Session,
-    findings,
-    noting_warnings,
-    recorded,
-)
+from halfstep._tools.run.session import Command, Options, Session, noting_warnings
 from halfstep.errors import RecordError
 
 COMMAND = Command("train.py", ["--lr", "1"], is_module=False)
@@ -285,15 +278,15 @@ def test_two_runs_at_once_in_one_folder_are_refused(seen):
     ],
 )  # fmt: skip
 def test_what_is_known_at_the_end_is_said(known, said):
-    told = list(findings(known, guard="G", masters="M"))
+    told = list(session.findings(known, guard="G", masters="M"))
     assert told == [f"{text} prevents that" for text in said]
-    told = list(findings(known, guard="", masters=""))
+    told = list(session.findings(known, guard="", masters=""))
     assert told == [text.rpartition(";")[0] for text in said]
 
 
 def test_a_run_that_could_not_write_says_what_the_record_has():
-    assert recorded(3, 1, Seen(num_written=3)) == "3 steps recorded, 1 skipped"
-    assert recorded(300, 1, Seen(num_written=16, problem="No space left on device")) == (
+    assert session.recorded(3, 1, Seen(num_written=3)) == "3 steps recorded, 1 skipped"
+    assert session.recorded(300, 1, Seen(num_written=16, problem="No space left on device")) == (
         "300 steps, 1 skipped, of which the record has 16, because it could not be written (No "
         "space left on device)"
     )
