@@ -12,7 +12,7 @@ from halfstep._tools.doctor.read_program import Built, Program, Root
 from halfstep._tools.doctor.read_sites import Around, Site
 from halfstep._tools.doctor.read_values import SourceScaler, argument
 
-SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
+_SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
 """A pattern for names in code that scales a loss."""
 _FRAMEWORKS = re.compile(r"deepspeed|accelerat|lightning|fabric|colossalai|apex|megatron", re.I)
 
@@ -124,8 +124,8 @@ def _has_loop(site: Site, around: Around) -> bool:
 
 
 def _without_scaler(program: Program) -> Iterator[Finding]:
-    words = {*program.words, *program.known}
-    if any(map(SCALES.search, words)) or any(map(_FRAMEWORKS.search, words | program.imported)):
+    words = program.words
+    if any(map(_SCALES.search, words)) or any(map(_FRAMEWORKS.search, words | program.imported)):
         return
     if not any(program.is_optimizer_step(site) for site in program.sites):
         return
