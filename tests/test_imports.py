@@ -22,7 +22,7 @@ names = set(sys.modules)
 parts = [name.split(".") for name in names if name.startswith("halfstep.")]
 rooms = {{part[2] if part[1:2] == ["_tools"] and part[2:] else part[1] for part in parts}}
 rooms -= {{"_version", "_tools"}}  # one line each
-heavy = names & {{"torch", "torch.distributed", "torch._dynamo", "msgspec", "jinja2", "rich"}}
+heavy = names & {{"torch", "torch.distributed", "torch._dynamo", "msgspec", "jinja2"}}
 with open({path!r}, "w") as file:
     print(*sorted(rooms | heavy), file=file)
 """
@@ -81,7 +81,6 @@ READING = {
     ("words", "more"),
     [
         (["report"], {"jinja2"}),
-        (["report", "--md"], set()),
         (["check"], set()),
     ],
 )

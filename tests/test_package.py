@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[1]
 FILES = ["CHANGELOG.md", "pyproject.toml", "CITATION.cff", "README.md"]
 SCRIPT = """
 import sys
-sys.modules["rich"] = None
 import halfstep
 assert halfstep.__file__.startswith({installed!r}), halfstep.__file__
 from halfstep._tools.cli import main

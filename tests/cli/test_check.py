@@ -123,8 +123,6 @@ def test_all_processes_of_a_run_are_checked_and_reported(tmp_path, capsys, has_p
     _, out, _ = called(capsys, "report", folder, "--json")
     told = json.loads(out)
     assert [told["path"], *(each["path"] for each in told["processes"])] == list(map(str, paths))
-    _, out, _ = called(capsys, "report", folder, "--md")
-    assert out.count("## halfstep report: ") == len(paths)
 
 
 def test_the_newest_run_is_checked_with_its_processes(tmp_path, capsys, monkeypatch):

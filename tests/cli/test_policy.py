@@ -101,6 +101,12 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: list[str], messa
     assert message in err
 
 
+def test_a_policy_without_a_verb_is_told_the_verb(capsys):
+    with pytest.raises(SystemExit):
+        called(capsys, "policy", "standard; exp:leave")
+    assert "; to see a policy: halfstep policy show 'standard; exp" in capsys.readouterr().err
+
+
 def test_a_file_that_does_not_exist_is_looked_for(capsys, tmp_path):
     (tmp_path / "mine.toml").write_text('preset = "standard"\n')
     for verb in ("show", "check"):

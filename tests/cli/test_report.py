@@ -46,7 +46,7 @@ def test_the_page_is_opened(tmp_path, capsys, monkeypatch):
     assert opened == [(folder / "report.html").as_uri(), (tmp_path / "page.html").as_uri()]
     code, _, err = called(capsys, "report", folder, "--open", "--json")
     assert (code, len(opened)) == (2, 2)
-    assert "--open opens the page, which --json and --md do not write" in err
+    assert "--open opens the page, which --json does not write" in err
 
 
 @pytest.mark.parametrize("has_display", [False, True])
@@ -73,15 +73,6 @@ def test_json_is_all_that_is_printed(tmp_path, capsys):
     assert not (folder / "report.html").exists()
 
 
-def test_markdown_for_a_log(tmp_path, capsys):
-    folder = records.with_skips(tmp_path / "a")
-    code, out, err = called(capsys, "report", folder, "--md")
-    assert (code, err) == (0, "")
-    assert out.startswith("## halfstep report: ")
-    assert "- **warning**: 3 of 100 steps" in out
-    assert not (folder / "report.html").exists()
-
-
 def test_two_runs_side_by_side(tmp_path, capsys):
     first, second = records.with_skips(tmp_path / "a"), records.healthy(tmp_path / "b")
     code, out, _ = called(capsys, "report", first, "--against", second)
@@ -89,8 +80,6 @@ def test_two_runs_side_by_side(tmp_path, capsys):
     assert ["skipped", "steps", "5", "0", "+5"] in [line.split() for line in out.splitlines()]
     assert out.splitlines()[-1] == str(first / "comparison.html")
     assert "<html" in (first / "comparison.html").read_text(encoding="utf-8")
-    _, out, _ = called(capsys, "report", first, "--against", second, "--md")
-    assert "| skipped steps | 5 | 0 | +5 |" in out
     _, out, _ = called(capsys, "report", first, "--against", second, "--json")
     assert json.loads(out)["runs"][1]["steps"]["num"] == 60
 
@@ -120,7 +109,7 @@ def test_one_of_the_files_of_a_record_will_do(tmp_path, capsys):
     assert called(capsys, "report", file_of(folder, 0), "--json")[0] == 0
 
 
-@pytest.mark.parametrize("form", [[], ["--md"], ["--json"]])
+@pytest.mark.parametrize("form", [[], ["--json"]])
 def test_hostile_names_reach_no_terminal(tmp_path, capsys, form):
     events = [records.header(), records.skip(1), records.culprits(1, "\x1b[2J\nhalfstep: good")]
     records.write(tmp_path / "a", events)
@@ -138,7 +127,6 @@ HOSTILE = "\x1b]0;x\x07\u202egood\u2066\n\x9b2J"
     "command",
     [
         ["report"],
-        ["report", "--md"],
         ["report", "--json"],
         ["report", "--against"],
         ["check"],
@@ -352,7 +340,7 @@ def test_help_and_what_it_imports():
         "import sys; from halfstep._tools.cli import main\n"
         "try: main(['report', '--help'])\n"
         "except SystemExit: pass\n"
-        "loaded = [name for name in ('jinja2', 'rich', 'halfstep._tools.report') "
+        "loaded = [name for name in ('jinja2', 'halfstep._tools.report') "
         "if name in sys.modules]; sys.exit(str(loaded) if loaded else 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

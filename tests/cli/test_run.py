@@ -128,7 +128,7 @@ def test_a_policy_may_be_in_a_file(tmp_path):
     script.write_text(
         "import torch\nwith torch.autocast('cpu'):\n"
         "    print(torch.nn.Linear(2, 2)(torch.ones(2)).dtype)\n"
-        "import sys; print(sorted({'rich', 'lightning', 'torch._dynamo',"
+        "import sys; print(sorted({'lightning', 'torch._dynamo',"
         " 'torch.distributed.fsdp'} & set(sys.modules)))\n"
     )
     done = subprocess.run(

@@ -23,8 +23,7 @@ def test_what_is_found(name: str) -> None:
     for finding in check_source("\n".join(source) + "\n"):
         assert finding.file == "<source>"
         ast.parse(finding.code)
-        if finding.id != "deprecated-amp":  # tests/doctor/test_deprecated.py is about them
-            found[finding.line - 1].append(finding.id)
+        found[finding.line - 1].append(finding.id)
     marked = [
         f"{line}  # expect: {' '.join(sorted(ids))}" if ids else line
         for line, ids in zip(source, found, strict=True)

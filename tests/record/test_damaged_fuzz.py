@@ -159,10 +159,6 @@ def write_damaged(folder, rng):
         (folder / rng.choice(NAMES)).write_bytes(b"{}\n")
     if rng.random() < 0.1:
         (folder / "rank7.jsonl").mkdir()
-    if rng.random() < 0.2:
-        (folder / "trace.json").write_bytes(
-            rng.choice((b"", b"[" * 5000, b'{"schema":5}', b"\xff"))
-        )
 
 
 def look(folder):
@@ -171,7 +167,7 @@ def look(folder):
     summary = summarize(run)
     render(summary, run).encode(errors="replace")
     json.dumps(text.summary_json(summary), allow_nan=False)
-    text.summary_markdown(summary)
+    text.summary_text(summary)
     comparison = compare_runs(summary, summary)
     text.comparison_text(comparison)
     render_comparison(comparison, [run, run])

@@ -207,15 +207,6 @@ def test_only_files_of_ranks_are_read(tmp_path):
     assert read_run(tmp_path).ranks == (0,)
 
 
-def test_a_trace_that_is_damaged_is_left_out_and_said(tmp_path):
-    write(tmp_path, [FIRST, step(1)])
-    (tmp_path / "trace.json").write_text("[" * 5000)
-    run = read_run(tmp_path)
-    assert run.trace is None
-    assert run.left_out == run.notes
-    assert run.notes[0].text.startswith("trace.json cannot be read as a trace and was left out: ")
-
-
 def test_a_name_that_is_no_unicode_can_be_read_back(tmp_path):
     write(tmp_path, [FIRST | {"command": ["train.py", "\udcff"]}, step(1)])
     assert read_run(tmp_path).header.command == ("train.py", "?")

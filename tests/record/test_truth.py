@@ -222,7 +222,7 @@ def test_steps_that_the_script_leaves_out_without_a_scaler(tmp_path):
     steps = read_run(tmp_path / "out").steps
     assert len(steps) == 36
     assert all(step.loss < 5 for step in steps)
-    told = forked.python("-m", "halfstep", "report", "out", "--md", cwd=tmp_path).out
+    told = forked.python("-m", "halfstep", "report", "out", cwd=tmp_path).out
     assert "dropped before a step used them 4 times, first before step 4" in told
     assert "printed a UserWarning (guarded.py, line 11): Using a target size" in told
 

@@ -8,16 +8,16 @@ from itertools import pairwise
 import pytest
 
 from halfstep._tools.report.page_curves import Axis, line, round_numbers
-from halfstep._tools.report.page_heat import (
+from halfstep._tools.report.page_layers import (
     FIRST_LEVEL,
     NO_VALUE,
     NOT_FINITE,
+    bars,
     dots,
     palette,
     png,
     ramp,
 )
-from halfstep._tools.report.page_tables import bars
 
 
 def test_an_axis_that_points_up_counts_from_the_top():

@@ -47,7 +47,7 @@ def hostile(tmp_path_factory):
 
 def test_the_sections_are_in_order(page):
     sections = [section.attributes["id"] for section in page.tree.all("section")]
-    always = ["steps", "heat", "layers", "precision", "policy", "machine", "reading"]
+    always = ["steps", "heat", "layers", "policy", "machine", "reading"]
     assert sections == ["diagnoses"] * bool(page.summary.bad_places) + always
     links = [link.attributes["href"] for link in page.tree.one("nav").all("a")]
     assert links == [f"#{section}" for section in sections]

@@ -9,7 +9,7 @@ import pytest
 from tests.report import records
 
 from halfstep._tools.record.read import read_run
-from halfstep._tools.report.page_heat import (
+from halfstep._tools.report.page_layers import (
     FIRST_LEVEL,
     HEADROOM,
     LOST,

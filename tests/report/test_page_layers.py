@@ -5,7 +5,7 @@ import re
 from tests.report import records
 
 from halfstep._tools.record.read import read_run
-from halfstep._tools.report.page_tables import HEIGHT, MOST_HISTOGRAMS, format_limits, layer_table
+from halfstep._tools.report.page_layers import HEIGHT, MOST_HISTOGRAMS, format_limits, layer_table
 from halfstep._tools.report.summarize import summarize
 
 
@@ -95,3 +95,13 @@ def test_only_the_worst_have_histograms(tmp_path):
 def test_a_layer_of_zeros_has_no_histogram(tmp_path):
     table = table_of(tmp_path, [("output", "fc", records.counted({}, zeros=3))])
     assert table.rows[0].histogram is None
+
+
+def test_what_is_not_in_the_format_leads_no_list_of_worries(tmp_path):
+    rows = [
+        records.tensor("output", "loss", records.counted({17: 8}), "float32"),  # beyond fp16
+        records.tensor("output", "head", records.counted({10: 8}), "float16"),
+    ]
+    events = [records.header(), records.policy(), records.step(1), records.sample(1, rows)]
+    table = layer_table(summarize(read_run(records.write(tmp_path, events))))
+    assert [row.layer.name for row in table.rows] == ["head", "loss"]

@@ -24,12 +24,12 @@ from tests.report.records import (
 )
 
 import halfstep
-from halfstep._common.text import Code, code, names, plain, say
+from halfstep._common.text import Code, names, say
 from halfstep._tools.diagnose.diagnosis import Cure
 from halfstep._tools.line import Line
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import HOOKS_AND_SCALE, PAST_THE_SCALER, TORCH_SCALER, WRONG_STEP
-from halfstep._tools.report.about_diagnoses import MOST_PLACES
+from halfstep._tools.report.about_steps import MOST_PLACES
 from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.text import sentences
 
@@ -465,16 +465,11 @@ def test_hostile_names_are_marked_and_stay_whole(tmp_path):
     assert records.HOSTILE in codes(the_one(found, "skipped ("))
     data = the_one(found, "was not finite before the step")
     assert codes(data).count(records.HOSTILE) == 3
-    assert "What to do: \\</script\\>" in data.markdown
-    for sentence in found:
-        outside = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", sentence.markdown)
-        assert not re.search(r"(?<!\\)<", outside)
 
 
-def test_a_sentence_as_text_and_as_markdown():
+def test_a_sentence_is_one_line_without_control_characters():
     sentence = say("bad", "1 < 2 in ", Code("a`b|c\n\x1b[31m"), ".")
     assert sentence.text == "1 < 2 in `a`b|c [31m`."
-    assert sentence.markdown == "1 \\< 2 in `` a`b\\|c [31m ``."
 
 
 def test_names_are_counted_when_there_are_many():
@@ -484,11 +479,6 @@ def test_names_are_counted_when_there_are_many():
     assert text("a") == "`a`"
     assert text("abc") == "`a`, `b` and `c`"
     assert text("abcde") == "`a`, `b`, `c` and 2 more"
-
-
-def test_markup_from_outside_is_shown_as_it_is():
-    assert plain("*a* [b](c) <i>\n|") == "\\*a\\* \\[b\\](c) \\<i\\> \\|"
-    assert code("x``y") == "``` x``y ```"
 
 
 def test_the_cure_of_lost_updates_runs(tmp_path):

@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
 from halfstep import preset
-from halfstep._tools.run.launch import show_once
+from halfstep._tools.run.launch import execute, show_once
 from halfstep._tools.run.masters import Additions, added
-from halfstep._tools.run.session import execute
 from halfstep._tools.run.stand_ins import replaced
 from halfstep.errors import RanksError, SkippedStepsWarning
 

@@ -64,6 +64,18 @@ def test_a_launcher_is_a_script_too(launcher, ranks, files, halfstep_run, folder
     assert steps_of(folder) == dict.fromkeys(files, 3)
 
 
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_the_last_lines_of_ranks_under_amp(amp, halfstep_run, folder, monkeypatch):
+    """The launcher has no step, and says only where those of its ranks are."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    options = ("--amp", amp, "-o", "runs/x", "torchrun", "--nproc-per-node", 2)
+    done = halfstep_run(*options, CORPUS / "plain_ranks.py")
+    first, last = (line for line in done.err.splitlines() if line.startswith("halfstep: "))
+    assert "Linear.forward runs under autocast, 1 of 1 product in" in first
+    assert last == "halfstep: 2 processes of the program recorded: halfstep report runs/x"
+    assert steps_of(folder) == {"rank0.jsonl": 3, "rank1.jsonl": 3}
+
+
 @pytest.mark.parametrize(
     ("framework", "script", "options"),
     [("lightning", "lightning_ddp.py", ["--amp", "bf16"]), ("accelerate", "notebook.py", [])],

@@ -129,7 +129,7 @@ def test_a_module_that_is_not_there_leaves_an_older_record_alone(halfstep_run, t
     (tmp_path / "train.py").write_text("")
     halfstep_run("-q", "-o", "runs/a", "train.py")
     before = (tmp_path / "runs" / "a" / "rank0.jsonl").read_text()
-    assert halfstep_run("-q", "--append", "-o", "runs/a", "-m", "no_such").code == 1
+    assert halfstep_run("-q", "-o", "runs/a", "-m", "train.py").code == 1
     assert (tmp_path / "runs" / "a" / "rank0.jsonl").read_text().startswith(before)
 
 
@@ -203,17 +203,17 @@ def test_python_p_puts_no_folder_on_the_path(tmp_path, monkeypatch):
     import sys
     from types import SimpleNamespace
 
-    from halfstep._tools.run import session
+    from halfstep._tools.run import launch
 
     (tmp_path / "train.py").write_text("")
     for name in ("argv", "path"):
         monkeypatch.setattr(sys, name, ["before"])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=True))
-    session.execute(str(tmp_path / "train.py"), [], is_module=False)
+    launch.execute(str(tmp_path / "train.py"), [], is_module=False)
     assert sys.path == ["before"]
     monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=False))
-    session.execute(str(tmp_path / "train.py"), [], is_module=False)
+    launch.execute(str(tmp_path / "train.py"), [], is_module=False)
     assert sys.path == [str(tmp_path)]
 
 

@@ -1,10 +1,9 @@
 """What is around a program, without running one."""
 
-import json
 import math
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +17,10 @@ import halfstep
 from halfstep import preset
 from halfstep._tools.cli import _build_parser
 from halfstep._tools.cli.run import _without_folder
+from halfstep._tools.record.files import programs_in
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Seen
 from halfstep._tools.run import session
-from halfstep._tools.run.last_words import findings, recorded
 from halfstep._tools.run.masters import Additions
 from halfstep._tools.run.session import Command, Options, Session, noting_warnings
 from halfstep.errors import RecordError
@@ -49,7 +48,7 @@ def options(**changes) -> Options:
 
 def test_amp_is_around_the_program_and_under_the_policy(seen, monkeypatch, capsys):
     @contextmanager
-    def mixed_precision(dtype, say, *, policy):
+    def mixed_precision(dtype, say, *, policy, products, has_others):
         seen.events.append((dtype, policy))
         say("a line")
         yield
@@ -177,13 +176,8 @@ def test_a_sink_without_its_run_is_a_warning_and_the_record_goes_on(seen, monkey
     assert read_run("x").num_steps == 3
 
 
-def first_words(folder):
-    lines = (Path(folder) / "rank0.jsonl").read_text().splitlines()
-    return [json.loads(line)["command"][0] for line in lines if '"event":"run"' in line]
-
-
-def go(seen, target, **changes):
-    Session(replace(COMMAND, target=target), options(folder=Path("x"), **changes)).run()
+def go(seen, target):
+    Session(replace(COMMAND, target=target), options(folder=Path("x"))).run()
     seen.close()
 
 
@@ -201,14 +195,10 @@ def go(seen, target, **changes):
 )
 def test_a_record_of_another_program_is_not_continued(target, is_same, seen):
     go(seen, "a/train.py")
-    if is_same:
+    refused = pytest.raises(RecordError, match=r"another program, a/train.py: .* -o")
+    with nullcontext() if is_same else refused:
         go(seen, target)
-    else:
-        with pytest.raises(RecordError, match=r"another program, a/train.py: .* -o.* --append"):
-            go(seen, target)
-        go(seen, target, is_appending=True)
-        go(seen, target)  # it is one of the programs now, and resumes
-    assert first_words("x")[:2] == ["a/train.py", target]
+    assert programs_in(Path("x/rank0.jsonl")) == ["a/train.py", *[target] * is_same]
 
 
 def test_processes_that_a_program_starts_get_its_options(tmp_path, monkeypatch):
@@ -221,7 +211,6 @@ def test_processes_that_a_program_starts_get_its_options(tmp_path, monkeypatch):
         amp=torch.bfloat16,
         is_diagnosing=True,
         sinks=("wandb",),
-        is_appending=True,
         additions=additions,
     )
     got = []
@@ -289,15 +278,15 @@ def test_two_runs_at_once_in_one_folder_are_refused(seen):
     ],
 )  # fmt: skip
 def test_what_is_known_at_the_end_is_said(known, said):
-    told = list(findings(known, guard="G", masters="M"))
+    told = list(session.findings(known, guard="G", masters="M"))
     assert told == [f"{text} prevents that" for text in said]
-    told = list(findings(known, guard="", masters=""))
+    told = list(session.findings(known, guard="", masters=""))
     assert told == [text.rpartition(";")[0] for text in said]
 
 
 def test_a_run_that_could_not_write_says_what_the_record_has():
-    assert recorded(3, 1, Seen(num_written=3)) == "3 steps recorded, 1 skipped"
-    assert recorded(300, 1, Seen(num_written=16, problem="No space left on device")) == (
+    assert session.recorded(3, 1, Seen(num_written=3)) == "3 steps recorded, 1 skipped"
+    assert session.recorded(300, 1, Seen(num_written=16, problem="No space left on device")) == (
         "300 steps, 1 skipped, of which the record has 16, because it could not be written (No "
         "space left on device)"
     )
@@ -308,7 +297,7 @@ def test_a_run_that_could_not_write_says_what_the_record_has():
     [
         ("train.py -o x", []),
         ("-o x --amp fp16 -q --guard=1.0 -m a.train", ["--amp=fp16", "--guard=1.0", "-m"]),
-        ("--output=x --append --guard --policy fp32 -- train.py", ["--guard", "--policy=fp32"]),
+        ("--output=x --guard --policy fp32 -- train.py", ["--guard", "--policy=fp32"]),
     ],
 )
 def test_the_command_is_kept_without_its_folder(words, kept):

@@ -96,18 +96,7 @@ def weight_and_bias(t: halfstep.trace, module: str) -> list[int]:
     sizes = {"0": [64, 8], "2": [32, 4]}[module]
     found = [cast.bytes // 6 for cast in casts]
     assert sorted(found) == sorted(sizes)
-    by_number = {cast.number: cast for row in t.ops for cast in row.casts}
-    for cast in casts:
-        assert by_number[cast.gradient_of].source.name.startswith(module)
     return found
-
-
-def test_gradients_of_weights_that_a_cache_has_cast() -> None:
-    model = nn.Sequential(nn.Linear(1024, 1024))
-    t = traced(model, torch.ones(2, 1024))
-    casts = {cast.number: cast for row in t.ops for cast in row.casts}
-    gradients = [casts[cast.gradient_of] for cast in casts.values() if cast.gradient_of is not None]
-    assert {cast.source.name for cast in gradients} >= {"0.weight", "0.bias"}
 
 
 def is_backward(row: Row) -> bool:
@@ -325,9 +314,8 @@ def test_nested_tensors(layout: torch.layout) -> None:
     x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(5, 4)], layout=layout)
     with halfstep.trace(linear) as t, bf16():
         linear(x)
-    casts = [cast for row in t.ops for cast in row.casts if not cast.source.is_weight]
+    casts = [cast for row in t.ops for cast in row.casts if not cast.source.name]
     assert [cast.bytes for cast in casts] == [6 * 7 * 4]
-    assert halfstep.trace.from_json(t.to_json()).table() == t.table()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -749,28 +737,6 @@ def test_rows_are_plain_values(model: nn.Sequential) -> None:
     assert first["seconds"] > 0 < first["cast_seconds"]
 
 
-def test_json_gives_everything_back(model: nn.Sequential) -> None:
-    t = traced(model, torch.ones(3, 8))
-    data = json.loads(t.to_json())
-    assert data["schema"] == "halfstep.trace/1"
-    assert data["environment"]["torch"] == torch.__version__
-    assert data["environment"]["policy"] == "standard"
-    read = halfstep.trace.from_json(t.to_json())
-    assert read.ops == t.ops
-    assert read.table() == t.table()
-    for lost in ("environment", "notes", "ops"):
-        rest = {key: value for key, value in data.items() if key != lost}
-        with pytest.raises(ValueError, match=f"missing required field `{lost}`"):
-            halfstep.trace.from_json(json.dumps(rest))
-    for lost in ("module", "casts", "compute"):
-        op = {key: value for key, value in data["ops"][0].items() if key != lost}
-        with pytest.raises(ValueError, match=f"missing required field `{lost}`"):
-            halfstep.trace.from_json(json.dumps(data | {"ops": [op]}))
-    for text in ('{"schema": "other"}', "[]"):
-        with pytest.raises(ValueError, match=re.escape("halfstep.trace/1")):
-            halfstep.trace.from_json(text)
-
-
 def test_the_table(model: nn.Sequential) -> None:
     t = traced(nn.Sequential(model), torch.ones(3, 8))
     lines = t.table().splitlines()
@@ -844,7 +810,7 @@ def test_a_trace_can_be_read_while_it_runs(model: nn.Sequential) -> None:
         before = len(t.rows())
         model(torch.ones(1, 8))
         assert len(t.rows()) == 2 * before
-        assert json.loads(t.to_json())["environment"]["device"].startswith("cpu")
+        assert t.environment["device"].startswith("cpu")
 
 
 def test_an_island_shows_the_rule_that_makes_it_one() -> None:

@@ -1,6 +1,5 @@
-"""Tuning: the islands that are found, their costs, and the file of measurements."""
+"""Tuning: the islands that are found, and their costs."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ import halfstep
 from halfstep import Policy, self_check, tune
 from halfstep._tools.tune.passes import LossFn
 from halfstep._tools.tune.tuner import Tuned
-from halfstep.errors import RecordError
 
 pytestmark = pytest.mark.slow
 
@@ -313,109 +311,6 @@ def test_whether_lowering_is_worth_it(lower: float, said: str) -> None:
     tuned = Tuned(policy, (), (), True, torch.float16, rows, rows, seconds, "a machine")
     assert said in str(tuned)
     assert ("slower in fp16 than in fp32: 0" in str(tuned)) == (lower == 0.5)
-
-
-# --- the record -----------------------------------------------------------------------------------
-
-
-class Stops:
-    """A loss that is interrupted at one of its calls, and counts them."""
-
-    def __init__(self, at: int | None = None) -> None:
-        self.at, self.calls = at, 0
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == self.at:
-            raise KeyboardInterrupt
-        return model(batch).float().square().mean()
-
-
-def test_it_goes_on_from_its_record(tmp_path: Path) -> None:
-    model, batches = planted()
-    whole = Stops()
-    wanted = tune(model, batches, whole, path=tmp_path / "whole.jsonl")
-    path, before = tmp_path / "half.jsonl", model[0].weight.clone()
-    stopped = Stops(at=whole.calls // 2)
-    with pytest.raises(KeyboardInterrupt):
-        tune(model, batches, stopped, path=path)
-    assert torch.equal(model[0].weight, before)
-    num_lines = len(path.read_text().splitlines())
-    assert num_lines > 3
-    with path.open("a") as file:
-        file.write('{"event": "measured", "key": ["com')  # cut by the interrupt
-    rest = Stops()
-    tuned = tune(model, batches, rest, path=path)
-    assert (tuned.policy, tuned.rows, tuned.rows_after) == (
-        wanted.policy,
-        wanted.rows,
-        wanted.rows_after,
-    )
-    assert 0 < rest.calls < whole.calls * 0.6
-    keys = [json.loads(line).get("key") for line in path.read_text().splitlines()]
-    assert len(keys) == len({json.dumps(key) for key in keys})  # nothing was measured twice
-    done = Stops()
-    again = tune(model, batches, done, path=path)
-    assert (again, done.calls) == (tuned, 0)
-
-
-def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
-    path, batch = tmp_path / "record.jsonl", torch.randn(32, 8)
-    model = with_inner(nn.Linear)
-    tune(model, [batch], None, path=path)
-    other = with_inner(nn.Linear)  # with other weights
-    cases = {
-        r"\(dtype: 'float16' there, 'bfloat16' here\): give another file": (
-            model,
-            batch,
-            {"dtype": torch.bfloat16},
-        ),
-        r"\(policy: 'standard' there, 'fp32' here\)": (model, batch, {"policy": "fp32"}),
-        r"\(error: 'by dtype and depth' there, '0.1' here\)": (model, batch, {"error": 0.1}),
-        r"\(weights: .*\(torch.manual_seed before the model is built": (other, batch, {}),
-        r"\(batches: 'float32\[32, 8\]' there, 'float32\[31, 8\]' here;": (model, batch[1:], {}),
-        r"\(values of the batches: ": (model, batch + 1, {}),
-        r"\(model: .*weights: ": (with_inner(nn.Linear, nn.Linear), batch, {}),
-        r"\(mode: 'train' there, 'eval' here\)": (model.eval(), batch, {}),
-    }
-    for message, (each, given, arguments) in cases.items():
-        each.train("eval" not in message)
-        with pytest.raises(RecordError, match=message):
-            tune(each, [given], None, path=path, **arguments)
-
-
-def test_a_record_of_other_batches_in_objects_is_refused(tmp_path: Path) -> None:
-    path, model = tmp_path / "record.jsonl", nn.Linear(8, 4)
-
-    def loss_fn(model: nn.Module, batch: Sample) -> Tensor:
-        return model(batch.sample).float().square().mean()
-
-    tune(model, [Sample(torch.randn(4, 8))], loss_fn, path=path)
-    with pytest.raises(RecordError, match=r"\(values of the batches: "):
-        tune(model, [Sample(torch.randn(4, 8))], loss_fn, path=path)
-
-
-@pytest.mark.parametrize("text", ["not json\n", '{"event": "run"}\n', "cut", "[]\n"])
-def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text(text)
-    with pytest.raises(
-        RecordError, match=r"notes.txt is not a record of a tuning: give another file"
-    ):
-        tune(nn.Linear(8, 4), [torch.randn(4, 8)], None, path=path)
-    assert path.read_text() == text
-
-
-def test_measurements_that_are_damaged_are_made_again(tmp_path: Path) -> None:
-    path, batch = tmp_path / "record.jsonl", torch.randn(32, 8)
-    model = nn.Linear(8, 4)
-    first = tune(model, [batch], None, path=path)
-    header, *lines = path.read_bytes().splitlines(keepends=True)
-    flipped = lines[0].replace(b"1", b"7").replace(b"0", b"6")
-    path.write_bytes(b"".join([header, flipped, b'{"event":"measured"}\n', *lines[1:]]))
-    again = tune(model, [batch], None, path=path)
-    assert again.policy == first.policy
-    assert len(path.read_bytes().splitlines()) == len(lines) + 3
 
 
 # --- what is wrong --------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ class Policy:
         if isinstance(rules, Policy | str):
             cure = f"Policy.parse({rules!r})" if isinstance(rules, str) else "policy | rules"
             raise TypeError(f"a policy is made of rules: write {cure}")
+        if not isinstance(rules, Iterable):
+            raise TypeError(f"a policy is made of Rule values, got {shown(rules)}")
         self.__dict__["rules"] = tuple(rules)
         for rule in self.rules:
             if not isinstance(rule, Rule):
@@ -93,11 +95,13 @@ class Policy:
 
         Raises:
             OSError: The file cannot be read.
+            TypeError: The path is not one.
             ValueError: The file is invalid. The message names the line, the value and the valid
                 ones.
         """
+        file = _file("load", path)
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not a text file: {error}") from error
         name, rules = written.parse_toml(text, str(path))
@@ -111,8 +115,9 @@ class Policy:
 
         Raises:
             OSError: The file cannot be written.
+            TypeError: The path is not one.
         """
-        Path(path).write_text(written.to_toml(self.rules), encoding="utf-8")
+        _file("save", path).write_text(written.to_toml(self.rules), encoding="utf-8")
 
     def __or__(self, rules: Rule | Iterable[Rule] | str) -> Policy:
         """Return a policy with more rules: one, several, or their text (``"softmax:fp32"``)."""
@@ -120,7 +125,7 @@ class Policy:
             rules = [rules]
         elif isinstance(rules, str):
             rules = _checked(written.parse_rules(rules))
-        return Policy((*self.rules, *rules))
+        return Policy((*self.rules, *Policy(rules).rules))
 
     def __str__(self) -> str:
         return written.to_text(self.rules)
@@ -271,7 +276,6 @@ def fingerprint(policy: Policy) -> str:
     return hashlib.sha256(repr(policy.rules).encode()).hexdigest()[:16]
 
 
-@cache
 def preset(name: str) -> Policy:
     """Return a predefined policy.
 
@@ -280,7 +284,8 @@ def preset(name: str) -> Policy:
             ``"bf16-lean"`` or ``"fp32"``.
 
     Raises:
-        ValueError: there is no preset of that name.
+        TypeError: The name is not a text.
+        ValueError: There is no preset of that name.
 
     Example:
         >>> preset("standard").action("softmax.int", "cpu", torch.float16)
@@ -288,10 +293,17 @@ def preset(name: str) -> Policy:
         >>> preset("torch").action("softmax.int", "cpu", torch.float16)
         'leave'
     """
+    if not isinstance(name, str):
+        raise TypeError(f"preset(): got {shown(name)}; pass a name, such as 'standard'")
     if name not in PRESETS:
         names = ", ".join(map(repr, PRESETS))
-        near = did_you_mean(str(name), PRESETS)
+        near = did_you_mean(name, PRESETS)
         raise ValueError(f"there is no policy preset {name!r}{near}; the presets are {names}")
+    return _preset(name)
+
+
+@cache
+def _preset(name: str) -> Policy:
     return Policy(rules_of(name))
 
 
@@ -299,6 +311,12 @@ def preset(name: str) -> Policy:
 def _parsed(text: str) -> Policy:
     name, rules = written.parse(text)
     return preset(name) | _checked(rules)
+
+
+def _file(method: str, path: object) -> Path:
+    if not isinstance(path, str | Path):
+        raise TypeError(f"Policy.{method}(): got {shown(path)}; pass the path of a TOML file")
+    return Path(path)
 
 
 def _checked(rules: list[Rule]) -> list[Rule]:

@@ -10,7 +10,8 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Literal, TextIO, TypeAlias
@@ -48,13 +49,6 @@ class Sentence:
         """The sentence in one line, names in backticks."""
         return one_line("".join(f"`{p.text}`" if isinstance(p, Code) else p for p in self.parts))
 
-    @property
-    def markdown(self) -> str:
-        """The sentence as Markdown, with all text from outside escaped."""
-        return "".join(
-            code(part.text) if isinstance(part, Code) else plain(part) for part in self.parts
-        )
-
 
 def say(
     severity: Severity,
@@ -77,20 +71,6 @@ def names(of: Iterable[str], most: int = 3) -> Iterator[str | Code]:
         yield Code(name)
     if left > 0:
         yield f" and {left} more"
-
-
-def code(text: str) -> str:
-    """Return text as Markdown code that also works in a table."""
-    text = one_line(text).replace("|", "\\|")
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * (longest + 1)
-    space = " " if longest else ""
-    return f"{fence}{space}{text}{space}{fence}"
-
-
-def plain(text: str) -> str:
-    """Return text as Markdown that renders literally."""
-    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", one_line(text))
 
 
 def one_line(text: str) -> str:
@@ -167,6 +147,23 @@ def tell(text: str, file: TextIO | None = None, *, flush: bool = False) -> None:
         width = shutil.get_terminal_size().columns
         lines = [_on_terminal(line, width) for line in lines]
     print("\n".join(lines), file=file, flush=flush)
+
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a line on stderr in place of the last one, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+
+    def show(text: str) -> None:
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{text[:width]:{width}}\r", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        show("")
 
 
 def _on_terminal(line: str, width: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -112,6 +113,8 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             near = did_you_mean(str(value), action.choices)
+            if action.dest == "verb" and not near:  # of policy: perhaps a policy, to be shown
+                near = f"; to see a policy: halfstep policy show {shlex.quote(value)}"
             choices = ", ".join(map(str, action.choices))
             raise argparse.ArgumentError(action, f"{value!r}: choose one of {choices}{near}")
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import io
 import json
-import sys
-import tokenize
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep._common.numbers import things
-from halfstep._common.text import tell
-from halfstep._tools.cli.exits import CommandError, reason, replace_file
+from halfstep._common.text import status_line, tell
+from halfstep._tools.cli.exits import CommandError, reason
 
 if TYPE_CHECKING:
-    from halfstep._tools.doctor.deprecated import Target
     from halfstep._tools.doctor.finding import Checkup
     from halfstep._tools.doctor.hardware import MachineReport
 
@@ -33,19 +27,14 @@ To ignore a finding, put a comment in its line, with the name in brackets:
   # halfstep: allow update-missing
 docs/doctor.md has a section on each finding.
 
---fix rewrites deprecated names (torch.cuda.amp, torch.cpu.amp) and prints the
-changes. Layout and comments stay; what is not understood stays too, and its
-line is named. --to halfstep writes halfstep's names, also for torch.amp's.
-
 Exit code: 0 if there is no bad finding and no warning, 1 if there is, 2 if a
-file cannot be read. With --diff: 1 if there is something to change.
+file cannot be read.
 
 examples:
   halfstep doctor train.py                 the machine and a script
   halfstep doctor                          only the machine
   halfstep doctor --no-machine src/*.py    only scripts, for CI
   halfstep doctor --json train.py          everything as JSON
-  halfstep doctor --diff src/*.py          what --fix would change
 """
 
 
@@ -53,20 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scripts", type=Path, nargs="*", metavar="SCRIPT", help="a Python file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--no-machine", action="store_true", help="do not measure the machine")
-    parser.add_argument("--fix", action="store_true", help="rewrite deprecated names in scripts")
-    parser.add_argument("--diff", action="store_true", help="print what --fix would change")
-    parser.add_argument(
-        "--to", choices=("torch", "halfstep"), default="torch", help="whose names --fix writes"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    changes = arguments.fix or arguments.diff
-    if (arguments.no_machine or changes) and not arguments.scripts:
-        option = "--no-machine" if not changes else "--fix" if arguments.fix else "--diff"
-        raise CommandError(f"{option} leaves nothing to do: name a script")
-    if changes:
-        return _fix(arguments.scripts, arguments.to, is_dry=arguments.diff)
+    if arguments.no_machine and not arguments.scripts:
+        raise CommandError("--no-machine leaves nothing to do: name a script")
     machine = None if arguments.no_machine else _measured()
     checkup = _read(arguments.scripts, machine)
     if arguments.json:
@@ -106,49 +86,14 @@ def _readable(path: Path) -> Iterator[None]:
         raise CommandError(f"{path}: not Python: {error}") from None
 
 
-# --- rewriting ------------------------------------------------------------------------------------
-
-
-def _fix(scripts: list[Path], to: Target, *, is_dry: bool) -> int:
-    """Rewrite scripts, or only show the changes; return the exit code."""
-    from halfstep._tools.doctor.deprecated import rewritten
-
-    num_changed = 0
-    for path in scripts:
-        with _readable(path):
-            source = path.read_bytes()
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
-            text = source.decode(encoding)
-            new = rewritten(text, to)
-        for line, why in new.left:
-            print(f"{path}:{line}: left as it is: {why}", file=sys.stderr)
-        if new.text == text:
-            continue
-        num_changed += 1
-        before, after = (each.splitlines(keepends=True) for each in (text, new.text))
-        tell("".join(difflib.unified_diff(before, after, str(path), str(path))).rstrip("\n"))
-        if not is_dry:
-            with _readable(path):
-                replace_file(path.resolve(), new.text.encode(encoding))
-    what = "to change" if is_dry else "changed"
-    print(f"{things(num_changed, 'file')} {what}", file=sys.stderr)
-    return 1 if is_dry and num_changed else 0
-
-
 # --- the machine ----------------------------------------------------------------------------------
 
 
 def _measured() -> MachineReport:
     from halfstep._tools.doctor.hardware import inspect_machine
 
-    if not sys.stderr.isatty():
-        return inspect_machine()
-    try:
-        return inspect_machine(
-            lambda share: print(f"\rmeasuring {share:4.0%}", end="", file=sys.stderr)
-        )
-    finally:
-        print("\r              \r", end="", file=sys.stderr)
+    with status_line() as show:
+        return inspect_machine(lambda share: show(f"measuring {share:4.0%}"))
 
 
 def _machine_lines(machine: MachineReport) -> Iterator[str]:

@@ -34,7 +34,6 @@ examples:
   halfstep report --open            and open the page in a browser
   halfstep report runs              list the newest records in a folder
   halfstep report runs/a --json     all numbers as JSON
-  halfstep report runs/a --md       a short summary for the log of a CI job
   halfstep report runs/a --against runs/b
                                     compare two runs in runs/a/comparison.html
 """
@@ -66,9 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print all numbers as JSON, write no page"
     )
     form.add_argument(
-        "--md", action="store_true", help="print a short summary in Markdown, write no page"
-    )
-    form.add_argument(
         "-o",
         "--output",
         type=Path,
@@ -79,9 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.open and (arguments.json or arguments.md):
-        raise CommandError("--open opens the page, which --json and --md do not write")
-    forms = (arguments.json, arguments.md, arguments.output, arguments.against, arguments.open)
+    if arguments.open and arguments.json:
+        raise CommandError("--open opens the page, which --json does not write")
+    forms = (arguments.json, arguments.output, arguments.against, arguments.open)
     path = arguments.run_path
     if path is not None and not any(forms) and not folders_of_run(path):
         records = records_in(path)
@@ -145,15 +141,13 @@ def _list(records: Sequence[Path], *, is_all: bool) -> None:
 def _about(
     run: Run, processes: Sequence[Run], arguments: argparse.Namespace
 ) -> tuple[str, str | None]:
-    """Return the text to print on a run, and its page, None with ``--json`` or ``--md``."""
+    """Return the text to print on a run, and its page, None with ``--json``."""
     from halfstep._tools.report import text
     from halfstep._tools.report.summarize import summarize
 
     summary, *others = map(summarize, (run, *processes))
     if arguments.json:
         return _json(text.summary_json(summary, *others)), None
-    if arguments.md:
-        return "\n\n".join(map(text.summary_markdown, (summary, *others))), None
     from halfstep._tools.report.page import render
 
     told = text.summary_text(summary)
@@ -165,7 +159,7 @@ def _about(
 
 
 def _against(runs: Sequence[Run], arguments: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the text to print on several runs, and the page, None with ``--json`` or ``--md``."""
+    """Return the text to print on several runs, and the page, None with ``--json``."""
     from halfstep._tools.report import text
     from halfstep._tools.report.compare_runs import compare_runs
     from halfstep._tools.report.summarize import summarize
@@ -173,8 +167,6 @@ def _against(runs: Sequence[Run], arguments: argparse.Namespace) -> tuple[str, s
     comparison = compare_runs(*map(summarize, runs))
     if arguments.json:
         return _json(text.comparison_json(comparison)), None
-    if arguments.md:
-        return text.comparison_markdown(comparison), None
     from halfstep._tools.report.page import render_comparison
 
     printed = text.comparison_text(comparison) + "\n"

@@ -71,11 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the record (default: runs/NAME-DATE-TIME)",
     )
     parser.add_argument(
-        "--append",
-        action="store_true",
-        help="add to a record of another program in DIR; the same program goes on without it",
-    )
-    parser.add_argument(
         "--every",
         type=_count,
         metavar="N",
@@ -187,8 +182,9 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
 
     from halfstep import preset
     from halfstep._common import machine
+    from halfstep._tools.run.launch import require_file
     from halfstep._tools.run.masters import Additions
-    from halfstep._tools.run.session import Command, Options, Session, require_file
+    from halfstep._tools.run.session import Command, Options, Session
     from halfstep.errors import RecordError
 
     # The script's own autocast computes as without halfstep, to the bit.
@@ -221,7 +217,6 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         diagnose_seconds=arguments.diagnose_seconds,
         has_children=arguments.children,
         sinks=tuple(arguments.sink),
-        is_appending=arguments.append,
         additions=additions if is_adding else None,
         run_as=(*launcher, "halfstep", "run", *_without_folder(arguments), *words),
     )
@@ -243,7 +238,7 @@ def _without_folder(arguments: argparse.Namespace) -> Iterator[str]:
         if arguments.parser.takes_value(word):
             value = next(given)
             yield from () if word in ("-o", "--output") else (f"{word}={value}",)
-        elif not re.match("-o|--output=|-q$|--quiet$|--append$", word):
+        elif not re.match("-o|--output=|-q$|--quiet$", word):
             yield word
 
 

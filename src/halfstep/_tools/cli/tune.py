@@ -15,7 +15,7 @@ from typing import Any
 
 from halfstep._common.numbers import things
 from halfstep._common.text import did_you_mean
-from halfstep._tools.cli.exits import EXIT_INTERRUPTED, CommandError, reason
+from halfstep._tools.cli.exits import CommandError, reason
 from halfstep._tools.cli.policy import read_policy
 
 HELP = "find which modules must stay in fp32, and write a policy"
@@ -27,7 +27,6 @@ EPILOG = """\
 TARGET is a function without arguments that returns (model, batches, loss_fn):
 
   def make():
-      torch.manual_seed(0)             # so that --record finds the same weights
       ...
       return model, batches, loss_fn   # loss_fn(model, batch) returns the loss
 
@@ -35,7 +34,7 @@ loss_fn may be None; the loss is then taken from the output of the model.
 
 examples:
   halfstep tune train.py:make -o policy.toml
-  halfstep tune mypackage.models:make --dtype bf16 --record tune.jsonl
+  halfstep tune mypackage.models:make --dtype bf16
 
 Then use the policy in the script:
   autocast(..., policy=Policy.load("policy.toml"), module=model)
@@ -43,8 +42,7 @@ or, for a script without autocast:
   halfstep run --amp fp16 --policy policy.toml train.py
 
 Exit code: 0 if the policy keeps the model within bounds, 1 if none does, 130
-after Ctrl-C; with --record, the same command then continues. More:
-docs/tune.md.
+after Ctrl-C. More: docs/tune.md.
 """
 
 
@@ -65,12 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, metavar="FILE", help="write the policy to this TOML file"
     )
     parser.add_argument(
-        "--record",
-        type=Path,
-        metavar="FILE",
-        help="keep measurements in this file, and continue from it",
-    )
-    parser.add_argument(
         "--policy",
         metavar="POLICY",
         default="standard",
@@ -81,27 +73,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     policy = read_policy(arguments.policy)
     function = _function(arguments.target)
-    for path in (arguments.output, arguments.record):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise CommandError(f"there is no folder {path.parent} to write {path.name} to")
+    path = arguments.output
+    if path is not None and not path.absolute().parent.is_dir():
+        raise CommandError(f"there is no folder {path.parent} to write {path.name} to")
     import torch
 
     from halfstep import tune
 
     model, batches, loss_fn = _made(arguments.target, function)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[arguments.dtype]
-    try:
-        tuned = tune(model, batches, loss_fn, dtype, arguments.error, arguments.record, policy)
-    except KeyboardInterrupt:
-        cure = "with --record FILE the same command would continue from here"
-        if arguments.record is not None:
-            cure = f"the same command continues from {arguments.record}"
-        print(f"\nInterrupted: {cure}.", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    tuned = tune(model, batches, loss_fn, dtype, arguments.error, policy)
     print(tuned)
-    if arguments.output is not None:
-        tuned.save(arguments.output)
-        print(f"written to {arguments.output}")
+    if path is not None:
+        tuned.save(path)
+        print(f"written to {path}")
     return 0 if tuned.is_met else 1
 
 

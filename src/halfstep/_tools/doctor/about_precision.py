@@ -12,7 +12,7 @@ from halfstep._tools.doctor.read_program import Built, Program, Root
 from halfstep._tools.doctor.read_sites import Around, Site
 from halfstep._tools.doctor.read_values import SourceScaler, argument
 
-SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
+_SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
 """A pattern for names in code that scales a loss."""
 _FRAMEWORKS = re.compile(r"deepspeed|accelerat|lightning|fabric|colossalai|apex|megatron", re.I)
 
@@ -31,6 +31,10 @@ _LOWERS_IN = re.compile(rf"cast|half(?!step)|16|precision|policy|{_FRAMEWORKS.pa
 """A pattern for names in code that lowers a model in another way than autocast."""
 _LIBRARIES = ("torch.nn.", "torchvision.models.", "timm.", "transformers.")
 """The beginnings of the names of functions that make models in float32."""
+_DEPRECATED = re.compile(
+    r"torch\.(cuda|cpu)\.amp\.((autocast_mode|grad_scaler)\.)?"
+    r"(autocast|GradScaler|custom_fwd|custom_bwd)"
+)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp)
 
 
@@ -45,6 +49,7 @@ def findings(program: Program) -> Iterator[Finding]:
     yield from _other_device(program)
     yield from _ignored(program)
     yield from _not_entered(program)
+    yield from _deprecated(program)
     for root in program.roots:
         yield from _without_forward(program, root)
     for built in program.built:
@@ -119,8 +124,8 @@ def _has_loop(site: Site, around: Around) -> bool:
 
 
 def _without_scaler(program: Program) -> Iterator[Finding]:
-    words = {*program.words, *program.known}
-    if any(map(SCALES.search, words)) or any(map(_FRAMEWORKS.search, words | program.imported)):
+    words = program.words
+    if any(map(_SCALES.search, words)) or any(map(_FRAMEWORKS.search, words | program.imported)):
         return
     if not any(program.is_optimizer_step(site) for site in program.sites):
         return
@@ -258,6 +263,22 @@ def _not_entered(program: Program) -> Iterator[Finding]:
                     left=left[0],
                     commas=", ".join(map(ast.unparse, whole.values)),
                 )
+
+
+def _deprecated(program: Program) -> Iterator[Finding]:
+    """Yield a finding if a file uses names that PyTorch has deprecated."""
+    scope, found = program.meaning.names.scopes[program.tree], list[tuple[int, str]]()
+    for node in ast.walk(program.tree):
+        match node:
+            case ast.ImportFrom(module=str(module), names=imported):
+                found += [(node.lineno, f"{module}.{each.name}") for each in imported]
+            case ast.Attribute():
+                found.append((node.lineno, program.meaning.qualified(node, scope)))
+    old = {name: line for line, name in sorted(found, reverse=True) if _DEPRECATED.fullmatch(name)}
+    if old:
+        names = sorted(old, key=old.__getitem__)
+        listed = ", ".join(f"`{name}`" for name in names)
+        yield finding("deprecated-amp", old[names[0]], names, deprecated=listed)
 
 
 _ON_CPU = {

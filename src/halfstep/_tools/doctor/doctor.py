@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,14 +19,12 @@ from halfstep._tools.doctor import (
     about_hooks,
     about_iterations,
     about_precision,
-    deprecated,
     hardware,
     objects,
 )
-from halfstep._tools.doctor.finding import Checkup, Finding, finding
+from halfstep._tools.doctor.finding import Checkup, Finding
 from halfstep._tools.doctor.hardware import MachineReport
 from halfstep._tools.doctor.objects import Training
-from halfstep._tools.doctor.read_names import Function
 from halfstep._tools.doctor.read_program import Program
 
 _SCALERS = (GradScaler, torch.amp.GradScaler)
@@ -46,7 +41,6 @@ def doctor(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     scaler: Any = None,
     scheduler: Any = None,
-    step_fn: Callable[..., Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Checkup:
     """Check objects for mixed-precision mistakes before training starts.
@@ -58,9 +52,6 @@ def doctor(
         optimizer: One optimizer, or all of them in a sequence.
         scaler: A ``GradScaler``, halfstep's or PyTorch's.
         scheduler: A learning rate schedule, or several in a sequence.
-        step_fn: The function that runs a step, or the whole loop. Its source is read. If the
-            model, optimizers, scaler or schedules are not given, those that it uses by name are
-            checked.
         dtype: The lower precision of autocast, ``torch.float16`` or ``torch.bfloat16``.
 
     Returns:
@@ -90,44 +81,12 @@ def doctor(
         tuple(_several("scheduler", scheduler)),
         _checked("dtype", dtype, torch.dtype),
     )
-    read: list[Finding] = []
-    if step_fn is not None:
-        if not callable(step_fn):
-            raise TypeError(f"doctor(step_fn={step_fn!r}): pass the function that does a step")
-        given, read = _with_function(given, step_fn)
-    found = [*objects.findings(given), *read]
+    found = [*objects.findings(given)]
     device = next((param.device for param in given.held), None)
     if device is not None:
         card = card_of(device) if device.type == "cuda" else None
         found += hardware.findings(device.type, given.dtype, card)
     return Checkup(found)
-
-
-def _with_function(given: Training, step_fn: Callable[..., Any]) -> tuple[Training, list[Finding]]:
-    """Read a function, and add the objects that it uses by name to the training."""
-    try:
-        function, names = _unpacked(step_fn)
-        read = _check_function(function, names)
-    except (OSError, SyntaxError, TypeError) as error:
-        return given, [finding("source-not-read", function=repr(step_fn), error=error)]
-    known, code = list(names.values()), function.__code__
-    models, scalers = _of(known, nn.Module), _of(known, *_SCALERS)
-    words = (*code.co_names, *code.co_varnames, *code.co_freevars)
-    return (
-        replace(
-            given,
-            model=models[0] if given.model is None and len(models) == 1 else given.model,
-            optimizers=given.optimizers or _of(known, Optimizer),
-            scaler=scalers[0] if given.scaler is None and len(scalers) == 1 else given.scaler,
-            schedulers=given.schedulers or _of(known, torch.optim.lr_scheduler.LRScheduler),
-            makes_scaler=any(map(about_precision.SCALES.search, words)),
-        ),
-        read,
-    )
-
-
-def _of(objects: Iterable[object], *kinds: type) -> tuple[Any, ...]:
-    return tuple({id(each): each for each in objects if isinstance(each, kinds)}.values())
 
 
 def _checked(name: str, value: Any, *kinds: type) -> Any:
@@ -171,57 +130,7 @@ def check_source(
         SyntaxError: The source is not valid Python.
     """
     text = source if isinstance(source, str) else source.decode("utf-8", "replace")
-    return _check(Program(ast.parse(source, name), {}), text, name, machine)
-
-
-def _check_function(function: FunctionType, known: Mapping[str, object]) -> list[Finding]:
-    """Check a function and the functions of its file that it calls, with the values of its names.
-
-    Raises:
-        OSError: The source is not available.
-    """
-    lines, _ = inspect.findsource(function.__code__)
-    source, name = "".join(lines), inspect.getsourcefile(function) or "<source>"
-    tree = ast.parse(source, name)
-    node = _definition(tree, function.__name__, function.__code__.co_firstlineno)
-    if node is None:
-        raise OSError(f"{name}: no definition of {function.__name__} found")
-    return _check(Program(tree, known, node), source, name)
-
-
-def _unpacked(function: Callable[..., Any]) -> tuple[FunctionType, dict[str, object]]:
-    """Return the plain function behind a method, a partial or a wrapper, and what it knows.
-
-    These are the values of the names that it uses, with ``self`` and partial arguments.
-
-    Raises:
-        OSError: There is no function written in Python.
-    """
-    given: dict[str, object] = {}
-    while isinstance(function, partial):
-        given, function = {**function.keywords, **given}, function.func
-    owner = getattr(function, "__self__", None)
-    self_name = {} if owner is None else {"self": owner}
-    found = inspect.unwrap(function)
-    found = getattr(found, "__func__", found)
-    if not inspect.isfunction(found):
-        raise OSError(f"{function!r} is not a function written in Python")
-    names = inspect.getclosurevars(found)
-    return found, {**names.globals, **names.nonlocals, **self_name, **given}
-
-
-def _definition(tree: ast.Module, name: str, line: int) -> Function | None:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            if first == line:
-                return node
-    return None
-
-
-def _check(
-    program: Program, source: str, file: str, machine: MachineReport | None = None
-) -> list[Finding]:
+    program = Program(ast.parse(source, name))
     if _NEEDED.isdisjoint(program.words):
         return []
     found = (
@@ -229,10 +138,9 @@ def _check(
         *about_precision.findings(program),
         *about_hooks.findings(program),
         *(hardware.slower(about_precision.lowered(program), machine) if machine else ()),
-        *deprecated.findings(program, source),
     )
-    lines = source.splitlines()
-    kept = (replace(each, file=file) for each in found if not _is_allowed(each, lines))
+    lines = text.splitlines()
+    kept = (replace(each, file=name) for each in found if not _is_allowed(each, lines))
     return list(dict.fromkeys(kept))
 
 

@@ -31,7 +31,6 @@ class Training:
     scaler: Any = None  # halfstep's or PyTorch's
     schedulers: tuple[Any, ...] = ()  # learning rate schedules
     dtype: torch.dtype | None = None  # the lower precision of autocast, if it is known
-    makes_scaler: bool = False  # whether its function may create a scaler itself
 
     def names(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
         """Return the names of parameters."""
@@ -79,8 +78,7 @@ def findings(training: Training) -> Iterator[Finding]:
 
 def _scalers(training: Training) -> Iterator[Finding]:
     dtype = training.dtype or _only_dtype(training)
-    is_elsewhere = training.scaler is None and training.makes_scaler
-    if training.dtype == torch.float16 and not training.scales and not is_elsewhere:
+    if training.dtype == torch.float16 and not training.scales:
         seen = "no scaler" if training.scaler is None else "a scaler that is switched off"
         yield finding("fp16-without-scaler", what=f"float16 with {seen}")
     is_guard = isinstance(training.scaler, GradScaler) and isinstance(

@@ -49,24 +49,11 @@ class Built:
 
 
 class Program:
-    """A parsed source file.
+    """A parsed source file."""
 
-    Args:
-        tree: The file.
-        known: The objects that names refer to.
-        function: The function to check, with those that it calls; None for the whole file.
-    """
-
-    def __init__(
-        self,
-        tree: ast.Module,
-        known: Mapping[str, object],
-        function: Function | None = None,
-    ) -> None:
+    def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
-        self.meaning = Meaning(tree, known)
-        self.known = known
-        self._function = function
+        self.meaning = Meaning(tree)
 
     @cached_property
     def roots(self) -> list[Root]:
@@ -75,7 +62,7 @@ class Program:
         called = {*names.calls.values()}
         functions = sorted((scope.node for scope in names.scopes.values()), key=called.__contains__)
         seen: set[ast.AST] = set()
-        for node in [self._function] if self._function else functions:
+        for node in functions:
             if node not in seen:
                 walk = Walk(self.meaning)
                 walk.run(node)
@@ -91,11 +78,8 @@ class Program:
 
     @cached_property
     def words(self) -> set[str]:
-        """All names, attributes and keywords in the parts to check."""
-        if self._function is None:
-            return set(words_of(self.tree))
-        functions = {self._function, *(site.scope.node for site in self.sites)}
-        return {word for function in functions for word in words_of(function)}
+        """All names, attributes and keywords in the file."""
+        return set(words_of(self.tree))
 
     @property
     def imported(self) -> set[str]:
@@ -231,7 +215,7 @@ class Program:
 
     @cached_property
     def scalers(self) -> dict[str, SourceScaler]:
-        """The scalers that are created in the file or known, by name."""
+        """The scalers that are created in the file, by name."""
         found: dict[str, SourceScaler] = {}
         for site in self.sites:
             scaler = self.meaning.scaler(site.owner, site.scope) if site.method else None

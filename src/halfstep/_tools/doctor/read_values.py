@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType, ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from halfstep._autocast import autocast
-from halfstep._autocast.access import settings_of
 from halfstep._common.formats import dtype_name
-from halfstep._scaler import GradScaler
 from halfstep._tools.doctor.read_names import FileNames, NameScope, Written, arguments, dotted
 
 _Seen: TypeAlias = frozenset[tuple[str, NameScope]]
@@ -62,16 +58,10 @@ _Context = TypeVar("_Context", SourceAutocast, SourceScaler)
 
 
 class Meaning:
-    """The possible values of the expressions of a file, and the training objects among them.
+    """The possible values of the expressions of a file, and the training objects among them."""
 
-    Args:
-        tree: The file.
-        known: The objects that names of the file refer to in a running program.
-    """
-
-    def __init__(self, tree: ast.Module, known: Mapping[str, object]) -> None:
+    def __init__(self, tree: ast.Module) -> None:
         self.names = FileNames(tree)
-        self._known = known
 
     def candidates(self, node: ast.expr, scope: NameScope) -> list[Written | None]:
         """Return the expressions that ``node`` may stand for, None for unknown ones."""
@@ -99,7 +89,7 @@ class Meaning:
         for made in self._follow(node.func, scope, seen):
             match made:
                 case (ast.Call(func=called, args=[first, *args], keywords=keywords), where):
-                    if self._qualified_as_written(called, where) == "functools.partial":
+                    if self._qualified_as_written(called) == "functools.partial":
                         given = {keyword.arg for keyword in node.keywords}
                         kept = [keyword for keyword in keywords if keyword.arg not in given]
                         call = ast.Call(first, [*args, *node.args], [*kept, *node.keywords])
@@ -111,7 +101,7 @@ class Meaning:
         is_and, found = isinstance(node.op, ast.And), list[ast.expr]()
         for value in node.values:
             called = value.func if isinstance(value, ast.Call) else value
-            name = self._qualified_as_written(called, scope) if value is not called else ""
+            name = self._qualified_as_written(called) if value is not called else ""
             is_true = name.rpartition(".")[2] in _CONTEXTS
             if not (is_true and is_and and value is not node.values[-1]):
                 found.append(value)
@@ -123,11 +113,9 @@ class Meaning:
         self, node: ast.Name | ast.Attribute, scope: NameScope, seen: _Seen
     ) -> Iterator[Written | None]:
         text = dotted(node)
-        first = text.partition(".")[0]
-        is_local = first != "self" and first in scope.bindings and scope.parent is not None
         bound = scope.lookup(text) or self.names.attributes.get(text, [])
-        if not bound or (not is_local and self.object(node) is not None):
-            yield node, scope  # a known object has its current value, whatever the file assigns
+        if not bound:
+            yield node, scope
         elif (text, scope) not in seen:
             for each in bound:
                 if each is None:
@@ -135,43 +123,24 @@ class Meaning:
                 else:
                     yield from self._follow(*each, seen | {(text, scope)})
 
-    def object(self, node: ast.expr) -> object:
-        """Return the object that a name refers to, None if unknown."""
-        if not self._known:
-            return None
-        first, *rest = dotted(node).split(".")
-        found = self._known.get(first)
-        for attribute in rest:
-            found = getattr(found, "__dict__", {}).get(attribute)
-        return found
-
     def qualified(self, node: ast.expr, scope: NameScope) -> str:
         """Return the full name of an expression, ``torch.cuda.amp.autocast``; empty if unknown."""
-        return _only(self._qualified_as_written(*e) for e in self.candidates(node, scope) if e)
+        return _only(self._qualified_as_written(e[0]) for e in self.candidates(node, scope) if e)
 
-    def _qualified_as_written(self, node: ast.expr, scope: NameScope) -> str:
+    def _qualified_as_written(self, node: ast.expr) -> str:
         first, *rest = dotted(node).split(".")
         if first in self.names.imports:
             return ".".join([self.names.imports[first], *rest])
-        known, module = self.object(node), self._known.get(first)
-        if isinstance(known, ModuleType):
-            return known.__name__
-        if isinstance(known, type | FunctionType):
-            return f"{known.__module__}.{known.__qualname__}"
-        if isinstance(module, ModuleType):
-            return ".".join([module.__name__, *rest])
         is_from_star = first == "torch" and "*" in self.names.imports
         return dotted(node) if is_from_star else ""
 
     def dtype(self, node: ast.expr, scope: NameScope) -> str:
         """Return the name of a dtype, ``"float16"``; empty if uncertain."""
-        return _only(self._dtype_as_written(*e) if e else "" for e in self.candidates(node, scope))
+        candidates = self.candidates(node, scope)
+        return _only(self._dtype_as_written(each[0]) if each else "" for each in candidates)
 
-    def _dtype_as_written(self, node: ast.expr, scope: NameScope) -> str:
-        found = self.object(node)
-        if not isinstance(found, torch.dtype):
-            name = self._qualified_as_written(node, scope).removeprefix("torch.")
-            found = getattr(torch, name, None)
+    def _dtype_as_written(self, node: ast.expr) -> str:
+        found = getattr(torch, self._qualified_as_written(node).removeprefix("torch."), None)
         return dtype_name(found) if isinstance(found, torch.dtype) else ""
 
     def devices(self, node: ast.expr, scope: NameScope) -> set[str]:
@@ -194,7 +163,7 @@ class Meaning:
     def constant(self, node: ast.expr, scope: NameScope) -> Any:
         """Return the value of a literal; None if uncertain."""
         first, *others = [
-            _literal(candidate[0], self.object(candidate[0])) if candidate else _MISSING
+            _literal(candidate[0]) if candidate else _MISSING
             for candidate in self.candidates(node, scope)
         ] or [_MISSING]
         is_certain = first is not _MISSING and all(value == first for value in others)
@@ -222,7 +191,7 @@ class Meaning:
             name = self.qualified(call.func, scope)
             return name.rpartition(".")[2][:1].isupper() and not name.endswith("GradScaler")
 
-        if is_named and not self._is(node, scope, (), makes_other):
+        if is_named and not self._is_made_by(makes_other, node, scope):
             return True
         return self.scaler(node, scope) is not None
 
@@ -237,7 +206,7 @@ class Meaning:
             return False  # such as the schedule in `optimizers[parameter][1]`
         if _OF_OPTIMIZERS.match(_last_name(node)) or is_optimizer_name(key):
             return True
-        return self._is(node, scope, torch.optim.Optimizer, self.makes_optimizer)
+        return self._is_made_by(self.makes_optimizer, node, scope)
 
     def makes_optimizer(self, call: ast.Call, scope: NameScope) -> bool:
         """Return whether a call creates an optimizer without master weights."""
@@ -263,9 +232,9 @@ class Meaning:
 
         name = _last_name(node)
         is_named = "sched" in name and not _OF_VALUES.search(name)
-        if is_named and not self._is(node, scope, (), makes_other):
+        if is_named and not self._is_made_by(makes_other, node, scope):
             return True
-        return self._is(node, scope, torch.optim.lr_scheduler.LRScheduler, makes_scheduler)
+        return self._is_made_by(makes_scheduler, node, scope)
 
     def switches_grad(self, node: ast.expr, scope: NameScope) -> bool | None:
         """Return whether a context or decorator records gradients, None if unchanged or unknown."""
@@ -284,27 +253,15 @@ class Meaning:
             look(*candidate) if candidate else None for candidate in self.candidates(node, scope)
         ]
 
-    def _is(
-        self,
-        node: ast.expr,
-        scope: NameScope,
-        kind: type | tuple[type, ...],
-        is_made_by: Callable[[ast.Call, NameScope], bool],
+    def _is_made_by(
+        self, makes: Callable[[ast.Call, NameScope], bool], node: ast.expr, scope: NameScope
     ) -> bool:
-        def look(node: ast.expr, scope: NameScope) -> bool:
-            if isinstance(node, ast.Call):
-                return is_made_by(node, scope)
-            return isinstance(self.object(node), kind)
-
-        return any(self._each(node, scope, look))
+        candidates = filter(None, self.candidates(node, scope))
+        return any(
+            isinstance(each, ast.Call) and makes(each, within) for each, within in candidates
+        )
 
     def _autocast_as_written(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
-        known = self.object(node)
-        if isinstance(known, torch.autocast):
-            return SourceAutocast(dtype_name(known.fast_dtype), None, True)
-        if isinstance(known, autocast):
-            switches = settings_of(known).switches
-            return SourceAutocast(dtype_name(switches.dtype), switches.enabled, False)
         name = self._maker(node, scope)
         if not isinstance(node, ast.Call):
             return None
@@ -334,9 +291,6 @@ class Meaning:
         )
 
     def _scaler_as_written(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
-        known = self.object(node)
-        if isinstance(known, GradScaler | torch.amp.GradScaler):
-            return SourceScaler(isinstance(known, torch.amp.GradScaler), known.is_enabled())
         name = self._maker(node, scope)
         if not isinstance(node, ast.Call) or not name.endswith("GradScaler"):
             return None
@@ -380,7 +334,7 @@ class Meaning:
         Other alternatives are ignored, as in ``(autocast if amp else nullcontext)()``.
         """
         called = self.candidates(node.func, scope) if isinstance(node, ast.Call) else []
-        names = (self._qualified_as_written(*each) for each in called if each)
+        names = (self._qualified_as_written(each[0]) for each in called if each)
         return _only(name for name in names if name.startswith(("torch.", "halfstep.")))
 
     def _flag(self, node: ast.expr | None, scope: NameScope) -> bool | None:
@@ -395,12 +349,10 @@ def _only(names: Iterable[str]) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _literal(node: ast.expr, known: object) -> Any:
-    if isinstance(known, bool | int | float | str):
-        return known
+def _literal(node: ast.expr) -> Any:
     match node:
         case ast.BinOp(ast.Constant(value=int() | float() as base), ast.Pow(), right):
-            exponent = _literal(right, None)
+            exponent = _literal(right)
             return base**exponent if exponent in range(64) else _MISSING
     try:
         return ast.literal_eval(node)

@@ -40,7 +40,7 @@ from halfstep._tools.record.run import (
     Step,
 )
 from halfstep._tools.statistics import merged
-from halfstep._tools.trace.rows import Recording, grouped
+from halfstep._tools.trace.rows import grouped
 from halfstep.errors import RecordError
 
 LONGEST_REASON = 120
@@ -304,14 +304,13 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 def _joined(folder: Path, ranks: Sequence[RankRecord]) -> Run:
     first, *others = ranks
-    trace, damage = _trace(folder / "trace.json")
     left_out = [note for rank in ranks for note in rank.left_out]
     notes = [*first.of(Note), *left_out]
     for rank in others:
         new = [note for note in rank.of(Note) if note not in first.of(Note)]
         notes += [Note(note.step, f"rank {rank.number}: {note.text}") for note in new]
     differ = (_first_disagreement(first.steps, other) for other in others)
-    notes += [*damage, *(note for note in differ if note is not None)]
+    notes += [note for note in differ if note is not None]
     error, error_rank = _first_error(ranks)
     return Run(
         path=folder,
@@ -328,27 +327,17 @@ def _joined(folder: Path, ranks: Sequence[RankRecord]) -> Run:
         buffers=_by_step(ranks, BadBuffers),
         diagnoses=_by_step(ranks, Diagnosed),
         notes=tuple(notes),
-        left_out=(*left_out, *damage),
+        left_out=tuple(left_out),
         error=error,
         error_rank=error_rank,
         without_end=tuple(rank.number for rank in ranks if rank.end is None),
         is_running=any(is_being_written(rank.path) for rank in ranks if rank.end is None),
-        trace=trace,
     )
 
 
 def _by_step(ranks: Iterable[RankRecord], kind: type[_Dated]) -> tuple[_Dated, ...]:
     events = (event for rank in ranks for event in rank.of(kind))
     return tuple(sorted(events, key=lambda event: event.step))
-
-
-def _trace(path: Path) -> tuple[Recording | None, tuple[Note, ...]]:
-    try:
-        return Recording.from_json(path.read_bytes()), ()
-    except FileNotFoundError:
-        return None, ()
-    except (OSError, ValueError) as error:
-        return None, (Note(0, f"{path.name} cannot be read as a trace and was left out: {error}"),)
 
 
 # --- steps ----------------------------------------------------------------------------------------

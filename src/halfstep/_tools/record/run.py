@@ -17,7 +17,6 @@ from halfstep._common.numbers import listed, percent
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.json import LARGEST, Count, Scale, Seconds, Share
 from halfstep._tools.statistics import Statistics
-from halfstep._tools.trace.rows import Recording
 
 Kind: TypeAlias = Literal["parameter", "parameter_gradient", "output", "output_gradient"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -275,7 +274,6 @@ class Run:
     error_rank: int | None  # the rank of that error
     without_end: tuple[int, ...]  # ranks whose last segment has no end: still running, or killed
     is_running: bool  # whether a process writes it
-    trace: Recording | None  # from trace.json
 
     @property
     def has_ended(self) -> bool:

@@ -205,7 +205,7 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> OpCall:
         number, name = self.num_ops, op_name(func)
-        place, phase = self.places.place(name, number, cast=None)
+        place, phase = self.places.place(name, number)
         written = list(tensors_in(written_to(func, args, kwargs)))
         alike = (name, phase, place.module, place.call, place.op)
         key = (*alike, self._counts[alike])

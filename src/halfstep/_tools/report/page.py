@@ -22,23 +22,20 @@ from halfstep._common.numbers import count, number, percent, power, seconds
 from halfstep._common.text import SEVERITIES, Severity
 from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import Run
-from halfstep._tools.report.about_diagnoses import when
+from halfstep._tools.report.about_steps import when
 from halfstep._tools.report.compare_runs import RunComparison
 from halfstep._tools.report.page_curves import curves
-from halfstep._tools.report.page_heat import (
+from halfstep._tools.report.page_layers import (
     FIRST_LEVEL,
     HEADROOM,
+    KIND_TITLES,
     LOST,
     NOT_FINITE,
     css,
     dots,
-    heat,
-)
-from halfstep._tools.report.page_tables import (
-    KIND_TITLES,
     format_limits,
+    heat,
     layer_table,
-    precision_map,
 )
 from halfstep._tools.report.summarize import beginnings
 from halfstep._tools.report.summary import GradientTotals, Summary
@@ -104,8 +101,6 @@ def render(summary: Summary, run: Run) -> str:
         limits=format_limits(table.axis) if table else (),
         formats=list(FORMATS),
         kinds=[kind for kind in KIND_TITLES if summary.of_kind(kind)],
-        precision=precision_map(run.trace) if run.trace else None,
-        dtype_class=lambda dtype: _DTYPE_CLASSES.get(dtype, "p5"),
         skipped=[(step, began.get((step.step, step.optimizer))) for step in skipped],
         num_skipped=len(run.skipped),
     )
@@ -175,9 +170,6 @@ def _date(started: str) -> str:
         return datetime.fromisoformat(started).strftime("%Y-%m-%d %H:%M %Z").strip()
     except ValueError:
         return started
-
-
-_DTYPE_CLASSES = {"fp32": "p0", "fp16": "p1", "bf16": "p2", "casts": "p3", "fp64": "p4"}
 
 
 # --- figures at the top, tagged with their keys in the JSON ---------------------------------------

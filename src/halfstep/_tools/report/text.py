@@ -1,4 +1,4 @@
-"""Text of a report: ordered sentences, Markdown, lines for a terminal, and JSON."""
+"""Text of a report: ordered sentences, lines for a terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from halfstep._common.numbers import (
     bits,
     count,
     listed,
-    number,
     percent,
-    power,
-    seconds,
-    step_list,
     things,
 )
-from halfstep._common.text import SEVERITIES, Sentence, Severity, code, one_line, plain, say
+from halfstep._common.text import SEVERITIES, Sentence, Severity, aligned, one_line, say
 from halfstep._tools.json import to_plain
 from halfstep._tools.record.run import (
     HOOKS_AND_SCALE,
@@ -31,7 +27,7 @@ from halfstep._tools.record.run import (
     WRONG_STEP,
     dtypes_text,
 )
-from halfstep._tools.report import about_diagnoses, about_steps, about_tensors
+from halfstep._tools.report import about_steps, about_tensors
 from halfstep._tools.report.compare_runs import ComparedNumber, RunComparison
 from halfstep._tools.report.summary import Layer, Summary
 
@@ -68,7 +64,7 @@ def about_loss_and_skips(summary: Summary) -> list[Sentence]:
 
 _TOPICS = (
     about_steps.about_end,
-    about_diagnoses.about_diagnoses,
+    about_steps.about_diagnoses,
     about_loss_and_skips,
     about_tensors.about_buffers,
     about_tensors.about_non_finite,
@@ -211,7 +207,7 @@ def comparison_json(comparison: RunComparison) -> dict[str, Any]:
     return {"schema": SCHEMA, "kind": "comparison"} | values | {"verdict": verdict, "runs": runs}
 
 
-# --- terminal text and Markdown -------------------------------------------------------------------
+# --- terminal text --------------------------------------------------------------------------------
 
 
 def summary_text(summary: Summary) -> str:
@@ -231,71 +227,38 @@ def _label(sentence: Sentence) -> str:
     return FOLLOWED.lower() if sentence.follows else sentence.severity
 
 
-def summary_markdown(summary: Summary) -> str:
-    """Return a short summary for the log of a CI job: sentences, key numbers, worst layers."""
-    # A diagnosis is an indented code block, which its text cannot end.
-    diagnoses = (
-        f"### Diagnosis, {about_diagnoses.when(place, summary)}\n\n"
-        + "\n".join(f"    {one_line(line)}" for line in str(place.diagnosis).splitlines())
-        for place in summary.bad_places
-    )
-    parts = [
-        f"## halfstep report: {code(summary.path)}",
-        "\n".join(f"- **{_label(s)}**: {s.markdown}" for s in sentences(summary)),
-        *diagnoses,
-        _table(("what", "value"), _key_numbers(summary)),
-    ]
-    worst = _worst(summary)
-    if worst:
-        head = (
-            *("worst layers", "what", "dtype", "underflow", "lost updates", "headroom"),
-            "at steps",
-        )
-        parts.append(_table(head, (_layer_row(layer) for layer in worst)))
-    return "\n\n".join(parts)
-
-
-def comparison_markdown(comparison: RunComparison) -> str:
-    """Return the differences between runs as Markdown tables."""
-    verdict = f"**{comparison.verdict.severity}**: {comparison.verdict.markdown}"
-    return "\n\n".join((verdict, *_comparison(comparison, _table, code)))
-
-
 def comparison_text(comparison: RunComparison) -> str:
     """Return the differences between runs for a terminal."""
     verdict = f"{comparison.verdict.severity}: {comparison.verdict.text}"
-    return "\n\n".join((verdict, *_comparison(comparison, _columns, one_line)))
+    return "\n\n".join((verdict, *_comparison(comparison)))
 
 
-def _comparison(
-    comparison: RunComparison,
-    table: Callable[[Sequence[str], Iterable[Sequence[str]]], str],
-    name: Callable[[str], str],
-) -> Iterator[str]:
-    names = [name(each) for each in comparison.names]
-    first, *others = (name(run.path) for run in comparison.runs)
+def _comparison(comparison: RunComparison) -> Iterator[str]:
+    names = [one_line(each) for each in comparison.names]
+    first, *others = (one_line(run.path) for run in comparison.runs)
     yield f"{first} against {listed(others)}"
     is_pair = len(names) == 2
     head = ("", *names, *(["difference"] if is_pair else []))
-    yield table(head, (_entry_row(entry, is_pair) for entry in comparison.entries))
+    yield _table(head, (_entry_row(entry, is_pair) for entry in comparison.entries))
     if any(entry.best is not None for entry in comparison.entries):
         yield f"{BEST.strip()} the better one"
     if comparison.versions:
-        rows = ((what, *map(name, texts)) for what, texts in comparison.versions)
-        yield table(("what differs", *names), rows)
+        rows = ((what, *map(one_line, texts)) for what, texts in comparison.versions)
+        yield _table(("what differs", *names), rows)
     for other, policy in zip(names[1:], comparison.policies, strict=True):
         if policy:
-            lines = ((name(line),) for line in policy.splitlines())
-            yield table((f"policy: {other} becomes {names[0]} by",), lines)
+            lines = ((one_line(line),) for line in policy.splitlines())
+            yield _table((f"policy: {other} becomes {names[0]} by",), lines)
     if comparison.layers:
         for title, text in _MEASURES:
-            rows = (_differing(row, name, text) for row in comparison.layers)
+            rows = (_differing(row, text) for row in comparison.layers)
             worst = [row for row in rows if len(set(row[2:])) > 1][:NUM_WORST]
             if worst:
-                yield table((f"layers that differ most: {title}", "what", *names), worst)
+                yield _table((f"layers that differ most: {title}", "what", *names), worst)
     for whose, only in zip(names, comparison.only, strict=True):
         if only:
-            shown = ", ".join(f"{name(layer)} ({_KINDS[kind]})" for kind, layer in only[:NUM_WORST])
+            first_of = (f"{one_line(layer)} ({_KINDS[kind]})" for kind, layer in only[:NUM_WORST])
+            shown = ", ".join(first_of)
             more = f" and {len(only) - NUM_WORST} more" if len(only) > NUM_WORST else ""
             yield f"only in {whose}: {shown}{more}"
 
@@ -312,83 +275,11 @@ _MEASURES: tuple[tuple[str, Callable[[Layer], str]], ...] = (
 )
 
 
-def _differing(
-    row: Sequence[Layer | None], name: Callable[[str], str], text: Callable[[Layer], str]
-) -> tuple[str, ...]:
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join(aligned([head, *rows], right=()))
+
+
+def _differing(row: Sequence[Layer | None], text: Callable[[Layer], str]) -> tuple[str, ...]:
     layer = next(each for each in row if each is not None)
     values = (NONE if each is None else text(each) for each in row)
-    return name(layer.name), _KINDS[layer.kind], *values
-
-
-def _curves_of(summary: Summary) -> Iterator[tuple[str, str, tuple[str, ...], Callable[..., str]]]:
-    """Yield the numbers that a run may lack: name, part of the summary, keys in it, and format."""
-    for name, key in summary.loss_keys.items():
-        yield f"{name}: first, last, smallest", key, ("first", "last", "min"), number
-    yield "norm: first, last, largest", "norm", ("first", "last", "max"), number
-    scales = ("first", "last", "min", "max")
-    yield "scale: first, last, smallest, largest", "scale", scales, power
-    underflow = f"gradient entries that {summary.underflow_verb}"
-    yield underflow, "gradients", ("share_lost",), percent
-    yield "lost updates: mean, largest", "lost_updates", ("mean", "max"), percent
-
-
-def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
-    facts, steps, policy = summary.facts, summary.steps, summary.policy
-    yield "steps", count(steps.num)
-    share, kinds = percent(steps.share_skipped), about_steps.kinds_of_skips(steps)
-    yield "skipped", f"{count(steps.num_skipped)} ({share}){kinds}"
-    for name, part, keys, text in _curves_of(summary):
-        if summary.at(part) is not None:
-            yield name, ", ".join(text(summary.at(f"{part}.{key}")) for key in keys)
-    yield "time per step", seconds(facts.seconds_per_step)
-    yield "policy", f"{plain(policy.dtype)}, {code(policy.text)}" if policy else NONE
-    for rule in summary.rules:
-        steps_seen = things(rule.num_steps, "sampled step")
-        yield "rule", f"{code(rule.rule)}: {things(rule.calls, 'call')} in {steps_seen}"
-    versions = f"halfstep {facts.halfstep}, torch {facts.torch}, Python {facts.python}"
-    yield "versions", plain(versions)
-    processes = things(len(facts.ranks), "process", "processes")
-    yield "machine", plain(f"{facts.machine}, {facts.device}, {processes}")
-
-
-def _worst(summary: Summary) -> list[Layer]:
-    """Return the layers that lose most gradient entries or updates, or are closest to overflow."""
-    lossy = sorted(
-        (x for x in summary.of_kind("parameter_gradient") if x.lost), key=lambda x: -x.share_lost
-    )
-    near = sorted(
-        (x for x in summary.layers if x.headroom is not None),
-        key=lambda x: (x.is_hypothetical, x.headroom or 0.0),
-    )
-    unmoved = sorted(
-        (x for x in summary.layers if x.lost_updates), key=lambda x: -(x.share_lost_updates or 0.0)
-    )
-    found = [*lossy[:NUM_WORST], *unmoved[:NUM_WORST], *near[:NUM_WORST]]
-    return list({(layer.kind, layer.name): layer for layer in found}.values())
-
-
-def _layer_row(layer: Layer) -> tuple[str, ...]:
-    steps = {x for x in (layer.share_lost_step, layer.headroom_step) if x is not None}
-    return (
-        code(layer.name),
-        _KINDS[layer.kind],
-        ", ".join(layer.dtypes),
-        percent(layer.share_lost),
-        percent(layer.share_lost_updates),
-        bits(layer.headroom),
-        step_list(sorted(steps)),
-    )
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
-    return "\n".join(lines)
-
-
-def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    table = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    )
+    return one_line(layer.name), _KINDS[layer.kind], *values

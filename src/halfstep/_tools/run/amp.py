@@ -7,7 +7,7 @@ learning-rate schedules after skipped steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,6 @@ from halfstep._gradients.optimizers import (
 )
 from halfstep._gradients.scalars import CPU, combine
 from halfstep._pytorch import compiler, optim
-from halfstep._pytorch.listeners import listening_to_backward
 from halfstep._scaler import (
     DueSchedules,
     GradScaler,
@@ -39,7 +38,6 @@ from halfstep._scaler import (
     access,
     backup_of,
 )
-from halfstep._tools.run import amp_hooks
 from halfstep._tools.run.amp_backward import Backward, FreshGradients
 from halfstep._tools.run.amp_forward import Forward, ScriptState
 from halfstep.events import is_stepping, observe_contexts
@@ -49,7 +47,12 @@ StepFunction = Callable[..., Any]
 
 @contextmanager
 def mixed_precision(
-    dtype: torch.dtype, say: Callable[[str], None], *, policy: Policy | str | None = None
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+    *,
+    policy: Policy | str | None = None,
+    products: Callable[[], Mapping[str, int]] = dict,
+    has_others: Callable[[], bool] = bool,
 ) -> Iterator[GradScaler | None]:
     """Run training loops inside the block in mixed precision, as docs/run.md describes.
 
@@ -62,10 +65,12 @@ def mixed_precision(
     an optimizer that already had a schedule.
 
     ``say`` receives each message as one line: a summary after the first iteration, or the reason
-    why the script runs unchanged. Module rules of the policy apply to the first model. The context
-    is the scaler; None for bfloat16, which needs none.
+    why the script runs unchanged. Module rules of the policy apply to the first model. ``products``
+    returns how many products a record has seen by dtype, and ``has_others`` whether other processes
+    of the program trained; both are asked for messages. The context is the scaler; None for
+    bfloat16, which needs none.
     """
-    script = ScriptState(dtype, say)
+    script = ScriptState(dtype, say, products, has_others)
     scaler = GradScaler() if script.is_scaling else None
     try:
         with Patches() as patches:
@@ -78,12 +83,10 @@ def mixed_precision(
                 steps = ScaledSteps(scaler, backward, fresh, schedules, script)
                 for part in (backward, steps, schedules):
                     part.install(patches)
-                amp_hooks.install(patches, backward)
             try:
                 with (
                     observe_contexts(forward.note_region),
                     _noting_steps(script),
-                    listening_to_backward(script.note_products),
                     fitting_numbers(),
                 ):
                     yield scaler

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -16,24 +15,29 @@ from torch import nn
 
 from halfstep._autocast import Policy, autocast
 from halfstep._common.formats import dtype_name
-from halfstep._common.nested import map_leaves, tensors_in
+from halfstep._common.nested import map_leaves
 from halfstep._common.numbers import listed, things
 from halfstep._common.patches import TopLevelCalls, not_compiled
 from halfstep._gradients.optimizers import name as name_of
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._pytorch.amp import Switches
+from halfstep._tools.record.run import HIDDEN
 from halfstep._tools.replay.replay import is_replaying
 from halfstep.events import has_own_policies
 
-MOST_COUNTED = 4
-"""The number of backward passes whose products are counted."""
 _OPTION = {torch.float16: "--amp fp16", torch.bfloat16: "--amp bf16"}
 
 
 class ScriptState:
     """Facts learned about the script so far. Each message is printed once."""
 
-    def __init__(self, dtype: torch.dtype, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        say: Callable[[str], None],
+        products: Callable[[], Mapping[str, int]],
+        has_others: Callable[[], bool],
+    ) -> None:
         self.is_on = True  # once off, it stays off
         self.is_scaling = dtype is torch.float16
         # Names in order of appearance: classes of outermost modules that ran under our autocast,
@@ -44,9 +48,7 @@ class ScriptState:
         self.optimizers: dict[str, int] = {}
         self.schedules: dict[str, None] = {}
         self.functions: dict[str, None] = {}  # backward passes of the script's own Functions
-        # By dtype, in the first backward passes; None: in compiled or custom functions.
-        self.products: Counter[torch.dtype | None] = Counter()
-        self._num_counted = 0
+        self._products, self._has_others = products, has_others
         self.has_backward = self.has_scaled = self.has_own_autocast = False
         self.has_unscaled = self.has_trained = False  # the second: a module ran with gradients
         self.is_by_hand = False  # true while gradients are used without an optimizer
@@ -97,13 +99,6 @@ class ScriptState:
         if not is_replaying():
             names.setdefault(name)
 
-    def note_products(self, roots: Any) -> None:
-        """Count the products of the first backward passes. Sync: none."""
-        is_inner = torch.compiler.is_compiling() or autograd.backward_number() >= 0
-        if self.is_training and not is_inner and self._num_counted < MOST_COUNTED:
-            self._num_counted += 1
-            self.products += autograd.products_of(tensors_in([roots]))
-
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step; the second step of an optimizer marks the end of the first iteration."""
         steps = self.optimizers.get(name_of(optimizer), 0)
@@ -127,7 +122,7 @@ class ScriptState:
             return
         if self.modules or (self.is_scaling and self.has_backward and self.has_own_autocast):
             self._sum_up()
-        elif not self.has_own_autocast:
+        elif not (self.has_own_autocast or self._has_others()):
             self._say(
                 "found nothing to run in mixed precision: no module with parameters was called "
                 "(calls inside a compiled function are not seen; compile the module itself)"
@@ -173,14 +168,15 @@ class ScriptState:
             yield f"{listed([*self.schedules])} {waits} for steps that are taken"
 
     def _counted(self) -> str:
-        """Return how many products of the backward passes ran in the lower precision."""
-        seen = {dtype: num for dtype, num in self.products.items() if dtype is not None}
-        low, total, name = seen.get(self._dtype, 0), sum(seen.values()), dtype_name(self._dtype)
+        """Return how many products of the sampled steps ran in the lower precision."""
+        products, name = self._products(), dtype_name(self._dtype)
+        seen = {dtype: num for dtype, num in products.items() if dtype != HIDDEN}
+        low, total = seen.get(name, 0), sum(seen.values())
         if low:
             return f", {low} of {things(total, 'product')} in {name}"
-        if not seen or None in self.products:  # which may hide others
+        if not seen or HIDDEN in products:  # which may hide others
             return ""
-        others = listed([f"{num} in {dtype_name(dtype)}" for dtype, num in seen.items()])
+        others = listed([f"{num} in {dtype}" for dtype, num in seen.items()])
         why = "" if self.has_trained else "; what trains calls other methods than model(x)"
         return f", but no product of the training ran in {name} ({others}{why})"
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import builtins
-import errno
-import importlib.util
 import json
 import os
 import shlex
@@ -16,11 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
+from statistics import fmean
 from textwrap import shorten
-from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,8 +24,8 @@ import torch
 
 from halfstep import Policy, record
 from halfstep._common import machine
-from halfstep._common.numbers import things
-from halfstep._common.text import tell
+from halfstep._common.numbers import at_steps, number, percent, things
+from halfstep._common.text import names, tell
 from halfstep._pytorch import listeners
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.dtype_errors.dtype_error import DtypeError, explain
@@ -41,8 +37,15 @@ from halfstep._tools.record.files import (
     programs_in,
 )
 from halfstep._tools.record.run import WRONG_STEP, Seen, dtypes_text
-from halfstep._tools.run.last_words import findings, recorded
-from halfstep._tools.run.launch import folder_of_process, lock_folder, make_folder, show_once
+from halfstep._tools.run.launch import (
+    NotRunnable,
+    execute,
+    folder_of_process,
+    hide_our_frames,
+    lock_folder,
+    make_folder,
+    show_once,
+)
 from halfstep._tools.run.masters import Additions, added
 from halfstep._tools.run.stand_ins import PolicyUse, replaced
 from halfstep.errors import HalfstepWarning, RanksError, RecordError
@@ -80,7 +83,6 @@ class Options:
     diagnose_seconds: float = 30.0
     has_children: bool = True  # whether the processes that the program starts are recorded too
     sinks: tuple[str, ...] = ()
-    is_appending: bool = False
     additions: Additions | None = None
     run_as: tuple[str, ...] = ()  # the words of the command, without the folder, for advice
 
@@ -182,7 +184,7 @@ class Session:
             options = replace(options, folder=self._folder)
             file = file_of(self._shown_folder, machine.rank())
             require_writable(file)
-            if file.exists() and not options.is_appending:
+            if file.exists():
                 _require_same_program(file, command.target)
             if not self._has_made_folder and not self._is_launched:
                 self._lock = lock_folder(self._folder)
@@ -254,7 +256,14 @@ class Session:
         if amp is None and policy.module_rules:
             self._stack.enter_context(listeners.listening_to_backward(self._require_modules))
         if amp is not None:
-            self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
+            amp_context = mixed_precision(
+                amp,
+                self._say,
+                policy=policy,
+                products=lambda: self._record.seen.products,
+                has_others=lambda: bool(self._records_of_others()),
+            )
+            self._stack.enter_context(amp_context)
         if self._options.additions is not None:
             self._stack.enter_context(added(self._options.additions, self._say_and_note))
         if self._watch is not None:
@@ -389,7 +398,7 @@ def _require_same_program(file: Path, target: str) -> None:
     if programs and not any(is_same_program(program, target) for program in programs):
         raise RecordError(
             f"{file.parent} has the record of another program, {programs[-1]}: give each its own "
-            "folder with -o, or add this run to that record with --append"
+            "folder with -o"
         )
 
 
@@ -431,6 +440,44 @@ def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
     finally:
         if warnings.showwarning is showwarning:  # else the program has set its own
             warnings.showwarning = show
+
+
+# --- the last lines ---------------------------------------------------------------------------
+
+HARMFUL = 0.05
+"""The share of lost updates from which on it is said."""
+
+
+def findings(seen: Seen, *, guard: str, masters: str) -> Iterator[str]:
+    """Yield what went wrong, with the options that prevent it; empty where they are of no use."""
+    if seen.lost and seen.has_low_weights and fmean(seen.lost) >= HARMFUL:
+        share = percent(fmean(seen.lost))
+        sampled = things(len(seen.lost), "sampled step")
+        yield f"{share} of the updates in {sampled} were lost to rounding{_prevents(masters)}"
+    if seen.bad_buffers:
+        which = "".join(x if isinstance(x, str) else x.text for x in names(seen.bad_buffers))
+        num = things(len(seen.bad_buffers), "buffer")
+        yield f"{num} of the model ended with inf or NaN: {which}{_prevents(guard)}"
+    if seen.num_bad_taken:
+        when = f"{things(seen.num_bad_taken, 'step')} (first: {at_steps([seen.first_bad_taken])})"
+        yield f"an optimizer stepped although the loss was inf or NaN, in {when}{_prevents(guard)}"
+    if seen.scale is not None and seen.scale < 1 <= seen.first_scale:
+        fell = f"from {number(seen.first_scale)} to {number(seen.scale)}"
+        yield f"the scale fell {fell}, where it protects no gradient{_prevents(guard)}"
+
+
+def _prevents(option: str) -> str:
+    return f"; halfstep run {option} prevents that" if option else ""
+
+
+def recorded(num_steps: int, num_skipped: int, seen: Seen) -> str:
+    """Return how many steps a run had, and the record has."""
+    if seen.problem is None:
+        return f"{things(num_steps, 'step')} recorded, {num_skipped} skipped"
+    return (
+        f"{things(num_steps, 'step')}, {num_skipped} skipped, of which the record has "
+        f"{seen.num_written}, because it could not be written ({seen.problem})"
+    )
 
 
 # --- processes that the program starts ------------------------------------------------------------
@@ -476,111 +523,3 @@ def _read(kind: type, text: str) -> object:
     if kind is torch.dtype:
         return getattr(torch, text.removeprefix("torch."))
     return Policy.parse(text) if kind is Policy else kind(text)
-
-
-# --- execution of the script ----------------------------------------------------------------------
-
-
-# The script runs in a new module that stays `__main__` until the process exits: code that runs at
-# exit (`atexit`, threads, `__del__`) may pickle its objects.
-
-
-class NotRunnable(SystemExit):
-    """The target is not a runnable module, or a policy names a module of no model."""
-
-
-def require_file(path: str) -> None:
-    """Raise ``OSError`` if a script cannot be read."""
-    if os.path.isdir(path):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    with open(path, "rb"):
-        pass
-
-
-def execute(target: str, arguments: list[str], *, is_module: bool) -> None:
-    """Run ``python target arguments...``, or ``python -m target arguments...`` if ``is_module``.
-
-    Exceptions of the script propagate; :func:`hide_our_frames` shortens their traceback.
-    """
-    sys.argv = [target, *arguments]
-    if is_module:
-        _set_first_path(os.getcwd())
-        spec, code = _find(target)
-        assert spec.origin is not None
-        sys.argv[0] = spec.origin
-        main = importlib.util.module_from_spec(spec)
-        main.__name__ = "__main__"
-    else:
-        _set_first_path(os.path.dirname(os.path.realpath(target)))
-        path = os.path.abspath(target)
-        main = ModuleType("__main__")
-        main.__file__ = path
-        main.__loader__ = SourceFileLoader("__main__", path)
-        vars(main)["__cached__"] = None
-        with open(path, "rb") as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
-    vars(main)["__builtins__"] = builtins
-    sys.modules["__main__"] = main
-    exec(code, vars(main))
-
-
-def hide_our_frames() -> None:
-    """Remove our frames from the traceback that Python is about to show."""
-    shown = sys.excepthook  # the script may have set its own
-
-    def excepthook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        own = _within_script(traceback)
-        shown(kind, error.with_traceback(own), own)
-
-    sys.excepthook = excepthook
-
-
-def _within_script(traceback: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback inside the script, without frames of halfstep's listeners."""
-    frame = traceback
-    while frame is not None and frame.tb_frame.f_code is not execute.__code__:
-        frame = frame.tb_next
-    if frame is None:
-        return traceback
-    while frame.tb_next is not None and frame.tb_next.tb_frame.f_code is _find.__code__:
-        frame = frame.tb_next  # an error in the __init__ of a package
-    own = frame.tb_next
-    while frame.tb_next is not None:
-        # Listeners stand between the script and torch.autograd.backward.
-        if frame.tb_next.tb_frame.f_code.co_filename == listeners.__file__:
-            frame.tb_next = frame.tb_next.tb_next
-        else:
-            frame = frame.tb_next
-    return own
-
-
-def _set_first_path(folder: str) -> None:
-    if not sys.flags.safe_path:  # `python -P` adds no folder
-        sys.path[0] = folder
-
-
-def _find(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Return the spec and code that ``python -m name`` runs; raise ``NotRunnable`` without any."""
-    if name.startswith("."):
-        raise NotRunnable("halfstep run: Relative module names not supported")
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # raised by an import inside the package
-        spec = None
-    except ValueError as error:  # a module without a spec, such as __main__
-        raise NotRunnable(f"halfstep run: {error}") from None
-    if spec is None:
-        raise NotRunnable(f"halfstep run: No module named {name}")
-    if spec.submodule_search_locations is not None:
-        if name.endswith(".__main__"):
-            raise NotRunnable(f"halfstep run: Cannot use package as __main__ module: {name}")
-        return _find(f"{name}.__main__")
-    get_code = getattr(spec.loader, "get_code", None)
-    code = get_code(spec.name) if get_code is not None else None
-    if code is None:
-        raise NotRunnable(f"halfstep run: No code object available for {name}")
-    return spec, code

@@ -130,9 +130,8 @@ class ThreadState(threading.local):
         self.nested: set[int] = set()  # the backward passes that began inside of another one
         self.is_cast = False  # whether autocast has cast what the decomposed composite gets
         # Of a trace: casts made under plain torch.autocast, by its kernels for the next op or by
-        # hand, each with its own row; and the cast whose gradient the last op computed.
+        # hand, each with its own row.
         self.casts: list[Row] = []
-        self.of_cast: int | None = None
 
 
 class RunningModules:
@@ -231,7 +230,6 @@ class OpPlace(NamedTuple):
     call: int = 0
     rule: str | None = None
     op: str | None = None  # that the rule was looked up for; None if it is that of an island
-    cast: int | None = None  # the number of the cast whose gradient a node computes, if any
     number: int = -1  # of the op that created a node
     made_by: str = ""  # that op
 
@@ -265,11 +263,8 @@ class OpPlaces:
         task = autograd.backward_number()
         return task >= 0 and task not in self._thread.records
 
-    def place(self, op: str, number: int, *, cast: int | None) -> tuple[OpPlace, Phase]:
-        """Return the place of an op, and record it for the autograd nodes that the op created.
-
-        ``cast`` is the number of the cast whose gradient those nodes compute, if any.
-        """
+    def place(self, op: str, number: int) -> tuple[OpPlace, Phase]:
+        """Return the place of an op, and record it for the autograd nodes that the op created."""
         here, task = self._thread, autograd.backward_number()
         call, ruled = self.modules.innermost(), here.ruled[-1] if here.ruled else None
         phase: Phase = "forward"
@@ -281,7 +276,7 @@ class OpPlaces:
             place = place._replace(rule=str(ruled.rule), op=ruled.op)
         following = autograd.next_sequence_number()
         made_for = place if phase == "backward" else place._replace(op=place.op or op)
-        made_for = made_for._replace(cast=cast, number=number, made_by=op)
+        made_for = made_for._replace(number=number, made_by=op)
         for node in range(here.next_node, following):
             here.nodes[node] = made_for
         here.next_node = following
@@ -323,16 +318,6 @@ class OpPlaces:
         kind = "" if node is None else node.name().partition("Backward")[0].lower()
         alike = (each for each in found if each.made_by.replace("_", "") == kind)
         return next(alike, found[0] if found else OpPlace())
-
-    def casts_with_gradients(self) -> list[int]:
-        """Return the numbers of the casts whose gradients the running autograd node computes.
-
-        Its results go to the nodes of casts that a cache connects to their weights.
-        """
-        node = autograd.running_node()
-        following = [] if node is None else [each for each, _ in node.next_functions if each]
-        casts = (self._place_of(each).cast for each in following)
-        return [number for number in casts if number is not None]
 
 
 # --- the mode -------------------------------------------------------------------------------------

@@ -1,27 +1,19 @@
-"""A recorded trace: ops as plain data that is readable without PyTorch, as a table and as JSON."""
+"""Rows of a trace: ops as plain data, and their table."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
-
-from msgspec import Meta, Struct
+from typing import Any, Literal, TypeVar
 
 from halfstep._common.numbers import things
-from halfstep._common.text import TableLine, aligned, preformatted
-from halfstep._tools.json import Count, decoded
+from halfstep._common.text import TableLine, aligned
 
 Phase = Literal["forward", "recompute", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward")
-
-_DTYPES = r"bool|bits\d+(x\d+)?|q?u?int\d+(x\d+)?|b?float\d+(_[a-z0-9]+)*|b?complex\d+"
-Dtype: TypeAlias = Annotated[str, Meta(pattern=f"^({_DTYPES})$")]
-"""A dtype name of this or another PyTorch version, such as ``"bfloat16"``."""
 
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
@@ -38,14 +30,12 @@ class Value:
         shape: Its shape.
         dtype: The name of its dtype, ``"bfloat16"``.
         name: The name of the parameter, or of the op that computed it; empty if unknown.
-        is_weight: Whether the storage belongs to a parameter of the model, or to a cast of one.
     """
 
     storage: int
-    shape: tuple[Count, ...]
-    dtype: Dtype
+    shape: tuple[int, ...]
+    dtype: str
     name: str
-    is_weight: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +49,15 @@ class Cast:
         result: The number of the storage of the result.
         bytes: The bytes read and written.
         by_hand: Whether the program made the cast, rather than a rule.
-        gradient_of: In the backward pass, the number of the cast whose gradient it casts.
         seconds: Its duration.
     """
 
     number: int
     source: Value
-    to: Dtype
+    to: str
     result: int
-    bytes: Count
+    bytes: int
     by_hand: bool
-    gradient_of: int | None
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -277,98 +265,19 @@ def folded(modules: Iterable[str]) -> list[str]:
     return [glob if len(paths) > 1 else paths[0] for glob, paths in alike.items()]
 
 
-SCHEMA = "halfstep.trace/1"
-
-
-class _Schema(Struct):
-    """The part of the JSON that is decoded first."""
-
-    schema: str | None = None
-
-
-class _Whole(Struct):
-    environment: dict[str, str]
-    notes: tuple[str, ...]
-    ops: tuple[Row, ...]
-
-
-class Recording:
-    """Ops that ran, in order: of a trace, or read from JSON."""
-
-    def __init__(
-        self, ops: tuple[Row, ...], environment: Mapping[str, str], notes: tuple[str, ...] = ()
-    ) -> None:
-        self._ops = ops
-        self.environment = dict(environment)  # versions, device and policy, by name
-        self.notes = notes  # for the reader, on how it was recorded
-
-    def __repr__(self) -> str:
-        num_ops = sum(not row.is_cast_only for row in self.ops)
-        policy = self.environment.get("policy")
-        return f"<trace: {things(num_ops, 'op')}, {f'policy {policy}' if policy else 'no policy'}>"
-
-    def _repr_html_(self) -> str:
-        return preformatted(self.table())
-
-    @property
-    def ops(self) -> tuple[Row, ...]:
-        """The ops, each with the tensors that it read and wrote, as plain data."""
-        return self._ops
-
-    def table(self) -> str:
-        """Return the ops by phase and module as text; equal calls share a line."""
-        lines: list[TableLine] = [_TABLE_HEAD]
-        by_phase = grouped(self.ops, lambda row: row.phase)
-        for phase in filter(by_phase.get, PHASES):
-            lines += _phase_lines(phase, by_phase[phase])
-        footer = [f"total: {total_text(self.ops)}", *self.notes]
-        footer.append(", ".join(f"{key} {value}" for key, value in self.environment.items()))
-        return "\n".join([*aligned(lines, indent=4), *footer])
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a dictionary of plain values for each op: ``pandas.DataFrame(t.rows())``.
-
-        Keys: ``module``, ``call``, ``phase``, ``op``, ``input_dtypes``, ``input_shapes``,
-        ``compute_dtype``, ``output_dtype``, ``output_shapes``, ``rule``, ``autocast`` (the lower
-        precision, None where autocast was off), ``casts`` (each with ``from``, ``to``, ``bytes``,
-        ``source``, ``by_hand``, ``seconds``), ``num_casts``, ``cast_bytes``, ``device``,
-        ``seconds`` (without the casts), ``cast_seconds``.
-        """
-        return [row.plain() for row in self.ops]
-
-    def to_json(self) -> str:
-        """Return everything as JSON, which :meth:`from_json` reads."""
-        ops = [asdict(row) for row in self.ops]
-        data = {"schema": SCHEMA, "environment": self.environment, "notes": self.notes, "ops": ops}
-        return json.dumps(data)
-
-    @staticmethod
-    def from_json(text: str | bytes) -> Recording:
-        """Return the recording that :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: The text is not JSON or not a trace, or a part is missing or of another
-                type.
-        """
-        try:
-            schema = decoded(_Schema, text).schema
-            if schema == SCHEMA:
-                whole = decoded(_Whole, text)
-                return Recording(whole.ops, whole.environment, whole.notes)
-        except ValueError as error:
-            raise ValueError(
-                f"trace.from_json: the text is not a {SCHEMA}, or is damaged: {error}"
-            ) from None
-        raise ValueError(
-            f"trace.from_json reads what t.to_json() of this version wrote, with the schema "
-            f"{SCHEMA!r}; this text has {schema!r}"
-        )
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 _TABLE_HEAD = ("op", "n", "inputs", "compute", "rule", "bytes", "time")
 _LONGEST_RULE = 26
+
+
+def table_of(rows: Sequence[Row], footer: Iterable[str]) -> str:
+    """Return rows by phase and module as text; equal calls share a line."""
+    lines: list[TableLine] = [_TABLE_HEAD]
+    by_phase = grouped(rows, lambda row: row.phase)
+    for phase in filter(by_phase.get, PHASES):
+        lines += _phase_lines(phase, by_phase[phase])
+    return "\n".join([*aligned(lines, indent=4), f"total: {total_text(rows)}", *footer])
 
 
 def _phase_lines(phase: Phase, rows: Sequence[Row]) -> Iterator[TableLine]:

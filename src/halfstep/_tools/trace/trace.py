@@ -22,6 +22,8 @@ from halfstep._autocast import Rule
 from halfstep._common.formats import dtype_name
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
+from halfstep._common.numbers import things
+from halfstep._common.text import preformatted
 from halfstep._pytorch import compiler
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.trace.ops import (
@@ -34,7 +36,7 @@ from halfstep._tools.trace.ops import (
     op_name,
     written_to,
 )
-from halfstep._tools.trace.rows import Cast, Recording, Row, Value, cast_bytes, computed_in
+from halfstep._tools.trace.rows import Cast, Row, Value, cast_bytes, computed_in, table_of
 from halfstep._version import __version__
 from halfstep.errors import CallOrderError
 from halfstep.events import PolicyOnDevice, active_policies, observe_ops
@@ -43,7 +45,7 @@ _NOT_RUN = "no module of the model ran: is this the model that was called?"
 _EAGER = "compiled code ran in eager mode for the trace: ops of compiled code cannot be seen"
 
 
-class trace(Recording):
+class trace:
     """Record every op of a block: its module, dtypes, rule, casts and time.
 
     Autocast may be entered inside the block or around it, or not at all. A trace changes no result
@@ -81,11 +83,21 @@ class trace(Recording):
                 f"trace({type(model).__name__}): pass the model, a torch.nn.Module: its names show "
                 "where an op belongs"
             )
-        super().__init__((), {})
+        self._ops: tuple[Row, ...] = ()
+        self.environment: dict[str, str] = {}  # versions, device and policy, by name
+        self.notes: tuple[str, ...] = ()  # for the reader, on how it was recorded
         self._is_compiled = any(map(compiler.is_compiled, model.modules()))
         self._model: nn.Module | None = model
         self._tracer: Tracer | None = None
         self._stack, self._thread = ExitStack(), threading.get_ident()
+
+    def __repr__(self) -> str:
+        num_ops = sum(not row.is_cast_only for row in self.ops)
+        policy = self.environment.get("policy")
+        return f"<trace: {things(num_ops, 'op')}, {f'policy {policy}' if policy else 'no policy'}>"
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.table())
 
     def __enter__(self) -> Self:
         if self._model is None:
@@ -115,6 +127,22 @@ class trace(Recording):
         """The ops, each with the tensors that it read and wrote, as plain data."""
         self._read()
         return self._ops
+
+    def table(self) -> str:
+        """Return the ops by phase and module as text; equal calls share a line."""
+        environment = ", ".join(f"{key} {value}" for key, value in self.environment.items())
+        return table_of(self.ops, [*self.notes, environment])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a dictionary of plain values for each op: ``pandas.DataFrame(t.rows())``.
+
+        Keys: ``module``, ``call``, ``phase``, ``op``, ``input_dtypes``, ``input_shapes``,
+        ``compute_dtype``, ``output_dtype``, ``output_shapes``, ``rule``, ``autocast`` (the lower
+        precision, None where autocast was off), ``casts`` (each with ``from``, ``to``, ``bytes``,
+        ``source``, ``by_hand``, ``seconds``), ``num_casts``, ``cast_bytes``, ``device``,
+        ``seconds`` (without the casts), ``cast_seconds``.
+        """
+        return [row.plain() for row in self.ops]
 
     def _read(self) -> None:
         if self._tracer is not None:
@@ -156,7 +184,6 @@ class StorageIds:
         self._numbers: ByMemory[int] = ByMemory()
         self._count = count()
         self._names: dict[int, str] = {}
-        self._weights = {self.number(parameter) for parameter in model.parameters()}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.name(self.number(tensor), without_wrappers(name))
 
@@ -171,12 +198,6 @@ class StorageIds:
     def name(self, number: int, name: str) -> None:
         self._names.setdefault(number, name)
 
-    def note_cast(self, source: Value, result: int) -> None:
-        """Name the result of a cast after its source; it is a weight if the source is one."""
-        self.name(result, source.name)
-        if source.is_weight:
-            self._weights.add(result)
-
     def value(self, tensor: Tensor) -> Value:
         number = self.number(tensor)
         # Nested tensors have no sizes, or symbolic ones; their values have real ones.
@@ -186,7 +207,6 @@ class StorageIds:
             shape=tuple(whole.shape),
             dtype=dtype_name(tensor.dtype),
             name=self._names.get(number, ""),
-            is_weight=number in self._weights,
         )
 
 
@@ -233,9 +253,6 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         self._rows: list[Row] = []
         self._clock = Clock()
         self._numbers = count()
-        self._by_hand: set[int] = set()
-        self._weights: dict[int, int] = {}  # the last cast of each weight, by storage
-        self._sources: dict[int, Value] = {}  # what casts of weights read, by number
         super().__init__(RunningModules(model))
 
     def rows(self) -> tuple[Row, ...]:
@@ -268,7 +285,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         device = device_of(given, kwargs)
         to = casts_to(func, args, kwargs)
-        row = self._row(op_name(func), tuple(map(self._ids.value, given)), device, to)
+        row = self._row(op_name(func), tuple(map(self._ids.value, given)), device)
         with self._clock.timed(row.number, device):
             result = func(*args, **kwargs)
         found = list(tensors_in((result,))) or tensors_in(written_to(func, args, kwargs))
@@ -281,19 +298,13 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
 
     # --- where ------------------------------------------------------------------------------------
 
-    def _row(
-        self, op: str, inputs: tuple[Value, ...], device: str, cast_to: str | None = None
-    ) -> Row:
+    def _row(self, op: str, inputs: tuple[Value, ...], device: str) -> Row:
         number, ruled = next(self._numbers), self.places.ruled
         last = self._rows[-1] if self._rows else None
         is_seed = last is not None and (last.op, last.phase) == ("ones_like", "forward")
         if is_seed and self.places.backward_begins():  # the pass makes its initial gradient
             self._rows[-1] = replace(self._rows[-1], phase="backward")
-        cast = number if cast_to is not None else None
-        if op == "_unsafe_view" and inputs[0].is_weight:  # the cache connects a cast to its weight
-            cast = self._weights.get(inputs[0].storage)
-        place, phase = self.places.place(op, number, cast=cast)
-        self.of_thread.of_cast = place.cast
+        place, phase = self.places.place(op, number)
         return Row(
             number=number,
             module=place.module,
@@ -315,24 +326,12 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
 
     def _note_cast(self, row: Row, to: str, result: int) -> None:
         source, ruled = row.inputs[-1], self.places.ruled
-        self._ids.note_cast(source, result)
-        if source.is_weight:
-            self._weights[source.storage], self._sources[row.number] = row.number, source
+        self._ids.name(result, source.name)
         size = cast_bytes(source.shape, source.dtype, to)
-        cast = Cast(row.number, source, to, result, size, False, None)
+        cast = Cast(row.number, source, to, result, size, by_hand=False)
         if ruled:
             ruled[-1].casts.append(cast)
-        elif row.phase == "backward":
-            of = self.of_thread.of_cast
-            if of is None:  # the engine casts the gradient of a weight's cast from the cache
-                alike = (
-                    number
-                    for number in self.places.casts_with_gradients()
-                    if number in self._sources and self._sources[number].shape == source.shape
-                )
-                of = next(alike, None)
-            self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
-        elif row.rule is not None:  # at the edge of an island
+        elif row.phase == "backward" or row.rule is not None:  # of a gradient, or into an island
             self._write_casts(row, [cast])
         elif row.autocast is not None and row.device not in active_policies():  # made by PyTorch
             self.of_thread.casts.append(replace(row, casts=(cast,)))
@@ -365,9 +364,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
 
     def _write_by_hand(self, rows: list[Row]) -> None:
         for row in rows:
-            (cast,) = row.casts
-            self._by_hand.add(cast.number)
-            self._write_casts(row, [replace(cast, by_hand=True)])
+            self._write_casts(row, [replace(cast, by_hand=True) for cast in row.casts])
 
     def _write_casts(self, row: Row, casts: list[Cast]) -> None:
         """Write casts without a subsequent op."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from msgspec import Struct
-from msgspec.structs import astuple
 from torch import Tensor, nn
 
 from halfstep._common.formats import dtype_name
@@ -22,7 +20,8 @@ from halfstep._pytorch.devices import widest_float
 from halfstep._tools.trace.rows import grouped, short
 
 
-class Difference(Struct, frozen=True, array_like=True):
+@dataclass(frozen=True)
+class Difference:
     """The difference of one or more tensors from float32; ``+`` adds differences.
 
     Attributes:

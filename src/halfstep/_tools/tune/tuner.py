@@ -14,17 +14,14 @@ from torch import nn
 from halfstep._autocast import Policy
 from halfstep._common.machine import device_name
 from halfstep._common.numbers import listed, percent, power, things
-from halfstep._common.text import aligned
+from halfstep._common.text import aligned, status_line
 from halfstep._tools.trace.rows import bytes_text, seconds_text
 from halfstep._tools.tune.measurer import (
     STEP,
     Islands,
     IslandTrial,
-    Measurements,
     Measurer,
-    fingerprint,
     module_of,
-    show_progress,
     with_islands,
 )
 from halfstep._tools.tune.module_check import (
@@ -107,7 +104,6 @@ def tune(
     loss_fn: LossFn | None,
     dtype: torch.dtype = torch.float16,
     error: float | None = None,
-    path: str | Path | None = None,
     policy: Policy | str = "standard",
 ) -> Tuned:
     """Find the smallest set of float32 islands that a model needs in lower precision.
@@ -123,15 +119,12 @@ def tune(
         dtype: The lower precision, float16 or bfloat16.
         error: The largest permitted relative error of any module. None for the tolerances of
             :func:`self_check`.
-        path: A file for the measurements (JSON Lines). Measurements in an existing file are
-            reused: after an interruption, the same call continues from there.
         policy: The policy to which islands are added, or its text.
 
     Raises:
         TypeError: An argument, or the loss, has the wrong type.
         ValueError: There is no batch, ``dtype`` is not a lower precision, or a parameter is not
             float32.
-        RecordError: The file has measurements of another tuning; the message says what differs.
 
     Sync: many.
 
@@ -147,10 +140,8 @@ def tune(
     """
     task, lowering = Task(model, loss_fn), lowering_of("tune", dtype, policy, "error", error)
     require_batches(batches)
-    marks = fingerprint(task, batches, lowering) if path else {}
-    known = Measurements(Path(path) if path else None, marks)
-    with show_progress() as progress:
-        measurer = Measurer(task, batches, lowering, known, progress)
+    with status_line() as show:
+        measurer = Measurer(task, batches, lowering, show)
         islands = smallest(measurer.measure)
         islands = narrowed(measurer.measure, islands, measurer.ops() if islands else {})
         return _tuned(measurer, lowering, islands)

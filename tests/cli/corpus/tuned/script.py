@@ -1,5 +1,4 @@
 # Models to tune, and what may be wrong with them.
-import os
 import torch
 from helper import Overflows
 from torch import nn
@@ -18,7 +17,7 @@ def stops():
     def loss_fn(model, batch):
         global calls
         calls += 1
-        if calls == int(os.environ["STOP_AT"]):
+        if calls == 4:
             raise KeyboardInterrupt
         return model(batch).float().square().mean()
     return *make()[:2], loss_fn

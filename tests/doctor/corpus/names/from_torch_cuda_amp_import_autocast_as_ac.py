@@ -1,4 +1,4 @@
-from torch.cuda.amp import autocast as ac
+from torch.cuda.amp import autocast as ac  # expect: deprecated-amp
 with ac():  # expect: fp16-without-scaler
     loss = f(x)
 loss.backward()
