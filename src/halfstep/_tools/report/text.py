@@ -159,7 +159,7 @@ def about_precision(summary: Summary, *, is_good: bool) -> Sentence:
             said += ", although autocast was on or the loss scaled"
             severity = "warning"
     elif is_good:
-        is_fine = summary.steps.num >= ENOUGH and summary.has_run_lower
+        is_fine = summary.steps.num >= ENOUGH and summary.has_run_lower and summary.layers
         severity = "good"
         said = f"{'Precision: fine' if is_fine else 'Nothing bad was seen'}. {said}"
     return say(severity, "; ".join([said, *numbers]) + ".")
