@@ -441,8 +441,8 @@ def about_course(summary: Summary) -> str:
     words = [
         f"the {name} {course.format(number(x.first), number(x.last))}" for name, x in losses if x
     ]
-    if summary.scale is not None:
-        scale = summary.scale
+    scale = summary.scale
+    if scale is not None and is_scaled(summary):
         if scale.min == scale.max:
             words.append(f"the scale stayed at {power(scale.last)}")
         elif scale.first == scale.last:

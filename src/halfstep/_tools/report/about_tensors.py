@@ -10,6 +10,7 @@ from halfstep._tools.report.about_steps import (
     again,
     can_add,
     in_bf16,
+    is_scaled,
     is_scaled_by_run,
     island,
     known_origins,
@@ -135,7 +136,7 @@ def about_motion(summary: Summary) -> Iterator[Sentence]:
 
 def _at_scale(summary: Summary) -> str:
     scale = summary.scale
-    if scale is None or summary.gradients is None:
+    if scale is None or summary.gradients is None or not is_scaled(summary):
         return "without a scaler"
     if scale.min == scale.max:
         return f"at scale {power(scale.min)}"
