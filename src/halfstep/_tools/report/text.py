@@ -146,9 +146,8 @@ def _notes(summary: Summary) -> Iterator[Sentence]:
         is_at_end = note.step > summary.steps.num  # it has the number of a step that never came
         has_step = severity != "notice" or re.search(r"\bstep \d", note.text)
         is_dated = has_step or is_at_end or not note.step
-        yield say(
-            severity, "" if is_dated else f"Step {note.step}: ", f"{note.text.removesuffix('.')}."
-        )
+        text = f"{note.text.removesuffix('.')}."
+        yield say(severity, "" if is_dated else f"Step {note.step}: ", text)
 
 
 def about_precision(summary: Summary, *, is_good: bool) -> Sentence:
