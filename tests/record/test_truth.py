@@ -224,7 +224,7 @@ def test_steps_that_the_script_leaves_out_without_a_scaler(tmp_path):
     assert all(step.loss < 5 for step in steps)
     told = forked.python("-m", "halfstep", "report", "out", cwd=tmp_path).out
     assert "dropped before a step used them 4 times, first before step 4" in told
-    assert "printed a UserWarning (guarded.py, line 11): Using a target size" in told
+    assert "printed a UserWarning (guarded.py:11): Using a target size" in told
 
 
 def test_a_loss_that_rises_in_a_few_steps(tmp_path: Path) -> None:

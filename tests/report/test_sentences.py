@@ -148,7 +148,14 @@ RUNS = {
     "1 of 4 ranks": run(header=records.header(world_size=4)),
     "skips at the start": run(skip(1, 4096.0), skip(2, 2048.0)),
     "a note": run(records.note(3, "the model is compiled")),
+    "a note that was cut, of a guard": short(
+        step(1, scale=1.0, scale_after=1.0), records.note(1, "the program printed a text, at ...")
+    ),
     "a note after the last step": run(records.note(101, "the masters have kept them")),
+    "one step": short(step(1)),
+    "sampling off": partial(
+        records.write, events=[records.header(every=0), step(1), step(2), records.end(1.0, 2)]
+    ),
     "nine steps": short(*(step(n, loss=4.0 - n / 10) for n in range(1, 10))),
     "ten steps": short(*(step(n, loss=4.0 - n / 10) for n in range(1, 11))),
     "no samples": partial(
@@ -397,7 +404,7 @@ def test_no_cure_where_the_verdict_is_good_and_none_twice(tmp_path, name):
     )
     assert any(not sentence.follows for sentence in found)
     for sentence in found:
-        assert re.search(r"[^.]\.$", sentence.text), sentence.text
+        assert re.search(r"([^.]| \.\.)\.$", sentence.text), sentence.text
         assert "None" not in sentence.text
 
 
@@ -518,6 +525,14 @@ def test_advice_repeats_the_command_that_was_run(tmp_path, run_as, told):
     steps = [step(n, loss=math.nan, scale=None, scale_after=None) for n in range(1, 101)]
     found = run(*steps, header=records.header(run_as=run_as.split()))
     assert list(codes(the_one(said_of(found(tmp_path)), "The loss became NaN"))) == told
+
+
+def test_cures_of_what_run_scales_name_no_scaler(tmp_path):
+    header = records.header(run_as=("halfstep", "run", "--amp=fp16", "train.py"))
+    found = said(tmp_path, *FLUSHED_AT_16K, skip(50), skip(60), header=header)
+    given = {code for each in found for code in codes(each)}
+    assert "halfstep run --amp=bf16 train.py" in given
+    assert not any("GradScaler" in code for code in given)
 
 
 @pytest.mark.parametrize("run_as", ["", "halfstep run --policy=standard train.py"])

@@ -356,17 +356,19 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     gradients = summary.gradients
     is_possible = gradients is None or not gradients.window.is_empty
     yield " What helps:"
-    if is_possible and scale and scale.overflowed_at is not None and scale.overflowed_at > 1:
-        below = power_below(scale.overflowed_at)
-        first = "" if below >= _DEFAULT_SCALE else f"init_scale={literal(below)}, "
-        yield " stay below the scales that overflow, "
-        yield Code(f"halfstep.GradScaler({first}max_scale={literal(below)})")
-        yield ", or"
+    overflowed_at = None if scale is None else scale.overflowed_at
+    if is_possible and overflowed_at is not None and overflowed_at > 1:
+        if not is_scaled_by_run(summary.facts):
+            below = power_below(overflowed_at)
+            first = "" if below >= _DEFAULT_SCALE else f"init_scale={literal(below)}, "
+            yield " stay below the scales that overflow, "
+            yield Code(f"halfstep.GradScaler({first}max_scale={literal(below)})")
+            yield ", or"
     elif call is not None:  # where the scale alone is too large, other modules overflow next
         yield " keep that module in float32, "
         yield call
         yield ", or"
-    yield " use bf16 where the device has it."
+    yield from in_bf16(summary.facts)
 
 
 def about_scale(summary: Summary) -> Iterator[Sentence]:
@@ -389,7 +391,8 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
             f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "
             "no gradient from underflow. Overflow at every scale is not caused by the scale.",
             cure=(
-                " Check where the skips began, keep that module in float32, or use bf16.",
+                " Check where the skips began, keep that module in float32, or",
+                *in_bf16(summary.facts),
                 *_guarded(summary.facts, "brings the scale back once the skips end"),
             ),
             evidence="steps",
@@ -437,11 +440,12 @@ def about_policy(summary: Summary) -> Iterator[Sentence]:
 def about_course(summary: Summary) -> str:
     """Return the course of loss and scale in a few words, for the verdict."""
     losses = [(name, summary.at(key)) for name, key in summary.loss_keys.items()]
+    course = "was {1}" if summary.steps.num == 1 else "went from {0} to {1}"
     words = [
-        f"the {name} went from {number(x.first)} to {number(x.last)}" for name, x in losses if x
+        f"the {name} {course.format(number(x.first), number(x.last))}" for name, x in losses if x
     ]
-    if summary.scale is not None:
-        scale = summary.scale
+    scale = summary.scale
+    if scale is not None and is_scaled(summary):
         if scale.min == scale.max:
             words.append(f"the scale stayed at {power(scale.last)}")
         elif scale.first == scale.last:
@@ -555,8 +559,22 @@ def _options(words: Sequence[str]) -> list[str]:
 
 def can_add(option: str, facts: Facts) -> bool:
     """Return whether the run could have had an option that it did not have."""
-    given = _options(facts.run_as) if facts.run_as else ["--amp=fp16"]
-    return "--amp=fp16" not in given and option not in {word.partition("=")[0] for word in given}
+    if not facts.run_as or is_scaled_by_run(facts):
+        return False
+    return option not in {word.partition("=")[0] for word in _options(facts.run_as)}
+
+
+def is_scaled_by_run(facts: Facts) -> bool:
+    """Return whether ``halfstep run`` scaled the loss, so that no code of the script can."""
+    return bool(facts.run_as) and "--amp=fp16" in _options(facts.run_as)
+
+
+def in_bf16(facts: Facts) -> tuple[str | Code, ...]:
+    """Return the advice to use bf16, the end of a sentence: an option if ``run`` chose fp16."""
+    advice = " use bf16 where the device has it"
+    if is_scaled_by_run(facts):
+        return f"{advice}, ", again(facts, "--amp=bf16"), "."
+    return (f"{advice}.",)
 
 
 def island(module: str | None, summary: Summary) -> Code | None:

@@ -9,6 +9,9 @@ from halfstep._common.text import Code, Sentence, Severity, names, say
 from halfstep._tools.report.about_steps import (
     again,
     can_add,
+    in_bf16,
+    is_scaled,
+    is_scaled_by_run,
     island,
     known_origins,
     literal,
@@ -28,23 +31,15 @@ FEW_SAMPLES = 3
 def about_samples(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence if few tensors or none were sampled."""
     num, num_steps = len(summary.sampled), summary.steps.num
+    every = "--every" if summary.facts.run_as else "every"
     if not summary.layers and num_steps:
-        yield say(
-            "notice",
-            "No tensors were sampled, so nothing is known about the layers: name the model, ",
-            Code("halfstep.record(path, model=model)"),
-            ", or sample more often, ",
-            Code("every=10"),
-            ".",
-        )
+        cure = f"{every}=10" if summary.facts.every == 0 else "halfstep.record(path, model=model)"
+        how = "sample some steps, " if summary.facts.every == 0 else "name the model, "
+        none = f"No tensors were sampled, so nothing is known about the layers: {how}"
+        yield say("notice", none, Code(cure), ".")
     elif 0 < num < FEW_SAMPLES <= num_steps:
-        yield say(
-            "notice",
-            f"Only {things(num, 'step')} of {count(num_steps)} {were(num)} sampled; for more, "
-            "record with a smaller ",
-            Code("every"),
-            ".",
-        )
+        few = f"Only {things(num, 'step')} of {count(num_steps)} {were(num)} sampled; for more, "
+        yield say("notice", f"{few}record with a smaller ", Code(every), ".")
 
 
 def about_underflow(summary: Summary) -> Iterator[Sentence]:
@@ -141,7 +136,7 @@ def about_motion(summary: Summary) -> Iterator[Sentence]:
 
 def _at_scale(summary: Summary) -> str:
     scale = summary.scale
-    if scale is None or summary.gradients is None:
+    if scale is None or summary.gradients is None or not is_scaled(summary):
         return "without a scaler"
     if scale.min == scale.max:
         return f"at scale {power(scale.min)}"
@@ -154,7 +149,9 @@ def _better_scale(summary: Summary) -> tuple[str, tuple[str | Code, ...]]:
     if gradients is None or gradients.best is None or gradients.share_lost_at_best is None:
         return "", ()
     best, window = gradients.best, gradients.window
-    call = (" ", Code(f"halfstep.GradScaler(init_scale={literal(best)})"), ".")
+    call: tuple[str | Code, ...] = ()
+    if not is_scaled_by_run(summary.facts):
+        call = (" ", Code(f"halfstep.GradScaler(init_scale={literal(best)})"), ".")
     if not window.is_empty and not window.is_at_least:
         top = window.largest
         to = "" if top is None or top == window.smallest else f" to {power(top)}"
@@ -182,17 +179,12 @@ def _island(summary: Summary, worst: Layer) -> tuple[str | Code, ...]:
     known = known_origins(summary, summary.steps.skipped)
     where = str(known[0][0].module) if known else worst.name.rpartition(".")[0]
     call = island(where, summary)
-    bf16 = "use bf16 where the device has it" if summary.lower == "fp16" else ""
+    bf16 = in_bf16(summary.facts) if summary.lower == "fp16" else ()
     if call is None:
-        return (f" What helps: {bf16}.",) if bf16 else ()
+        return (" What helps:", *bf16) if bf16 else ()
     overflow = ", where larger scales overflow," if known else ""
-    return (
-        " Keep ",
-        Code(where),
-        f"{overflow} in float32, ",
-        call,
-        f", or {bf16}." if bf16 else ".",
-    )
+    end = (", or", *bf16) if bf16 else (".",)
+    return " Keep ", Code(where), f"{overflow} in float32, ", call, *end
 
 
 def about_non_finite(summary: Summary) -> Iterator[Sentence]:
@@ -321,12 +313,13 @@ def about_zeros(summary: Summary) -> Iterator[Sentence]:
     if zero:
         is_in_fp16 = summary.is_lowered and summary.lower == "fp16"
         samples = max(layer.num_samples for layer in zero)
+        or_underflow = ", or all of them underflow, which a larger scale would show"
         yield say(
             "bad" if is_in_fp16 and 2 * len(zero) >= len(gradients) else "warning",
             "All gradient entries of ",
             *_names(zero),
-            f" are zero (in {things(samples, 'sample')}): either they do not reach the loss and "
-            "learn nothing, or all of them underflow, which a larger scale would show.",
+            f" are zero (in {things(samples, 'sample')}): the loss does not depend on them there"
+            f"{or_underflow if is_in_fp16 else ''}.",
             evidence=row_of(summary, zero[0]),
         )
 

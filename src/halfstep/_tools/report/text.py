@@ -142,7 +142,8 @@ def _notes(summary: Summary) -> Iterator[Sentence]:
         is_at_end = note.step > summary.steps.num  # it has the number of a step that never came
         has_step = severity != "notice" or re.search(r"\bstep \d", note.text)
         is_dated = has_step or is_at_end or not note.step
-        yield say(severity, "" if is_dated else f"Step {note.step}: ", f"{note.text.rstrip('.')}.")
+        text = f"{note.text.removesuffix('.')}."
+        yield say(severity, "" if is_dated else f"Step {note.step}: ", text)
 
 
 def about_precision(summary: Summary, *, is_good: bool) -> Sentence:
@@ -155,7 +156,7 @@ def about_precision(summary: Summary, *, is_good: bool) -> Sentence:
             said += ", although autocast was on or the loss scaled"
             severity = "warning"
     elif is_good:
-        is_fine = summary.steps.num >= ENOUGH and summary.has_run_lower
+        is_fine = summary.steps.num >= ENOUGH and summary.has_run_lower and summary.layers
         severity = "good"
         said = f"{'Precision: fine' if is_fine else 'Nothing bad was seen'}. {said}"
     return say(severity, "; ".join([said, *numbers]) + ".")

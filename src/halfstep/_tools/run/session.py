@@ -430,7 +430,7 @@ def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
         is_new = text not in seen and len(seen) < MOST_WARNINGS
         if is_new and not issubclass(category, HalfstepWarning):
             seen.add(text)
-            where = f"{Path(filename).name}, line {lineno}"
+            where = f"{Path(filename).name}:{lineno}"
             note(f"the program printed a {category.__name__} ({where}): {text}")
         show(message, category, filename, lineno, *args, **kwargs)
 
