@@ -280,6 +280,7 @@ def test_the_policy_in_force_can_be_asked_for() -> None:
         ({"dtype": torch.int8}, ValueError, r"float16 or torch\.bfloat16, got dtype=torch\.int8"),
         ({"dtype": torch.float64}, ValueError, r"autocast\(enabled=False\)"),
         ({"dtype": "bfloat16", "enabled": False}, ValueError, r"got dtype='bfloat16'"),
+        ({"dtype": "torch.float16"}, ValueError, r"write dtype=torch\.float16"),
         ({"enabled": "no"}, TypeError, r"enabled is True or False, got 'no'"),
         ({"cache_enabled": "no"}, TypeError, r"cache_enabled is True or False"),
         ({"policy": "fast"}, ValueError, r"must start with a preset .*; got 'fast'"),
