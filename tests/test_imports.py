@@ -78,12 +78,7 @@ READING = {
 
 
 @pytest.mark.parametrize(
-    ("words", "more"),
-    [
-        (["report"], {"jinja2"}),
-        (["report", "--md"], set()),
-        (["check"], set()),
-    ],
+    ("words", "more"), [(["report"], {"jinja2"}), (["report", "--md"], set()), (["check"], set())]
 )
 def test_a_record_is_read_without_pytorch(words: list[str], more: set[str], tmp_path: Path) -> None:
     folder = records.healthy(tmp_path)

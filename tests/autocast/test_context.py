@@ -271,11 +271,7 @@ def test_the_policy_in_force_can_be_asked_for() -> None:
             r"no autocast for 'xla'; of the .* here, it has for cpu",
         ),
         ({"device_type": "cudaa"}, ValueError, r"no autocast for 'cudaa'; .* mean 'cuda'\?"),
-        (
-            {"device_type": ""},
-            ValueError,
-            r"no autocast for ''; of the .* here, it has for cpu",
-        ),
+        ({"device_type": ""}, ValueError, r"no autocast for ''; of the .* here, it has for cpu"),
         ({"device_type": "ipu", "enabled": False}, ValueError, r"no autocast for 'ipu'"),
         ({"dtype": torch.int8}, ValueError, r"float16 or torch\.bfloat16, got dtype=torch\.int8"),
         ({"dtype": torch.float64}, ValueError, r"autocast\(enabled=False\)"),

@@ -587,9 +587,7 @@ class Own(nn.Module):
 
 
 def island(
-    function: Callable[[Any, Tensor], Any],
-    dtype: torch.dtype = FP32,
-    params: torch.dtype = BF16,
+    function: Callable[[Any, Tensor], Any], dtype: torch.dtype = FP32, params: torch.dtype = BF16
 ) -> Any:
     model = nn.Sequential(Own(function)).to(params)
     keep(model, "0", dtype=dtype)

@@ -47,6 +47,26 @@ def raiser(error: type[BaseException]) -> Callable[..., None]:
 # --- new gradients in the place of old ones -------------------------------------------------------
 
 
+@fused_or_not
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("factor", [2.0, 1e36])
+def test_a_shared_parameter_with_a_backward_for_each_optimizer(
+    fused: bool, set_to_none: bool, factor: float
+) -> None:
+    """The second gradient may lie where the first one lay, and is scaled all the same."""
+    shared, scaler = param(), GradScaler()
+    first, second = SGD([shared], 0.25, fused=fused), SGD([shared], 0.25, fused=fused)
+    for optimizer, by in ((first, 1.0), (second, factor)):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backward(scaler, shared, by)
+        scaler.step(optimizer)
+    scaler.update()
+    is_taken = factor == 2.0
+    assert scaler.outcome(second).taken == is_taken
+    assert shared.item() == (0.25 if is_taken else 0.75)
+    assert not shared._post_accumulate_grad_hooks  # none is left
+
+
 @pytest.mark.parametrize("set_to_none", [None, False, True])
 def test_a_backward_after_unscaling_is_noticed(set_to_none: bool | None) -> None:
     p, scaler = param(), GradScaler()

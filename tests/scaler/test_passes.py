@@ -303,12 +303,7 @@ def test_looking_at_what_was_measured_reads_nothing(fused: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
-    "shapes",
-    [
-        SHAPES,
-        [(norms.SMALL + 1,), (2, (1 << 20) + 5), (3, 5, 7)],
-    ],
-    ids=["small", "large"],
+    "shapes", [SHAPES, [(norms.SMALL + 1,), (2, (1 << 20) + 5), (3, 5, 7)]], ids=["small", "large"]
 )
 def test_the_norm_reads_every_gradient_once(
     shapes: list[tuple[int, ...]], dtype: torch.dtype

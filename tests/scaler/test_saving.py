@@ -27,12 +27,7 @@ def tripling_scaler(initialized: bool) -> GradScaler:
 
 
 SCHEDULES = st.sampled_from(
-    [
-        Dynamic(),
-        Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step"),
-        Dynamic(trials=False),
-        Static(),
-    ]
+    [Dynamic(), Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step"), Dynamic(trials=False), Static()]
 )
 
 

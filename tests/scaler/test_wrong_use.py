@@ -220,11 +220,7 @@ def test_a_device_that_is_not_here() -> None:
 
 @pytest.mark.parametrize(
     ("name", "bad", "good"),
-    [
-        ("growth_factor", 0.5, 3.0),
-        ("backoff_factor", 0.0, 0.75),
-        ("growth_interval", 0, 3),
-    ],
+    [("growth_factor", 0.5, 3.0), ("backoff_factor", 0.0, 0.75), ("growth_interval", 0, 3)],
 )
 @pytest.mark.parametrize("enabled", [False, True])
 def test_getters_and_setters(name: str, bad: float, good: float, enabled: bool) -> None:
