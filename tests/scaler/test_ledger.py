@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,56 @@ from tests.training import fused_or_not, take_step
 from halfstep._scaler import GradScaler
 from halfstep._scaler.guard import guard
 from halfstep.errors import HalfstepWarning
+
+SCALE = 2.0**10
+
+
+def optimizers_that_share(fused: bool) -> tuple[Any, Any, Any, GradScaler]:
+    shared = torch.nn.Parameter(torch.zeros(2))
+    own = torch.nn.Parameter(torch.zeros(3))
+    first = torch.optim.SGD([shared], lr=1.0, fused=fused)
+    second = torch.optim.SGD([shared, own], lr=1.0, fused=fused)
+    scaler = GradScaler(init_scale=SCALE)
+    scaler.scale(shared.sum() + own.sum()).backward()
+    return first, second, (shared, own), scaler
+
+
+@fused_or_not
+@pytest.mark.parametrize("how", ["clip_grad_norm_", "unscale_"])
+def test_an_overflow_in_a_gradient_that_came_after_unscale(fused: bool, how: str) -> None:
+    first, second, (shared, _), scaler = optimizers_that_share(fused)
+    scaler.unscale_(first)
+    first.zero_grad()
+    scaler.scale(shared.sum()).backward()
+    shared.grad[0] = math.inf
+    if how == "unscale_":
+        scaler.unscale_(second)
+    else:
+        scaler.clip_grad_norm_(shared, 1.0)
+    scaler.step(first)
+    scaler.update()
+    assert not shared.any()
+    assert scaler.get_scale() == SCALE / 2
+
+
+@fused_or_not
+def test_a_gradient_that_came_after_unscale_and_was_left_by_a_skipped_step(fused: bool) -> None:
+    first, second, (shared, own), scaler = optimizers_that_share(fused)
+    scaler.step(second)
+    scaler.update()
+    second.zero_grad()
+    scaler.scale(shared.sum()).backward()
+    scaler.unscale_(first)
+    first.zero_grad()
+    scaler.scale(shared.sum() + own.sum()).backward()
+    own.grad[0] = math.inf
+    scaler.step(second)
+    assert scaler.outcome(second).skipped
+    scaler.step(first)
+    assert scaler.outcome(first).skipped
+    assert torch.equal(shared.grad, torch.ones(2))
+    assert torch.equal(shared, torch.full((2,), -1.0))
+    assert torch.equal(own, torch.full((3,), -1.0))
 
 
 def total_norm(params: list[torch.Tensor]) -> torch.Tensor:
