@@ -77,13 +77,7 @@ READING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("words", "more"),
-    [
-        (["report"], {"jinja2"}),
-        (["check"], set()),
-    ],
-)
+@pytest.mark.parametrize(("words", "more"), [(["report"], {"jinja2"}), (["check"], set())])
 def test_a_record_is_read_without_pytorch(words: list[str], more: set[str], tmp_path: Path) -> None:
     folder = records.healthy(tmp_path)
     assert loaded_by([*words, folder], tmp_path) == {*READING, "msgspec", *more}

@@ -233,10 +233,7 @@ CASES = {
         ),
     ),
     "a scaler in bfloat16": Case(
-        program(
-            autocast=BF16,
-            scaler='halfstep.GradScaler("cpu")',
-        ),
+        program(autocast=BF16, scaler='halfstep.GradScaler("cpu")'),
         "needs no GradScaler",
         "enabled=False",
         lambda before, cure: before.paste(scaler=f'halfstep.GradScaler("cpu", {cure})'),
@@ -290,11 +287,7 @@ def test_warning_that_names_a_diagnosis(tmp_path: Path) -> None:
 
 STEP = (CORPUS / "step.py").read_text()
 FP16 = GIVEN["autocast"]
-GIVEN_STEP = {
-    "autocast": FP16,
-    "loss": "y.float().square().mean()",
-    "backward": "loss.backward()",
-}
+GIVEN_STEP = {"autocast": FP16, "loss": "y.float().square().mean()", "backward": "loss.backward()"}
 SCALED = {"backward": "scaler.scale(loss).backward()"}
 FIVE = (
     "layers = [layer for _ in range(5) for layer in (nn.Linear(8, 8), nn.LayerNorm(8))]\n"

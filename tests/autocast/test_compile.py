@@ -532,33 +532,6 @@ def test_the_tag_tells_devices_and_actions_apart() -> None:
     assert fingerprint(lower) != fingerprint(fp32)
 
 
-def test_a_module_with_checkpoints(x: Tensor) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def inner(self, x: Tensor) -> Tensor:
-            return F.softmax(self.linear(x), -1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with autocast(DEVICE, BF16):
-                out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-                return out
-
-    torch.manual_seed(0)
-    block = Block()
-    block(x).sum().backward()
-    expected = block.linear.weight.grad
-    block.zero_grad()
-    out = torch.compile(block, backend="aot_eager", fullgraph=True)(x)
-    assert out.dtype == FP32
-    out.sum().backward()
-    torch.testing.assert_close(block.linear.weight.grad, expected)
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_with_inductor(x: Tensor, weight: Tensor) -> None:
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:

@@ -57,17 +57,6 @@ def test_contexts_nest_and_restore() -> None:
     assert (linear(), softmax()) == (FP32, BF16)
 
 
-def test_one_weight_in_two_dtypes() -> None:
-    """Fact A14: PyTorch's cache hands the bfloat16 weight to the float16 product."""
-    weight = nn.Parameter(torch.ones(2, 2))
-    x = torch.ones(2, 2)
-    with autocast(DEVICE, BF16):
-        assert F.linear(x, weight).dtype == BF16
-        with autocast(DEVICE, FP16):
-            assert F.linear(x, weight).dtype == FP16
-        assert F.linear(x, weight).dtype == BF16
-
-
 def test_everything_is_restored_after_an_exception() -> None:
     before = amp.autocast_switches(DEVICE)
     outer = autocast(DEVICE, FP16, cache_enabled=False)
@@ -77,15 +66,6 @@ def test_everything_is_restored_after_an_exception() -> None:
     assert current_policy(DEVICE) is None
     with torch.autocast(DEVICE, BF16):
         assert softmax() == BF16
-
-
-def test_an_instance_can_be_entered_again_while_it_is_active() -> None:
-    context = autocast(DEVICE, BF16)
-    with context:
-        with context:
-            assert linear() == BF16
-        assert linear() == BF16
-    assert linear() == FP32
 
 
 def test_a_plain_autocast_inside_keeps_the_policy() -> None:
@@ -271,15 +251,12 @@ def test_the_policy_in_force_can_be_asked_for() -> None:
             r"no autocast for 'xla'; of the .* here, it has for cpu",
         ),
         ({"device_type": "cudaa"}, ValueError, r"no autocast for 'cudaa'; .* mean 'cuda'\?"),
-        (
-            {"device_type": ""},
-            ValueError,
-            r"no autocast for ''; of the .* here, it has for cpu",
-        ),
+        ({"device_type": ""}, ValueError, r"no autocast for ''; of the .* here, it has for cpu"),
         ({"device_type": "ipu", "enabled": False}, ValueError, r"no autocast for 'ipu'"),
         ({"dtype": torch.int8}, ValueError, r"float16 or torch\.bfloat16, got dtype=torch\.int8"),
         ({"dtype": torch.float64}, ValueError, r"autocast\(enabled=False\)"),
         ({"dtype": "bfloat16", "enabled": False}, ValueError, r"got dtype='bfloat16'"),
+        ({"dtype": "torch.float16"}, ValueError, r"write dtype=torch\.float16"),
         ({"enabled": "no"}, TypeError, r"enabled is True or False, got 'no'"),
         ({"cache_enabled": "no"}, TypeError, r"cache_enabled is True or False"),
         ({"policy": "fast"}, ValueError, r"must start with a preset .*; got 'fast'"),
@@ -476,34 +453,6 @@ def test_contexts_that_do_the_same_may_take_turns() -> None:
     assert_nothing_is_left()
 
 
-def test_a_policy_is_not_taken_from_under_a_context_in_silence() -> None:
-    outer, inner = autocast(DEVICE, BF16, policy=KEEP_SOFTMAX_LOW), autocast(DEVICE, BF16)
-    outer.__enter__()
-    inner.__enter__()
-    assert current_policy(DEVICE) == KEEP_SOFTMAX_LOW
-    with pytest.raises(CallOrderError, match="is left while"):
-        outer.__exit__(None, None, None)
-    assert current_policy(DEVICE) == preset("standard")
-    inner.__exit__(None, None, None)
-    assert_nothing_is_left()
-
-
-def test_tasks_that_take_turns_in_different_contexts_are_told() -> None:
-    async def task(dtype: torch.dtype, num_turns: int) -> torch.dtype:
-        with autocast(DEVICE, dtype):
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
-            return linear()
-
-    async def tasks() -> list[torch.dtype | BaseException]:
-        return await asyncio.gather(task(BF16, 1), task(FP16, 3), return_exceptions=True)
-
-    first, second = asyncio.run(tasks())
-    assert isinstance(first, CallOrderError)  # it ran under the other's
-    assert second == FP16
-    assert_nothing_is_left()
-
-
 def test_a_generator_that_waits_inside_its_context_is_told_of() -> None:
     def generator() -> Iterator[torch.dtype]:
         with autocast(DEVICE, FP16):
@@ -567,18 +516,6 @@ def test_transformer_layer_in_evaluation() -> None:
     x = torch.randn(2, 3, 8)
     with torch.no_grad(), autocast(DEVICE, BF16):
         assert layer(x).isfinite().all()
-
-
-def test_functional_gradients() -> None:
-    weight, x = torch.randn(4, 4), torch.randn(2, 4)
-
-    def loss(weight: Tensor) -> Tensor:
-        with autocast(DEVICE, BF16):
-            return F.softmax(F.linear(x, weight), -1).square().sum()
-
-    leaf = weight.clone().requires_grad_()
-    loss(leaf).backward()
-    assert torch.equal(torch.func.grad(loss)(weight), leaf.grad)  # type: ignore[arg-type]
 
 
 def test_inference_mode() -> None:

@@ -9,15 +9,7 @@ import torch
 import torch.nn.functional as F
 from tests.device import DEVICE
 from torch import Tensor, nn
-from torch.func import (
-    functional_call,
-    functionalize,
-    grad,
-    jacrev,
-    jvp,
-    stack_module_state,
-    vmap,
-)
+from torch.func import functional_call, functionalize, grad, jacrev, jvp, stack_module_state, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep._autocast import autocast

@@ -220,28 +220,6 @@ def test_copies_and_replicas_run_their_own_weights() -> None:
     assert (results[0].tolist(), results[0].dtype) == ([[5.0, 5.0]], FP32)
 
 
-def test_a_module_that_fsdp2_has_wrapped(tmp_path: Any) -> None:
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
-        mesh = dist.init_device_mesh("cpu", (1,))
-        for comes_first in (True, False):
-            model = Net()
-            if comes_first:
-                keep(model, "head")
-            fully_shard(model.head, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            if not comes_first:
-                keep(model, "head")
-            assert in_fp32(model) == ["head"]
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -587,9 +565,7 @@ class Own(nn.Module):
 
 
 def island(
-    function: Callable[[Any, Tensor], Any],
-    dtype: torch.dtype = FP32,
-    params: torch.dtype = BF16,
+    function: Callable[[Any, Tensor], Any], dtype: torch.dtype = FP32, params: torch.dtype = BF16
 ) -> Any:
     model = nn.Sequential(Own(function)).to(params)
     keep(model, "0", dtype=dtype)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.device import DEVICE
 from torch import Tensor, nn
 
@@ -51,16 +50,6 @@ def test_an_einsum_that_contracts_is_a_product(equation: str) -> None:
     operands = [torch.ones([3] * len(term.replace("...", "b"))) for term in sizes]
     with autocast(DEVICE, torch.bfloat16):
         assert torch.einsum(equation, *operands).dtype is torch.bfloat16
-
-
-def test_coordinates_of_a_grid_are_those_of_float32() -> None:
-    theta = torch.eye(2, 3)[None]
-    expected = F.affine_grid(theta, [1, 1, 512, 512], align_corners=False)
-    for dtype in HALVES:
-        with autocast(DEVICE, dtype):
-            assert torch.equal(
-                F.affine_grid(theta, [1, 1, 512, 512], align_corners=False), expected
-            )
 
 
 @pytest.mark.parametrize("dtype", HALVES)

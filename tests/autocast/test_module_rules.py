@@ -1,7 +1,6 @@
 """Rules of a policy that hold in some modules only."""
 
 import copy
-import io
 import pickle
 import threading
 from collections.abc import Callable
@@ -127,16 +126,6 @@ def test_a_whole_module_is_an_island() -> None:
     assert model.blocks[2].seen == {"input": FP32, "linear": BF16, "softmax": BF16}
 
 
-def test_the_same_as_keep() -> None:
-    torch.manual_seed(0)
-    model, x = Model(), torch.randn(2, 4)
-    with autocast(DEVICE, BF16, policy="standard; @head:fp32", module=model):
-        by_rule = model(x)
-    with keep(model, "head"), autocast(DEVICE, BF16):
-        kept = model(x)
-    assert torch.equal(by_rule, kept)
-
-
 def test_a_later_rule_takes_a_module_off_the_island() -> None:
     model = Model()
     softmax_dtypes("@blocks.?:fp32; @blocks.1:leave", model)
@@ -237,19 +226,6 @@ def test_copies_know_their_names(copied: Callable[[Model], Model]) -> None:
         other(torch.ones(1, 4))
     assert softmaxes(other) == EXPECTED
     assert repr(other) == repr(model) == repr(Model())
-
-
-def test_a_model_that_has_islands_can_be_saved() -> None:
-    model = Model()
-    keep(model, "head")
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    with autocast(DEVICE, BF16):
-        loaded(torch.ones(1, 4))
-    assert loaded.head.seen["linear"] == FP32
-    assert loaded.state_dict().keys() == Model().state_dict().keys()
 
 
 def test_threads_have_policies_of_their_own() -> None:
@@ -361,13 +337,6 @@ def test_a_container_that_never_runs() -> None:
         ValueError, match=r"blocks is a ModuleList.* modules in it are 'blocks\.\*'"
     ):
         softmax_dtypes("softmax@blocks:lower")
-
-
-def test_an_island_whose_parameters_are_in_another_dtype() -> None:
-    model = Model().to(BF16)
-    softmax_dtypes("@head:fp32", model)
-    assert model.head.seen == {"input": FP32, "linear": FP32, "softmax": FP32}
-    assert model.blocks[0].seen["linear"] is BF16
 
 
 def test_lazy_modules_are_refused_until_they_are_what_they_become() -> None:

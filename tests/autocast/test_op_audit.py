@@ -6,10 +6,7 @@ import pytest
 from benchmarks.op_audit import DTYPES, Verdict, audit_cases, works
 from tests import forked
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "op_audit.py"
 
 

@@ -95,10 +95,7 @@ IN_FLOAT32: dict[str, tuple[Tensor, Call]] = {
     "linalg.norm, nuclear": (DEFINITE, of("linalg.norm", "nuc")),
     "linalg.solve": (DEFINITE, of("linalg.solve", torch.eye(4))),
     "linalg.solve_ex": (DEFINITE, of("linalg.solve_ex", torch.eye(4))),
-    "linalg.solve_triangular": (
-        DEFINITE,
-        of("linalg.solve_triangular", torch.eye(4), upper=True),
-    ),
+    "linalg.solve_triangular": (DEFINITE, of("linalg.solve_triangular", torch.eye(4), upper=True)),
     "linalg.lstsq": (DEFINITE, lambda x: torch.linalg.lstsq(x, torch.eye(4)).solution),
     "linalg.lu_solve": (
         MATRIX,
@@ -108,10 +105,7 @@ IN_FLOAT32: dict[str, tuple[Tensor, Call]] = {
         MATRIX,
         lambda x: torch.linalg.ldl_solve(*torch.linalg.ldl_factor(DEFINITE), x),
     ),
-    "linalg.householder_product": (
-        MATRIX,
-        lambda x: torch.linalg.householder_product(x, x[0]),
-    ),
+    "linalg.householder_product": (MATRIX, lambda x: torch.linalg.householder_product(x, x[0])),
     "stft": (VECTOR, of("stft", 16, window=WINDOW, return_complex=True)),
     "stft and back": (
         VECTOR,

@@ -18,10 +18,7 @@ from halfstep._autocast.kernels import only_our_kernels
 from halfstep._autocast.sums import are_products_rounded, is_left_to_pytorch
 from halfstep._pytorch.dispatch import has_onednn
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*deprecated"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*deprecated")]
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -249,19 +249,10 @@ def test_text_and_file_give_back_the_policy(name: str, more: list[Rule]) -> None
         ("standard; softmax:float32", "float32 is not an action; write fp32$"),
         ("standard; exp[cud]:fp32", r"'cud' in the brackets; did you mean 'cuda'"),
         ("standard; exp[fp16,bf16]:fp32", r"'bf16' in the brackets.*one of fp16 and bf16"),
-        (
-            "standard; sofmax:fp32",
-            r"'sofmax:fp32': there is no op 'sofmax'; did you mean 's",
-        ),
+        ("standard; sofmax:fp32", r"'sofmax:fp32': there is no op 'sofmax'; did you mean 's"),
         ("standard; softmax.integer:fp32", r"no op 'softmax.integer'; did you mean 'softmax.int'"),
-        (
-            "standard; convolutin*:fp32",
-            r"no op named in a preset matches 'convolutin\*'; did",
-        ),
-        (
-            "standard; nolib::op:fp32",
-            r"no op 'nolib::op'; import the library that defines it",
-        ),
+        ("standard; convolutin*:fp32", r"no op named in a preset matches 'convolutin\*'; did"),
+        ("standard; nolib::op:fp32", r"no op 'nolib::op'; import the library that defines it"),
         ("standard; e xp:fp32", r"rule 'e xp:fp32': a rule names an op such as"),
         ('standard; pow:refuse "no', r"a double quote is not closed"),
         ('standard; exp:fp32"; log:fp32', r"a double quote is not closed"),

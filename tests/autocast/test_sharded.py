@@ -13,13 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.autocast.sharding import (
-    SHARDED,
-    Model,
-    data_of,
-    lower,
-    three_steps,
-)
+from tests.autocast.sharding import SHARDED, Model, data_of, lower, three_steps
 from tests.ranks.pool import Pool
 from torch.utils.checkpoint import checkpoint
 

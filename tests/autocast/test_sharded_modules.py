@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.autocast.sharding import (
-    SHARDED,
-    Model,
-    data_of,
-    dtypes_of_outputs,
-    lower,
-)
+from tests.autocast.sharding import SHARDED, Model, data_of, dtypes_of_outputs, lower
 from tests.device import DEVICE
 from tests.ranks.pool import Pool
 from torch import nn
@@ -92,8 +86,7 @@ def island_in_lower_precision(rank: int, pattern: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "named"),
-    [("head", "Linear"), ("blocks.1", "FSDPBlock"), ("*.norm", "LayerNorm")],
+    ("pattern", "named"), [("head", "Linear"), ("blocks.1", "FSDPBlock"), ("*.norm", "LayerNorm")]
 )
 def test_an_island_that_is_gathered_in_lower_precision_is_told(
     pattern: str, named: str, pool: Pool

@@ -228,11 +228,7 @@ UNSEEN = set(WRITES) - {
 
 # --- the matrix -----------------------------------------------------------------------------------
 
-MODES = {
-    "grad": nullcontext,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
-}
+MODES = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
 def layer_of_ones(frozen: bool) -> nn.Linear:

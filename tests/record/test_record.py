@@ -609,38 +609,6 @@ def buffers_in(folder: Path) -> list[tuple[int, tuple[str, ...]]]:
 RUINED = ("norm.running_mean", "norm.running_var")
 
 
-def test_a_skipped_step_that_ruins_buffers_is_named_at_once(tmp_path: Path) -> None:
-    _, scaler = net_and_scaler()
-    with (
-        halfstep.record(tmp_path),
-        pytest.warns(HalfstepWarning, match=r"after step 3, .*NaN: seen, norm.running_mean"),
-    ):
-        train_with_a_broken_batch(WithBuffers(), 3, scaler)
-    assert buffers_in(tmp_path) == [(3, ("seen", *RUINED)), (4, RUINED)]
-
-
-def test_a_taken_step_that_ruins_buffers_is_named_at_the_next_sample(tmp_path: Path) -> None:
-    with halfstep.record(tmp_path, every=50), pytest.warns(HalfstepWarning, match="after step 4"):
-        train_with_a_broken_batch(WithBuffers(), 3)
-    assert buffers_in(tmp_path) == [(4, RUINED)]
-
-
-def test_without_samples_the_end_is_seen(tmp_path: Path) -> None:
-    model = WithBuffers()
-    with pytest.warns(HalfstepWarning), halfstep.record(tmp_path, model, every=0):
-        train_with_a_broken_batch(model, 3)
-    assert buffers_in(tmp_path) == [(6, RUINED)]
-
-
-def test_restored_buffers_and_an_inf_from_the_beginning_are_not_named(tmp_path: Path) -> None:
-    model = WithBuffers()
-    scaler = halfstep.GradScaler(DEVICE, init_scale=2.0**10, module=model)
-    with halfstep.record(tmp_path, every=1):
-        train_with_a_broken_batch(model, 3, scaler)
-    assert scaler.counts().skipped == 1
-    assert buffers_in(tmp_path) == []
-
-
 class WithTables(WithBuffers):
     """A mask that is filled in the first forward pass, and a buffer that begins as NaN."""
 
@@ -675,19 +643,40 @@ def test_buffers_that_are_filled_in_the_first_forward_pass_are_not_named(
     assert buffers_in(tmp_path) == []
 
 
-def test_nan_comes_back_to_a_buffer_that_began_with_it(tmp_path: Path) -> None:
-    model, scaler = WithTables(), halfstep.GradScaler(DEVICE, init_scale=2.0**10)
-    with halfstep.record(tmp_path, every=1), pytest.warns(HalfstepWarning, match="after step 3"):
-        train_with_a_broken_batch(model, 3, scaler, num=3)
-    assert buffers_in(tmp_path) == [(3, ("seen", "last", *RUINED))]
-
-
-def test_statistics_that_are_nan_in_a_checkpoint_are_named(tmp_path: Path) -> None:
-    model, scaler = WithBuffers(), halfstep.GradScaler(DEVICE, init_scale=2.0**10)
+def nan_in_its_statistics() -> nn.Module:
+    model = WithBuffers()
     model.norm.running_mean.fill_(math.nan)
-    with pytest.warns(HalfstepWarning), halfstep.record(tmp_path, every=1):
-        train_with_a_broken_batch(model, 0, scaler)
-    assert buffers_in(tmp_path) == [(1, ("norm.running_mean",))]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "is_scaled", "batches", "found"),
+    [
+        # The first buffer is overwritten by the next batch.
+        (WithBuffers, {}, True, (3, 6), [(3, ("seen", *RUINED)), (4, RUINED)]),
+        (WithBuffers, {"every": 50}, False, (3, 6), [(4, RUINED)]),  # at the next sample
+        (WithBuffers, {"every": 0, "model": True}, False, (3, 6), [(6, RUINED)]),  # at the end
+        (WithBuffers, {"every": 1, "restores": True}, True, (3, 6), []),
+        (WithTables, {"every": 1}, True, (3, 3), [(3, ("seen", "last", *RUINED))]),
+        (nan_in_its_statistics, {"every": 1}, True, (0, 6), [(1, RUINED[:1])]),
+    ],
+)
+def test_buffers_that_a_step_ruins_are_named(
+    make, options, is_scaled, batches, found, tmp_path: Path
+) -> None:
+    model, given = make(), dict(options)
+    module = {"module": model} if given.pop("restores", False) else {}
+    scaler = halfstep.GradScaler(DEVICE, init_scale=2.0**10, **module) if is_scaled else None
+    if given.get("model"):
+        given["model"] = model
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", HalfstepWarning)
+        with halfstep.record(tmp_path, **given):
+            train_with_a_broken_batch(model, batches[0], scaler, batches[1])
+    assert buffers_in(tmp_path) == found
+    texts = [str(each.message) for each in warned if "are inf or NaN" in str(each.message)]
+    assert all(f"after step {found[0][0]}" in text for text in texts)
+    assert bool(texts) == bool(found)
 
 
 def test_a_second_segment_with_a_good_checkpoint_begins_with_good_buffers(tmp_path: Path) -> None:
@@ -988,51 +977,48 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def test_how_often_each_added_rule_acted_is_recorded(tmp_path: Path) -> None:
-    policy = "torch; softmax:fp32; linear:lower; linear@0:fp32; @1:fp32; exp:fp32"
-    assert record_rules(tmp_path, policy, net()) == {
-        "softmax:fp32": 1,
-        "linear:lower": 0,  # overruled in one module, and the other is an island
-        "linear@0:fp32": 1,
-        "@1:fp32": 1,
-        "exp:fp32": 0,
-    }
+class PerSample(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(lambda row: torch.softmax(row, -1))(super().forward(x))
+
+
+SOFTMAX = {"softmax:fp32": 1}
+
+
+@pytest.mark.parametrize(
+    ("policy", "make", "calls"),
+    [
+        (
+            "torch; softmax:fp32; linear:lower; linear@0:fp32; @1:fp32; exp:fp32",
+            net,
+            # linear is overruled in one module, and the other is an island
+            SOFTMAX | {"linear:lower": 0, "linear@0:fp32": 1, "@1:fp32": 1, "exp:fp32": 0},
+        ),
+        # PyTorch would do the same, so no kernel of ours runs outside of sampled steps.
+        (
+            "standard; tanh:leave; linear:lower; softmax:fp32-dtype",
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+            {"tanh:leave": 1, "linear:lower": 1, "softmax:fp32-dtype": 1},
+        ),
+        # Rules for elsewhere are not said to be idle.
+        (
+            "standard; linear[mps]:fp32; linear[fp16]:fp32; linear[eval]:fp32; linear[bf16]:fp32",
+            net,
+            {"linear[bf16]:fp32": 2},
+        ),
+        ("torch; softmax:fp32", lambda: PerSample(4, 4), SOFTMAX),  # none inside of vmap
+        ("torch; softmax:fp32; exp:fp32", lambda: torch.compile(net(), backend="eager"), SOFTMAX),
+        ("standard", net, {}),
+    ],
+)
+def test_how_often_each_added_rule_acted_is_recorded(policy, make, calls, tmp_path: Path) -> None:
+    assert record_rules(tmp_path, policy, make()) == calls
+    assert read_run(tmp_path).policies
 
 
 def test_rules_are_counted_in_sampled_steps_only(tmp_path: Path) -> None:
     assert record_rules(tmp_path, "torch; softmax:fp32", net(), steps=5) == {"softmax:fp32": 3}
     assert [each.step for each in read_run(tmp_path).rules] == [1, 2, 4]
-
-
-def test_rules_that_do_nothing_new_are_counted_too(tmp_path: Path) -> None:
-    """PyTorch would do the same, and so it runs no kernel of ours outside of sampled steps."""
-    policy = "standard; tanh:leave; linear:lower; softmax:fp32-dtype"
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    calls = {"tanh:leave": 1, "linear:lower": 1, "softmax:fp32-dtype": 1}
-    assert record_rules(tmp_path, policy, model) == calls
-
-
-def test_rules_for_elsewhere_are_not_said_to_be_idle(tmp_path: Path) -> None:
-    policy = "standard; linear[mps]:fp32; linear[fp16]:fp32; linear[eval]:fp32; linear[bf16]:fp32"
-    assert record_rules(tmp_path, policy, net()) == {"linear[bf16]:fp32": 2}
-
-
-def test_rules_do_not_act_inside_of_vmap(tmp_path: Path) -> None:
-    class PerSample(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.func.vmap(lambda row: torch.softmax(row, -1))(super().forward(x))
-
-    assert record_rules(tmp_path, "torch; softmax:fp32", PerSample(4, 4)) == {"softmax:fp32": 1}
-
-
-def test_rules_inside_of_compiled_models_are_not_said_to_be_idle(tmp_path: Path) -> None:
-    model = torch.compile(net(), backend="eager")
-    assert record_rules(tmp_path, "torch; softmax:fp32; exp:fp32", model) == {"softmax:fp32": 1}
-
-
-def test_a_policy_without_added_rules_counts_nothing(tmp_path: Path) -> None:
-    assert record_rules(tmp_path, "standard", net()) == {}
-    assert read_run(tmp_path).policies
 
 
 @pytest.mark.parametrize("policy", ["torch", "standard"])

@@ -1,194 +1,235 @@
-"""The numbers of a run: steps, skips, scale, loss, where skips began."""
+"""The numbers of a run: steps, skips, scale, loss, where skips began; those of tensors too.
+
+``golden/steps.txt`` and ``tensors.txt`` have, for each run of two tables, what is not as in a usual
+run. After a change of what is counted, ``pytest tests/report --accept`` writes them anew.
+"""
 
 import json
-import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from tests.report import records
+from tests.report.records import counted, note, policy, sample, skip, step, tensor
 
 from halfstep._tools.json import to_plain
 from halfstep._tools.record.read import read_run
-from halfstep._tools.record.run import PolicySeen
 from halfstep._tools.report.summarize import summarize
+
+GRADIENT = "parameter_gradient"
+STUCK = "non-finite at any scale"
 
 
 def summary_of(folder):
     return summarize(read_run(folder))
 
 
-def written(folder, events):
-    return summary_of(records.write(folder, [records.header(), *events]))
+def written(*events):
+    return lambda folder: records.write(folder, [records.header(), *events])
 
 
-def test_the_header_is_told(tmp_path):
-    facts = summary_of(records.healthy(tmp_path)).facts
-    assert (facts.torch, facts.machine, facts.cores) == ("2.13.0+cpu", "AMD EPYC 7B13", 2)
-    assert facts.command == ("train.py", "--lr", "1e-3")
-    assert (facts.seconds_per_step, facts.duration, facts.every) == (0.5, 30.0, 10)
-    assert (facts.state, facts.error, facts.ranks) == ("ended", None, (0,))
+def in_precision(*events, dtype="float16"):
+    """Return a function that writes a step and these events, under a policy with this dtype."""
+    return written(*([] if dtype is None else [policy(dtype)]), step(1), *events)
+
+
+def gradient(histogram, **values):
+    return tensor(GRADIENT, "fc.weight", counted(histogram, **values))
+
+
+def sampled(histogram, scale=1024.0, dtype="float16", **values):
+    return in_precision(sample(1, [gradient(histogram, **values)], scale), dtype=dtype)
+
+
+def of_sgd(number, **values):
+    return step(number, optimizer="SGD", **values)
+
+
+TAKEN = [step(n) for n in range(2, 12)]
+REASONS = ["norm", "loss", "loss", "overflow", "loss", "norm"]
+SCALES = [1024.0, 512.0, 1.0, 256.0, 256.0]
+DOWN = [
+    step(n, scale=scale, scale_after=after, taken=after > scale or n > 3)
+    for n, (scale, after) in enumerate(pairwise(SCALES), start=1)
+]
+DIP = [step(n, scale=scale) for n, scale in enumerate((1024.0, 512.0, 1024.0), start=1)]
+IN_TURN = [each for n in range(1, 21) for each in (step(n), of_sgd(n))]
+IN_TURN[31], IN_TURN[33] = (skip(n, optimizer="SGD") for n in (16, 17))
+FLUSHED = gradient({0: 60}, zeros=40, flushed=40)
+AMAX = [8.0, 65504.0, 2.0**17, 1.0]
+FEW = gradient({-22: 5, 0: 15}, zeros=10, flushed=5)
+MANY = gradient({-22: 30, 3: 20}, zeros=20, flushed=10, nan=1, inf=2)
+INSIDE = [
+    *(gradient({0: 9}), tensor("output_gradient", "fc", counted({14: 1}), "float16")),
+    tensor("output_gradient", "loss", counted({30: 1}), "float32"),
+]
+
+
+def several_ranks(folder):
+    for rank in range(2):
+        events = [records.header(rank=rank), skip(1), records.culprits(1, "head")]
+        records.write(folder, events, rank)
+    return folder
+
+
+def restarted(num_starts, factor):
+    """Return a function that writes starts that each skip three steps, then take twenty."""
+
+    def write(folder):
+        for n in range(num_starts):
+            scale = 65536.0 / factor**n
+            skips = [skip(i + 1, scale=scale / 2**i) for i in range(3)]
+            taken = [step(4 + i, scale=scale / 8, scale_after=scale / 8) for i in range(20)]
+            start = records.header(started=f"2026-01-01T{n:02}:00:00+00:00")
+            records.write(folder, [start, *skips, *taken])
+        return folder
+
+    return write
+
+
+# --- the runs -------------------------------------------------------------------------------------
+
+RUNS = {
+    "healthy": records.healthy,
+    "failed": records.failed,
+    "killed": records.killed,
+    "only a header": records.only_header,
+    "with skips: those of the start are told apart": records.with_skips,
+    "reasons, the most frequent first": written(
+        *(skip(n, reason=reason) for n, reason in enumerate(REASONS, start=1))
+    ),
+    "skips that never end are no start": written(
+        *(skip(n, 65536.0 / 2**k) for k, n in enumerate(range(1, 13)))
+    ),
+    "a start, and ten steps": written(skip(1, 8.0), *TAKEN),
+    "a start, and a skip after ten steps": written(skip(1, 8.0), *TAKEN, skip(12, 4.0), step(13)),
+    "a start, and a skip after nine": written(skip(1, 8.0), *TAKEN[:-1], skip(11, 4.0), step(12)),
+    "a bad loss is no start": written(skip(1, reason="loss"), step(2)),
+    "a start ends at a larger scale": written(skip(1, 8.0), step(2), skip(3, 16.0), step(4)),
+    "optimizers that share an iteration": written(*IN_TURN),
+    "a scale before a trial is not the smallest": written(*DOWN),
+    "a scale that fell without a skip is": written(*DIP),
+    "the smallest of two optimizers": written(
+        *(event for k in range(3) for event in (DIP[k], of_sgd(k + 1, scale=64.0)))
+    ),
+    "a scale that stays is the smallest": written(
+        *(*DOWN[:2], step(3, scale=1.0), step(4, scale=1.0, scale_after=1.0))
+    ),
+    "no scale helped": written(step(1), skip(2, 1.0, reason=STUCK)),
+    "without a scaler": records.bf16,
+    "what nobody measured": written(step(1, loss=None, norm=None)),
+    "ranks that saw the same skip": several_ranks,
+    "policies that change": written(
+        step(1), *(policy(step=n, text=t) for n, t in ((1, "a"), (5, "a"), (9, "b")))
+    ),
+    "notes are told once": written(step(9), note(3, "compiled"), note(8, "compiled")),
+    "each start with a new scaler has a start of its own": restarted(20, 1),
+    "a start with the old scaler has none": restarted(3, 8),
+}
+# Of these the tensors and gradients.
+TENSORS = {
+    "samples add up": in_precision(sample(1, [FEW]), sample(5, [MANY])),
+    "headroom of 0": in_precision(
+        *(sample(n, [gradient({1: 1}, amax=x)]) for n, x in enumerate(AMAX[:2], start=1))
+    ),
+    "headroom below 0": in_precision(
+        *(sample(n, [gradient({1: 1}, amax=x)]) for n, x in enumerate(AMAX, start=1))
+    ),
+    **{
+        f"float32 in a run in {dtype}": sampled({-26: 1}, dtype=dtype)
+        for dtype in ("float16", "bfloat16", "float32")
+    },
+    "each sample by the policy of its step": in_precision(
+        sample(1, [FLUSHED]), policy("bfloat16", step=5), sample(9, [FLUSHED])
+    ),
+    "zeros that underflow has made are lost": sampled({0: 60}, zeros=40, flushed=30),
+    "what fp16 would lose, without a policy": sampled({-30: 60, 0: 40}, dtype=None),
+    "what fp16 would lose, and did not": sampled({-30: 60, 0: 40}),
+    "in bf16 no zero is told from another": sampled(
+        {-20: 60}, 1.0, "bfloat16", zeros=40, flushed=40
+    ),
+    "only gradients of parameters have a window": in_precision(
+        sample(1, [tensor(kind, "fc", counted({0: 1})) for kind in ("parameter", "output")])
+    ),
+    "a window does not depend on the scale, 1": sampled({-20: 1, 3: 1}, 1.0, flushed=0),
+    "a window does not depend on the scale, 2^10": sampled({-10: 1, 13: 1}),
+    "a scale that loses nothing is the best": sampled({-10: 1, 3: 1}),
+    "what was flushed needs more": sampled({0: 9}, zeros=1, flushed=1),
+    **{
+        f"a sample that does not show what was flushed: {name}": in_precision(
+            sample(1, [gradient({0: 9}, zeros=1, flushed=1)]), sample(2, [row], scale)
+        )
+        for name, row, scale in (
+            ("the same scale", gradient({-5: 9}, flushed=0), 1024.0),
+            ("a smaller one", gradient({-10: 9}, flushed=0), 512.0),
+            ("a larger one, but all is zero", gradient({}, zeros=9), 65536.0),
+        )
+    },
+    "gradients that never were in fp16 leave the window as it is": in_precision(
+        *(
+            sample(n, [gradient({-10: 1, 3: 1}, flushed=0), tensor(GRADIENT, "norm.weight", each)])
+            for n, each in enumerate([records.norm_like(), counted({17: 9})], start=1)
+        )
+    ),
+    "what was flushed stays lost at no larger scale": sampled({16: 9}, zeros=1, flushed=1),
+    "no scale holds all": sampled({-34: 10, -28: 20, 14: 70}, 1.0, None),
+    "no scale holds all, a larger one more": sampled({-36: 10, -26: 20, 9: 70}, 1.0, None),
+    "an overflow bounds the window": in_precision(
+        skip(2, 64.0), sample(2, [gradient({0: 9}, inf=1)], 64.0)
+    ),
+    "a bad loss does not": in_precision(
+        skip(2, 64.0, reason="loss"), sample(2, [gradient({0: 9}, inf=1)], 64.0)
+    ),
+    "an overflow without a sample bounds the window of all": in_precision(
+        sample(1, [gradient({0: 9})]), skip(2, 256.0)
+    ),
+    "gradients inside the network bound the window of all": in_precision(sample(1, INSIDE)),
+    "gradients that are all zero": sampled({}, zeros=5),
+}
+
+
+def leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the places of all numbers and words in a value, and them."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from leaves(each, f"{key}.{name}")
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        if all(isinstance(each, Mapping) for each in value):
+            for number, each in enumerate(value):
+                yield from leaves(each, f"{key}[{number}]")
+        else:
+            yield key, ", ".join(map(str, value))
+    elif value is not None:
+        yield key, f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def numbers_of(folder, parts):
+    summary = to_plain(asdict(summary_of(folder)))
+    return dict(leaf for part in parts for leaf in leaves(summary[part], part))
+
+
+OF_RUNS = ("facts", "models", "policies", "products", "rules", "lower", "has_scaler", "steps")
+OF_RUNS += ("scale", "loss", "losses", "norm", "origins", "sampled", "notes", "have_weights_moved")
 
 
 @pytest.mark.parametrize(
-    ("write", "state", "error"),
+    ("runs", "parts", "usual"),
     [
-        (records.failed, "failed", "ValueError: the loss is NaN"),
-        (records.killed, "no end", None),
-        (records.only_header, "no end", None),
+        (RUNS, OF_RUNS, written(step(1))),
+        (TENSORS, ("layers", "gradients"), sampled({0: 9})),
     ],
+    ids=["steps", "tensors"],
 )
-def test_how_it_ended(tmp_path, write, state, error):
-    facts = summary_of(write(tmp_path)).facts
-    assert (facts.state, facts.error) == (state, error)
-
-
-def test_skips_are_counted_and_those_of_the_start_up_told_apart(tmp_path):
-    steps = summary_of(records.with_skips(tmp_path)).steps
-    assert (steps.num, steps.num_taken, steps.num_skipped) == (100, 95, 5)
-    assert steps.share_skipped == 0.05
-    assert steps.skipped == (1, 2, 41, 42, 80)
-    assert steps.start_up == (1, 2)
-    assert (steps.num_skipped_later, steps.share_skipped_later) == (3, 0.03)
-    assert (steps.longest_in_a_row, steps.skipped_at_end) == (2, 0)
-    assert steps.reasons == {"overflow": 5}
-
-
-def test_reasons_are_counted_the_most_frequent_first(tmp_path):
-    reasons = ["norm", "loss", "loss", "overflow", "loss", "norm"]
-    skips = [records.skip(n, reason=reason) for n, reason in enumerate(reasons, start=1)]
-    assert list(written(tmp_path, skips).steps.reasons.items()) == [
-        ("loss", 3),
-        ("norm", 2),
-        ("overflow", 1),
-    ]
-
-
-def halving(numbers, first=65536.0):
-    return [records.skip(n, first / 2**k) for k, n in enumerate(numbers)]
-
-
-def test_skips_that_never_end_are_no_start_up(tmp_path):
-    steps = written(tmp_path, halving(range(1, 13))).steps
-    assert steps.start_up == ()
-    assert (steps.num_skipped_later, steps.skipped_at_end, steps.longest_in_a_row) == (12, 12, 12)
-
-
-def test_the_start_up_ends_after_ten_steps_that_are_taken(tmp_path):
-    taken = [records.step(n) for n in range(2, 12)]
-    assert written(tmp_path / "a", [records.skip(1, 8.0), *taken]).steps.start_up == (1,)
-    late = [records.skip(12, 4.0), records.step(13)]
-    assert written(tmp_path / "b", [records.skip(1, 8.0), *taken, *late]).steps.start_up == (1,)
-    early = [records.skip(11, 4.0), records.step(12)]
-    found = written(tmp_path / "c", [records.skip(1, 8.0), *taken[:-1], *early]).steps.start_up
-    assert found == (1, 11)
-
-
-def test_only_overflow_on_the_way_down_is_start_up(tmp_path):
-    loss = written(tmp_path / "a", [records.skip(1, reason="loss"), records.step(2)])
-    assert loss.steps.start_up == ()
-    again = [records.skip(1, 8.0), records.step(2), records.skip(3, 16.0), records.step(4)]
-    assert written(tmp_path / "b", again).steps.start_up == (1,)
-
-
-def test_several_optimizers_share_an_iteration(tmp_path):
-    events = [
-        each for n in range(1, 21) for each in (records.step(n), records.step(n, optimizer="SGD"))
-    ]
-    events[31] = records.skip(16, optimizer="SGD")
-    events[33] = records.skip(17, optimizer="SGD")
-    steps = written(tmp_path, events).steps
-    assert (steps.num, steps.num_skipped, steps.skipped) == (20, 2, (16, 17))
-    assert steps.longest_in_a_row == 2
-
-
-def test_the_scale(tmp_path):
-    scale = summary_of(records.with_skips(tmp_path)).scale
-    assert (scale.first, scale.last, scale.min, scale.max) == (65536.0, 2048.0, 2048.0, 65536.0)
-    assert scale.overflowed_at == 4096.0
-    assert scale.stuck == ()
-
-
-def test_the_smallest_scale_is_none_before_a_trial(tmp_path):
-    scales = [1024.0, 512.0, 1.0, 256.0, 256.0]
-    steps = [
-        records.step(n, scale=scale, scale_after=after, taken=after > scale or n > 3)
-        for n, (scale, after) in enumerate(pairwise(scales), start=1)
-    ]
-    scale = written(tmp_path / "a", steps).scale
-    assert (scale.first, scale.last, scale.min, scale.max) == (1024.0, 256.0, 256.0, 1024.0)
-    dip = [records.step(n, scale=scale) for n, scale in enumerate((1024.0, 512.0, 1024.0), start=1)]
-    assert written(tmp_path / "c", dip).scale.min == 512.0  # nothing was skipped before it
-    others = [records.step(n, scale=64.0, optimizer="SGD") for n in (1, 2, 3)]
-    both = [event for pair in zip(dip, others, strict=True) for event in pair]
-    assert written(tmp_path / "d", both).scale.min == 64.0
-    stays = records.step(4, scale=1.0, scale_after=1.0)
-    scale = written(tmp_path / "b", [*steps[:2], records.step(3, scale=1.0), stays]).scale
-    assert (scale.before_last, scale.last, scale.min) == (1.0, 1.0, 1.0)
-
-
-def test_no_scale_helped(tmp_path):
-    bad = records.skip(2, 1.0, reason="non-finite at any scale")
-    scale = written(tmp_path, [records.step(1), bad]).scale
-    assert (scale.stuck, scale.overflowed_at) == ((2,), None)
-
-
-def test_a_run_without_a_scaler_has_no_scale(tmp_path):
-    summary = summary_of(records.bf16(tmp_path))
-    assert (summary.scale, summary.has_scaler, summary.lower) == (None, False, "bf16")
-
-
-def test_a_loss_that_became_nan(tmp_path):
-    loss = summary_of(records.failed(tmp_path)).loss
-    assert (loss.first_non_finite, loss.num_non_finite) == (7, 3)
-    assert math.isnan(loss.last)
-    assert (loss.first, loss.max, loss.min) == (4.0, 4.0, 2 + 2 / 6)
-    assert loss.recent == pytest.approx(sum(2 + 2 / n for n in range(1, 7)) / 6)
-
-
-def test_the_norm_is_that_of_steps_that_were_taken(tmp_path):
-    norm = summary_of(records.with_skips(tmp_path)).norm
-    assert (norm.max, norm.first_non_finite) == (1.25, None)
-
-
-def test_what_nobody_measured_is_none(tmp_path):
-    summary = written(tmp_path, [records.step(1, loss=None, norm=None)])
-    assert (summary.loss, summary.norm, summary.gradients) == (None, None, None)
-
-
-def test_where_skips_began(tmp_path):
-    first, other = summary_of(records.with_skips(tmp_path)).origins
-    assert (first.module, first.num, first.steps) == ("blocks.1.attn", 3, (41, 42, 80))
-    assert first.parameters == ("blocks.1.attn.weight",)
-    assert (other.module, other.steps) == (None, (1, 2))
-
-
-def test_ranks_that_saw_the_same_skip_count_once(tmp_path):
-    for rank in range(2):
-        events = [records.header(rank=rank), records.skip(1), records.culprits(1, "head")]
-        records.write(tmp_path, events, rank)
-    (origin,) = summary_of(tmp_path).origins
-    assert origin.num == 1
-
-
-def test_policies_are_told_when_they_change(tmp_path):
-    policies = [records.policy(step=n, text=t) for n, t in ((1, "a"), (5, "a"), (9, "b"))]
-    summary = written(tmp_path, [records.step(1), *policies])
-    assert summary.policies == (
-        PolicySeen(1, "cpu", "float16", "a"),
-        PolicySeen(9, "cpu", "float16", "b"),
-    )
-
-
-def test_notes_of_recorders_are_told_once(tmp_path):
-    notes = [records.note(3, "compiled"), records.note(8, "compiled")]
-    summary = written(tmp_path, [records.step(9), *notes])
-    assert [(note.step, note.text) for note in summary.notes] == [(3, "compiled")]
-
-
-def test_a_run_with_only_a_header(tmp_path):
-    summary = summary_of(records.only_header(tmp_path))
-    assert (summary.steps.num, summary.steps.share_skipped, summary.layers) == (0, 0.0, ())
+def test_what_is_counted(runs, parts, usual, tmp_path, golden, request):
+    first = numbers_of(usual(tmp_path / "usual"), parts)
+    lines = ["== a usual one", *map(": ".join, first.items())]
+    for number, (name, write) in enumerate(runs.items()):
+        found = numbers_of(write(tmp_path / str(number)), parts)
+        keys = [key for key in first | found if found.get(key) != first.get(key)]
+        lines += ["", f"== {name}", *(f"{key}: {found.get(key, 'none')}" for key in keys)]
+    golden(f"{request.node.callspec.id}.txt", "\n".join([*lines, ""]))
 
 
 def test_a_summary_is_the_same_twice_and_plain(tmp_path):
@@ -206,25 +247,3 @@ def test_every_layer_of_a_large_run_is_told_with_all_its_samples(tmp_path):
     assert {(layer.num_samples, layer.measured) for layer in summary.layers} == {
         (28, 4 * one_round)
     }
-
-
-def restarted(folder, num_starts, first_scale):
-    """Write starts of a run that each skip three steps, then take twenty."""
-    for n in range(num_starts):
-        scale = first_scale(n)
-        skips = [records.skip(i + 1, scale=scale / 2**i) for i in range(3)]
-        taken = [records.step(4 + i, scale=scale / 8, scale_after=scale / 8) for i in range(20)]
-        start = records.header(started=f"2026-01-01T{n:02}:00:00+00:00")
-        records.write(folder, [start, *skips, *taken])
-    return summary_of(folder).steps
-
-
-def test_each_start_with_a_new_scaler_has_a_start_up_of_its_own(tmp_path):
-    steps = restarted(tmp_path, 20, lambda n: 65536.0)
-    assert (steps.num_skipped, len(steps.start_up), steps.num_skipped_later) == (60, 60, 0)
-    assert (steps.later, steps.after_growth, steps.longest_in_a_row) == ((), (), 0)
-
-
-def test_a_start_with_the_old_scaler_has_none(tmp_path):
-    steps = restarted(tmp_path, 3, lambda n: 65536.0 / 8**n)
-    assert (len(steps.start_up), steps.num_skipped_later) == (3, 6)

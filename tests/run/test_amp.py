@@ -47,15 +47,29 @@ class Explosive(Net):
         return y
 
 
-class Hand:
-    """What a script would have to call to do by hand what ``mixed_precision`` does."""
+class Script:
+    """The calls of a script; with a dtype those that do by hand what ``mixed_precision`` does."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
         self.scaler = halfstep.GradScaler(enabled=dtype is torch.float16)
 
     def autocast(self) -> AbstractContextManager[None]:
-        return halfstep.autocast("cpu", self.dtype)
+        return halfstep.autocast("cpu", self.dtype) if self.dtype else nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        (self.scaler.scale(loss) if self.dtype else loss).backward()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.dtype:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *closure: Callable[[], Tensor]) -> Any:
+        if not self.dtype:
+            return optimizer.step(*closure)
+        result = self.scaler.step(optimizer, *closure)
+        self.scaler.update()
+        return result
 
 
 def labelled(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -88,7 +102,8 @@ def under_amp(script: Callable[[], Any], dtype: torch.dtype = torch.float16) -> 
 # --- the plain loop -------------------------------------------------------------------------------
 
 
-def plain_script(
+def plain(
+    script: Script,
     optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     clip: Callable[[Any], object] | None = None,
     loss_of: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
@@ -97,33 +112,13 @@ def plain_script(
     optimizer = optimizer_of(model.parameters(), lr=0.01)
     for x, y in labelled(8):
         optimizer.zero_grad()
-        loss = loss_of(model(x), y)
-        loss.backward()
-        if clip:
-            clip(model.parameters())
-        optimizer.step()
-    return model
-
-
-def plain_by_hand(
-    dtype: torch.dtype,
-    optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-    clip: Callable[[Any], object] | None = None,
-    loss_of: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
-) -> Net:
-    hand = Hand(dtype)
-    model = seeded(Net)
-    optimizer = optimizer_of(model.parameters(), lr=0.01)
-    for x, y in labelled(8):
-        optimizer.zero_grad()
-        with hand.autocast():
+        with script.autocast():
             loss = loss_of(model(x).float(), y)
-        hand.scaler.scale(loss).backward()
+        script.backward(loss)
         if clip:
-            hand.scaler.unscale_(optimizer)
+            script.unscale(optimizer)
             clip(model.parameters())
-        hand.scaler.step(optimizer)
-        hand.scaler.update()
+        script.step(optimizer)
     return model
 
 
@@ -144,20 +139,20 @@ def test_a_model_may_list_its_parameters_itself() -> None:
     [torch.optim.SGD, torch.optim.AdamW, lambda p, lr: torch.optim.AdamW(p, lr, fused=True)],
 )
 def test_a_plain_loop_is_that_by_hand(dtype: torch.dtype, optimizer_of: Any) -> None:
-    trained = under_amp(lambda: plain_script(optimizer_of), dtype)
+    trained = under_amp(lambda: plain(Script(), optimizer_of), dtype)
 
-    assert same(trained, plain_by_hand(dtype, optimizer_of))
-    assert not same(trained, plain_script(optimizer_of))  # in float32 it is another
+    assert same(trained, plain(Script(dtype), optimizer_of))
+    assert not same(trained, plain(Script(), optimizer_of))  # in float32 it is another
 
 
 @pytest.mark.parametrize(
     "loss_of", [nn.CrossEntropyLoss(), lambda x, y: -x.log_softmax(1)[:, 1].mean()]
 )
 def test_losses_of_other_kinds(loss_of: Any) -> None:
-    trained = under_amp(lambda: plain_script(loss_of=loss_of))
+    trained = under_amp(lambda: plain(Script(), loss_of=loss_of))
 
     # By hand, autocast takes log_softmax and the mean in float32 too.
-    assert same(trained, plain_by_hand(torch.float16, loss_of=loss_of))
+    assert same(trained, plain(Script(torch.float16), loss_of=loss_of))
 
 
 def clamp(params: Any) -> None:
@@ -169,10 +164,10 @@ def clamp(params: Any) -> None:
     "clip", [lambda p: clip_grad_norm_(p, 0.1), lambda p: clip_grad_value_(p, 0.01), clamp]
 )
 def test_clipping_of_any_kind_sees_unscaled_gradients(clip: Any) -> None:
-    trained = under_amp(lambda: plain_script(clip=clip))
+    trained = under_amp(lambda: plain(Script(), clip=clip))
 
-    assert same(trained, plain_by_hand(torch.float16, clip=clip))
-    assert not same(trained, plain_by_hand(torch.float16))
+    assert same(trained, plain(Script(torch.float16), clip=clip))
+    assert not same(trained, plain(Script(torch.float16)))
 
 
 def test_gradients_are_unscaled_whoever_looks() -> None:
@@ -235,26 +230,20 @@ def test_what_the_script_drops_is_gone() -> None:
 
 @pytest.mark.parametrize("optimizer_of", [torch.optim.SparseAdam, torch.optim.SGD])
 def test_sparse_gradients(optimizer_of: Any) -> None:
-    def script(scaler: halfstep.GradScaler | None) -> Tensor:
+    def train(script: Script) -> Tensor:
         torch.manual_seed(0)
         model = nn.EmbeddingBag(10, 4, sparse=True, mode="sum")
         optimizer = optimizer_of(model.parameters(), lr=0.1)
         for step in range(3):
             optimizer.zero_grad()
             for part in range(2):
-                loss = model(torch.tensor([[1, 2, 2 + step + part]])).square().mean()
-                (loss if scaler is None else scaler.scale(loss)).backward()
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
+                script.backward(model(torch.tensor([[1, 2, 2 + step + part]])).square().mean())
+            script.step(optimizer)
         return model.weight.detach()
 
-    by_hand = script(halfstep.GradScaler())
-
     # The rows are added up after each part and not at the end: in another order.
-    assert torch.allclose(under_amp(lambda: script(None)), by_hand, rtol=0, atol=1e-6)
+    ours, by_hand = under_amp(lambda: train(Script())), train(Script(torch.float16))
+    assert torch.allclose(ours, by_hand, rtol=0, atol=1e-6)
 
 
 def test_small_gradients_survive() -> None:
@@ -359,82 +348,88 @@ def test_gradients_that_no_backward_pass_makes() -> None:
     assert len(said) == 1
 
 
-def test_accumulation_is_that_by_hand() -> None:
-    def script() -> Net:
-        model = seeded(Net)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for index, (x, y) in enumerate(labelled(12)):
-            (F.cross_entropy(model(x), y) / 3).backward()
-            if index % 3 == 2:
-                clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=index % 2 == 0)
-        return model
-
-    hand = Hand(torch.float16)
+def accumulated(script: Script) -> nn.Module:
     model = seeded(Net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for index, (x, y) in enumerate(labelled(12)):
-        with hand.autocast():
+        with script.autocast():
             loss = F.cross_entropy(model(x).float(), y) / 3
-        hand.scaler.scale(loss).backward()
+        script.backward(loss)
         if index % 3 == 2:
-            hand.scaler.unscale_(optimizer)
+            script.unscale(optimizer)
             clip_grad_norm_(model.parameters(), 0.5)
-            hand.scaler.step(optimizer)
-            hand.scaler.update()
-            optimizer.zero_grad()
-
-    assert same(under_amp(script), model)
+            script.step(optimizer)
+            optimizer.zero_grad(set_to_none=index % 2 == 0)
+    return model
 
 
-def gan(hand: Hand | None) -> tuple[nn.Module, nn.Module]:
+def gan(script: Script) -> nn.Module:
     g = seeded(lambda: nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)))
     d = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)))
     opt_g, opt_d = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (g, d))
-
-    def update(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        if hand is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            hand.scaler.scale(loss).backward()
-            hand.scaler.step(optimizer)
-            hand.scaler.update()
-
     bce = nn.BCELoss()
     for real, _ in labelled(5):
         opt_d.zero_grad()
         # By hand the sigmoid and the loss are kept out of autocast, where BCELoss is refused.
-        with hand.autocast() if hand else nullcontext():
-            fake = g(torch.ones(16, 4))
-            if hand:
-                fake = fake.float()
+        with script.autocast():
+            fake = g(torch.ones(16, 4)).float()
             on_real, on_fake = d(real), d(fake.detach())
         loss = bce(on_real.float().sigmoid(), torch.ones(16, 1))
-        update(loss + bce(on_fake.float().sigmoid(), torch.zeros(16, 1)), opt_d)
+        script.backward(loss + bce(on_fake.float().sigmoid(), torch.zeros(16, 1)))
+        script.step(opt_d)
         opt_g.zero_grad()
-        with hand.autocast() if hand else nullcontext():
+        with script.autocast():
             on_fake = d(fake)
-        update(bce(on_fake.float().sigmoid(), torch.ones(16, 1)), opt_g)
-    return g, d
+        script.backward(bce(on_fake.float().sigmoid(), torch.ones(16, 1)))
+        script.step(opt_g)
+    return nn.ModuleList([g, d])
 
 
-def test_a_gan_is_that_by_hand() -> None:
-    ours, by_hand = under_amp(lambda: gan(None)), gan(Hand(torch.float16))
+def in_the_backward_pass(script: Script) -> nn.Module:
+    """An optimizer for each parameter, which steps as soon as its gradient is there."""
+    model = seeded(Net)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
-    assert same(ours[0], by_hand[0])
-    assert same(ours[1], by_hand[1])
+    def step(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in [] if script.dtype else model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    together = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in labelled(4):
+        with script.autocast():
+            loss = F.cross_entropy(model(x).float(), y)
+        script.backward(loss)
+        if script.dtype:
+            script.step(together)
+            together.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("train", [accumulated, gan, in_the_backward_pass])
+def test_loops_of_other_kinds_are_those_by_hand(train: Callable[[Script], nn.Module]) -> None:
+    assert same(under_amp(lambda: train(Script())), train(Script(torch.float16)))
+
+
+def two() -> tuple[nn.Linear, nn.Linear, Callable[[], list[Any]]]:
+    """Return two layers, and what makes their optimizers."""
+    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    return a, b, lambda: [torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b)]
+
+
+def loss_of_both(a: nn.Module, b: nn.Module) -> Tensor:
+    return (a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum()
 
 
 def test_an_overflow_of_one_optimizer_does_not_skip_the_other() -> None:
-    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    a, b, optimizers = two()
     b.weight.register_hook(lambda grad: grad * float("inf"))
     before = [p.clone() for m in (a, b) for p in m.parameters()]
 
     with mixed_precision(torch.float16, quiet) as scaler:
-        opt_a, opt_b = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
-        ((a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum() / 4).backward()
+        opt_a, opt_b = optimizers()
+        (loss_of_both(a, b) / 4).backward()
         opt_a.step()
         assert scaler.get_scale() == 2.0**16  # b belongs to the same iteration
         opt_b.step()
@@ -482,23 +477,23 @@ def test_a_container_of_optimizers(kind: Any) -> None:
 
 
 def test_the_scale_moves_once_for_all_optimizers_of_a_loss() -> None:
-    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    a, b, optimizers = two()
 
     with mixed_precision(torch.float16, quiet) as scaler:
-        opt_a, opt_b = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
-        (a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum().backward()  # overflows
+        opt_a, opt_b = optimizers()
+        loss_of_both(a, b).backward()  # overflows
         opt_a.step()
         opt_b.step()
         assert scaler.get_scale() == 2.0**15
 
 
 def test_the_scale_moves_once_if_an_optimizer_is_made_after_the_backward_pass() -> None:
-    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    a, b, _ = two()
     before = b.weight.detach().clone()
 
     with mixed_precision(torch.float16, quiet) as scaler:
         opt_a = torch.optim.SGD(a.parameters(), lr=0.1)
-        (a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum().backward()  # overflows
+        loss_of_both(a, b).backward()  # overflows
         opt_a.step()
         torch.optim.SGD(b.parameters(), lr=0.1).step()
         assert scaler.get_scale() == 2.0**15
@@ -507,12 +502,12 @@ def test_the_scale_moves_once_if_an_optimizer_is_made_after_the_backward_pass() 
 
 
 def test_gradients_that_were_replaced_before_another_step() -> None:
-    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    a, b, optimizers = two()
     before = b.weight.detach().clone()
 
     with mixed_precision(torch.float16, quiet):
-        opt_a, opt_b = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
-        ((a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum() / 4).backward()
+        opt_a, opt_b = optimizers()
+        (loss_of_both(a, b) / 4).backward()
         for param in b.parameters():
             param.grad = param.grad * float("inf")
         opt_a.step()
@@ -522,11 +517,11 @@ def test_gradients_that_were_replaced_before_another_step() -> None:
 
 
 def test_the_scale_moves_before_the_next_loss_at_the_latest() -> None:
-    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    a, b, optimizers = two()
 
     with mixed_precision(torch.float16, quiet) as scaler:
-        opt_a, _ = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
-        (a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum().backward()  # overflows
+        opt_a, _ = optimizers()
+        loss_of_both(a, b).backward()  # overflows
         opt_a.step()
         assert scaler.get_scale() == 2.0**16
         a(torch.ones(1, 2)).sum().backward()
@@ -767,21 +762,19 @@ def test_a_backward_pass_that_is_differentiated_again() -> None:
 # --- closures -------------------------------------------------------------------------------------
 
 
-def lbfgs(hand: Hand | None, model: nn.Module) -> list[float]:
+def lbfgs(script: Script, model: nn.Module) -> list[float | None]:
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
     losses = []
     for x, y in labelled(3):
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             optimizer.zero_grad()
-            with hand.autocast() if hand else nullcontext():
+            with script.autocast():
                 loss = F.cross_entropy(model(x).float(), y)
-            (hand.scaler.scale(loss) if hand else loss).backward()
+            script.backward(loss)
             return loss
 
-        loss = hand.scaler.step(optimizer, closure) if hand else optimizer.step(closure)
-        if hand:
-            hand.scaler.update()
+        loss = script.step(optimizer, closure)
         losses.append(loss.item() if loss is not None else None)
     return losses
 
@@ -789,14 +782,14 @@ def lbfgs(hand: Hand | None, model: nn.Module) -> list[float]:
 def test_lbfgs_is_that_by_hand() -> None:
     ours, by_hand = seeded(Net), seeded(Net)
 
-    assert under_amp(lambda: lbfgs(None, ours)) == lbfgs(Hand(torch.float16), by_hand)
+    assert under_amp(lambda: lbfgs(Script(), ours)) == lbfgs(Script(torch.float16), by_hand)
     assert same(ours, by_hand)
 
 
 def test_a_skipped_step_with_a_closure_returns_the_loss() -> None:
     model, start = seeded(lambda: Explosive({1, 2, 3})), seeded(Net)
 
-    losses = under_amp(lambda: lbfgs(None, model))
+    losses = under_amp(lambda: lbfgs(Script(), model))
 
     assert same(model, start)
     assert all(isinstance(loss, float) for loss in losses)
@@ -889,35 +882,6 @@ def test_an_optimizer_around_another_is_skipped(bad: int) -> None:
         if bad == 2:
             script()  # goes on
             assert not same(model, seeded(Net))
-
-
-def test_an_optimizer_in_the_backward_pass() -> None:
-    def script() -> Net:
-        model = seeded(Net)
-        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-
-        def step(param: nn.Parameter) -> None:
-            optimizers[param].step()
-            optimizers[param].zero_grad()
-
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(step)
-        for x, y in labelled(4):
-            F.cross_entropy(model(x), y).backward()
-        return model
-
-    hand = Hand(torch.float16)
-    model = seeded(Net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in labelled(4):
-        optimizer.zero_grad()
-        with hand.autocast():
-            loss = F.cross_entropy(model(x).float(), y)
-        hand.scaler.scale(loss).backward()
-        hand.scaler.step(optimizer)
-        hand.scaler.update()
-
-    assert same(under_amp(script), model)
 
 
 def test_an_optimizer_that_steps_at_each_gradient() -> None:

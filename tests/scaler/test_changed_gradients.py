@@ -81,96 +81,10 @@ def test_a_backward_after_unscaling_is_noticed(set_to_none: bool | None) -> None
     assert p.item() == 1.0
 
 
-def test_another_loss_after_unscaling_and_clipping_is_none() -> None:
-    """As two networks do that are trained in turn."""
-    p, q, scaler = param(), param(), GradScaler()
-    first, second = SGD([p], 1.0), SGD([q], 1.0)
-    backward(scaler, p)
-    scaler.unscale_(first)
-    backward(scaler, q)
-    scaler.unscale_(second)
-    torch.nn.utils.clip_grad_norm_([p, q], 0.5)
-    scaler.step(first)
-    scaler.step(second)
-    assert p.item() == q.item() == pytest.approx(1 - 0.5 / math.sqrt(2))
-
-
-@fused_or_not
-def test_what_is_broken_after_unscaling_is_found_when_measured(fused: bool) -> None:
-    p, scaler = param(), GradScaler()
-    optimizer = SGD([p], 1.0, fused=fused)
-    backward(scaler, p)
-    scaler.unscale_(optimizer)
-    p.grad.div_(0.0)
-    scaler.step(optimizer, max_norm=1.0)
-    scaler.update()
-    assert p.item() == 1.0
-    assert scaler.outcome(optimizer).reason == "non-finite after unscale_"
-    assert scaler.get_scale() == 2.0**16
-
-
 # --- one unscaled with another optimizer ----------------------------------------------------------
 
 
-@fused_or_not
-def test_what_another_optimizer_did_not_look_at_decides_too(fused: bool) -> None:
-    shared, own, scaler = param(4.0), param(1.0), GradScaler(init_scale=4.0)
-    first, second = SGD([shared], 1.0), SGD([shared, own], 1.0, fused=fused)
-    backward(scaler, shared)
-    own.grad = torch.tensor([math.inf])
-    scaler.unscale_(first)
-    scaler.step(second)
-    assert (shared.item(), own.item()) == (4.0, 1.0)
-    assert scaler.outcome(second).skipped
-
-
-def test_a_skipped_step_leaves_gradients_scaled_for_the_next_optimizer() -> None:
-    p, q, scaler = param(), param(), GradScaler(init_scale=4.0)
-    first, second = SGD([p, q], 1.0), SGD([p], 1.0)
-    warm(scaler, first)
-    scaler.scale(torch.ones(()))
-    p.grad, q.grad = torch.tensor([4.0]), torch.tensor([math.inf])
-    scaler.step(first)
-    assert p.grad.item() == 4.0
-    scaler.unscale_(second)
-    assert p.grad.item() == 1.0
-
-
-def test_a_scale_below_1_makes_no_inf_of_what_a_skipped_step_leaves() -> None:
-    p, scaler = param(), GradScaler(init_scale=0.25)
-    optimizer = SGD([p], 1.0)
-    warm(scaler, optimizer)
-    scaler.scale(torch.ones(()))
-    p.grad = torch.tensor([3e38])
-    scaler.step(optimizer)
-    assert p.grad.item() == pytest.approx(3e38)
-    assert scaler.outcome(optimizer).skipped
-
-
 # --- steps that raise -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("max_norm", [None, 0.0, 0.5])
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_a_step_that_raised_can_be_repeated(
-    error: type[BaseException], max_norm: float | None, is_warm: bool
-) -> None:
-    p, scaler = param(), GradScaler()
-    optimizer = SGD([p], 1.0)
-    if is_warm:
-        warm(scaler, optimizer)
-    backward(scaler, p)
-    optimizer.step = raiser(error)  # type: ignore[method-assign]
-    with pytest.raises(error):
-        scaler.step(optimizer, max_norm=max_norm)
-    length = 1.0 if max_norm is None else max_norm
-    assert p.grad.item() == pytest.approx(length, rel=1e-5)
-    del optimizer.step  # type: ignore[method-assign]
-    scaler.step(optimizer, max_norm=max_norm)
-    scaler.update()
-    assert p.item() == pytest.approx(1 - length, rel=1e-5)
-    assert scaler.outcome(optimizer).norm == 1.0
 
 
 @pytest.mark.parametrize("is_warm", [False, True])

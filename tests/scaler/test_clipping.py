@@ -70,32 +70,6 @@ def test_against_torch(maker: Any, how: str, max_norm: float) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-def grads_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [param.grad.clone() for param in model.parameters()]
-
-
-def backward(scaler: GradScaler, model: torch.nn.Module) -> None:
-    scaler.scale(model(batches(6, 6, 5)[0]).square().mean()).backward()
-
-
-@pytest.mark.parametrize("unscaled_before", [False, True])
-def test_the_norm_and_the_gradients_are_those_of_torch(unscaled_before: bool) -> None:
-    model = mlp(5, 7, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    scaler = GradScaler(init_scale=SCALE)
-    backward(scaler, model)
-    if unscaled_before:
-        scaler.unscale_(optimizer)
-    norm = scaler.clip_grad_norm_(optimizer, 0.1, 2)
-    assert norm.dtype == torch.float32
-    assert norm.dim() == 0
-    other = mlp(5, 7, 1)
-    other(batches(6, 6, 5)[0]).square().mean().backward()
-    want = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
-    torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
-    torch.testing.assert_close(grads_of(model), grads_of(other), rtol=1e-5, atol=1e-9)
-
-
 @pytest.mark.parametrize("how", ["optimizer", "step"])
 def test_a_norm_whose_square_overflows_is_no_overflow(how: str) -> None:
     """Entries of 1e25: the sum of their squares is inf in float32; the step is taken."""
@@ -109,29 +83,6 @@ def test_a_norm_whose_square_overflows_is_no_overflow(how: str) -> None:
         scaler.step(optimizer, **({"max_norm": 1.0} if how == "step" else {}))
         assert scaler.outcome(optimizer).taken
         torch.testing.assert_close(param, torch.full((4,), -0.5))
-
-
-def test_parameters_of_two_optimizers_at_once() -> None:
-    """The usual clip over the whole model, whatever the number of optimizers."""
-    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizers = [torch.optim.SGD([param], lr=1.0, fused=k == 1) for k, param in enumerate(params)]
-    scaler = GradScaler(init_scale=SCALE)
-    scaler.scale(3 * params[0].sum() + 4 * params[1].sum()).backward()
-    assert scaler.clip_grad_norm_(params, 1.0).item() == pytest.approx(5.0)
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    assert [param.item() for param in params] == pytest.approx([-0.6, -0.8], rel=1e-5)
-
-
-def test_twice_is_clipping_twice_and_unscaling_once() -> None:
-    param, optimizer = one_parameter(torch.zeros(1))
-    scaler = GradScaler(init_scale=SCALE)
-    scaler.scale(8 * param.sum()).backward()
-    assert scaler.clip_grad_norm_(optimizer, 4.0).item() == pytest.approx(8.0)
-    assert scaler.clip_grad_norm_([param], 2.0).item() == pytest.approx(4.0)
-    scaler.step(optimizer, max_norm=1.0)
-    assert param.item() == pytest.approx(-1.0, rel=1e-5)
 
 
 def test_no_gradients() -> None:
@@ -169,35 +120,3 @@ def test_wrong_arguments(args: Any, error: type[Exception], words: str) -> None:
         with pytest.raises(error, match=words):
             scaler.clip_grad_norm_(param, *args)
         assert torch.equal(param.grad, before)
-
-
-def test_order() -> None:
-    param, optimizer = one_parameter(torch.zeros(3))
-    scaler = GradScaler()
-    with pytest.raises(CallOrderError, match=r"clip_grad_norm_\(SGD\) before scale\(\)"):
-        scaler.clip_grad_norm_(optimizer, 1.0)
-    scaler.scale(param.sum()).backward()
-    scaler.step(optimizer)
-    with pytest.raises(CallOrderError, match=r"clip_grad_norm_\(SGD\): step\(\) has already been"):
-        scaler.clip_grad_norm_(optimizer, 1.0)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda scaler, optimizer: scaler.unscale_(optimizer),
-        lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0),
-        lambda scaler, optimizer: scaler.step(optimizer, max_norm=1.0),
-    ],
-    ids=["unscale_", "clip_grad_norm_", "step"],
-)
-def test_float16_gradients_are_refused_and_untouched(call: Any) -> None:
-    half = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
-    full = torch.nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.SGD([full, half], lr=1.0)
-    scaler = GradScaler(init_scale=4.0)
-    scaler.scale(half.sum() + full.sum()).backward()
-    for _ in range(2):  # and a second time alike
-        with pytest.raises(ValueError, match="SGD has float16 gradients"):
-            call(scaler, optimizer)
-        assert torch.equal(full.grad, torch.full((3,), 4.0))

@@ -431,26 +431,6 @@ def test_schedules_of_what_it_holds_wait_with_it(kind: Any) -> None:
 
 
 @kinds
-def test_checkpoints(kind: Any) -> None:
-    """Training goes on as it would have."""
-
-    def trained(is_resumed: bool) -> tuple[list[Tensor], dict[str, Any]]:
-        model, container, scaler = contained(kind)
-        for step in range(6):
-            if step == 3 and is_resumed:
-                saved, scaler = scaler.state_dict(), GradScaler()
-                scaler.load_state_dict(saved)
-            backward(model, scaler, step, step == 1)
-            scaler.step(container)
-            scaler.update()
-        return values_of(model, container.each()), scaler.state_dict()
-
-    (wanted, state), (found, resumed) = trained(False), trained(True)
-    assert resumed == state
-    assert_same(found, wanted)
-
-
-@kinds
 def test_a_disabled_scaler(kind: Any) -> None:
     model, container, _ = contained(kind)
     scaler = GradScaler(enabled=False)

@@ -210,21 +210,6 @@ def test_outcome_before_step() -> None:
         setup.scaler.outcome(setup.optimizer)
 
 
-def test_two_optimizers_in_one_iteration() -> None:
-    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
-    first, second = (torch.optim.SGD([param], lr=0.1) for param in params)
-    scaler = GradScaler(init_scale=8.0)
-    scaler.scale(sum(params)).backward()
-    params[0].grad.fill_(math.inf)
-    scaler.step(first)
-    scaler.step(second)
-    scaler.update()
-    assert scaler.outcome(first).skipped
-    assert scaler.outcome(second).taken
-    assert [entry.step for entry in scaler.history()] == [1, 1]
-    assert scaler.counts() == (0, 1, 1, 1)
-
-
 def test_repr_of_the_scaler() -> None:
     assert repr(GradScaler()).startswith(
         "GradScaler(scale=2^16, schedule=Dynamic(growth_factor=2.0"

@@ -166,27 +166,6 @@ def test_at_most_so_many_times(fused: bool, times: int, attempts: int) -> None:
     assert mine.scaler.outcome(mine.optimizer).taken == (attempts == 4)
 
 
-def test_twice_by_default() -> None:
-    param, optimizer, scaler = with_scaler()
-    attempts = []
-    for attempt in scaler.retry(optimizer):
-        attempts.append(attempt)
-        iterate(param, optimizer, scaler, limit=1.0)
-    assert attempts == [0, 1, 2]
-
-
-def test_gradients_are_gone_before_each_attempt() -> None:
-    param, optimizer, scaler = with_scaler()
-    seen = []
-    for _ in scaler.retry(optimizer, times=5):
-        seen.append(param.grad)
-        scaler.scale(Limited.apply(param.sum(), 2.0**8)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert seen == [None, None, None]
-    assert torch.equal(param, torch.full((2,), -1.0))
-
-
 @pytest.mark.parametrize("kind", ["closure", "parts", "wrapper"])
 def test_with_other_features(kind: str) -> None:
     param, optimizer, scaler = with_scaler()

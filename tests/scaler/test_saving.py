@@ -18,8 +18,6 @@ from halfstep._scaler.scale_state import ScaleState, next_state
 from halfstep._scaler.schedules import Dynamic, Static
 from halfstep.errors import CallOrderError
 
-TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-
 
 def tripling_scaler(initialized: bool) -> GradScaler:
     scaler = GradScaler(None, 2.0**8, 3.0, 0.25, 7)
@@ -28,73 +26,8 @@ def tripling_scaler(initialized: bool) -> GradScaler:
     return scaler
 
 
-def iterate(scaler: GradScaler | torch.amp.GradScaler, value: float = 1.0) -> None:
-    param = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler.scale(param.sum()).backward()
-    param.grad.mul_(value)
-    scaler.step(optimizer)
-    scaler.update()
-
-
-@pytest.mark.parametrize("initialized", [False, True])
-def test_state_dict(initialized: bool) -> None:
-    state = opened(tripling_scaler(initialized).state_dict())
-    ours = state.pop("halfstep")
-    assert state == {
-        "scale": 256.0,
-        "growth_factor": 3.0,
-        "backoff_factor": 0.25,
-        "growth_interval": 7,
-        "_growth_tracker": 0,
-    }
-    assert ours["version"] == 1
-    assert ours["min_scale"] == 1.0
-    json.dumps(ours)
-
-
-@pytest.mark.parametrize("initialized", [False, True])
-@pytest.mark.parametrize("source_initialized", [False, True])
-def test_torch_loads_ours(initialized: bool, source_initialized: bool) -> None:
-    source = tripling_scaler(source_initialized)
-    iterate(source)
-    target = torch.amp.GradScaler(DEVICE)
-    if initialized:
-        target.scale(torch.ones(()))
-    target.load_state_dict(source.state_dict())
-    ours = source.state_dict()
-    del ours["halfstep"]
-    assert target.state_dict() == ours
-    iterate(target)
-    iterate(source)
-    assert target.state_dict()["_growth_tracker"] == source.state_dict()["_growth_tracker"] == 2
-
-
-@pytest.mark.parametrize("initialized", [False, True])
-@pytest.mark.parametrize("source_initialized", [False, True])
-def test_we_load_torchs(initialized: bool, source_initialized: bool) -> None:
-    source = torch.amp.GradScaler(DEVICE, 2.0**8, 3.0, 0.25, 7)
-    if source_initialized:
-        iterate(source)
-    assert set(source.state_dict()) == TORCH_KEYS
-    target = GradScaler()
-    if initialized:
-        target.scale(torch.ones(()))
-    target.load_state_dict(source.state_dict())
-    loaded = opened(target.state_dict())
-    assert loaded.pop("halfstep")["min_scale"] == 1.0
-    assert loaded == source.state_dict()
-    iterate(target, float("inf"))
-    assert target.get_scale() == 64.0
-
-
 SCHEDULES = st.sampled_from(
-    [
-        Dynamic(),
-        Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step"),
-        Dynamic(trials=False),
-        Static(),
-    ]
+    [Dynamic(), Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step"), Dynamic(trials=False), Static()]
 )
 
 
@@ -176,27 +109,6 @@ def test_an_empty_state_warns_and_changes_nothing(initialized: bool) -> None:
     assert scaler.state_dict() == before
 
 
-@pytest.mark.parametrize("initialized", [False, True])
-def test_a_bad_state_changes_nothing(initialized: bool) -> None:
-    scaler = tripling_scaler(initialized)
-    before = scaler.state_dict()
-    with pytest.raises(ValueError, match=r"cannot be used: scale is 0\.0"):
-        scaler.load_state_dict(before | {"scale": 0.0})
-    assert scaler.state_dict() == before
-    iterate(scaler)
-
-
-@pytest.mark.parametrize("way", ["pickle", "deepcopy"])
-def test_a_copy_between_iterations_goes_on_alike(way: str) -> None:
-    scaler = tripling_scaler(initialized=True)
-    iterate(scaler)
-    copied = copy.deepcopy(scaler) if way == "deepcopy" else pickle.loads(pickle.dumps(scaler))
-    for value in (1.0, 1.0, float("inf"), 1.0):
-        iterate(scaler, value)
-        iterate(copied, value)
-        assert scaler.state_dict() == copied.state_dict()
-
-
 def test_a_subclass_keeps_its_attributes_in_a_copy() -> None:
     class Named(GradScaler):
         name = "none"
@@ -226,9 +138,3 @@ def test_no_copy_in_the_middle_of_an_iteration(call: str) -> None:
         scaler.step(optimizer)
     scaler.update()
     pickle.dumps(scaler)
-
-
-def test_loading_replaces_the_floor() -> None:
-    scaler = GradScaler(init_scale=0.25)
-    scaler.load_state_dict(GradScaler().state_dict())
-    assert opened(scaler.state_dict())["halfstep"]["min_scale"] == 1.0

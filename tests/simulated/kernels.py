@@ -16,16 +16,7 @@ from tests.simulated.memory import (
     storage_at,
     wrap,
 )
-from tests.simulated.state import (
-    CPU,
-    NAME,
-    Now,
-    below,
-    indexed,
-    lacking,
-    ops,
-    refuse,
-)
+from tests.simulated.state import CPU, NAME, Now, below, indexed, lacking, ops, refuse
 from tests.simulated.transfers import (
     Transfer,
     check_pinned_memory,
