@@ -182,15 +182,18 @@ TableLine: TypeAlias = str | tuple[str, ...]
 
 
 def aligned(
-    lines: Sequence[TableLine], indent: int = 0, right: Iterable[str] = ("n", "bytes", "time")
+    lines: Sequence[TableLine],
+    indent: int = 0,
+    right: Iterable[str] = ("n", "bytes", "time"),
+    empty: str = "-",
 ) -> list[str]:
     """Return lines with their cells aligned in columns; the first line is the header.
 
-    Text lines are not changed. Columns whose header is in ``right`` are right-aligned; empty
-    columns are left out.
+    Text lines are not changed. Columns whose header is in ``right`` are right-aligned; those with
+    nothing but ``empty`` are left out.
     """
     columns = list(zip(*(line for line in lines if isinstance(line, tuple)), strict=True))
-    shown = [index for index, (_, *cells) in enumerate(columns) if set(cells) - {"-"}]
+    shown = [index for index, (_, *cells) in enumerate(columns) if set(cells) - {empty}]
     formats = [
         f"{'>' if columns[i][0] in right else '<'}{max(map(len, columns[i]))}" for i in shown
     ]

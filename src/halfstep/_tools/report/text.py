@@ -277,7 +277,7 @@ _MEASURES: tuple[tuple[str, Callable[[Layer], str]], ...] = (
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    return "\n".join(aligned([head, *rows], right=()))
+    return "\n".join(aligned([head, *rows], right=(), empty=""))  # a run has its column
 
 
 def _differing(row: Sequence[Layer | None], text: Callable[[Layer], str]) -> tuple[str, ...]:
