@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._common.patches import Patches
 from halfstep._gradients.gradients import NONE, Gradients, collect, parameters
 from halfstep._gradients.optimizers import members
 from halfstep._gradients.scalars import CPU, as_tensor, combine
 from halfstep._pytorch import autograd, compiler, distributed
 from halfstep._pytorch.devices import to_device
 from halfstep._scaler import GradScaler, LossScale, access
+from halfstep._tools.patches import Patches
 from halfstep._tools.run.amp_forward import ScriptState
 
 

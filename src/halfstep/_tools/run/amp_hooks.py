@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from halfstep._common.nested import map_tensors
-from halfstep._common.patches import Patches
 from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.modules import GLOBAL_BACKWARD_HOOKS
+from halfstep._tools.patches import Patches
 from halfstep._tools.run.amp_backward import Backward, ScaledPass
 
 _thread = threading.local()
