@@ -24,7 +24,6 @@ ALLOWED = {
     "_check_inf_per_device": OF_OUR_SCALER,
     "_check_scale_growth_tracker": OF_OUR_SCALER,
     "_get_scale_async": OF_OUR_SCALER,
-    "_growth_tracker": "a key of what state_dict() returns, in PyTorch's format",
     "_lazy_init_scale_growth_tracker": OF_OUR_SCALER,
     "_maybe_opt_step": OF_OUR_SCALER,
     "_optimizers": "of an Accelerator, which tells in no other way what it has prepared",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep._scaler.early_clipping import NUM_STEPS
+from halfstep._scaler.clipping import NUM_STEPS
 from halfstep._scaler.engine import NUM_LOSSES_WITHOUT_UPDATE
 from halfstep.errors import HalfstepWarning
 

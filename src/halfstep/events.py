@@ -20,7 +20,7 @@ from halfstep._autocast import scopes
 from halfstep._autocast.kernels import OpObserver, count_rules, observe_ops
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.region import ModuleRegion, observe_contexts
-from halfstep._scaler.observers import OBSERVERS, THIS_THREAD, Observer
+from halfstep._scaler.journal import OBSERVERS, THIS_THREAD, Observer
 
 __all__ = [
     "Observer",

@@ -117,22 +117,6 @@ def a_group_of_too_few(rank: int) -> Tried:
     return message, [works(scaler(cases.world()), module)]
 
 
-def saved_states_that_differ(rank: int) -> Tried:
-    from halfstep._scaler.groups import Group
-    from halfstep._scaler.ranks import require_same
-
-    books = scaler("local")
-    for _ in range(1 + rank):
-        works(books, cases.model())
-
-    def save() -> None:
-        require_same(Group.world(), "state_dict()", books.state_dict())
-
-    message = cases.raised(save)[1]
-    same_state(books)
-    return message, [cases.raised(save) == ("", "")]
-
-
 def scales_that_differ(rank: int) -> Tried:
     module, books = cases.ddp(), scaler(cases.world())
     books.update(2.0 ** (8 + rank))
@@ -192,7 +176,6 @@ ADVICE = {
         "process_group='local'",
     ],
     a_group_of_too_few: ["process_group=torch.distributed.group.WORLD"],
-    saved_states_that_differ: ["load the same state on all ranks: scaler.load_state_dict(state)"],
     scales_that_differ: ["update(new_scale=...) with one number", "load_state_dict()"],
     nothing_to_step_with: ["Call scaler.scale(loss).backward() first"],
     a_backward_pass_that_is_late: ["zero_grad() and update(new_scale=scaler.get_scale())"],

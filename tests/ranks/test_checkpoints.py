@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 
 import halfstep
-from halfstep._pytorch import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -104,52 +102,3 @@ def test_on_four_ranks_too(pool: Pool, pool4: Pool, tmp_path: Path) -> None:
 
 def test_the_scaler_is_stateful() -> None:
     assert isinstance(halfstep.GradScaler(), Stateful)
-
-
-def test_a_scale_that_differs_is_not_saved(pool: Pool, tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    for kind, message, alone in pool.run(save_different_scales, folder):
-        assert kind == "RanksError"
-        assert "scale 2^9" in message
-        assert "rank 0" in message
-        assert "scale 2^6" in message
-        assert "rank 1" in message
-        assert alone == ("", "")
-    assert not list(Path(folder).glob("*.metadata"))
-
-
-def save_different_scales(rank: int, folder: str) -> Any:
-    books = halfstep.GradScaler(init_scale=64.0 if rank else 512.0)
-    differing = cases.raised(lambda: dcp.save({"scaler": books}, checkpoint_id=folder))
-
-    def save_alone() -> None:
-        if rank == 1:  # asks no other rank
-            books.state_dict()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PyTorch's, that it is alone
-                dcp.save({"scaler": books}, checkpoint_id=f"{folder}-alone", no_dist=True)
-
-    return *differing, cases.raised(save_alone)
-
-
-def test_who_saves_is_found(pool: Pool, tmp_path: Path) -> None:
-    """Inside a Stateful of the user's, and by ``async_save`` too."""
-    assert pool.run(savers, str(tmp_path)) == [[True, True, False]] * 2
-
-
-def savers(rank: int, folder: str) -> list[bool]:
-    found: list[bool] = []
-
-    class State:
-        def state_dict(self) -> dict[str, Any]:
-            found.append(distributed.saving_group() is not None)
-            return {}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            pass
-
-    dcp.save({"state": State()}, checkpoint_id=f"{folder}/1")
-    future: Any = dcp.async_save({"state": State()}, checkpoint_id=f"{folder}/2")
-    future.result()
-    State().state_dict()
-    return found

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.early_clipping import NUM_STEPS
+from halfstep._scaler.clipping import NUM_STEPS
 from halfstep.errors import CallOrderError
 
 

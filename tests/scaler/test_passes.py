@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep._gradients import norms
 from halfstep._scaler import GradScaler
 from halfstep._scaler import step as step_module
-from halfstep._scaler.early_clipping import NUM_STEPS
+from halfstep._scaler.clipping import NUM_STEPS
 from halfstep._scaler.iteration import Step
 from halfstep.errors import CallOrderError
 

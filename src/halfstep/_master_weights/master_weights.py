@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from operator import methodcaller
@@ -65,12 +65,6 @@ BESIDE_STEP = ("train", "eval", "first_step", "second_step")
 """Methods with which schedule-free and sharpness-aware optimizers change parameters."""
 
 StoreName = Literal["split", "float32"]
-
-REMOVED = {
-    "kahan": ("master_compensation", "the optimizers of optimi have Kahan summation"),
-    "stochastic": ("master_seed", "the optimizers of torchao have stochastic rounding"),
-}
-"""Of each removed store, a key in its checkpoints, and where to find what it did."""
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
@@ -139,8 +133,7 @@ def master_weights(
     if gradients not in (None, "float32"):
         raise ValueError(f"gradients={gradients!r}: pass 'float32', or leave it out")
     if store not in STORES:
-        elsewhere = f" ({REMOVED[store][1]})" if store in REMOVED else ""
-        raise ValueError(f"store={store!r}: pass one of {', '.join(map(repr, STORES))}{elsewhere}")
+        raise ValueError(f"store={store!r}: pass one of {', '.join(map(repr, STORES))}")
     with inside_of_guard(optimizer):
         MasterWeights(STORES[store], gradients == "float32").take(optimizer)
     return optimizer
@@ -161,7 +154,6 @@ class MasterWeights:
 
     def take(self, optimizer: Optimizer) -> None:
         """Make an optimizer step in float32 from now on."""
-        _refuse_removed_stores(optimizer, optimizer.state, optimizer.param_groups)
         if not self._served(optimizer, optimizer.param_groups):
             raise ValueError(
                 f"master_weights({type(optimizer).__name__}): all its parameters are float32 or "
@@ -327,7 +319,6 @@ class MasterWeights:
 
         PyTorch loads the optimizer's own state, which ``__setstate__`` may need, and nothing else.
         """
-        _refuse_removed_stores(optimizer, state_dict["state"], state_dict["param_groups"])
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         saved = dict(state_dict["state"])
         self._loaded = {}
@@ -362,19 +353,6 @@ class MasterWeights:
             if param.dtype in self.store.dtypes and KEYS.isdisjoint(state):
                 for key, value in state.items():
                     state[key] = _map_state(_widened, value)
-
-
-def _refuse_removed_stores(
-    optimizer: Optimizer, state: Mapping[Any, Any], groups: list[dict[str, Any]]
-) -> None:
-    """Raise an error for the state of a removed store, which would be dropped silently."""
-    for store, (key, where) in REMOVED.items():
-        if any(key in each for each in (*state.values(), *groups) if isinstance(each, dict)):
-            raise ValueError(
-                f"master_weights({type(optimizer).__name__}): the state comes from the store "
-                f"{store!r}, which was removed ({where}). To continue from the rounded parameters, "
-                f"delete each {key!r} in its state and param_groups first"
-            )
 
 
 def _copied(store: str, float32_gradients: bool, parts: tuple[Any, ...]) -> Optimizer:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -34,21 +33,6 @@ def exchange_device(process_group: torch.distributed.ProcessGroup) -> torch.devi
         if cpu not in types or process_group._get_backend(cpu).name() != own:
             return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return torch.device("cpu")
-
-
-def saving_group() -> torch.distributed.ProcessGroup | None:
-    """Return the ranks for which torch.distributed.checkpoint is collecting state dicts now.
-
-    None if it is not, or for one rank only. There is no API for this; the arguments of ``save`` on
-    the stack show it.
-    """
-    for frame, _ in walk_stack(sys._getframe(1)):
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
-            arguments = frame.f_locals
-            if "process_group" in arguments and "no_dist" in arguments:
-                world = None if arguments["no_dist"] else torch.distributed.group.WORLD
-                return world and (arguments["process_group"] or world)
-    return None
 
 
 def is_dtensor(value: object) -> bool:

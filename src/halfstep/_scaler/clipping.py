@@ -1,22 +1,26 @@
-"""Clipping of the L2 norm of all gradients together."""
+"""Clipping: the arguments of a call, and the search for gradients clipped before they are unscaled.
+
+Those make updates that are too small by a factor of the scale: training looks stuck, without an
+error. Scaled gradients exceed every limit, so in every step their norm, or largest magnitude, is
+the limit itself: a number of few digits. So are those of an L1 loss, but either neither of them
+changes, or all entries are multiples of one number.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep._gradients import scalars
+from halfstep._common.numbers import power
+from halfstep._common.text import warn
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import is_optimizer, name, require_optimizer
 from halfstep._gradients.scalars import checked_number
-from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Stage, Step
-from halfstep._scaler.step import clip_coefficient_of, gather, measure, multiply_, refuse_half
-from halfstep.errors import CallOrderError
+from halfstep._pytorch.devices import HostCopy
 
 
 def checked_max_norm(max_norm: object) -> float:
@@ -63,33 +67,116 @@ def target(
     return optimizer, parameters(optimizer)
 
 
-def clip_grad_norm_(
-    engine: Engine, owner: torch.optim.Optimizer | Iterable[Tensor] | Tensor, max_norm: float
-) -> Tensor:
-    """Unscale and clip gradients. Sync: none."""
-    optimizer, params = target(owner)
-    earlier = None if optimizer is None else engine.iteration.step_of(optimizer)
-    if earlier is not None and earlier.stage is Stage.STEPPED:
-        raise CallOrderError(
-            f"clip_grad_norm_({name(optimizer)}): {earlier.stage.value} since the last "
-            "update(). Clip before step()"
-        )
-    step = gather(engine, "clip_grad_norm_", owner, params, optimizer)
-    refuse_half(engine, step)
-    norm, clipped = clip_(step, max_norm)
-    engine.iteration.keep(clipped, Stage.UNSCALED)
-    return norm
+# --- clipped too early ----------------------------------------------------------------------------
+
+NUM_STEPS = 3
+"""Number of finite first steps of each optimizer that are compared: clipping happens from the
+start."""
+
+MAX_STEPS = 5
+"""Maximum number of steps that are measured for this."""
+
+SMALLEST_LIMIT = 1e-3
+"""Unscaled gradients are never clipped to less, and correctly clipping scaled ones to ``max_norm *
+scale`` leaves more than this times the scale."""
+
+TOLERANCE = 1e-5
+"""Relative distance of a clipped norm from its limit. Within it lies one in 1,000 other numbers of
+any size from a number of two digits, and three in a row one in a billion."""
+
+CHANGE_OF_NORM = 0.01
+"""Relative change of the norm between steps: a few entries of an L1 loss may become 0."""
 
 
-@torch.no_grad()
-def clip_(step: Step, max_norm: float) -> tuple[Tensor, Step]:
-    """Unscale and clip gradients in place; return their norm, and what they are now.
+class EarlyClipping:
+    """The search for gradients clipped before they are unscaled, in the first steps. Sync: none."""
 
-    The norm is a float32 scalar on the device of the scale, unscaled and before clipping; 0 without
-    gradients. 3 G. Sync: none.
+    def __init__(self) -> None:
+        # Whether the next step is measured. Several ranks measure the same steps, so this depends
+        # on values only where they are on the host at once.
+        self.is_measuring = True
+        self.is_over = False
+        self._num_steps = 0
+        self._rows: list[Tensor] = []  # of each step: norm, largest magnitude, scale
+        self._arriving = HostCopy()
+        self._is_sent = False
+
+    def see(
+        self, optimizer: torch.optim.Optimizer, measured: tuple[Tensor, Tensor, Tensor] | None
+    ) -> None:
+        """Add a step by its unscaled norm, largest magnitude and scale; warn in the last one.
+
+        Steps with inf or NaN are not compared. None ends the search: nothing was measured.
+        """
+        if self.is_measuring:
+            self._num_steps += 1
+            self.is_measuring = measured is not None and self._num_steps < MAX_STEPS
+            if measured is not None:
+                norm, amax, scale = measured
+                self._rows.append(torch.stack([norm * scale, amax * scale, scale]))
+        if not self._rows:
+            self.is_over = True
+            return
+        is_here = self._rows[0].device.type == "cpu"
+        if is_here or not (self.is_measuring or self._is_sent):
+            self._arriving.send(torch.stack(self._rows))
+            self._is_sent = True
+        arrived = self._arriving.latest()
+        if arrived is None:
+            return
+        rows = [row for row in arrived.tolist() if math.isfinite(row[0])]
+        if self.is_measuring and len(rows) < NUM_STEPS:
+            return
+        self.is_measuring, self.is_over, self._rows = False, True, []
+        limit = limit_of(rows)
+        if limit is not None:
+            (what, value), factor = limit, power(rows[-1][2])
+            warn(
+                f"step({name(optimizer)}): the {what} of the gradients, still multiplied by "
+                f"the scale {factor}, was {value:.4g} in {NUM_STEPS} steps. They seem to be "
+                f"clipped before they are unscaled, which makes every update {factor} times "
+                "too small. Call scaler.unscale_(optimizer) before you clip, or leave the "
+                "clipping to scaler.step(optimizer, max_norm=...)",
+            )
+
+
+def limit_of(rows: list[list[float]]) -> tuple[str, float] | None:
+    """Return what the gradients of all steps are clipped to, None if they do not seem to be.
+
+    Each row holds the norm, the largest magnitude, both still scaled, and the scale.
     """
-    scale, step = step.loss_scale, measure(step)
-    coefficient = clip_coefficient_of(step, max_norm)
-    if step.norms is None:  # there are no gradients
-        return torch.zeros_like(scale.tensor), step
-    return scalars.as_float32(step.norms.norm, scale.device), multiply_(step, coefficient)
+    if len(rows) < NUM_STEPS or any(row[2] <= 1.0 for row in rows):
+        return None
+    norms, largest, scales = zip(*rows, strict=True)
+    if is_limit(norms, min(scales)) and spread(largest) > TOLERANCE:
+        return "norm", norms[-1]
+    if is_limit(largest, min(scales)) and spread(norms) > CHANGE_OF_NORM:
+        if are_multiples(norms, largest[0]):
+            return None
+        return "largest entry", largest[-1]
+    return None
+
+
+def is_limit(values: Sequence[float], scale: float) -> bool:
+    """Return whether norms or entries of scaled gradients are one limit that people clip to."""
+    limit = float(f"{values[0]:.1e}")
+    are_equal = all(abs(value - limit) <= TOLERANCE * value for value in values)
+    return are_equal and 0.0 < limit < SMALLEST_LIMIT * scale
+
+
+def are_multiples(norms: Sequence[float], largest: float) -> bool:
+    """Return whether all entries seem to be multiples of the largest or a simple part of it.
+
+    Those of a masked L1 or hinge loss are. Then the sum of their squares is a whole number of such
+    squares, up to about 1,000,000 of which float32 norms can tell.
+    """
+    for parts in range(1, 5):
+        sums = [(parts * norm / largest) ** 2 for norm in norms]
+        if all(abs(each - round(each)) <= min(5e-7 * each, 0.1) for each in sums):
+            return True
+    return False
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the relative distance between the smallest and the largest value."""
+    return 1.0 - min(values) / max(values)

@@ -19,6 +19,7 @@ from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome, outcome_of
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.schedules import Static
+from halfstep._scaler.step import clip_
 from halfstep.errors import RanksError
 
 
@@ -35,7 +36,7 @@ def clip_grad_norm_(
         ranks = engine.ranks.of("clip_grad_norm_", params, has_scale=True)
     except RanksError:  # a disabled scaler needs no more than PyTorch's clipping
         ranks = ALONE
-    return clipping.clip_(Step(optimizer, _one(device), found, ranks=ranks), max_norm)[0]
+    return clip_(Step(optimizer, _one(device), found, ranks=ranks), max_norm)[0]
 
 
 def step(

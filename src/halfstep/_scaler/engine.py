@@ -16,9 +16,8 @@ from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.optimizers import Names, name
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.iteration import Iteration, Stage
-from halfstep._scaler.journal import Journal, Taken
+from halfstep._scaler.journal import OBSERVERS, Journal, Taken
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.outcome import Outcome, outcome_of
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState

@@ -24,7 +24,7 @@ from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import tell_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
 from halfstep._scaler.clipping import checked_max_norm
-from halfstep._scaler.observers import THIS_THREAD
+from halfstep._scaler.journal import THIS_THREAD
 from halfstep._scaler.outcome import Counts, Outcome
 from halfstep._scaler.scaler import GradScaler
 from halfstep._scaler.schedules import Static

@@ -1,11 +1,13 @@
-"""The outcomes of all steps, and what is remembered of an optimizer from one to the next."""
+"""The outcomes of all steps, their observers, and what is remembered of an optimizer."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from halfstep._gradients.optimizers import (
     name,
 )
 from halfstep._scaler.agreement import Alone, Together
-from halfstep._scaler.early_clipping import EarlyClipping
+from halfstep._scaler.clipping import EarlyClipping
 from halfstep._scaler.iteration import Iteration, Stage, Step
 from halfstep._scaler.ledger import Check
 from halfstep._scaler.loss_scale import LossScale
@@ -165,3 +167,41 @@ def _forget(journal: weakref.ref[Journal], key: int, plan: Plan) -> None:
     alive = journal()
     if alive is not None:
         alive.plans.pop(key, None)
+
+
+# --- who is shown them ----------------------------------------------------------------------------
+
+# Scalers stand above this file, so their type has no name here.
+
+
+class Observer(Protocol):
+    """An observer of the losses and iterations of all scalers. It must not wait for the device.
+
+    Attributes:
+        is_diagnosing: Whether it explains what goes bad.
+    """
+
+    is_diagnosing: bool
+
+    def on_loss(self, scaler: Any, outputs: Any) -> None:
+        """Handle the argument of ``scale`` before it is scaled."""
+
+    def on_iteration(
+        self, scaler: Any, outcomes: Sequence[Outcome], left_out: Sequence[Outcome]
+    ) -> None:
+        """Handle the end of an iteration, with the outcomes of its steps.
+
+        ``left_out``: those of optimizers that were only unscaled.
+        """
+
+
+OBSERVERS: list[Observer] = []
+"""The active observers, oldest first."""
+
+
+class _Thread(threading.local):
+    stepping: Any = None
+
+
+THIS_THREAD = _Thread()
+"""State of the current thread: the GradScaler (also of a guard) that is stepping an optimizer."""

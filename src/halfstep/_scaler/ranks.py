@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import ref
@@ -13,7 +11,6 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfstep._common.numbers import power
 from halfstep._pytorch.distributed import (
     has_comm_hook,
     has_process_group,
@@ -21,8 +18,7 @@ from halfstep._pytorch.distributed import (
     is_dtensor,
     reduced_by,
 )
-from halfstep._scaler.agreement import ALONE, Alone, Together
-from halfstep._scaler.groups import Group, Layout, listed, ranks_of
+from halfstep._scaler.agreement import ALONE, Alone, Group, Layout, Together, listed, ranks_of
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
@@ -82,11 +78,6 @@ class Ranks:
             found.require_all_ranks(call)
             return Together(found, call, has_scale, self._numbers.__next__)
         return found
-
-    def require_same(self, call: str, state: dict[str, Any], asking: ProcessGroup) -> None:
-        """Raise if a saved state differs between the ranks that save it; all of them call this."""
-        if not self._is_local and has_ranks():
-            require_same(Group.of(asking), call, state)
 
     def _find(self, call: str, params: Sequence[Tensor]) -> Layout | Alone:
         meshes = {param.device_mesh for param in params if is_dtensor(param)}  # type: ignore[attr-defined]
@@ -188,20 +179,3 @@ def _spread(meshes: Sequence[DeviceMesh]) -> Group | None:
     if whole is not None:
         return Group.of_mesh(whole)
     return Group.world() if len(ranks) == distributed.get_world_size() else Group((), ranks)
-
-
-# --- saved states ---------------------------------------------------------------------------------
-
-
-def require_same(group: Group, call: str, state: Mapping[str, Any]) -> None:
-    """Raise RanksError on all ranks if their saved states differ. Sync: one."""
-    digest = zlib.crc32(json.dumps(state, sort_keys=True).encode())
-    own = [float(number) for number in (digest, state["_growth_tracker"], state["scale"])]
-    rows = group.gather(own, f"{call}: the state of each rank")
-    if len(set(rows)) > 1:
-        raise RanksError(
-            f"{call}: nothing is saved, since the ranks have different states:\n"
-            + group.lines(rows, lambda row: f"scale {power(row[2])}, growth tracker {row[1]:.0f}")
-            + "\nCure: load the same state on all ranks: scaler.load_state_dict(state), with the "
-            "state_dict() of one rank, which torch.distributed.broadcast_object_list() sends"
-        )

@@ -26,14 +26,13 @@ from halfstep._gradients.optimizers import (
 )
 from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._pytorch.distributed import saving_group
 from halfstep._scaler import clipping, disabled, step, torch_amp, usual
 from halfstep._scaler.after_step import Count, attempts, step_quietly
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
 from halfstep._scaler.engine import Engine
+from halfstep._scaler.journal import THIS_THREAD
 from halfstep._scaler.loss_scale import state_dict_of, state_from
-from halfstep._scaler.observers import THIS_THREAD
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
@@ -318,7 +317,7 @@ class GradScaler(TorchAttributes):
         Sync: none.
         """
         clipping.require_l2(norm_type)
-        clip = clipping.clip_grad_norm_ if self._is_enabled else disabled.clip_grad_norm_
+        clip = step.clip_grad_norm_ if self._is_enabled else disabled.clip_grad_norm_
         if self._is_enabled:
             torch_amp.refuse(self, "clip_grad_norm_()", torch_amp.CLIP)
         return clip(self._engine, optimizer_or_parameters, clipping.checked_max_norm(max_norm))
@@ -541,27 +540,16 @@ class GradScaler(TorchAttributes):
         ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``_growth_tracker``; plus
         ``halfstep``, with a version and the state that PyTorch does not have, as JSON text.
 
-        When ``torch.distributed.checkpoint`` saves the scaler, which is ``Stateful``, all ranks
-        call this, and the ranks that step together compare their states.
-
-        Raises:
-            RanksError: In that case, if a scale or a counter differs between them.
-
         Sync: one.
         """
         if not self._is_enabled:
             return {}
-        engine = self._engine
-        now = engine.loss_scale.read()
+        now = self._engine.loss_scale.read()
         if self._overridden():
             scale, tracker = self.get_scale(), self._get_growth_tracker()
             ours = now if scale == now.scale else now.with_scale(scale)
             now = replace(ours, growth_tracker=tracker)
-        state = state_dict_of(now)
-        group = saving_group()
-        if group is not None:
-            engine.ranks.require_same("state_dict()", state, group)
-        return state
+        return state_dict_of(now)
 
     @keep_out_of_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

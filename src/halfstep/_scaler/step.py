@@ -19,7 +19,7 @@ could not undo its division.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any
@@ -38,6 +38,7 @@ from halfstep._gradients.norms import (
 from halfstep._gradients.optimizers import name, step_with_scale, writes_unscaled
 from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.distributed import has_process_group
+from halfstep._scaler import clipping
 from halfstep._scaler.agreement import ALONE, Alone, Together
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Iteration, Stage, Step, nothing_checked
@@ -132,6 +133,38 @@ def unscale(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     else:
         step = unscale_(step)
     engine.iteration.keep(step, Stage.UNSCALED)
+
+
+def clip_grad_norm_(
+    engine: Engine, owner: torch.optim.Optimizer | Iterable[Tensor] | Tensor, max_norm: float
+) -> Tensor:
+    """Unscale and clip gradients; see ``GradScaler.clip_grad_norm_``. Sync: none."""
+    optimizer, params = clipping.target(owner)
+    earlier = None if optimizer is None else engine.iteration.step_of(optimizer)
+    if earlier is not None and earlier.stage is Stage.STEPPED:
+        raise CallOrderError(
+            f"clip_grad_norm_({name(optimizer)}): {earlier.stage.value} since the last "
+            "update(). Clip before step()"
+        )
+    step = gather(engine, "clip_grad_norm_", owner, params, optimizer)
+    refuse_half(engine, step)
+    norm, clipped = clip_(step, max_norm)
+    engine.iteration.keep(clipped, Stage.UNSCALED)
+    return norm
+
+
+@torch.no_grad()
+def clip_(step: Step, max_norm: float) -> tuple[Tensor, Step]:
+    """Unscale and clip gradients in place; return their norm, and what they are now.
+
+    The norm is a float32 scalar on the device of the scale, unscaled and before clipping; 0 without
+    gradients. 3 G. Sync: none.
+    """
+    scale, step = step.loss_scale, measure(step)
+    coefficient = clip_coefficient_of(step, max_norm)
+    if step.norms is None:  # there are no gradients
+        return torch.zeros_like(scale.tensor), step
+    return scalars.as_float32(step.norms.norm, scale.device), multiply_(step, coefficient)
 
 
 def require_scaled(optimizer: torch.optim.Optimizer, earlier: Step | None) -> None:

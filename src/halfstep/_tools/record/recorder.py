@@ -24,7 +24,6 @@ from halfstep._common.numbers import power, things
 from halfstep._common.text import warn
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.norms import norms_of
-from halfstep._gradients.optimizers import Rounds
 from halfstep._gradients.scalars import as_tensor
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._pytorch.devices import to_device
@@ -51,6 +50,7 @@ from halfstep._tools.record.sample import (
     bounded,
     sample_scalars,
 )
+from halfstep._tools.rounds import Rounds
 from halfstep._tools.user_code import user_line
 from halfstep.errors import CallOrderError
 from halfstep.events import is_observing, is_stepping, observers

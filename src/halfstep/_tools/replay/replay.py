@@ -21,13 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep._autocast import Rule
 from halfstep._common.nested import tensors_in, values_reached
-from halfstep._common.patches import Around, Patches, subclasses, watch_steps
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import split_closure
 from halfstep._pytorch import amp, autograd, modes
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import begin_anew
 from halfstep._tools.measure import is_finite
+from halfstep._tools.patches import Around, Patches, subclasses, watch_steps
 from halfstep._tools.replay import LEFT_GRADIENTS
 from halfstep._tools.replay.observer import FoundModules, ObserverMode, OpObserver
 from halfstep._tools.replay.undo import UndoLog

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from halfstep._autocast import HALVES, Policy, Region, Settings, preset
 from halfstep._autocast.access import changed, named, policy_of, with_policy
 from halfstep._common.nested import map_plain
-from halfstep._common.patches import Patches
 from halfstep._pytorch import amp
+from halfstep._tools.patches import Patches
 
 
 @dataclass(frozen=True)

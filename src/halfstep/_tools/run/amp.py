@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep._autocast import Policy
 from halfstep._autocast.access import fitting_numbers
-from halfstep._common.patches import Patches, subclasses, watch_steps
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import (
     evaluates_first,
@@ -38,6 +37,7 @@ from halfstep._scaler import (
     access,
     backup_of,
 )
+from halfstep._tools.patches import Patches, subclasses, watch_steps
 from halfstep._tools.run.amp_backward import Backward, FreshGradients
 from halfstep._tools.run.amp_forward import Forward, ScriptState
 from halfstep.events import is_stepping, observe_contexts

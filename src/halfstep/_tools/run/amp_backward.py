@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from halfstep._common.nested import map_tensors
-from halfstep._common.patches import Patches
 from halfstep._gradients.gradients import NONE, Gradients, collect, parameters
 from halfstep._gradients.optimizers import members
 from halfstep._gradients.scalars import CPU, as_tensor, combine
@@ -28,6 +27,7 @@ from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modules import GLOBAL_BACKWARD_HOOKS
 from halfstep._scaler import GradScaler, LossScale, access
+from halfstep._tools.patches import Patches
 from halfstep._tools.run.amp_forward import ScriptState
 
 

@@ -17,10 +17,10 @@ from halfstep._autocast import Policy, autocast
 from halfstep._common.formats import dtype_name
 from halfstep._common.nested import map_leaves
 from halfstep._common.numbers import listed, things
-from halfstep._common.patches import TopLevelCalls, not_compiled
 from halfstep._gradients.optimizers import name as name_of
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._pytorch.amp import Switches
+from halfstep._tools.patches import TopLevelCalls, not_compiled
 from halfstep._tools.record.run import HIDDEN
 from halfstep._tools.replay.replay import is_replaying
 from halfstep.events import has_own_policies

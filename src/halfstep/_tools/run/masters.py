@@ -22,7 +22,6 @@ from torch.optim.optimizer import (
 
 from halfstep._common.formats import dtype_name
 from halfstep._common.numbers import percent, things
-from halfstep._common.patches import Patches, TopLevelCalls, not_compiled, watch_steps
 from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import is_bypassed, members, name
@@ -39,6 +38,7 @@ from halfstep._pytorch.distributed import has_process_group, local_part, reduced
 from halfstep._pytorch.listeners import listening_to_backward
 from halfstep._pytorch.modes import unseen_by_modes
 from halfstep._scaler import GradScaler, Guard, GuardScaler, access, guard
+from halfstep._tools.patches import Patches, TopLevelCalls, not_compiled, watch_steps
 from halfstep._tools.replay.replay import is_replaying
 from halfstep._tools.run.amp import watch_scalers
 from halfstep.errors import CallOrderError

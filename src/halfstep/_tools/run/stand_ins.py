@@ -28,10 +28,10 @@ from halfstep._autocast import HALVES, LOWER_PRECISIONS, Region, Rule, Settings,
 from halfstep._autocast.access import settings_of, with_policy
 from halfstep._common.machine import has_device
 from halfstep._common.module_names import matching
-from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._common.text import warn
 from halfstep._gradients.scalars import SMALLEST_SCALE
 from halfstep._pytorch import amp, compiler
+from halfstep._tools.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._tools.user_code import whole_model
 
 _TorchAutocast = autocast_mode.autocast

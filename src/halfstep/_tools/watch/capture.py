@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from halfstep._common.nested import tensors_reached
-from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._pytorch import autograd, compiler, modes, modules, optim
 from halfstep._scaler import GradScaler
 from halfstep._tools.measure import is_finite
+from halfstep._tools.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._tools.replay.kept_calls import (
     VIEWS,
     KeptCall,

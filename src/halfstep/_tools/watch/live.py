@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from halfstep._common.module_names import replicated
 from halfstep._common.numbers import things
-from halfstep._common.patches import Patches
 from halfstep._pytorch import distributed, modes
 from halfstep._tools.diagnose.diagnose import judge_alone
 from halfstep._tools.diagnose.diagnosis import Diagnosis, source_of
 from halfstep._tools.diagnose.inspect_op import InspectingTracker
+from halfstep._tools.patches import Patches
 from halfstep._tools.replay.blame import ELSEWHERE, OUTSIDE
 from halfstep._tools.replay.observer import FoundModules, ObserverMode, is_compiled_together
 from halfstep._tools.replay.replay import watch_backward

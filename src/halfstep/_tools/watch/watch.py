@@ -24,9 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
-from halfstep._common.patches import Patches
 from halfstep._gradients.gradients import parameters
-from halfstep._gradients.optimizers import Rounds, split_closure, with_closure
+from halfstep._gradients.optimizers import split_closure, with_closure
 from halfstep._pytorch import modes, optim
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._tools.diagnose.diagnose import (
@@ -47,6 +46,7 @@ from halfstep._tools.diagnose.optimizer_step import (
 )
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
 from halfstep._tools.line import Line, line_text
+from halfstep._tools.patches import Patches
 from halfstep._tools.replay.kept_calls import (
     KeptCall,
     Made,
@@ -55,6 +55,7 @@ from halfstep._tools.replay.kept_calls import (
     needed_for,
     weights_of,
 )
+from halfstep._tools.rounds import Rounds
 from halfstep._tools.user_code import user_line
 from halfstep._tools.watch.bad_steps import (
     Skips,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfstep._gradients.optimizers import Rounds
+from halfstep._tools.rounds import Rounds
 
 
 @pytest.mark.parametrize(
