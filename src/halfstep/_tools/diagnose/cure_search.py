@@ -331,23 +331,23 @@ def _of_edits(
     ``edits_for`` returns the edits of a function, the least invasive first. The edits ``chosen``
     for other calls are applied too.
     """
-    left, best = list(islice(edits_for(call.function), MOST_EDITS_TRIED)), None
-    standing: Cure | None = None
-    while left and trial.replayer.num_replays < MOST_REPLAYS:
-        tried = trial.edited((*chosen, (call, tuple(left))), trial.scale)
-        edit = tried.calls.chosen.get(len(chosen))
-        if edit is None:  # the call was not reached
+    best, standing = None, None
+    for edit in islice(edits_for(call.function), MOST_EDITS_TRIED):
+        now = (*chosen, (call, edit))
+        if trial.replayer.num_replays >= MOST_REPLAYS:
             break
-        left.remove(edit)
+        tried = trial.edited(now, trial.scale)
+        if len(chosen) not in tried.calls.reached:
+            break
         if tried.blame is None:
-            cure = _of_finite(trial, tried.calls, (*chosen, (call, (edit,))))
+            cure = _of_finite(trial, tried.calls, now)
             if cure is None or _is_good(trial, cure):
                 return cure
             standing = standing or cure
             continue
         if tried.blame.number == OUTSIDE:  # the replay was not completed
             continue
-        best, now = best or tried.calls, (*chosen, (call, (edit,)))
+        best = best or tried.calls
         scale = _scale_of_edits(trial, now, blame, tried.blame)
         if scale is not None:
             return _of_placed(tried.calls, scale, is_finite=True)
@@ -363,7 +363,7 @@ def _of_edits(
 
 def _of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
     """Return one edit as the cure if the step is finite with it."""
-    edits: Edits = ((call, (edit,)),)
+    edits: Edits = ((call, edit),)
     tried = trial.edited(edits, trial.scale)
     return None if tried.blame is not None else _of_finite(trial, tried.calls, edits)
 
