@@ -367,7 +367,7 @@ def test_diagnose_an_edit_that_needs_a_smaller_scale(tmp_path: Path) -> None:
     statement, remark = found.cure.text.split("  # ")
     assert statement == edit.text.strip()
     assert remark == (
-        "finite at a loss scale of 2^5, not at the present one; a GradScaler backs off to it by "
+        "finite at a loss scale of 2^11, not at the present one; a GradScaler backs off to it by "
         "itself"
     )
     lines = source.splitlines()
@@ -383,7 +383,7 @@ def test_diagnose_an_edit_that_needs_a_smaller_scale(tmp_path: Path) -> None:
         optimizer.zero_grad()
     assert taken.index(True) <= 11
     assert all(taken[taken.index(True) :])
-    assert scaler.get_scale() >= 2.0**5
+    assert scaler.get_scale() >= 2.0**11
 
 
 def test_diagnose_edits_no_call_that_the_scaler_makes(tmp_path: Path) -> None:

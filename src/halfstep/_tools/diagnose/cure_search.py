@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from halfstep._autocast import Policy, autocast, preset
-from halfstep._common.formats import FORMATS
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import number, power
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, stands
@@ -36,23 +35,20 @@ MOST_RULES = 3
 """The largest number of rules that are added to a policy before another dtype is tried."""
 SMALLEST_SCALE = 1.0
 """The smallest loss scale that is tried."""
-_SCALE_FACTORS = (2.0**-4, 2.0**-10, 0.0)
 
 
-def smaller_scale(
-    trial: CureTrial, scale: float, bad: BadOp, largest: float | None
-) -> float | None:
-    """Return a smaller scale at which the step is finite: a power of two, at least 1; or None.
+def smaller_scale(trial: CureTrial, scale: float, bad: BadOp) -> float | None:
+    """Return a smaller scale at which the step is finite: a power of two, at least 1; or None."""
+    excess = bad.needs / bad.limit if bad.needs and bad.limit else 1.0
+    first = power_below(scale / max(2 * excess, 2.0))  # one bit of headroom
+    return _first_scale(first, lambda each: trial.is_finite(scale=each))
 
-    ``largest`` is the largest float32 magnitude of gradients that the step computes in float16.
-    """
-    limit = bad.limit or FORMATS["fp16"].largest
-    needed = max(filter(None, (largest, bad.needs)), default=16 * limit)
-    first = power_below(scale * min(limit / needed / 2, 0.5))  # one bit of headroom
-    for candidate in (first, first / 16, first / 256, SMALLEST_SCALE):
-        if candidate >= SMALLEST_SCALE and trial.is_finite(scale=candidate):
-            return candidate
-    return None
+
+def _first_scale(largest: float, is_finite: Callable[[float], bool]) -> float | None:
+    """Return the first of some smaller and smaller scales with which a step is finite, or None."""
+    scales = [largest / 4**n for n in range(5)]
+    scales = [*(each for each in scales if each > SMALLEST_SCALE), SMALLEST_SCALE]
+    return next(filter(is_finite, scales), None)
 
 
 def of_scale(scale: float, *, is_finite: bool | None = None) -> Cure:
@@ -199,8 +195,7 @@ def _scale_with(trial: CureTrial, policy: Policy) -> float | None:
     """Return a scale at which the step is finite under a policy, or None."""
     if trial.scale is None:
         return None
-    scales = (max(trial.scale * factor, SMALLEST_SCALE) for factor in _SCALE_FACTORS)
-    return next((each for each in scales if trial.is_finite(policy=policy, scale=each)), None)
+    return _first_scale(trial.scale / 16, lambda each: trial.is_finite(policy=policy, scale=each))
 
 
 def _of_policy(
@@ -331,23 +326,23 @@ def _of_edits(
     ``edits_for`` returns the edits of a function, the least invasive first. The edits ``chosen``
     for other calls are applied too.
     """
-    left, best = list(islice(edits_for(call.function), MOST_EDITS_TRIED)), None
-    standing: Cure | None = None
-    while left and trial.replayer.num_replays < MOST_REPLAYS:
-        tried = trial.edited((*chosen, (call, tuple(left))), trial.scale)
-        edit = tried.calls.chosen.get(len(chosen))
-        if edit is None:  # the call was not reached
+    best, standing = None, None
+    for edit in islice(edits_for(call.function), MOST_EDITS_TRIED):
+        now = (*chosen, (call, edit))
+        if trial.replayer.num_replays >= MOST_REPLAYS:
             break
-        left.remove(edit)
+        tried = trial.edited(now, trial.scale)
+        if len(chosen) not in tried.calls.reached:
+            break
         if tried.blame is None:
-            cure = _of_finite(trial, tried.calls, (*chosen, (call, (edit,))))
+            cure = _of_finite(trial, tried.calls, now)
             if cure is None or _is_good(trial, cure):
                 return cure
             standing = standing or cure
             continue
         if tried.blame.number == OUTSIDE:  # the replay was not completed
             continue
-        best, now = best or tried.calls, (*chosen, (call, (edit,)))
+        best = best or tried.calls
         scale = _scale_of_edits(trial, now, blame, tried.blame)
         if scale is not None:
             return _of_placed(tried.calls, scale, is_finite=True)
@@ -363,7 +358,7 @@ def _of_edits(
 
 def _of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
     """Return one edit as the cure if the step is finite with it."""
-    edits: Edits = ((call, (edit,)),)
+    edits: Edits = ((call, edit),)
     tried = trial.edited(edits, trial.scale)
     return None if tried.blame is not None else _of_finite(trial, tried.calls, edits)
 
@@ -390,8 +385,7 @@ def _scale_of_edits(trial: CureTrial, edits: Edits, before: Blame, after: Blame)
         return None
     if before.phase == "backward" and before.where == after.where:
         return None
-    scales = (max(trial.scale * factor, SMALLEST_SCALE) for factor in _SCALE_FACTORS[1:])
-    return next((each for each in scales if trial.edited(edits, each).blame is None), None)
+    return _first_scale(trial.scale / 16, lambda each: trial.edited(edits, each).blame is None)
 
 
 def _of_placed(

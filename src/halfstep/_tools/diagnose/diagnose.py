@@ -289,8 +289,7 @@ def judge(
         blame.phase == "backward" and (is_wide_finite or wide is None)
     )
     if run.scale is not None and may_be_scale:
-        largest = _largest_gradient(found, wide) if wide is not None else None
-        smaller = cure_search.smaller_scale(trial, run.scale, bad, largest)
+        smaller = cure_search.smaller_scale(trial, run.scale, bad)
         if smaller is not None:
             cure: Cure | None = cure_search.of_scale(smaller, is_finite=True)
             flushes = find_underflow(replayer, smaller)
@@ -328,13 +327,6 @@ def _note_range_alone(replayer: Replayer, blame: Blame, wide: Scan | None) -> No
         replayer.notes.append(
             f"in float32 the step goes bad too, later: {wide.blame.op} in {place}"
         )
-
-
-def _largest_gradient(found: Scan, wide: Scan) -> float | None:
-    """Return the largest float32 magnitude of the gradients that the step computes in float16."""
-    halves = {place for place, (dtype, _) in found.gradients.items() if dtype is torch.float16}
-    sizes = [amax for place, (_, amax) in wide.gradients.items() if place in halves]
-    return max(sizes, default=None)
 
 
 def judge_alone(

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from halfstep._common.machine import RandomStates, accelerators
-from halfstep._common.nested import map_plain, tensors_in
 from halfstep._common.numbers import things
 from halfstep._pytorch import autograd, modes
 from halfstep._tools.diagnose.edits import (
@@ -24,7 +20,6 @@ from halfstep._tools.diagnose.edits import (
     writes_to_first,
 )
 from halfstep._tools.diagnose.source import Placed, Slot, parameters_of
-from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import Blame
 from halfstep._tools.user_code import (
     Place,
@@ -64,18 +59,12 @@ class _Running(NamedTuple):
     kwargs: dict[str, Any]
 
 
-_Changed = Callable[[int, Edit, Slot, Any], Any]
-"""A function that applies an edit, with its index and slot, to a value."""
-Edits = tuple[tuple[UserCall, tuple[Edit, ...]], ...]
-"""Pairs of a known call and its alternative edits, one of which is applied."""
+Edits = tuple[tuple[UserCall, Edit], ...]
+"""Known calls, each with an edit of it."""
 
 
 class UserCalls(TorchFunctionMode):
-    """Function mode that notes the user's calls of PyTorch functions, and applies edits to them.
-
-    Of several edits of a call, it applies the first that makes the call by itself, including its
-    gradients, finite.
-    """
+    """Function mode that notes the user's calls of PyTorch functions, and applies edits to them."""
 
     def __init__(
         self, num_ops: Callable[[], int], edits: Edits = (), *, may_end_early: bool = False
@@ -86,7 +75,7 @@ class UserCalls(TorchFunctionMode):
         self._calls: list[UserCall] = []
         self._is_inside, self.do_fit = False, True
         self._changes: dict[tuple[int, Slot], _Changes] = {}
-        self.chosen: dict[int, Edit] = {}  # applied edits, by the index of the pair
+        self.reached: set[int] = set()  # indices of the edits whose call was made
         self._texts: dict[tuple[int, Slot], str] = {}
         self.placed: dict[tuple[int, Slot], Placed] = {}
 
@@ -133,26 +122,41 @@ class UserCalls(TorchFunctionMode):
             self._is_inside = True
 
     def _edited(self, running: _Running) -> Any:
-        place = user_place()
-        if place is None:
+        place, name = user_place(), running.name
+        call = None if place is None else UserCall(place, name, range(0))
+        here = [n for n, (where, _) in enumerate(self._edits) if call and where.is_at(call)]
+        if not here:
             return running.function(*running.args, **running.kwargs)
-        call = UserCall(place, running.name, range(0))
-        here = [number for number, (where, _) in enumerate(self._edits) if where.is_at(call)]
-        for number in here:
-            if number not in self.chosen:
-                self.chosen[number] = _best(self._edits[number][1], running)
-        edits = [(number, self.chosen[number]) for number in here]
+        self.reached.update(here)
         try:
-            return _carried_out(edits, running, partial(self._changed, running))
+            return self._carried_out(here, running)
         except Exception:  # an error of the edit must not interrupt the user's function
             self.do_fit = False
             if self._may_end_early:
                 raise
             return running.function(*running.args, **running.kwargs)
 
-    def _changed(self, running: _Running, number: int, edit: Edit, slot: Slot, value: Any) -> Any:
+    def _carried_out(self, numbers: list[int], running: _Running) -> Any:
+        """Call a function with edits."""
+        given, named, of_result = list(running.args), dict(running.kwargs), list[int]()
+        for number in numbers:
+            slots = self._edits[number][1].slots_in(given, named)
+            if not slots:
+                raise NotApplicable
+            for slot in slots:
+                if slot == CALL:
+                    of_result.append(number)
+                    continue
+                holder, key = _holder(slot, given, named, running.function)
+                holder[key] = self._changed(running, number, slot, holder[key])
+        result = running.function(*given, **named)
+        for number in of_result:
+            result = self._changed(running, number, CALL, result)
+        return result
+
+    def _changed(self, running: _Running, number: int, slot: Slot, value: Any) -> Any:
         """Apply an edit to a value, and note the source expression of the edit."""
-        key = number, slot
+        key, edit = (number, slot), self._edits[number][1]
         text = self._texts.get(key)
         if text is None:
             text = self._texts[key] = _text(edit, running.name, slot, value)
@@ -240,73 +244,6 @@ def _text(edit: Edit, function: str, slot: Slot, value: Any) -> str:
     if text is None:
         raise NotApplicable
     return text
-
-
-def _carried_out(edits: Sequence[tuple[int, Edit]], running: _Running, changed: _Changed) -> Any:
-    """Call a function with edits, each of which ``changed`` applies."""
-    given, named, of_result = list(running.args), dict(running.kwargs), []
-    for number, edit in edits:
-        slots = edit.slots_in(given, named)
-        if not slots:
-            raise NotApplicable
-        for slot in slots:
-            if slot == CALL:
-                of_result.append((number, edit))
-                continue
-            holder, key = _holder(slot, given, named, running.function)
-            holder[key] = changed(number, edit, slot, holder[key])
-    result = running.function(*given, **named)
-    for number, edit in of_result:
-        result = changed(number, edit, CALL, result)
-    return result
-
-
-def _best(edits: tuple[Edit, ...], running: _Running) -> Edit:
-    """Return the first edit that makes the call by itself finite, else the first that fits."""
-    best = None
-    for edit in edits if len(edits) > 1 else ():
-        is_cure = _is_finite_with(edit, running)
-        if is_cure:
-            return edit
-        if is_cure is not None:
-            best = best or edit
-    return best or edits[0]
-
-
-def _is_finite_with(edit: Edit, running: _Running) -> bool | None:
-    """Return whether a call with an edit, and its gradients, are finite; None if it does not fit.
-
-    The call runs on copies, hidden from observers and modes.
-    """
-
-    def alone(value: Any) -> Any:
-        if isinstance(value, Tensor):  # copied because functions may write to buffers
-            return value.detach().clone().requires_grad_(value.requires_grad)
-        if isinstance(value, torch.Generator):
-            return torch.Generator(value.device).set_state(value.get_state())
-        return value
-
-    def changed(number: int, edit: Edit, slot: Slot, value: Any) -> Any:
-        return evaluated(_text(edit, running.name, slot, value), value)
-
-    random = RandomStates(accelerators())
-    hooks = autograd.saving_as_always()  # a checkpoint counts saved tensors
-    try:
-        with modes.no_function_modes(), modes.unseen_by_modes(), hooks:
-            args, kwargs = map_plain(alone, (running.args, running.kwargs))
-            copied = running._replace(args=args, kwargs=kwargs)
-            result = _carried_out([(0, edit)], copied, changed)
-            outputs = list(tensors_in([result]))
-            leaves = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
-            ends = [output for output in outputs if output.requires_grad]
-            gradients = autograd.gradients_of(ends, leaves) if ends and leaves else ()
-            return all(is_finite(each) for each in (*outputs, *gradients) if each is not None)
-    except NotApplicable:
-        return None
-    except Exception:  # raised by the function; a replay reports it
-        return False
-    finally:
-        random.restore()
 
 
 def call_of(calls: UserCalls, blame: Blame) -> UserCall | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
-from halfstep._autocast import autocast, current_policy, keep
+from halfstep._autocast import autocast, current_policy
 from halfstep._common.formats import dtype_name
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._pytorch import autograd
@@ -165,8 +165,6 @@ def _explained(error: BaseException) -> DtypeError | None:
             cures += _cures(again, made or own, operands, function, hidden)
             if made is None and own is user:
                 cures = ordered(cures, user)
-            if made is None and user.has_no_effects:
-                cures += _keeps(again, user, users)
     if made is not None and isinstance(made.other, ast.Call):
         cures = [f"{cure} at line {made.other.lineno}" for cure in cures]
     where, text = _told(own)
@@ -410,25 +408,6 @@ def _cures(
 def _cast(name: str, dtype: torch.dtype) -> str:
     is_sum = isinstance(ast.parse(name, mode="eval").body, (ast.BinOp, ast.UnaryOp, ast.IfExp))
     return f"({name}).to({dtype})" if is_sum else f"{name}.to({dtype})"
-
-
-def _keeps(again: _Again, user: Call, users: list[Call]) -> Iterator[str]:
-    """Yield a ``keep`` of the module that a line of the user calls, if the call runs with it."""
-    module = user.value(user.node.func) if isinstance(user.node, ast.Call) else None
-    owners = [(name, value) for call in users for name, value in call.local.items()]
-    for owner, model in owners:
-        if not isinstance(model, nn.Module) or owner == "self":
-            continue
-        path = next((name for name, each in model.named_modules() if each is module), "")
-        if path:
-
-            def kept(model: nn.Module = model, path: str = path) -> Any:
-                with keep(model, path, cast_back=True):
-                    return again.call(lambda t: t)
-
-            if _runs(kept):
-                yield f'halfstep.keep({owner}, "{path}", cast_back=True) before the call'
-            return
 
 
 def _again(failing: Call) -> _Again | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,10 +49,6 @@ _OVERWRITE = ("copy_", "fill_", "zero_")
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _SUMS = ("add", "add_", "sub", "sub_")
 _SOFTMAXES = ("_softmax", "_log_softmax", "_safe_softmax")
-
-
-GradientPlace = tuple[str, int, str | None, str]
-"""Module, call, the op that the rule was looked up for, and the op; independent of the dtype."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +93,6 @@ class BlameTracker(OpObserver):
 
     def __init__(self) -> None:
         self._blames: ByMemory[Blame] = ByMemory()
-        # Largest finite magnitudes of backward ops.
-        self.gradients: dict[GradientPlace, tuple[torch.dtype, float]] = {}
         self.first: Blame | None = None  # harmful or not
         self._not_computed: list[str] = []
         self._opaque: list[str] = []
@@ -125,7 +118,7 @@ class BlameTracker(OpObserver):
             return
         for tensor in outputs:
             self._unwritten.drop(tensor)
-        bad = [tensor for tensor in outputs if not self._check(tensor, call)]
+        bad = [tensor for tensor in outputs if not self._check(tensor)]
         if not bad:
             return
         blame = self._blame(call, bad)
@@ -309,17 +302,11 @@ class BlameTracker(OpObserver):
 
     # --- state ------------------------------------------------------------------------------------
 
-    def _check(self, tensor: Tensor, call: OpCall) -> bool:
+    def _check(self, tensor: Tensor) -> bool:
         """Return whether all values of a tensor are finite; if so, drop its old blame."""
         found = extremes(tensor)
         if found is None:
             return True
-        amax = max(map(abs, found))
-        if call.phase == "backward":
-            place = (call.place.module, call.place.call, call.place.op, call.name)
-            before = self.gradients.get(place, (tensor.dtype, 0.0))[1]
-            finite = max(before, amax) if math.isfinite(amax) else before
-            self.gradients[place] = (tensor.dtype, finite)
         if not all(map(math.isfinite, found)):
             return False
         if tensor in self._blames and _is_all_of_its_memory(tensor):
@@ -380,7 +367,6 @@ class Scan:
     not_seen: tuple[str, ...]  # results that could not be checked
     first: Blame | None
     is_scaling: bool  # whether the op to blame multiplies the loss by the scale
-    gradients: Mapping[GradientPlace, tuple[torch.dtype, float]]
 
     @property
     def is_finite(self) -> bool:
@@ -410,7 +396,6 @@ def scan(
             not_seen=tracker.not_seen,
             first=tracker.first,
             is_scaling=blame is not None and any(blame.number in ops for ops in run.scaling),
-            gradients=tracker.gradients,
         )
 
 
