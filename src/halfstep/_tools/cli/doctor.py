@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,5 +125,5 @@ def _machine_lines(machine: MachineReport) -> Iterator[str]:
 def _json(machine: MachineReport | None, checkup: Checkup) -> str:
     values: dict[str, Any] = {"schema": 1, "kind": "doctor"} | json.loads(checkup.to_json())
     if machine is not None:
-        values["machine"] = machine.to_json()
+        values["machine"] = asdict(machine)
     return json.dumps(values, allow_nan=False, indent=1)
