@@ -7,7 +7,7 @@ from importlib.resources import files
 import pytest
 from tests.cli.json_schema import json_schema
 from tests.report import records
-from tests.report.test_markdown import WRITERS, summary_of
+from tests.report.test_json import WRITERS, summary_of
 
 import halfstep
 from halfstep._tools.cli import main
