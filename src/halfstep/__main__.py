@@ -1,4 +1,3 @@
-# PYTHON_ARGCOMPLETE_OK: activate-global-python-argcomplete looks for this word.
 """The ``halfstep`` command, also as ``python -m halfstep``."""
 
 import sys

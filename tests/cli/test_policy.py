@@ -68,21 +68,14 @@ def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert called(capsys, "policy", "diff", "standard", "standard") == (0, "no difference\n", "")
 
 
-def test_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_with_a_mistake_is_an_error_that_names_its_line(capsys, tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text('preset = "standard"\n[[rules]]\nops = ["exp"]\naction = "leave"\n')
-    assert called(capsys, "policy", "check", str(path)) == (
-        0,
-        f"{path}: good, standard; exp:leave\n",
-        "",
-    )
     path.write_text('preset = "standard"\n[[rules]]\nops = ["exp"]\naction = "leaf"\n')
-    code, out, _ = called(capsys, "policy", "check", str(path))
-    assert code == 1
-    assert f"{path}, line 4: unknown action 'leaf', not one of " in out
+    code, _, err = called(capsys, "policy", "show", str(path))
+    assert code == 2
+    assert f"{path}, line 4: unknown action 'leaf', not one of " in err
     path.write_bytes(b"\x00\xff")
-    code, out, _ = called(capsys, "policy", "check", str(path))
-    assert (code, out.partition(" 'utf-8'")[0]) == (1, f"{path}: not a text file:")
+    assert f"{path}: not a text file:" in called(capsys, "policy", "show", str(path))[2]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +84,6 @@ def test_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["show", "standart"], "did you mean 'standard'?"),
         (["show", "standard", "--op", "sofmax"], "policy: there is no op 'sofmax'; did you mean"),
         (["diff", "standard", "nothing.toml"], "nothing.toml: No such file or directory"),
-        (["check", "nothing.toml"], "nothing.toml: No such file or directory"),
     ],
 )
 def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
@@ -109,6 +101,5 @@ def test_a_policy_without_a_verb_is_told_the_verb(capsys):
 
 def test_a_file_that_does_not_exist_is_looked_for(capsys, tmp_path):
     (tmp_path / "mine.toml").write_text('preset = "standard"\n')
-    for verb in ("show", "check"):
-        _, _, err = called(capsys, "policy", verb, str(tmp_path / "mien.toml"))
-        assert err.endswith(f"; did you mean {str(tmp_path / 'mine.toml')!r}?\n")
+    _, _, err = called(capsys, "policy", "show", str(tmp_path / "mien.toml"))
+    assert err.endswith(f"; did you mean {str(tmp_path / 'mine.toml')!r}?\n")

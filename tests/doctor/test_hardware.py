@@ -1,6 +1,7 @@
 """What is measured, what it adds up to, and PyTorch's switches."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_the_look_is_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     )  # fmt: skip
     found = hardware.inspect_machine()
-    values = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    values = json.loads(json.dumps(asdict(found), allow_nan=False))
     assert values["advice"]["precision"] == "bf16"
     assert values["name"]
     assert len(values["units"]) >= 1

@@ -13,7 +13,6 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from halfstep import __version__
@@ -37,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_script = words[:1] == ["run"]
     with ending_at_interrupts(by_signal=is_script):
         parser = _build_parser()
-        if "_ARGCOMPLETE" in os.environ:
-            _complete(parser)
         arguments = parser.parse(words)
         arguments.command_line = words
         function: Callable[[argparse.Namespace], int] | None = getattr(arguments, "run", None)
@@ -64,15 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The reader of a pipe has ended (`| head -1`), or the disk is full.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_USAGE if isinstance(error, BrokenPipeError) else _tell(arguments.command, error)
-
-
-def _complete(parser: argparse.ArgumentParser) -> NoReturn:
-    """Answer a shell that asks which words may come next, and end the process."""
-    with suppress(ImportError):  # the shell may have been set up from another environment
-        from argcomplete import autocomplete
-
-        autocomplete(parser)
-    raise SystemExit(EXIT_USAGE)
 
 
 def _tell(command: str, error: Exception) -> int:

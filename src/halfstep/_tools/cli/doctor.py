@@ -6,10 +6,11 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep._common.text import status_line, tell
+from halfstep._common.text import TableLine, aligned, status_line, tell
 from halfstep._tools.cli.exits import CommandError, reason
 
 if TYPE_CHECKING:
@@ -100,8 +101,8 @@ def _machine_lines(machine: MachineReport) -> Iterator[str]:
     yield f"{machine.name} ({', '.join(machine.units)})"
     yield ""
     names = list(machine.speeds.gflops["matmul"])
-    yield "  GFLOP/s".ljust(18) + "".join(name.rjust(18) for name in names)
     titles = {"matmul": "matrix products", "conv": "convolutions"}
+    table: list[TableLine] = [("GFLOP/s", *names)]
     for kind, rates in machine.speeds.gflops.items():
         ratios = machine.speeds.ratios[kind]
         cells = (
@@ -109,7 +110,8 @@ def _machine_lines(machine: MachineReport) -> Iterator[str]:
             + ("" if name == "fp32" else f" ({ratios[name]:.2g} x)")
             for name in names
         )
-        yield f"  {titles[kind]}".ljust(18) + "".join(cell.rjust(18) for cell in cells)
+        table.append((titles[kind], *cells))
+    yield from aligned(table, indent=2, right=names)
     yield ""
     yield f"use {machine.advice.precision}: {machine.advice.reason}"
     yield ""
@@ -124,5 +126,5 @@ def _machine_lines(machine: MachineReport) -> Iterator[str]:
 def _json(machine: MachineReport | None, checkup: Checkup) -> str:
     values: dict[str, Any] = {"schema": 1, "kind": "doctor"} | json.loads(checkup.to_json())
     if machine is not None:
-        values["machine"] = machine.to_json()
+        values["machine"] = asdict(machine)
     return json.dumps(values, allow_nan=False, indent=1)

@@ -1,4 +1,4 @@
-"""``halfstep policy``: display and comparison of policies, and checks of files."""
+"""``halfstep policy``: display and comparison of policies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from halfstep._tools.cli.exits import CommandError, reason
 if TYPE_CHECKING:
     from halfstep import Policy
 
-HELP = "show, compare and check policies: which op runs in which dtype"
-DESCRIPTION = "Shows, compares and checks policies: which op runs in which dtype."
+HELP = "show and compare policies: which op runs in which dtype"
+DESCRIPTION = (
+    "Shows and compares policies: which op runs in which dtype. A file with a mistake is an error "
+    "that names its line."
+)
 EPILOG = """\
 POLICY is a TOML file, a preset (standard, torch, torch-2.11 to torch-2.15,
 torch-cuda, bf16-lean, fp32), or the text of a policy, which is a
@@ -29,7 +32,6 @@ examples:
   halfstep policy show my.toml --op exp --module head
                                               the same in one module
   halfstep policy diff torch-cuda standard    what differs, op by op
-  halfstep policy check my.toml               which line is wrong (exit code 1)
 
 More: docs/policies.md.
 """
@@ -56,13 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("before", metavar="POLICY", help="a file, a preset, or a text")
     diff.add_argument("after", metavar="POLICY", help="a file, a preset, or a text")
 
-    check = verbs.add_parser("check", help="check a file; exit code 1 if it is not valid")
-    check.set_defaults(parser=check)
-    check.add_argument("file", type=Path, metavar="FILE", help="a TOML file")
-
 
 def run(arguments: argparse.Namespace) -> int:
-    verbs = {"show": _show, "diff": _diff, "check": _check}
+    verbs = {"show": _show, "diff": _diff}
     return verbs[arguments.verb](arguments)
 
 
@@ -103,21 +101,6 @@ def _groups(policy: Policy) -> Iterator[str]:
 def _diff(arguments: argparse.Namespace) -> int:
     difference = read_policy(arguments.before).diff(read_policy(arguments.after))
     print(difference if difference else "no difference")
-    return 0
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    from halfstep import Policy
-
-    try:
-        policy = Policy.load(arguments.file)
-    except OSError as error:
-        why = reason(error, arguments.file, ".toml")
-        raise CommandError(f"{arguments.file}: {why}") from error
-    except ValueError as error:
-        print(error)
-        return 1
-    print(f"{arguments.file}: good, {policy}")
     return 0
 
 

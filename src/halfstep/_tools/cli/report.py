@@ -54,11 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="record to compare with; may be repeated",
     )
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help=f"list all records in a folder, not only the newest {NUM_LISTED}",
-    )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
@@ -82,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if path is not None and not any(forms) and not folders_of_run(path):
         records = records_in(path)
         if len(records) > 1:
-            _list(records, is_all=arguments.all)
+            _list(records)
             return 0
     run, *processes = runs_at(path)
     others = [runs_at(path)[0] for path in arguments.against or ()]
@@ -109,13 +104,12 @@ def _opened(path: Path) -> bool:
     return bool(has_display) and webbrowser.open(path.as_uri())
 
 
-def _list(records: Sequence[Path], *, is_all: bool) -> None:
-    """Print a table of the records, the newest first."""
+def _list(records: Sequence[Path]) -> None:
+    """Print a table of the newest records."""
     from halfstep._tools.record.read import glance
 
-    shown = records if is_all else records[:NUM_LISTED]
     lines: list[TableLine] = [("last written", "step", "loss", "state", "record")]
-    for path in shown:
+    for path in records[:NUM_LISTED]:
         try:
             rank = glance(path)
         except RecordError as error:
@@ -134,8 +128,8 @@ def _list(records: Sequence[Path], *, is_all: bool) -> None:
             )
         )
     tell("\n".join(aligned(lines, right=("step", "loss"))))
-    if len(shown) < len(records):
-        tell(f"the newest {len(shown)} of {things(len(records), 'record')}; --all lists the others")
+    if len(records) > NUM_LISTED:
+        tell(f"the newest {NUM_LISTED} of {things(len(records), 'record')}")
 
 
 def _about(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self
 
 from halfstep._common.text import SEVERITIES, Severity, one_line
 
@@ -77,20 +77,20 @@ def finding(id: str, line: int = 0, names: Iterable[str] = (), **values: object)
     return Finding(id, *texts, tuple(names), line=line)
 
 
-class Checkup(Sequence[Finding]):
+class Checkup(tuple[Finding, ...]):
     """The findings of one checkup, worst first; ``str()`` is the text to read.
 
     Args:
         findings: The findings in any order; duplicates are dropped.
     """
 
-    def __init__(self, findings: Iterable[Finding] = ()) -> None:
-        self._findings = sorted(dict.fromkeys(findings), key=_order)
+    def __new__(cls, findings: Iterable[Finding] = ()) -> Self:
+        return super().__new__(cls, sorted(dict.fromkeys(findings), key=_order))
 
     @property
     def worst(self) -> Severity:
         """The severity of the first finding; ``"good"`` if there is none."""
-        return self._findings[0].severity if self._findings else "good"
+        return self[0].severity if self else "good"
 
     @property
     def is_well(self) -> bool:
@@ -102,25 +102,8 @@ class Checkup(Sequence[Finding]):
         findings = [finding.to_json() for finding in self]
         return json.dumps({"worst": self.worst, "findings": findings}, indent=1)
 
-    @overload
-    def __getitem__(self, index: int) -> Finding: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Checkup: ...
-
-    def __getitem__(self, index: int | slice) -> Finding | Checkup:
-        if isinstance(index, slice):
-            return Checkup(self._findings[index])
-        return self._findings[index]
-
-    def __len__(self) -> int:
-        return len(self._findings)
-
-    def __iter__(self) -> Iterator[Finding]:
-        return iter(self._findings)
-
     def __str__(self) -> str:
-        if not self._findings:
+        if not self:
             return "good: nothing found"
         ids = list(dict.fromkeys(finding.docs for finding in self))
         return "\n".join([*map(str, self), f"see {', '.join(ids)}"])

@@ -6,7 +6,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -172,10 +172,6 @@ class MachineReport:
     speeds: Speeds
     advice: Advice
     flags: tuple[Flag, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> MachineReport:

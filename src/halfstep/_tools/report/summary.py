@@ -283,12 +283,10 @@ class Layer:
             minimum of all samples; negative if it does not fit; None without nonzero finite
             entries.
         headroom_step: The step of that minimum.
-        headroom_last: The headroom in the last sample.
         lost: The number of entries that are lost to underflow in the format, or would be.
         share_lost: ``lost`` as a share of the measured entries.
         share_lost_worst: The share in the worst sample.
         share_lost_step: The step of the worst sample.
-        share_lost_last: The share in the last sample.
         flushed: The number of lost entries that underflow in float16 turned into zeros; None if
             this is unknown or does not apply.
         underflow: By format, the number of nonzero entries that it flushes to zero.
@@ -317,12 +315,10 @@ class Layer:
     amin: float | None
     headroom: float | None
     headroom_step: int | None
-    headroom_last: float | None
     lost: int
     share_lost: float
     share_lost_worst: float
     share_lost_step: int | None
-    share_lost_last: float
     flushed: int | None
     underflow: Mapping[str, int]
     overflow: Mapping[str, int]
