@@ -1,8 +1,7 @@
 """Training scripts that do not know of halfstep; PyTorch alone is the reference."""
 
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
@@ -52,22 +51,18 @@ def test_the_old_recipe_on_a_machine_without_cuda(halfstep_run, tmp_path):
     assert "recipe.py:13: HalfstepWarning: autocast('cuda'), but PyTorch sees no CUDA" in done.err
 
 
-def test_compiled_and_recomputed_code_runs_by_the_policy(tmp_path):
+def test_compiled_and_recomputed_code_runs_by_the_policy(python, tmp_path):
     """torch.compile and torch.utils.checkpoint look up PyTorch's names too.
 
     In a process of its own: torch.compile must be imported while the names are replaced.
     """
     policy = ["--policy", "standard; softmax:lower", SCRIPTS / "compiled.py"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "halfstep", "run", "-q", "-o", tmp_path, *policy],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-W", "ignore", "-m", "halfstep", "run", "-q", "-o", tmp_path, *policy)
+    assert done.code == 0, done.err
     for name in ("inside", "by_the_old_name", "by_the_long_name", "made_outside", "around"):
-        assert f"{name} bfloat16 bfloat16 float32\n" in done.stdout
-    assert "island float32 bfloat16 float32\n" in done.stdout
-    assert done.stdout.count("recomputed bfloat16 bfloat16 float32\n") == 2
+        assert f"{name} bfloat16 bfloat16 float32\n" in done.out
+    assert "island float32 bfloat16 float32\n" in done.out
+    assert done.out.count("recomputed bfloat16 bfloat16 float32\n") == 2
 
 
 def events(folder: Path) -> list[dict]:
@@ -144,3 +139,10 @@ def test_a_script_without_a_step(halfstep_run, tmp_path):
     assert done.err.startswith("halfstep: no optimizer step was seen: ")
     assert "halfstep report" not in done.err  # which could only say the same
     assert (tmp_path / "other").read_text() == ""
+
+
+@pytest.mark.parametrize("options", [(), ("--amp", "fp16")])
+def test_warnings_of_the_program_have_its_lines(options, halfstep_run):
+    """Also where a function of halfstep's stands between: a schedule, a loss, a backward pass."""
+    told = halfstep_run(*options, SCRIPTS / "warned.py").err
+    assert re.findall(r"(\w+\.py):(\d+): UserW", told) == [("warned.py", n) for n in "457"]

@@ -80,8 +80,6 @@ def one_line(text: str) -> str:
 
 def printable(text: str) -> str:
     """Return text with unprintable characters, such as ESC and direction marks, escaped."""
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -210,17 +208,18 @@ def aligned(
 # --- warnings that name the line of the user's code -----------------------------------------------
 
 
-_NOT_THE_USERS = ("halfstep.", "torch.")
+_NOT_THE_USERS = ("halfstep.", "torch.", "warnings")
+
+
+def outside(frame: FrameType | None) -> tuple[FrameType | None, int]:
+    """Return the innermost frame outside of halfstep and PyTorch, and which it is, from 1."""
+    number = 1
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
+        frame, number = frame.f_back, number + 1
+    return frame, number
 
 
 def warn(text: str, category: type[Warning] = HalfstepWarning) -> None:
-    """Issue a warning at the innermost running line outside of halfstep and PyTorch.
-
-    Between that line and the caller may be functions of PyTorch, such as that of a scheduler around
-    ``optimizer.step``. Besides, accelerate hides warnings from PyTorch's modules.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    level = 2
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, category, stacklevel=level)
+    """Issue a warning at the line :func:`outside`: accelerate hides those of PyTorch's modules."""
+    _, number = outside(sys._getframe(1))
+    warnings.warn(text, category, stacklevel=number + 1)

@@ -25,7 +25,7 @@ import torch
 from halfstep import Policy, record
 from halfstep._common import machine
 from halfstep._common.numbers import at_steps, number, percent, things
-from halfstep._common.text import names, tell
+from halfstep._common.text import names, outside, tell
 from halfstep._pytorch import listeners
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.dtype_errors.dtype_error import DtypeError, explain
@@ -411,11 +411,15 @@ def require_writable(file: Path) -> None:
 
 
 MOST_WARNINGS = 10
+_OURS = f"{Path(__file__).parents[2]}/"
 
 
 @contextmanager
 def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
-    """Note the first warnings that the program prints; they are printed as ever."""
+    """Note the first warnings that the program prints; they are printed as ever.
+
+    Where a function of halfstep's stands between, the place is the program's line, as ever.
+    """
     show, seen = warnings.showwarning, set[str]()
 
     def showwarning(
@@ -426,6 +430,9 @@ def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        frame, _ = outside(sys._getframe(1))
+        if frame is not None and filename.startswith(_OURS):
+            filename, lineno = frame.f_code.co_filename, frame.f_lineno
         text = shorten(str(message), 200, placeholder=" ...")
         is_new = text not in seen and len(seen) < MOST_WARNINGS
         if is_new and not issubclass(category, HalfstepWarning):
