@@ -57,7 +57,6 @@ def test_which_kernels_add_in_float32() -> None:
     x = torch.zeros(3, 8, dtype=BF16, device=CUDA)
     table = torch.zeros(3, 8, dtype=BF16, device=CUDA, requires_grad=True)
     torch.nn.functional.embedding(rows[:, 0], table).backward(ones)
-    assert table.grad is not None
     assert table.grad.max() == 4096
     assert x.index_put((rows[:, 0],), ones, accumulate=True).max() == 4096
     for rounded in (x.index_add(0, rows[:, 0], ones), x.scatter_add(0, rows, ones)):

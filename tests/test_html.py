@@ -11,7 +11,6 @@ import halfstep
 def shown(value: object) -> str:
     page: str = value._repr_html_()  # type: ignore[attr-defined]
     found = re.fullmatch(r"<pre [^>]*>([^<]*)</pre>", page)
-    assert found is not None
     return found[1].replace("&gt;", ">").replace("&lt;", "<").replace("&#x27;", "'")
 
 

@@ -355,7 +355,7 @@ def test_a_pair_continues_from_a_checkpoint(case: Case, tmp_path: Path) -> None:
 
 
 # `make pairs` runs all 3,600, with all optimizers: half an hour.
-STEP = 1 if os.environ.get("HALFSTEP_PAIRS") == "all" else 25
+STEP = 1 if os.environ.get("HALFSTEP_PAIRS") == "all" else 50
 
 
 @pytest.mark.slow

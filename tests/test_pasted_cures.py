@@ -336,7 +336,6 @@ POLICIES = {
 def test_diagnose_another_autocast(setup: str, loss: str, cure: str, tmp_path: Path) -> None:
     source = step_program(setup=setup, loss=loss)
     _, found = diagnosed(source, tmp_path)
-    assert found.cure is not None
     assert cure in found.cure.text
     call = re.match(r"halfstep\.autocast\([^#]*\)", found.cure.text)
     assert call
@@ -348,7 +347,6 @@ def test_diagnose_a_smaller_scale(tmp_path: Path) -> None:
     setup = f"model = nn.Linear(8, 1)\nscaler = {scaler}"
     source = step_program(setup=setup, loss="y.float().square().mean() * 100", **SCALED)
     _, found = diagnosed(source, tmp_path)
-    assert found.cure is not None
     fresh, in_a_run = found.cure.text.split("  # in a run: ")
     assert is_step_finite(source.replace(scaler, fresh), tmp_path)
     setup = f"{setup}\nscaler.scale(torch.ones(()))\n{in_a_run}"
@@ -362,7 +360,6 @@ def test_diagnose_an_edit_that_needs_a_smaller_scale(tmp_path: Path) -> None:
     setup = FLAT.format(scaler=scaler)
     source = step_program(setup=setup, loss="y.sqrt().float().sum()", **SCALED)
     _, found = diagnosed(source, tmp_path)
-    assert found.cure is not None
     (edit,) = found.cure.edits
     statement, remark = found.cure.text.split("  # ")
     assert statement == edit.text.strip()
@@ -391,7 +388,6 @@ def test_diagnose_edits_no_call_that_the_scaler_makes(tmp_path: Path) -> None:
     setup = FLAT.format(scaler='halfstep.GradScaler("cpu", init_scale=2.0**16)')
     source = step_program(setup=setup, loss="y.sqrt().float().sum()", **SCALED)
     _, found = diagnosed(source, tmp_path)
-    assert found.cure is not None
     assert "clamp" not in found.cure.text
 
 
@@ -399,7 +395,6 @@ def test_diagnose_gradients_that_are_left(tmp_path: Path) -> None:
     source = step_program(setup="model = nn.Linear(8, 1)\n{}", loss="y.sum()")
     left = "model.weight.grad = torch.full((1, 8), torch.nan)"
     _, found = diagnosed(source.replace("{}", left), tmp_path)
-    assert found.cure is not None
     (call,) = re.findall(r"call (zero_grad\(\)) first", found.cure.text)
     assert is_step_finite(source.replace("{}", f"{left}\nmodel.{call}"), tmp_path)
 

@@ -530,12 +530,3 @@ def test_the_tag_tells_devices_and_actions_apart() -> None:
     tags.append(tag(cpu=lower, cuda=lower))
     assert len(set(tags)) == 5
     assert fingerprint(lower) != fingerprint(fp32)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_with_inductor(x: Tensor, weight: Tensor) -> None:
-    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        with autocast(DEVICE, BF16, policy=LOW_SOFTMAX):
-            return body(x, weight)
-
-    agree(function, x, weight, "inductor")

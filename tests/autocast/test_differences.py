@@ -147,7 +147,6 @@ def bce_gradient(context: Any) -> float:
     p = torch.tensor([1e-5], dtype=FP16, requires_grad=True)
     with context(DEVICE, dtype=FP16):
         F.binary_cross_entropy(p, torch.ones(1)).backward()
-    assert p.grad is not None
     return p.grad.item()
 
 
@@ -208,7 +207,6 @@ def weight_gradient_of_a_batch(context: Any) -> float:
     with context(DEVICE, BF16):
         result = F.conv2d(torch.ones(600, 1, 8, 8), weight)
     result.backward(torch.ones_like(result))
-    assert weight.grad is not None
     return weight.grad.max().item() / (600 * 36)
 
 
@@ -225,7 +223,6 @@ def gradient_of_a_row(context: Any) -> float:
     with context(DEVICE, BF16):
         rows = table[torch.zeros(4096, dtype=torch.long)]
     rows.backward(torch.ones_like(rows))
-    assert table.grad is not None
     return table.grad[0].item()
 
 

@@ -23,7 +23,7 @@ def test_calls_of_our_own() -> None:
 
 def test_a_share_of_the_database(tmp_path: Path) -> None:
     """In a process of its own, which forks: some kernels read outside of their tensors."""
-    done = forked.python(SCRIPT, "--share", 40, cwd=tmp_path)
+    done = forked.python(SCRIPT, "--share", 80, cwd=tmp_path)
     assert done.code == 0, done.out + done.err
     assert "| compared | " in done.out
 

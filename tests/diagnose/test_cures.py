@@ -81,7 +81,6 @@ def test_the_text_is_the_statement_as_it_is_to_stand(
     statement: str, edited: str, tmp_path: Path
 ) -> None:
     found = diagnosed(statement, tmp_path)
-    assert found.cure is not None
     assert (found.cure.text, found.cure.is_finite) == (edited, True)
     lines = (tmp_path / "a.py").read_text().splitlines()
     (edit,) = found.cure.edits
@@ -93,19 +92,16 @@ def test_the_text_is_the_statement_as_it_is_to_stand(
 
 def test_a_number_inside_of_a_function_is_not_blamed(tmp_path: Path) -> None:
     found = diagnosed("loss = torch.logdet(swap)", tmp_path)
-    assert found.bad is not None
     assert (found.verdict, found.bad.name, found.bad.op) == ("maths", "logdet", "where")
 
 
 def test_a_module_of_pytorch_is_edited_where_it_is_made(tmp_path: Path) -> None:
     head = "norm = nn.LayerNorm(4, eps=0.0)\nloss_of = nn.CTCLoss()\n"
     found = diagnosed("loss = norm(rows).sum()", tmp_path, head)
-    assert found.cure is not None
     assert found.cure.text == "norm = nn.LayerNorm(4, eps=1e-06)"
     sizes = "torch.tensor([2]), torch.tensor([3])"
     line = f"loss = loss_of(rows[:2, None].log_softmax(-1), torch.tensor([[1, 2, 3]]), {sizes})"
     found = diagnosed(line, tmp_path, head)
-    assert found.cure is not None
     assert found.cure.text == "loss_of = nn.CTCLoss(zero_infinity=True)"
 
 
@@ -120,7 +116,6 @@ def test_what_a_module_of_pytorch_does_with_its_own_is_not_edited_in_its_call(
     )
     for line in ("loss = normed(rows).sum()", "loss = (layers(rows).exp() * layers(rows)).sum()"):
         found = diagnosed(line, tmp_path, head)
-        assert found.cure is not None
         assert "rows +" not in found.cure.text
         assert "rows.clamp" not in found.cure.text
 
@@ -161,7 +156,6 @@ def test_the_module_that_is_called_is_edited_and_no_other(
     head: str, statement: str, edited: str, tmp_path: Path
 ) -> None:
     found = diagnosed(statement, tmp_path, f"{head}\n")
-    assert found.cure is not None
     assert found.cure.is_finite, found
     assert found.cure.text == edited.format(file=tmp_path / "a.py")
 
@@ -180,7 +174,6 @@ class Half(torch.autograd.Function):
         return gradient / x
 """
     found = diagnosed("loss = Half.apply(zero).sum()", tmp_path, head)
-    assert found.cure is not None
     assert found.cure.text == "return gradient / x.clamp_min(1e-06)"
     assert found.cure.is_finite
 
@@ -189,7 +182,6 @@ def test_without_a_source_the_change_is_said_in_words() -> None:
     names: dict[str, Any] = {"torch": torch, "zero": torch.zeros(3, requires_grad=True)}
     exec("def step():\n    torch.log(zero).sum().backward()\n", names)
     found = halfstep.diagnose(names["step"])
-    assert found.cure is not None
     text = "give it x.clamp_min(1e-06), where x is its first argument"
     assert found.cure.text == f"in the call of log at <string>:2: {text}"
     assert not found.cure.edits
@@ -242,9 +234,7 @@ def test_a_teacher_is_named_and_no_batch_is_left_out() -> None:
 
     found = halfstep.diagnose(step, model=student)
     assert found.verdict == "data"
-    assert found.tensor is not None
     assert found.tensor.startswith("teacher.weight in ")
-    assert found.cure is not None
     assert "leave this batch out" not in found.cure.text
 
 
@@ -268,7 +258,6 @@ def test_an_edit_of_a_condition_runs_in_the_other_case_too(
 ) -> None:
     body = f"loss = (rows / ({divisor})).sum()"
     found = diagnosed(body, tmp_path, "i = True\nzero = zero.detach() + 1e-60\n")
-    assert found.cure is not None
     assert (found.cure.text, found.cure.is_finite) == (f"loss = (rows / ({edited})).sum()", True)
     for i in (True, False):
         run_file(f"{HEAD}i = {i}\n{found.cure.text}", tmp_path / "b.py")
@@ -276,7 +265,6 @@ def test_an_edit_of_a_condition_runs_in_the_other_case_too(
 
 def test_a_limit_that_hides_large_values_is_told_as_such(tmp_path: Path) -> None:
     found = diagnosed("loss = ((zero + 1e30) ** 2).sum()", tmp_path)
-    assert found.cure is not None
     assert "clamp(-10000.0, 10000.0)" in found.cure.text
     (remark,) = found.cure.remarks
     assert remark.startswith("it changes 4 of 4 values, which get no gradient then")
@@ -329,7 +317,6 @@ def test_all_operands_are_cast_and_the_result_where_what_follows_needs_it(
     statement: str, edited: str, tmp_path: Path
 ) -> None:
     found = diagnosed(f"low = (rows + 3e3).half()\none = low[:, :1] / 3e3\n{statement}", tmp_path)
-    assert found.cure is not None
     assert (found.cure.text, found.cure.is_finite) == (edited, True)
 
 
@@ -342,7 +329,6 @@ def block(x):
     return low - low.amax(-1, keepdim=True)
 loss = checkpoint(block, rows, use_reentrant=False).sum()"""
     found = diagnosed(body, tmp_path)
-    assert found.cure is not None
     assert found.cure.is_finite
     assert found.cure.text == "low = x.clamp_min(1e-06).log()"
     assert not any("CheckpointError" in note for note in found.notes)

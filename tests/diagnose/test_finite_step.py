@@ -48,11 +48,8 @@ def test_a_norm_of_zeros(rows: slice, autocast: type) -> None:
     x[rows] *= 3000
     found = halfstep.diagnose(step_of(model, x, autocast), model=model)
     assert (found.verdict, found.ends) == ("absorbed", ())
-    assert found.bad is not None
     assert (found.bad.op, found.bad.module) == ("mul", "norm")
-    assert found.bad.line is not None
     assert "x * torch.rsqrt((x * x)" in found.bad.line.text
-    assert found.cure is not None
     assert found.cure.policy == "standard; mul@norm:fp32"
     assert found.cure.is_finite
     assert str(found).startswith("absorbed: `mul` of `norm` in the forward pass overflowed float16")
@@ -62,7 +59,6 @@ def test_a_half_model() -> None:
     model, x = Net().half(), torch.randn(8, 16).half() * 3000
     found = halfstep.diagnose(lambda: model(x).float().square().mean().backward(), model=model)
     assert found.verdict == "absorbed"
-    assert found.cure is not None
     assert found.cure.kind == "code"
 
 
@@ -134,9 +130,7 @@ def test_an_overflow_that_an_op_swallows_is_the_cause_of_what_goes_bad_later(
             loss(layer(torch.ones(4, 16))).backward()
 
     found = halfstep.diagnose(step)
-    assert found.bad is not None
     assert (found.verdict, found.bad.op) == ("range", op)
-    assert found.cure is not None
     assert found.cure.policy is not None
     assert found.cure.is_finite
     assert f"{op}:fp32" in found.cure.policy
@@ -151,9 +145,7 @@ def test_in_float32_a_formula_that_overflows_gets_its_stable_form() -> None:
         torch.log(1 / e.sum(1)).mean().backward()
 
     found = halfstep.diagnose(step)
-    assert found.bad is not None
     assert (found.verdict, found.bad.op) == ("maths", "exp")
     assert str(found).startswith("maths: `exp` in the forward pass is not finite\n")
-    assert found.cure is not None
     assert found.cure.is_finite
     assert "torch.logsumexp(exponent, 1)" in found.cure.text

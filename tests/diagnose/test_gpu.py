@@ -54,11 +54,8 @@ def test_an_overflow_in_the_forward_pass_and_nothing_changes() -> None:
     tensors = [*training.model.parameters(), torch.cuda.get_rng_state(), torch.get_rng_state()]
     before = [tensor.detach().clone() for tensor in tensors]
     found = halfstep.diagnose(training.step, model=training.model)
-    assert found.bad is not None
     assert (found.verdict, found.bad.op, found.bad.phase) == ("range", "mul", "forward")
-    assert found.bad.line is not None
     assert "self.forward_by" in found.bad.line.text
-    assert found.cure is not None
     assert found.cure.is_finite
     after = [*training.model.parameters(), torch.cuda.get_rng_state(), torch.get_rng_state()]
     assert all(map(torch.equal, before, after))
@@ -67,9 +64,7 @@ def test_an_overflow_in_the_forward_pass_and_nothing_changes() -> None:
 
 def test_a_gradient_that_overflows_has_the_module_and_the_line_of_its_op() -> None:
     found = halfstep.diagnose(Training(Net(), scale=2.0**30).step)
-    assert found.bad is not None
     assert (found.verdict, found.bad.phase) == ("scale", "backward")
-    assert found.cure is not None
     assert found.cure.is_finite
     assert found.cure.scale is not None
     assert found.cure.scale < 2.0**30

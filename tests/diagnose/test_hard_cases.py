@@ -87,11 +87,8 @@ def test_the_closer_look_is_at_the_same_op_whatever_the_scaler_does(is_fresh: bo
             warnings.simplefilter("ignore")
             step()
     bad = halfstep.diagnose(step, model=model).bad
-    assert bad is not None
     assert (bad.op, bad.phase, bad.forward_op) == ("mul", "backward", "clone")
-    assert bad.line is not None
     assert bad.line.text == "return gradient * 1e30"
-    assert bad.output is not None
     assert bad.output.inf
     assert all(operand.inf == operand.nan == 0 for operand in bad.inputs)
 
@@ -100,9 +97,7 @@ def test_a_backward_op_of_a_loop_has_its_operands() -> None:
     model = mlp()
     watch = watched(model, lambda i: F.mse_loss(model(X), ONE) * (1.0 if i < 2 else 1e30), 12)
     (found,) = watch.found
-    assert found.bad is not None
     assert found.bad.phase == "backward"
-    assert found.bad.output is not None
     assert found.bad.output.inf
 
 
@@ -126,9 +121,7 @@ def test_names_in_a_policy_are_those_of_the_model_inside(wrap: Callable[..., nn.
             F.mse_loss(outer(X * 3e5), ONE).backward()
 
     found = halfstep.diagnose(step, model=outer)
-    assert found.bad is not None
     assert (found.bad.module, found.verdict) == ("0", "range")
-    assert found.cure is not None
     assert found.cure.is_finite
 
 
@@ -141,7 +134,6 @@ def test_a_second_model_has_its_class_before_its_names() -> None:
 
     found = halfstep.diagnose(step)
     assert found.verdict == "range"
-    assert found.cure is not None
     assert found.cure.is_finite
 
 
@@ -171,7 +163,6 @@ def test_the_batch_of_a_mask_of_many_values_is_not_blamed() -> None:
             torch.softmax(scores + mask, -1).sum().backward()
 
     found = halfstep.diagnose(step)
-    assert found.bad is not None
     assert (found.verdict, found.bad.op) == ("range", "mm")
 
 
@@ -187,7 +178,6 @@ def test_a_row_that_is_masked_is_not_blamed_on_a_mask_of_many_values() -> None:
         torch.softmax(scores + mask, -1).sum().backward()
 
     found = halfstep.diagnose(lambda: step(mask))
-    assert found.bad is not None
     assert (found.verdict, found.bad.op) == ("maths", "_softmax")
 
 
@@ -199,12 +189,10 @@ def test_gradients_that_are_changed_after_backward() -> None:
         optimizer.zero_grad()
         (model(X) * 0).sum().backward()
         for param in model.parameters():
-            assert param.grad is not None
             param.grad.mul_(1 / param.grad.norm())
         optimizer.step()
 
     found = halfstep.diagnose(step, model=model)
-    assert found.bad is not None
     assert (found.verdict, found.bad.op) == ("maths", "reciprocal")
 
 
@@ -215,7 +203,6 @@ def test_a_sparse_gradient() -> None:
         (table(torch.tensor([1, 2])).sum(-1) * 0).sqrt().sum().backward()
 
     found = halfstep.diagnose(step, model=table)
-    assert found.bad is not None
     assert (found.verdict, found.bad.forward_op) == ("maths", "sqrt")
 
 
@@ -224,9 +211,7 @@ def test_a_gradient_that_was_not_zeroed_is_named() -> None:
     (model(X) * math.nan).sum().backward()
     found = halfstep.diagnose(lambda: model(X).sum().backward(), model=model)
     assert found.verdict == "data"
-    assert found.tensor is not None
     assert found.tensor.endswith(".grad")
-    assert found.cure is not None
     assert "zero_grad" in found.cure.text
 
 
@@ -237,10 +222,7 @@ def test_code_of_a_notebook_has_lines() -> None:
     names = {"model": mlp(), "X": X}
     exec(compile(source, file, "exec"), names)
     found = halfstep.diagnose(names["step"])
-    assert found.bad is not None
-    assert found.bad.line is not None
     assert (found.bad.line.file, found.bad.line.number) == (file, 3)
-    assert found.cure is not None
     assert found.cure.is_finite
 
 
@@ -348,7 +330,6 @@ def test_a_loss_that_goes_bad_after_its_function_is_not_taken_for_data() -> None
     (found,) = watch.found
     assert found.num_replays > 0
     assert found.verdict == "maths"
-    assert found.bad is not None
     assert found.bad.op == "div"
 
 
@@ -430,7 +411,6 @@ def test_compiled_models_in_a_loop(is_wrapped: bool) -> None:
         model = inner
     watch = watched(model, lambda i: F.mse_loss(model(X * (1e6 if i == 2 else 1)), ONE), 3)  # type: ignore[arg-type]
     (found,) = watch.found
-    assert found.bad is not None
     assert (found.verdict, found.bad.module) == ("range", "0")
     assert any("compiled" in note for note in found.notes)
 
@@ -444,7 +424,6 @@ def test_a_step_that_stops_before_backward_is_judged_by_its_ops() -> None:
             loss.backward()
 
     found = halfstep.diagnose(step, model=model)
-    assert found.bad is not None
     assert (found.verdict, found.bad.op) == ("maths", "log")
     nothing = halfstep.diagnose(lambda: None)
     assert nothing.verdict == "none"
@@ -454,7 +433,6 @@ def test_a_step_that_stops_before_backward_is_judged_by_its_ops() -> None:
 def test_integers_that_a_copy_overflows_with_are_of_range() -> None:
     weight, counts = nn.Parameter(torch.ones(2).half()), torch.tensor([100_000, 1])
     found = halfstep.diagnose(lambda: (torch.zeros(2).half().copy_(counts) * weight).sum())
-    assert found.bad is not None
     assert (found.verdict, found.bad.op, found.bad.needs) == ("range", "copy_", 100_000)
 
 

@@ -70,7 +70,6 @@ def test_a_bad_output_is_found_whatever_becomes_of_it(
     assert good.verdict == "none", str(good)
     bad = halfstep.diagnose(step_of(Vae(3e3).half()))
     assert bad.verdict == "range", str(bad)
-    assert bad.bad is not None
     assert (bad.bad.op, bad.bad.module) == ("convolution", "decoder.2")
     is_replaced = any("inf and NaN are replaced on the way" in note for note in bad.notes)
     assert is_replaced == (afterwards in ("tensor", "numpy", "nan_to_num", "uint8"))

@@ -27,6 +27,5 @@ def test_each_rank_replays_its_own(pool: Pool) -> None:
         [Diagnosis.from_json(text) for text in each["without a scaler"]] for each in (zero, one)
     )
     assert (innocent.verdict, innocent.notes[0]) == ("none", INNOCENT)
-    assert guilty.cure is not None
     assert "leave this batch out on all ranks" in guilty.cure.text
     assert zero["digest"][:6] == one["digest"][:6]

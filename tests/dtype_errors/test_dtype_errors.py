@@ -77,7 +77,6 @@ ORIGINS = {
 def test_the_line_of_an_assignment(name: str, tmp_path: Path) -> None:
     source, text = ORIGINS[name]
     found = explain(failing("model = nn.Linear(4, 2)\n" + source, tmp_path / "train.py"))
-    assert found is not None
     origin = next(o.origin for o in found.operands if o.tensor.dtype is torch.float16)
     assert origin.partition(": ")[2] == text
 
@@ -90,7 +89,6 @@ def test_a_tensor_that_the_traceback_does_not_show(tmp_path: Path) -> None:
         "model(half)"
     )
     found = explain(failing("import warnings\n" + source, tmp_path / "train.py"))
-    assert found is not None
     assert [*map(str, found.operands)] == ["half: float16 [2, 4], of line 9: half = x.half()"]
     assert found.notes == ("a tensor that the traceback does not show is float32",)
     assert "half.to(torch.float32) in place of half" in found.cures
@@ -103,7 +101,6 @@ def test_nothing_is_tried_with_other_tensors_than_those_that_failed(tmp_path: Pa
         "torch.func.functional_call(model, params, (x,))"
     )
     found = explain(failing(source, tmp_path / "train.py"))
-    assert found is not None
     assert [o.name for o in found.operands] == ["params['weight']", "params['bias']", "x"]
     assert found.cures == ()
 
@@ -123,7 +120,6 @@ def test_a_number_that_does_not_fit(
 ) -> None:
     source = f"with halfstep.autocast('cpu', torch.float16):\n    half.{call.format(number)}"
     found = explain(failing(source, tmp_path / "train.py"))
-    assert found is not None
     number = "-1000000000.0" if number == "-1e9" else number
     assert found.notes == (
         f"{number} does not fit: float16 ends at 65,504. torch.finfo(half.dtype).{end} does",
@@ -147,7 +143,6 @@ def test_under_a_default_device(tmp_path: Path) -> None:
     """PyTorch's mode stands between the user's call and the op."""
     with torch.device(DEVICE):
         found = explain(failing("torch.nn.functional.linear(x, half)", tmp_path / "train.py"))
-    assert found is not None
     assert [each.name for each in found.operands] == ["x", "half"]
     assert found.cures
 
@@ -158,7 +153,6 @@ def test_under_a_default_device(tmp_path: Path) -> None:
 def test_nothing_is_written_by_a_try(call: str, is_tried: bool, tmp_path: Path) -> None:
     source = f"out = torch.zeros(2, 2)\n{call}"
     found = explain(failing(source, tmp_path / "train.py"))
-    assert found is not None
     assert bool(found.cures) is is_tried
     out = next(each.tensor for each in found.operands if each.name == "out")
     assert out.eq(0).all()

@@ -524,7 +524,6 @@ def test_records_and_diagnoses(precision: Any, tmp_path: Path) -> None:
     assert record.run is None
     assert run.diagnoses[0].step == BAD + 1
     assert diagnose.found[0].verdict == "data"
-    assert diagnose.found[0].bad is not None
     assert diagnose.found[0].bad.module == "net.0"
     logged = [(step, scalars) for step, scalars in logger.logged if "halfstep/loss" in scalars]
     assert [step for step, _ in logged] == list(range(1, NUM_STEPS + 1))
@@ -569,6 +568,7 @@ def test_an_error_about_dtypes_is_explained(tmp_path: Path) -> None:
 def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
     module, plugin = Module(), HalfstepPrecision()
     callbacks = [RecordRun(tmp_path / "run"), Diagnose()]
+    pickle.loads(pickle.dumps((plugin, callbacks)))  # as for ranks that are spawned
     fit(tmp_path, module, samples(None), plugins=[plugin], callbacks=callbacks)
     optimizer = adamw(module.net.parameters())
     module.net(samples(None)).sum().backward()
@@ -577,10 +577,9 @@ def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
     pickle.dumps(module)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
-def test_two_ranks(strategy: str, tmp_path: Path) -> None:
+def test_two_ranks(tmp_path: Path) -> None:
     script = Path(__file__).parent / "corpus" / "lightning_ranks.py"
-    done = forked.python(script, strategy, cwd=tmp_path, warnings="ignore")
+    done = forked.python(script, "ddp", cwd=tmp_path, warnings="ignore")
     assert done.code == 0, done.err
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
     run = read_run(tmp_path / "run")

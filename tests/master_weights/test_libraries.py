@@ -40,7 +40,6 @@ def trained_by_hand(steps: int, make: Callable[[Any], torch.optim.Optimizer]) ->
         model.zero_grad()
         loss_of(model, DATA[4 * step : 4 * step + 4]).backward()
         for param, weight in zip(model.parameters(), weights, strict=True):
-            assert param.grad is not None
             weight.grad = param.grad.float()
         optimizer.step()
         for param, weight in zip(model.parameters(), weights, strict=True):

@@ -149,7 +149,6 @@ def test_an_optimizer_around_another_one(has_hooks: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     around = Around(optimizer, has_hooks)
     give_gradients(model, 0)
-    assert model.weight.grad is not None
     with lost_updates(around, model) as lost:
         around.step()
         torch.optim.SGD(model.parameters(), lr=0.1).step()  # somebody else's
@@ -215,7 +214,6 @@ def test_weights_to_export(store: Any) -> None:
     reference = torch.optim.SGD([by_hand], lr=1e-4)
     for seed in range(4):
         give_gradients(model, seed)
-        assert model[0].weight.grad is not None
         by_hand.grad = model[0].weight.grad.float()
         optimizer.step()
         reference.step()

@@ -857,7 +857,6 @@ def test_a_step_of_a_gan_is_counted_once_however_it_is_scaled(how: str, tmp_path
 
 
 def products_seen(record: halfstep.record) -> dict[str, int]:
-    assert record._recorder is not None
     return record._recorder.seen.products
 
 

@@ -60,7 +60,6 @@ def test_gradients_that_are_zero_when_the_optimizer_steps(tmp_path: Path) -> Non
     def step() -> None:
         loop.loss().backward()
         for param in loop.model.parameters():
-            assert param.grad is not None
             param.grad.zero_()
         loop.optimizer.step()
 

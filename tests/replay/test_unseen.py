@@ -133,7 +133,6 @@ def grad_set_by_hand(is_bad: bool) -> None:
 def grad_changed_after_backward(is_bad: bool) -> None:
     MODEL(X).sum().backward()
     for param in MODEL.parameters():
-        assert param.grad is not None
         param.grad = spoilt(param.grad.abs() + 1, is_bad)
 
 
@@ -221,7 +220,6 @@ def test_a_tensor_that_cannot_be_looked_into_is_not_called_finite(made: Any) -> 
         bad = halfstep.diagnose(lambda: (made(X) * 0).log())
     assert good.verdict == "none"  # every op that it came from was seen
     assert bad.verdict == "unknown"
-    assert bad.bad is not None
     assert bad.bad.op == "log"
     assert any(note.startswith("not seen: a result of class") for note in bad.notes)
 
@@ -262,7 +260,6 @@ def test_a_gradient_that_was_bad_before_is_found_if_the_step_leaves_it() -> None
     found = halfstep.diagnose(step, model=both)
     assert found.verdict == "data"
     assert found.tensor == "1.weight.grad"
-    assert found.cure is not None
     assert "zero_grad()" in found.cure.text
 
 
@@ -270,7 +267,6 @@ def test_sparse_gradients_are_as_before() -> None:
     EMBEDDING.zero_grad()
     sparse_gradient(False)
     before = EMBEDDING.weight.grad
-    assert before is not None
     values, indices = before._values().clone(), before._indices().clone()
     assert halfstep.diagnose(lambda: sparse_gradient(True), model=MODEL).verdict == "maths"
     assert EMBEDDING.weight.grad is before
@@ -290,7 +286,6 @@ def test_numbers_that_are_made_a_tensor_again_have_their_origin() -> None:
         (MODEL(X[:1])[0] - target).square().sum().backward()
 
     found = halfstep.diagnose(step)
-    assert found.bad is not None
     assert (found.verdict, found.bad.op) == ("maths", "div")
 
 
@@ -298,7 +293,6 @@ def test_a_number_that_is_nan_is_data_and_one_that_was_read_has_its_origin() -> 
     net, x = nn.Linear(4, 1), torch.randn(3, 4)
     found = halfstep.diagnose(lambda: (net(x).mean() * float("nan")).backward())
     assert (found.verdict, found.tensor) == ("data", "the number nan")
-    assert found.bad is not None
     assert found.bad.op == "mul"
     assert "data: `mul` in the forward pass is given the number nan" in str(found)
 
@@ -307,7 +301,6 @@ def test_a_number_that_is_nan_is_data_and_one_that_was_read_has_its_origin() -> 
         (net(x).mean() * weight.item()).backward()
 
     found = halfstep.diagnose(step)
-    assert found.bad is not None
     assert (found.verdict, found.bad.op) == ("maths", "div")
 
 

@@ -505,7 +505,6 @@ def poisoned(
         scaler.scale(loss).backward()
         optimize(scaler, optimizer)
         scaler.update()
-    assert scaler is not None
     return dict(model.state_dict()), scaler.get_scale()
 
 

@@ -76,7 +76,6 @@ def plain(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tens
 def plain_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     checked = step.measure(prepare(scale, params))
     step.multiply_(checked, step.clip_coefficient_of(checked, 1.0))
-    assert checked.norms is not None
     assert isinstance(checked.norms.norm, torch.Tensor)
     return [finish(checked), checked.norms.norm]
 
@@ -85,7 +84,6 @@ def fused_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[
     checked = step.measure(prepare(scale, params))
     divisor = step.divisor_of(checked.multiplier, step.clip_coefficient_of(checked, 1.0))
     assert isinstance(divisor, torch.Tensor)
-    assert checked.norms is not None
     sums = (sums for _, sums in checked.norms.on_device.values())
     return [finish(checked), divisor, *sums]
 
@@ -402,7 +400,6 @@ def test_a_cuda_graph_of_it_can_be_replayed(part: Part, schedule: Schedule) -> N
         scale.update(found[:1])
     for number, (expected, grads, after) in enumerate(iterations(part, schedule, None, cuda)):
         for param, fresh in zip(params, params_with_gradients(number, cuda), strict=True):
-            assert param.grad is not None
             assert fresh.grad is not None
             param.grad.copy_(fresh.grad)
         graph.replay()

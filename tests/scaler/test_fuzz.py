@@ -119,7 +119,6 @@ class Param:
 
     def grad(self) -> list[float]:
         """Return ``.grad`` as it is."""
-        assert self.tensor.grad is not None
         values: list[float] = self.tensor.grad.view(-1).tolist()
         return values
 
@@ -552,8 +551,6 @@ class World:
         """Write an entry of ``.grad``."""
         entry = self.rng.randrange(param.size)
         self.log.append(f"inject {value} into parameter {self.params.index(param)}")
-        assert param.tensor.grad is not None
-        assert param.true is not None
         param.tensor.grad.view(-1)[entry] = value
         param.true[entry] = param.grad()[entry] / param.scaled_by
         param.bound[entry] = abs(param.true[entry])
@@ -746,7 +743,6 @@ class World:
             param.begin(true, 1.0)
             param.absolute = 2 * param.tiny / scale
         look = self.look_at(params)
-        assert look is not None
         assert self.scaler.outcome(opt.optimizer).taken == (not look.found_inf)
         if look.found_inf:
             assert [param.tensor.tolist() for param in opt.params] == before
@@ -1058,7 +1054,6 @@ def test_random_sequences(part: int) -> None:
         world = run_sequence(seed)
         if world is not None and seed % 10 == 0:
             continued = run_sequence(seed, swaps=False)
-            assert continued is not None
             assert world.state == continued.state, f"seed {seed}"
             for mine, other in zip(world.params, continued.params, strict=True):
                 assert torch.equal(mine.tensor, other.tensor), f"seed {seed}"

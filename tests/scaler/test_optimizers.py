@@ -46,7 +46,6 @@ def test_a_registry_of_a_class_is_no_container() -> None:
     first, second = Registered([good], lr=1.0), Registered([bad], lr=1.0)
     scaler = GradScaler(DEVICE)
     scaler.scale(good.sum() + bad.sum()).backward()
-    assert bad.grad is not None
     bad.grad.fill_(math.inf)
     scaler.step(first)
     scaler.step(second)

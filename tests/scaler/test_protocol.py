@@ -240,7 +240,6 @@ def test_a_first_loss_in_inference_mode_does_no_harm() -> None:
         scaler.scale(torch.ones(()))
     parameter = torch.nn.Parameter(torch.ones(1))
     scaler.scale(parameter.sum()).backward()
-    assert parameter.grad is not None
     assert parameter.grad.item() == 65536.0
 
 

@@ -128,7 +128,6 @@ def test_what_cannot_be_written_to_a_state() -> None:
 def test_the_floor_idiom(make: Any) -> None:
     scaler = make(init_scale=128.0)
     param, optimizer = backward(scaler)
-    assert param.grad is not None
     param.grad[0] = math.inf
     scaler.step(optimizer)
     scaler.update()

@@ -132,7 +132,6 @@ def test_the_line_and_the_step_are_named_and_nothing_changes(name: str) -> None:
     assert found.verdict == verdict
     assert op in (bad.op, bad.forward_op, bad.op.rstrip("_")), str(found)
     line = bad.forward_line or bad.line
-    assert line is not None
     assert (Path(line.file).name, line.number) in lines_of(file), str(found)
 
 
@@ -157,7 +156,6 @@ def test_of_views_of_one_tensor_the_bad_one_is_named(bad: str) -> None:
         run.take((run.model(q).mean(-1, keepdim=True) * k).mean() + run.model(v).mean())
     (found,) = told
     assert found.verdict == "data"
-    assert found.tensor is not None
     assert found.tensor.startswith(f"{bad} in "), found.tensor
 
 
@@ -199,7 +197,6 @@ def test_no_model_stays_in_float32_after_a_replay_in_it() -> None:
     assert {param.dtype for param in parameters} == {torch.float16}
     assert all(p.grad is not None and p.grad.dtype is torch.float16 for p in parameters)
     assert told[0].verdict == "maths"
-    assert told[0].cure is not None
     assert told[0].cure.is_finite, told[0]
 
 

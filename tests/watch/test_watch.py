@@ -120,9 +120,7 @@ def test_a_bad_step_is_replayed_with_its_loss(loss: Losses) -> None:
     watch = large_steps(loop, [False, False, True, False])
     (found,) = watch.found
     assert loop.told == [(3, "range")]
-    assert found.bad is not None
     assert (found.bad.op, found.bad.module) == ("mul", "")
-    assert found.cure is not None
     assert found.cure.is_finite
     assert found.num_replays > 0
 
@@ -171,7 +169,6 @@ def test_a_loss_that_outgrows_the_scale_is_cured_by_a_smaller_one(monkeypatch):
     watch = scaled_losses(model, halfstep.GradScaler(init_scale=4096.0), losses)
     (found,) = watch.found
     assert (found.verdict, found.scale) == ("scale", 4096.0)
-    assert found.cure is not None
     assert found.cure.is_finite
     assert found.cure.scale is not None
     assert found.cure.scale < 4096
@@ -228,7 +225,6 @@ def test_an_overflow_that_no_smaller_scale_cures_is_a_fault_at_the_start_too(mon
     monkeypatch.setattr(skips, "LONGEST_START", 4)
     watch = scaled_steps(lambda out, _: (out.float() * 0).sqrt().sum(), 6, init_scale=16.0)
     (found,) = watch.found
-    assert found.bad is not None
     assert (found.verdict, found.bad.phase, found.bad.forward_op) == ("maths", "backward", "sqrt")
 
 
@@ -245,9 +241,7 @@ def test_a_nan_gradient_of_a_finite_loss_is_told_in_the_first_skip() -> None:
     watch = scaled_steps(loss, 4, init_scale=16.0)
     (found,) = watch.found
     assert found.verdict == "maths"
-    assert found.bad is not None
     assert (found.bad.phase, found.ends) == ("backward", ("weight", "bias"))
-    assert found.bad.forward_line is not None
     assert ".sqrt()" in found.bad.forward_line.text
 
 
@@ -403,7 +397,6 @@ def test_a_forward_that_stood_there_for_one_call() -> None:
             optimizer.step()
     (found,) = watch.found
     assert found.verdict == "data"
-    assert found.bad is not None
     assert found.bad.module == "net"
     assert model.forward == original
 
@@ -426,9 +419,7 @@ def test_what_cannot_be_replayed_is_traced_live_in_the_next_bad_step() -> None:
     (found,) = watch.found
     assert loop.told == [(3, "range")]
     assert found.num_replays == 0
-    assert found.bad is not None
     assert found.bad.op == "mul"
-    assert found.bad.line is not None
     assert "hidden * 1e5" in found.bad.line.text
     assert any("live" in note for note in found.notes)
     assert any("its replay was finite" in note for note in found.notes)
@@ -513,7 +504,6 @@ def test_gradients_that_go_bad_after_unscale_are_reported_at_that_step() -> None
             scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
             scaler.unscale_(optimizer)
             if step == 5:
-                assert model.bias.grad is not None
                 model.bias.grad.div_(0.0)
             scaler.step(optimizer)
             scaler.update()
