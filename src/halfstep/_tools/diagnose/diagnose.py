@@ -30,13 +30,12 @@ from halfstep._tools.diagnose.inspect_op import (
     described,
     inspect,
     named_by,
-    names_in,
 )
 from halfstep._tools.diagnose.optimizer_step import STEP_IN_FLOAT32, fault_of_step
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
-from halfstep._tools.replay.blame import OUTSIDE, Blame, Scan, scan
+from halfstep._tools.replay.blame import OUTSIDE, Blame, Scan, names_in, scan
 from halfstep._tools.replay.kept_calls import (
     KeptCall,
     Made,

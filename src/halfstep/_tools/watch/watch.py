@@ -38,7 +38,6 @@ from halfstep._tools.diagnose.diagnose import (
     why_not_replayed,
 )
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.diagnose.inspect_op import names_in
 from halfstep._tools.diagnose.optimizer_step import (
     Numbers,
     diagnosis_of_taken_step,
@@ -47,6 +46,7 @@ from halfstep._tools.diagnose.optimizer_step import (
 )
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
 from halfstep._tools.line import Line, line_text
+from halfstep._tools.replay.blame import names_in
 from halfstep._tools.replay.kept_calls import (
     KeptCall,
     Made,
