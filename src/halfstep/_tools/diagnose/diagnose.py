@@ -23,7 +23,7 @@ from halfstep._tools.diagnose.diagnosis import (
     short_error,
     source_of,
 )
-from halfstep._tools.diagnose.finite_step import find_absorbed, find_underflow
+from halfstep._tools.diagnose.finite_step import find_absorbed
 from halfstep._tools.diagnose.inspect_op import (
     InspectingTracker,
     bad_rows,
@@ -93,13 +93,12 @@ def diagnosis_of(
 ) -> Diagnosis:
     """Replay a step until the cause and the cure are known.
 
-    If ``is_kept``, the step repeats kept calls. A finite one is then not replayed again to find
-    underflow.
+    If ``is_kept``, the step repeats kept calls.
     """
     replayer = Replayer(step, model, is_kept=is_kept)
     replayer.usual_loss, replayer.limit = usual_loss, seconds
     with observe_ops(replayer.observe):
-        found = _found(replayer, with_underflow=not is_kept)
+        found = _found(replayer)
     model = replayer.model
     if model is not None and any(map(compiler.is_compiled, model.modules())):
         replayer.notes.append(COMPILED)
@@ -173,7 +172,7 @@ def _of_what_was_seen(replayer: Replayer, found: Scan) -> Diagnosis:
     return Diagnosis("unknown", bad, ends=found.ends, scale=found.run.scale)
 
 
-def _of_no_blame(replayer: Replayer, found: Scan, with_underflow: bool) -> Diagnosis:
+def _of_no_blame(replayer: Replayer, found: Scan) -> Diagnosis:
     """Return the diagnosis of a step in which no op is to blame."""
     run = found.run
     if run.error is not None:
@@ -183,10 +182,9 @@ def _of_no_blame(replayer: Replayer, found: Scan, with_underflow: bool) -> Diagn
     try:
         if replayer.has_steps and (of_step := fault_of_step(replayer, run.scale)) is not None:
             return of_step
-        if with_underflow:
-            harm = find_absorbed(replayer, run) if found.first else None
-            flushes = () if harm else find_underflow(replayer, run.scale)
-            return harm or Diagnosis("none", scale=run.scale, underflow=flushes)
+        is_absorbed = found.first is not None and not replayer.is_kept
+        if is_absorbed and (harm := find_absorbed(replayer, run)) is not None:
+            return harm
     except OutOfTime:
         _note_end(replayer)
     return Diagnosis("none", scale=run.scale)
@@ -202,7 +200,7 @@ def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
     return Diagnosis("data", None, name, found.ends, found.run.scale, cure)
 
 
-def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
+def _found(replayer: Replayer) -> Diagnosis:
     model = replayer.model
     tracker = None if model is None else InspectingTracker(model, is_replay=True)
     calls = UserCalls(replayer.num_ops)
@@ -211,7 +209,7 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
     if isinstance(error, RanksError):  # the rest of the step did not run
         raise error
     if blame is None:
-        return _of_no_blame(replayer, found, with_underflow)
+        return _of_no_blame(replayer, found)
     if error is not None:
         replayer.notes.append(
             f"the step ended with {short_error(error)}; the first value "
@@ -291,8 +289,7 @@ def judge(
         smaller = cure_search.smaller_scale(trial, run.scale, bad)
         if smaller is not None:
             cure: Cure | None = cure_search.of_scale(smaller, is_finite=True)
-            flushes = find_underflow(replayer, smaller)
-            return Diagnosis("scale", bad, None, found.ends, run.scale, cure, flushes)
+            return Diagnosis("scale", bad, None, found.ends, run.scale, cure)
     if not is_wide_finite and bad.is_beyond_its_dtype:
         _note_range_alone(replayer, blame, wide)
     is_same = wide is not None and wide.blame is not None and wide.blame.where == blame.where

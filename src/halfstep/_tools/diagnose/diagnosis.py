@@ -11,12 +11,12 @@ from pathlib import PurePath
 from textwrap import dedent
 from typing import Literal, Self
 
-from halfstep._common.numbers import percent, power, things
+from halfstep._common.numbers import power, things
 from halfstep._common.text import Code, one_line, preformatted
 from halfstep._tools.json import Count, Finite, Positive, decoded, to_plain
 from halfstep._tools.line import Line, line_text, short_path
 from halfstep._tools.replay import NO_END
-from halfstep._tools.trace.rows import Phase, short
+from halfstep._tools.trace.rows import Phase
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
@@ -159,35 +159,6 @@ class Cure:
 
 
 @dataclass(frozen=True)
-class Flush:
-    """Op that rounds values to zero.
-
-    Attributes:
-        op: The name of the ATen op.
-        module: The path of its module.
-        phase: The phase in which it runs.
-        dtype: The dtype of its result, ``"float16"``.
-        line: The line that called it; in the backward pass, the line of the op whose gradient it
-            computes.
-        values: The number of results that are not zero in float32.
-        flushed: The number of those results that it returns as zero.
-    """
-
-    op: str
-    module: str
-    phase: Phase
-    dtype: str
-    line: Line | None
-    values: Count
-    flushed: Count
-
-    @property
-    def share(self) -> float:
-        """The share of values that are flushed, 0 to 1."""
-        return self.flushed / self.values if self.values else 0.0
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """Result of :func:`halfstep.diagnose`; its ``str()`` is a report.
 
@@ -205,7 +176,6 @@ class Diagnosis:
             are not finite.
         scale: The scale of the loss; None if it is not scaled.
         cure: The cure; None if none was found.
-        underflow: The ops that flush values to zero, the largest shares first.
         notes: Other remarks, one line each.
         num_replays: The number of times the step was run.
         seconds: The time for all replays, in seconds.
@@ -231,7 +201,6 @@ class Diagnosis:
     ends: tuple[str, ...] = ()
     scale: float | None = None
     cure: Cure | None = None
-    underflow: tuple[Flush, ...] = ()
     notes: tuple[str, ...] = ()
     num_replays: Count = 0
     seconds: float = 0.0
@@ -247,7 +216,6 @@ class Diagnosis:
         lines += [f"  {name:<9}{value}".rstrip() for name, value in facts]
         if self.cure is not None:
             lines += _cure(self.cure)
-        lines += _underflow(self.underflow)
         lines += [f"  note     {note}" for note in self.notes]
         of_rank = f", on rank {self.rank}" if self.rank else ""
         lines.append(f"{things(self.num_replays, 'replay')}, {self.seconds:.2f} s{of_rank}")
@@ -272,11 +240,7 @@ class Diagnosis:
 
 # --- text -----------------------------------------------------------------------------------------
 
-MOST_FLUSHES = 10
-"""The largest number of ops with underflow that are printed."""
 _MOST_ENDS = 3
-_NO_FLUSH = 0.0005
-"""The largest share of flushed values that is not printed."""
 
 
 def _headline(found: Diagnosis) -> str:
@@ -427,18 +391,6 @@ def _learned(losses: tuple[float, ...]) -> list[str]:
     if stands(losses):
         return [f"  with it, {count} small steps leave the loss of this batch at {first}"]
     return [f"  with it, {count} small steps on this batch take the loss from {first} to {last}"]
-
-
-def _underflow(flushes: tuple[Flush, ...]) -> Iterator[str]:
-    worth = [flush for flush in flushes if flush.share > _NO_FLUSH]
-    if not worth:
-        return
-    yield "underflow, the share of values that are rounded to zero:"
-    for flush in worth[:MOST_FLUSHES]:
-        where = f"{flush.phase} {flush.op}{_in_module(flush.module)} ({short(flush.dtype)})"
-        yield f"  {percent(flush.share):>7}  {where}"
-    if len(worth) > MOST_FLUSHES:
-        yield f"  and {len(worth) - MOST_FLUSHES} more"
 
 
 MOST_OF_AN_ERROR = 160

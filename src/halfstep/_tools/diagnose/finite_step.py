@@ -1,4 +1,4 @@
-"""Harm in a finite step: overflows that later ops absorb, and values that are flushed to zero.
+"""Harm in a finite step: overflows that later ops absorb.
 
 ``rsqrt(inf)`` is 0, and so is the output. An op with finite inputs and an infinite result is also
 computed in a wider dtype. Later ops are computed from both results until they agree again and are
@@ -14,20 +14,15 @@ import torch
 from torch import Tensor
 
 from halfstep._autocast import Policy
-from halfstep._common.formats import dtype_name
 from halfstep._common.nested import map_plain
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.diagnose import cure_search
-from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, Flush, short_error
+from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.diagnose.inspect_op import in_wider, inspect
-from halfstep._tools.diagnose.trials import Rounding
-from halfstep._tools.line import Line
 from halfstep._tools.replay.blame import Blame, BlameTracker, scan
 from halfstep._tools.replay.observer import OpCall
 from halfstep._tools.replay.replay import Replayer, StepRun
 from halfstep._tools.replay.variant import Variant
-from halfstep._tools.trace.rows import Phase
-from halfstep._tools.user_code import user_line
 
 MOST_OPS = 64
 """The largest number of ops that are followed after an overflow."""
@@ -156,49 +151,3 @@ def _cure(replayer: Replayer, run: StepRun, blame: Blame) -> Cure:
     tracker = AbsorbedTracker()
     found = scan(replayer, variant, tracker=tracker)
     return replace(rule, is_finite=found.is_finite and tracker.harm is None)
-
-
-# --- underflow ------------------------------------------------------------------------------------
-
-_Key = tuple[str, str, Phase, str, Line | None]
-
-
-class FlushCounter(Rounding):
-    """Observer that counts the values that each op flushes to zero.
-
-    Sync: one for each op that returns lower precision.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[_Key, tuple[int, int]] = {}  # of values, and of flushed ones
-        self._lines: dict[int, Line | None] = {}
-
-    def before(self, call: OpCall) -> None:
-        if call.phase != "backward":
-            self._lines[call.number] = user_line()
-        super().before(call)
-
-    def after(self, call: OpCall, outputs: list[Tensor]) -> None:
-        """Count the zeros that are not zero in float32."""
-        is_backward = call.phase == "backward"
-        line = self._lines.get(call.place.number if is_backward else call.number)
-        for result, exact in self.pairs(outputs):
-            is_value = exact != 0
-            counts = torch.stack([is_value.sum(), ((result == 0) & is_value).sum()]).tolist()
-            key = (call.name, call.place.module, call.phase, dtype_name(result.dtype), line)
-            values, flushed = self._counts.get(key, (0, 0))
-            self._counts[key] = values + counts[0], flushed + counts[1]
-
-    def found(self) -> tuple[Flush, ...]:
-        """Return the ops that flush values, the largest shares first."""
-        flushes = [Flush(*key, *counts) for key, counts in self._counts.items() if counts[1]]
-        return tuple(sorted(flushes, key=lambda flush: -flush.share))
-
-
-def find_underflow(replayer: Replayer, scale: float | None) -> tuple[Flush, ...]:
-    counter = FlushCounter()
-    with replayer.run(Variant(scale=scale), counter) as run:
-        if run.error is not None:
-            error = short_error(run.error)
-            replayer.notes.append(f"the replay for underflow ended with {error}")
-        return counter.found()
