@@ -23,7 +23,6 @@ from halfstep._tools.diagnose.diagnosis import (
     short_error,
     source_of,
 )
-from halfstep._tools.diagnose.finite_step import find_absorbed
 from halfstep._tools.diagnose.inspect_op import (
     InspectingTracker,
     bad_rows,
@@ -56,6 +55,10 @@ SECONDS = 30.0
 OF_NO_OP = (
     "no op that was seen made the inf or NaN: they were there before the step, or were made where "
     "ops are not seen (another thread, a library outside of PyTorch)"
+)
+SWALLOWED = (
+    "this op is not finite, but later ops made finite numbers of what it returned, as rsqrt(inf) "
+    "is 0: halfstep.self_check says whether they are those of float32"
 )
 WAS_FINITE = "its replay was finite"
 TO_SEE_MORE = "return its values from the function as a plain tensor on a device"
@@ -182,9 +185,9 @@ def _of_no_blame(replayer: Replayer, found: Scan) -> Diagnosis:
     try:
         if replayer.has_steps and (of_step := fault_of_step(replayer, run.scale)) is not None:
             return of_step
-        is_absorbed = found.first is not None and not replayer.is_kept
-        if is_absorbed and (harm := find_absorbed(replayer, run)) is not None:
-            return harm
+        if found.first is not None and not replayer.is_kept:
+            replayer.notes.append(SWALLOWED)
+            return Diagnosis("none", inspect(replayer, found.first, run.scale).bad, scale=run.scale)
     except OutOfTime:
         _note_end(replayer)
     return Diagnosis("none", scale=run.scale)
@@ -332,7 +335,7 @@ def judge_alone(
     if blame.number == OUTSIDE:
         return "data", None
     if bad.excess is None:
-        return "maths", cure_search.of_op(bad)
+        return "maths", None
     if bad.phase == "backward" and scale is not None:
         smaller = cure_search.power_below(scale / bad.excess / 2)
         if smaller >= cure_search.SMALLEST_SCALE:

@@ -20,9 +20,7 @@ from halfstep._tools.trace.rows import Phase
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
-Verdict = Literal[
-    "none", "absorbed", "scale", "range", "maths", "growth", "optimizer", "data", "unknown"
-]
+Verdict = Literal["none", "scale", "range", "maths", "growth", "optimizer", "data", "unknown"]
 """The cause: see :class:`Diagnosis`."""
 
 A_NUMBER = "the number nan"
@@ -163,14 +161,14 @@ class Diagnosis:
     """Result of :func:`halfstep.diagnose`; its ``str()`` is a report.
 
     Attributes:
-        verdict: ``"none"``: the step is finite. ``"absorbed"``: the step is finite, but an overflow
-            did harm, such as an output of zeros. ``"scale"``: a gradient overflows, and a smaller
+        verdict: ``"none"``: the step is finite. ``"scale"``: a gradient overflows, and a smaller
             loss scale cures it. ``"range"``: the value is finite in float32, but does not fit its
             dtype. ``"maths"``: the value is not finite in float32 either. ``"growth"``: the values
             grew from step to step until one no longer fitted. ``"optimizer"``: a step of an
             optimizer made weights bad of finite gradients. ``"data"``: a parameter, a buffer or the
             batch was bad before the step. ``"unknown"``: see the notes.
-        bad: The first bad op. For ``"data"``, the op that read the bad tensor first.
+        bad: The first bad op. For ``"data"``, the op that read the bad tensor first. For
+            ``"none"``, an op whose inf or NaN later ops made finite, if there is one.
         tensor: For ``"data"`` and ``"optimizer"``, the name of the bad tensor.
         ends: ``"loss"`` if the loss is not finite, else the names of the parameters whose gradients
             are not finite.
@@ -274,8 +272,6 @@ def _said(found: Diagnosis, *, with_line: bool) -> str:
         case "none":
             judged = "every op" if NO_END in found.notes else "every loss, and every gradient"
             return f"the step is finite: {judged}"
-        case "absorbed":
-            return f"{where} overflowed {dtype}; the step is finite, but wrong"
         case "scale":
             by = "" if found.scale is None else f" ({power(found.scale)})"
             return f"{where} overflowed {dtype}, because the loss scale{by} is too large"
