@@ -63,8 +63,8 @@ SWALLOWED = (
 WAS_FINITE = "its replay was finite"
 TO_SEE_MORE = "return its values from the function as a plain tensor on a device"
 INNOCENT = (
-    "this rank is finite when it runs alone: an inf or NaN in its step comes from another rank, "
-    "whose own diagnosis names the cause"
+    "what this rank computes alone is finite: an inf or NaN in its step comes from another rank, "
+    "whose diagnosis names the cause"
 )
 COMPILED = "compiled code was replayed as it is written, in eager mode"
 
@@ -80,7 +80,7 @@ def diagnose_step(
     try:
         found = diagnosis_of(step_fn, model, seconds=seconds)
         is_innocent = found.verdict == "none" and distributed.has_ranks()
-        return replace(found, notes=(*found.notes, INNOCENT)) if is_innocent else found
+        return replace(found, happened=INNOCENT) if is_innocent else found
     except Exception as error:
         add_explanation(error)
         raise

@@ -181,7 +181,8 @@ class Diagnosis:
         source: The lines of code around the line of ``bad``, each with its number.
         is_finite_in_float32: Whether a replay in float32 was finite; None if there was none, or if
             it went bad elsewhere.
-        happened: For ``"growth"`` and ``"optimizer"``, what happened, as a sentence.
+        happened: For ``"growth"`` and ``"optimizer"``, what happened, as a sentence. For
+            ``"none"``, that another rank is at fault, if there are several.
 
     Example:
         >>> import halfstep, torch
@@ -269,7 +270,7 @@ def _said(found: Diagnosis, *, with_line: bool) -> str:
     wide = {None: "", True: "; in float32 it is finite", False: ", nor is it in float32"}
     in_float32 = wide[found.is_finite_in_float32]
     match found.verdict:
-        case "none":
+        case "none" if not found.happened:
             judged = "every op" if NO_END in found.notes else "every loss, and every gradient"
             return f"the step is finite: {judged}"
         case "scale":
@@ -283,7 +284,7 @@ def _said(found: Diagnosis, *, with_line: bool) -> str:
             return f"{where} overflowed {dtype}; the op alone is finite in float32"
         case "maths":
             return f"{where} is not finite{in_float32 if dtype not in _WIDE else ''}"
-        case "growth" | "optimizer":
+        case "none" | "growth" | "optimizer":
             return found.happened
         case "data" if found.tensor == A_NUMBER:
             return f"{where} is given {A_NUMBER}"

@@ -27,7 +27,7 @@ from halfstep._common.nested import tensors_in
 from halfstep._common.patches import Patches
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import Rounds, split_closure, with_closure
-from halfstep._pytorch import modes, optim
+from halfstep._pytorch import distributed, modes, optim
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._tools.diagnose.diagnose import (
     INNOCENT,
@@ -514,8 +514,8 @@ class Watch:
                     return
             self._report(found)
             return
-        if why_not == WAS_FINITE and _is_averaged(calls):
-            self._report(Diagnosis("none", notes=(INNOCENT,)))
+        if why_not == WAS_FINITE and distributed.has_ranks():  # as of gradients they have summed
+            self._report(Diagnosis("none", happened=INNOCENT))
             return
         self.notes.append(f"step {self._step} was not replayed: {why_not}")
         is_skipping = (self._scaler or self._loss_scaler) is not None
