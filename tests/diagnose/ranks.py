@@ -25,6 +25,21 @@ class Net(nn.Module):
         return out
 
 
+def without_a_scaler(
+    model: nn.Module, batches: tuple[Tensor, ...], *, is_summed: bool
+) -> list[str]:
+    """Watch a loop over batches; return its diagnoses. Ranks sum gradients by hand if needed."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.diagnose(halfstep.GradScaler(enabled=False), tell=lambda *_: None) as watch:
+        for x in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), torch.tensor([0, 1, 0, 1])).backward()
+            for param in () if is_summed else model.parameters():
+                torch.distributed.all_reduce(param.grad)
+            optimizer.step()
+    return [found.to_json() for found in watch.found]
+
+
 def diagnose_bad_rank(rank: int) -> dict[str, Any]:
     """Diagnose a batch that is bad on rank 1 only, on request and then in a loop."""
     model = DistributedDataParallel(Net())
@@ -54,13 +69,9 @@ def diagnose_bad_rank(rank: int) -> dict[str, Any]:
         for x in (good, bad, good):
             step(x)
     after = digest()
-    with halfstep.diagnose(halfstep.GradScaler(enabled=False), tell=lambda *_: None) as plain:
-        for x in (good, bad):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), torch.tensor([0, 1, 0, 1])).backward()
-            optimizer.step()
     return {
-        "without a scaler": [found.to_json() for found in plain.found],
+        "without a scaler": without_a_scaler(model, (good, bad), is_summed=True),
+        "summed by hand": without_a_scaler(Net(), (good, bad), is_summed=False),
         "on request": on_request.to_json(),
         "same": same,
         "in a loop": [found.to_json() for found in watch.found],

@@ -92,7 +92,8 @@ def summary(watch: Watch) -> tuple[list[Any], list[str]]:
         for each in watch.found
         if each.bad is not None
     ]
-    return found, [*watch.notes, *(note for each in watch.found for note in each.notes)]
+    said = [note for each in watch.found for note in (each.happened, *each.notes)]
+    return found, [*watch.notes, *said]
 
 
 def watched(rank: int, kind: str, bad: str) -> tuple[list[Any], list[str]]:

@@ -6,6 +6,7 @@ import pytest
 from tests.diagnose.sharded import on_request, watched, with_agreement, without_scaler
 from tests.ranks.pool import Pool, RankFailedError
 
+from halfstep._tools.diagnose.diagnose import INNOCENT
 from halfstep.errors import RanksError
 
 pytestmark = pytest.mark.slow
@@ -17,7 +18,7 @@ def test_an_overflow_in_the_forward_pass_of_one_rank(kind: str, pool: Pool) -> N
     assert one == [("range", "mul", "forward", True)]
     assert zero == (one if kind == "tp" else [])
     if kind == "fsdp":
-        assert "the inf or NaN in step 3 came from another rank" in notes
+        assert INNOCENT in notes
     if kind == "tp":
         assert any("the parameters of the model are DTensors" in note for note in notes)
 
@@ -30,7 +31,7 @@ def test_an_overflow_in_the_backward_pass_of_one_rank(kind: str, pool: Pool) -> 
     ]
     assert zero == (one if kind == "tp" else [])
     if kind != "tp":
-        assert any("came from another rank" in note for note in notes)
+        assert INNOCENT in notes
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tp", "ddp", "talking"])
@@ -58,4 +59,4 @@ def test_a_step_that_needs_all_ranks_is_not_replayed(kind: str, why: str, pool: 
 
 def test_the_scaler_of_a_replay_decides_alone(pool: Pool) -> None:
     """The ranks replay a different number of times."""
-    assert pool.run(with_agreement) == [("range", 128.0)] * 2  # after one backoff
+    assert pool.run(with_agreement) == [("none", 128.0), ("range", 128.0)]  # after one backoff

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.record.events import step, write
 from tests.report import records
 
 import halfstep
-from halfstep._tools.diagnose.diagnosis import Diagnosis, Flush
+from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.line import Line
 from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Diagnosed
@@ -20,11 +20,9 @@ from halfstep._tools.watch.diagnose import diagnose
 from halfstep.errors import CallOrderError
 
 LINE = Line("model.py", 3, "forward", "y = x.exp()")
-FLUSH = Flush("mm", "head", "backward", "float16", LINE, 10, 4)
 FULL = records.found(
     bad=records.bad_op(forward_op="exp", forward_line=LINE, needs=97280.0),
     tensor="inf",
-    underflow=(FLUSH, replace(FLUSH, line=None)),
     notes=("a note",),
     num_replays=3,
     seconds=0.5,
@@ -75,7 +73,6 @@ def without(name):
         records.diagnosis(2) | {"bad": asdict(records.bad_op(needs="much"))},
         records.diagnosis(2) | {"ends": "loss"},
         records.diagnosis(2) | {"scale": True},
-        records.diagnosis(2) | {"underflow": [asdict(FLUSH) | {"flushed": -1}]},
     ],
 )
 def test_what_is_no_diagnosis_is_skipped_and_said(tmp_path, event):

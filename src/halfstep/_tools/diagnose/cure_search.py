@@ -21,15 +21,14 @@ from halfstep._autocast import Policy, autocast, preset
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import number, power
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, stands
-from halfstep._tools.diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of, has_row
-from halfstep._tools.diagnose.source import Change, Placed, edited_lines, in_words
+from halfstep._tools.diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of
+from halfstep._tools.diagnose.source import Change, edited_lines, in_words
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import Edits, UserCall, UserCalls, call_of
 from halfstep._tools.replay.blame import OUTSIDE, Blame
 from halfstep._tools.replay.variant import EnteredAutocast, float32_parameters, half_of
 from halfstep._tools.trace.ops import OpPlace
-from halfstep._tools.user_code import Spot
 
 MOST_RULES = 3
 """The largest number of rules that are added to a policy before another dtype is tried."""
@@ -405,21 +404,6 @@ def _of_changes(changes: Sequence[Change]) -> Cure:
     if lines is None:
         return Cure("code", in_words(changes))
     return Cure("code", "\n".join(dedent(line.text) for line in lines), edits=tuple(lines))
-
-
-def of_op(bad: BadOp) -> Cure | None:
-    """Return an edit as the cure from the description of an op, without a replay."""
-    name, line = bad.forward_op if bad.line is None else bad.op, bad.line or bad.forward_line
-    if name is None or line is None or not has_row(name):
-        return None
-    dtypes = [operand.dtype for operand in bad.inputs]
-    value = torch.empty(2, 2, dtype=getattr(torch, dtypes[0] if dtypes else "float32"))
-    for edit in edits_of(name):
-        texts = [(slot, edit.text(value)) for slot in edit.slots]
-        if all(text is not None for _, text in texts):
-            placed = [Placed(Spot(line), name, slot, text or "") for slot, text in texts]
-            return _of_changes(placed)
-    return None
 
 
 def narrowest_rule(blame: Blame, model: nn.Module | None) -> Cure | None:

@@ -23,20 +23,18 @@ from halfstep._tools.diagnose.diagnosis import (
     short_error,
     source_of,
 )
-from halfstep._tools.diagnose.finite_step import find_absorbed, find_underflow
 from halfstep._tools.diagnose.inspect_op import (
     InspectingTracker,
     bad_rows,
     described,
     inspect,
     named_by,
-    names_in,
 )
 from halfstep._tools.diagnose.optimizer_step import STEP_IN_FLOAT32, fault_of_step
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
-from halfstep._tools.replay.blame import OUTSIDE, Blame, Scan, scan
+from halfstep._tools.replay.blame import OUTSIDE, Blame, Scan, names_in, scan
 from halfstep._tools.replay.kept_calls import (
     KeptCall,
     Made,
@@ -58,11 +56,15 @@ OF_NO_OP = (
     "no op that was seen made the inf or NaN: they were there before the step, or were made where "
     "ops are not seen (another thread, a library outside of PyTorch)"
 )
+SWALLOWED = (
+    "this op is not finite, but later ops made finite numbers of what it returned, as rsqrt(inf) "
+    "is 0: halfstep.self_check says whether they are those of float32"
+)
 WAS_FINITE = "its replay was finite"
 TO_SEE_MORE = "return its values from the function as a plain tensor on a device"
 INNOCENT = (
-    "this rank is finite when it runs alone: an inf or NaN in its step comes from another rank, "
-    "whose own diagnosis names the cause"
+    "what this rank computes alone is finite: an inf or NaN in its step comes from another rank, "
+    "whose diagnosis names the cause"
 )
 COMPILED = "compiled code was replayed as it is written, in eager mode"
 
@@ -78,7 +80,7 @@ def diagnose_step(
     try:
         found = diagnosis_of(step_fn, model, seconds=seconds)
         is_innocent = found.verdict == "none" and distributed.has_ranks()
-        return replace(found, notes=(*found.notes, INNOCENT)) if is_innocent else found
+        return replace(found, happened=INNOCENT) if is_innocent else found
     except Exception as error:
         add_explanation(error)
         raise
@@ -94,13 +96,12 @@ def diagnosis_of(
 ) -> Diagnosis:
     """Replay a step until the cause and the cure are known.
 
-    If ``is_kept``, the step repeats kept calls. A finite one is then not replayed again to find
-    underflow.
+    If ``is_kept``, the step repeats kept calls.
     """
     replayer = Replayer(step, model, is_kept=is_kept)
     replayer.usual_loss, replayer.limit = usual_loss, seconds
     with observe_ops(replayer.observe):
-        found = _found(replayer, with_underflow=not is_kept)
+        found = _found(replayer)
     model = replayer.model
     if model is not None and any(map(compiler.is_compiled, model.modules())):
         replayer.notes.append(COMPILED)
@@ -174,7 +175,7 @@ def _of_what_was_seen(replayer: Replayer, found: Scan) -> Diagnosis:
     return Diagnosis("unknown", bad, ends=found.ends, scale=found.run.scale)
 
 
-def _of_no_blame(replayer: Replayer, found: Scan, with_underflow: bool) -> Diagnosis:
+def _of_no_blame(replayer: Replayer, found: Scan) -> Diagnosis:
     """Return the diagnosis of a step in which no op is to blame."""
     run = found.run
     if run.error is not None:
@@ -184,10 +185,9 @@ def _of_no_blame(replayer: Replayer, found: Scan, with_underflow: bool) -> Diagn
     try:
         if replayer.has_steps and (of_step := fault_of_step(replayer, run.scale)) is not None:
             return of_step
-        if with_underflow:
-            harm = find_absorbed(replayer, run) if found.first else None
-            flushes = () if harm else find_underflow(replayer, run.scale)
-            return harm or Diagnosis("none", scale=run.scale, underflow=flushes)
+        if found.first is not None and not replayer.is_kept:
+            replayer.notes.append(SWALLOWED)
+            return Diagnosis("none", inspect(replayer, found.first, run.scale).bad, scale=run.scale)
     except OutOfTime:
         _note_end(replayer)
     return Diagnosis("none", scale=run.scale)
@@ -203,7 +203,7 @@ def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
     return Diagnosis("data", None, name, found.ends, found.run.scale, cure)
 
 
-def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
+def _found(replayer: Replayer) -> Diagnosis:
     model = replayer.model
     tracker = None if model is None else InspectingTracker(model, is_replay=True)
     calls = UserCalls(replayer.num_ops)
@@ -212,7 +212,7 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
     if isinstance(error, RanksError):  # the rest of the step did not run
         raise error
     if blame is None:
-        return _of_no_blame(replayer, found, with_underflow)
+        return _of_no_blame(replayer, found)
     if error is not None:
         replayer.notes.append(
             f"the step ended with {short_error(error)}; the first value "
@@ -292,8 +292,7 @@ def judge(
         smaller = cure_search.smaller_scale(trial, run.scale, bad)
         if smaller is not None:
             cure: Cure | None = cure_search.of_scale(smaller, is_finite=True)
-            flushes = find_underflow(replayer, smaller)
-            return Diagnosis("scale", bad, None, found.ends, run.scale, cure, flushes)
+            return Diagnosis("scale", bad, None, found.ends, run.scale, cure)
     if not is_wide_finite and bad.is_beyond_its_dtype:
         _note_range_alone(replayer, blame, wide)
     is_same = wide is not None and wide.blame is not None and wide.blame.where == blame.where
@@ -336,7 +335,7 @@ def judge_alone(
     if blame.number == OUTSIDE:
         return "data", None
     if bad.excess is None:
-        return "maths", cure_search.of_op(bad)
+        return "maths", None
     if bad.phase == "backward" and scale is not None:
         smaller = cure_search.power_below(scale / bad.excess / 2)
         if smaller >= cure_search.SMALLEST_SCALE:

@@ -11,18 +11,16 @@ from pathlib import PurePath
 from textwrap import dedent
 from typing import Literal, Self
 
-from halfstep._common.numbers import percent, power, things
+from halfstep._common.numbers import power, things
 from halfstep._common.text import Code, one_line, preformatted
 from halfstep._tools.json import Count, Finite, Positive, decoded, to_plain
 from halfstep._tools.line import Line, line_text, short_path
 from halfstep._tools.replay import NO_END
-from halfstep._tools.trace.rows import Phase, short
+from halfstep._tools.trace.rows import Phase
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
-Verdict = Literal[
-    "none", "absorbed", "scale", "range", "maths", "growth", "optimizer", "data", "unknown"
-]
+Verdict = Literal["none", "scale", "range", "maths", "growth", "optimizer", "data", "unknown"]
 """The cause: see :class:`Diagnosis`."""
 
 A_NUMBER = "the number nan"
@@ -159,53 +157,23 @@ class Cure:
 
 
 @dataclass(frozen=True)
-class Flush:
-    """Op that rounds values to zero.
-
-    Attributes:
-        op: The name of the ATen op.
-        module: The path of its module.
-        phase: The phase in which it runs.
-        dtype: The dtype of its result, ``"float16"``.
-        line: The line that called it; in the backward pass, the line of the op whose gradient it
-            computes.
-        values: The number of results that are not zero in float32.
-        flushed: The number of those results that it returns as zero.
-    """
-
-    op: str
-    module: str
-    phase: Phase
-    dtype: str
-    line: Line | None
-    values: Count
-    flushed: Count
-
-    @property
-    def share(self) -> float:
-        """The share of values that are flushed, 0 to 1."""
-        return self.flushed / self.values if self.values else 0.0
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """Result of :func:`halfstep.diagnose`; its ``str()`` is a report.
 
     Attributes:
-        verdict: ``"none"``: the step is finite. ``"absorbed"``: the step is finite, but an overflow
-            did harm, such as an output of zeros. ``"scale"``: a gradient overflows, and a smaller
+        verdict: ``"none"``: the step is finite. ``"scale"``: a gradient overflows, and a smaller
             loss scale cures it. ``"range"``: the value is finite in float32, but does not fit its
             dtype. ``"maths"``: the value is not finite in float32 either. ``"growth"``: the values
             grew from step to step until one no longer fitted. ``"optimizer"``: a step of an
             optimizer made weights bad of finite gradients. ``"data"``: a parameter, a buffer or the
             batch was bad before the step. ``"unknown"``: see the notes.
-        bad: The first bad op. For ``"data"``, the op that read the bad tensor first.
+        bad: The first bad op. For ``"data"``, the op that read the bad tensor first. For
+            ``"none"``, an op whose inf or NaN later ops made finite, if there is one.
         tensor: For ``"data"`` and ``"optimizer"``, the name of the bad tensor.
         ends: ``"loss"`` if the loss is not finite, else the names of the parameters whose gradients
             are not finite.
         scale: The scale of the loss; None if it is not scaled.
         cure: The cure; None if none was found.
-        underflow: The ops that flush values to zero, the largest shares first.
         notes: Other remarks, one line each.
         num_replays: The number of times the step was run.
         seconds: The time for all replays, in seconds.
@@ -213,7 +181,8 @@ class Diagnosis:
         source: The lines of code around the line of ``bad``, each with its number.
         is_finite_in_float32: Whether a replay in float32 was finite; None if there was none, or if
             it went bad elsewhere.
-        happened: For ``"growth"`` and ``"optimizer"``, what happened, as a sentence.
+        happened: For ``"growth"`` and ``"optimizer"``, what happened, as a sentence. For
+            ``"none"``, that another rank is at fault, if there are several.
 
     Example:
         >>> import halfstep, torch
@@ -231,7 +200,6 @@ class Diagnosis:
     ends: tuple[str, ...] = ()
     scale: float | None = None
     cure: Cure | None = None
-    underflow: tuple[Flush, ...] = ()
     notes: tuple[str, ...] = ()
     num_replays: Count = 0
     seconds: float = 0.0
@@ -247,7 +215,6 @@ class Diagnosis:
         lines += [f"  {name:<9}{value}".rstrip() for name, value in facts]
         if self.cure is not None:
             lines += _cure(self.cure)
-        lines += _underflow(self.underflow)
         lines += [f"  note     {note}" for note in self.notes]
         of_rank = f", on rank {self.rank}" if self.rank else ""
         lines.append(f"{things(self.num_replays, 'replay')}, {self.seconds:.2f} s{of_rank}")
@@ -272,11 +239,7 @@ class Diagnosis:
 
 # --- text -----------------------------------------------------------------------------------------
 
-MOST_FLUSHES = 10
-"""The largest number of ops with underflow that are printed."""
 _MOST_ENDS = 3
-_NO_FLUSH = 0.0005
-"""The largest share of flushed values that is not printed."""
 
 
 def _headline(found: Diagnosis) -> str:
@@ -307,11 +270,9 @@ def _said(found: Diagnosis, *, with_line: bool) -> str:
     wide = {None: "", True: "; in float32 it is finite", False: ", nor is it in float32"}
     in_float32 = wide[found.is_finite_in_float32]
     match found.verdict:
-        case "none":
+        case "none" if not found.happened:
             judged = "every op" if NO_END in found.notes else "every loss, and every gradient"
             return f"the step is finite: {judged}"
-        case "absorbed":
-            return f"{where} overflowed {dtype}; the step is finite, but wrong"
         case "scale":
             by = "" if found.scale is None else f" ({power(found.scale)})"
             return f"{where} overflowed {dtype}, because the loss scale{by} is too large"
@@ -323,7 +284,7 @@ def _said(found: Diagnosis, *, with_line: bool) -> str:
             return f"{where} overflowed {dtype}; the op alone is finite in float32"
         case "maths":
             return f"{where} is not finite{in_float32 if dtype not in _WIDE else ''}"
-        case "growth" | "optimizer":
+        case "none" | "growth" | "optimizer":
             return found.happened
         case "data" if found.tensor == A_NUMBER:
             return f"{where} is given {A_NUMBER}"
@@ -427,18 +388,6 @@ def _learned(losses: tuple[float, ...]) -> list[str]:
     if stands(losses):
         return [f"  with it, {count} small steps leave the loss of this batch at {first}"]
     return [f"  with it, {count} small steps on this batch take the loss from {first} to {last}"]
-
-
-def _underflow(flushes: tuple[Flush, ...]) -> Iterator[str]:
-    worth = [flush for flush in flushes if flush.share > _NO_FLUSH]
-    if not worth:
-        return
-    yield "underflow, the share of values that are rounded to zero:"
-    for flush in worth[:MOST_FLUSHES]:
-        where = f"{flush.phase} {flush.op}{_in_module(flush.module)} ({short(flush.dtype)})"
-        yield f"  {percent(flush.share):>7}  {where}"
-    if len(worth) > MOST_FLUSHES:
-        yield f"  and {len(worth) - MOST_FLUSHES} more"
 
 
 MOST_OF_AN_ERROR = 160

@@ -284,7 +284,3 @@ def in_place(text: str) -> str | None:
 def edits_of(function: str) -> Iterator[Edit]:
     """Yield the edits of a function, the least invasive first."""
     yield from _ROWS.get(row_name(function), (*_FINITE, *_LARGER))
-
-
-def has_row(function: str) -> bool:
-    return row_name(function) in _ROWS

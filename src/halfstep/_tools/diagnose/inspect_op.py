@@ -11,24 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._common.formats import dtype_name
-from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import map_plain, tensors_in
-from halfstep._pytorch import distributed, storages
 from halfstep._pytorch.devices import has_float64, in_float64
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._tools.diagnose.diagnosis import A_NUMBER, BadOp, Operand, short_error
 from halfstep._tools.diagnose.edits import row_name
 from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of, named_rows
 from halfstep._tools.measure import float_values
-from halfstep._tools.replay.blame import OUTSIDE, Blame, BlameTracker, has_nan_number
+from halfstep._tools.replay.blame import (
+    OUTSIDE,
+    Blame,
+    BlameTracker,
+    has_nan_number,
+    name_in_code,
+    names_in,
+)
 from halfstep._tools.replay.observer import OpCall, OpObserver
 from halfstep._tools.replay.replay import Replayer
 from halfstep._tools.replay.variant import Variant
 from halfstep._tools.trace.ops import by_name
 from halfstep._tools.user_code import (
     Place,
-    called_by_user,
     is_of_batch,
+    is_part_of,
     user_line,
     user_place,
 )
@@ -149,9 +154,8 @@ def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
     """Return the user's name of the bad tensor among the inputs of an op."""
     shown = filter(_is_shown, call.given)
     for tensor, read in zip(shown, inputs, strict=True):
-        if _memory(tensor)[0] == _memory(bad)[0] and (read.nan or read.inf):
-            shape = ", ".join(map(str, read.shape))
-            return read.name or called_by_user(tensor) or f"a {read.dtype}[{shape}] without a name"
+        if is_part_of(tensor, bad) and (read.nan or read.inf):
+            return read.name or name_in_code(tensor)
     return "a tensor without a name"
 
 
@@ -218,46 +222,6 @@ def in_wider(call: OpCall, dtype: torch.dtype) -> list[Tensor] | None:
         return list(tensors_in([call.func(*args, **kwargs)]))
     except (RuntimeError, TypeError, NotImplementedError):  # no kernel for the dtype
         return None
-
-
-def names_in(model: nn.Module | None) -> Callable[[Tensor], str]:
-    """Return a function that names parameters, buffers, their views and their gradients."""
-    if model is None:
-        return lambda _: ""
-    before = _names_by_memory(model)
-
-    def name_of(tensor: Tensor) -> str:
-        key, _ = _memory(tensor)
-        # FSDP swaps in gathered parameters while a module runs.
-        _, found = before.get(key) or _names_by_memory(model).get(key) or (None, {})
-        return found.get(_offset(tensor), "") if len(found) > 1 else "".join(found.values())
-
-    return name_of
-
-
-def _names_by_memory(model: nn.Module) -> dict[int, tuple[object, dict[int, str]]]:
-    """Return a dictionary from a memory to a reference to it and the tensor names by offset."""
-    names: dict[int, tuple[object, dict[int, str]]] = {}
-    gradients = [(f"{name}.grad", param.grad) for name, param in model.named_parameters()]
-    for name, tensor in (*model.named_buffers(), *model.named_parameters(), *gradients):
-        if tensor is not None:
-            key, reference = _memory(tensor)
-            _, found = names.setdefault(key, (reference, {}))
-            found[_offset(tensor)] = without_wrappers(name)
-    return names
-
-
-def _offset(tensor: Tensor) -> int:
-    """Return the storage offset of a tensor; several gradients may share one buffer."""
-    if tensor.layout is not torch.strided:
-        return 0
-    return int(distributed.local_part(tensor.detach()).storage_offset())
-
-
-def _memory(tensor: Tensor) -> tuple[int, object]:
-    """Return an id for the memory of a tensor, and an object that prevents reuse of the id."""
-    memory = storages.memory_of(distributed.local_part(tensor.detach()))
-    return (id(tensor), tensor) if memory is None else (int(memory.cdata), memory)
 
 
 class InspectingTracker(BlameTracker):

@@ -20,14 +20,13 @@ from halfstep._gradients.optimizers import members
 from halfstep._pytorch import autograd, distributed
 from halfstep._tools.diagnose import cure_search
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, Diagnosis, source_of
-from halfstep._tools.diagnose.inspect_op import inspect, names_in
+from halfstep._tools.diagnose.inspect_op import inspect
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCalls, call_of
 from halfstep._tools.measure import is_finite
-from halfstep._tools.replay.blame import BlameTracker, scan
+from halfstep._tools.replay.blame import BlameTracker, name_in_code, names_in, scan
 from halfstep._tools.replay.replay import OutOfTime, Replayer
 from halfstep._tools.replay.variant import Variant
-from halfstep._tools.user_code import called_by_user
 
 USUAL_EPS = 1e-8
 STEP_IN_FLOAT32 = (
@@ -52,7 +51,7 @@ def event_of(
         for group in member.param_groups
         for weight in group["params"]
         if weight.grad is not None and is_finite(weight.grad) and not is_finite(weight)
-        if (name := name_of_weight(weight, name_of)) not in known
+        if (name := name_of(weight) or name_in_code(weight)) not in known
     ]
     if not found:
         return None
@@ -83,11 +82,6 @@ def event_of(
     return Diagnosis("optimizer", None, name, cure=cure, notes=tuple(causes), happened=said)
 
 
-def name_of_weight(weight: Tensor, name_of: Callable[[Tensor], str]) -> str:
-    shape = ", ".join(map(str, weight.shape))
-    return name_of(weight) or called_by_user(weight) or f"a weight of shape [{shape}]"
-
-
 class _StepTracker(BlameTracker):
     """Blame tracker that describes the first step that makes weights bad."""
 
@@ -100,7 +94,7 @@ class _StepTracker(BlameTracker):
 
     def before_step(self, optimizer: Optimizer) -> None:
         bad = (weight for weight in parameters(optimizer) if not is_finite(weight))
-        self._bad_before = frozenset(name_of_weight(weight, self._name_of) for weight in bad)
+        self._bad_before = frozenset(self._name_of(each) or name_in_code(each) for each in bad)
 
     def see_step(self, optimizer: Optimizer) -> None:
         super().see_step(optimizer)

@@ -216,34 +216,12 @@ _NEAR = 4
 """The distance from the bad op, in ops, below which an eps is searched for."""
 
 
-class Rounding(OpObserver):
-    """Observer that pairs the results of ops in lower precision with those in float32.
-
-    Sync: none.
-    """
-
-    _wide: list[Tensor] | None = None
-
-    def before(self, call: OpCall) -> None:
-        self._wide = _in_float32(call)
-
-    def pairs(self, outputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return the results of the op that has run, each with that in float32."""
-        wide, self._wide = self._wide or [], None
-        pairs = zip(outputs, wide, strict=True) if len(wide) == len(outputs) else ()
-        return [
-            (result, exact)
-            for result, exact in pairs
-            if dtype_name(result.dtype) in FORMATS_BY_DTYPE and result.shape == exact.shape
-        ]
-
-
-def _in_float32(call: OpCall) -> list[Tensor] | None:
-    """Return the result of an op in float32; None if it cannot flush, run or be repeated."""
+def _in_float32(call: OpCall) -> list[Tensor]:
+    """Return the results of an op in float32; none if it cannot round, run or be repeated."""
     dtypes = (call.kwargs.get("dtype"), *(tensor.dtype for tensor in call.given))
-    may_flush = not makes_no_values(call.func) and any(dtype in HALVES for dtype in dtypes)
+    may_round = not makes_no_values(call.func) and any(dtype in HALVES for dtype in dtypes)
     is_random = torch.Tag.nondeterministic_seeded in call.func.tags
-    return in_wider(call, torch.float32) if may_flush and not is_random else None
+    return (in_wider(call, torch.float32) if may_round and not is_random else None) or []
 
 
 @dataclass(frozen=True)
@@ -258,8 +236,8 @@ class Origin:
     is_rounded: bool  # whether its dtype makes 0, 1 or inf of other values
 
 
-class Origins(Rounding):
-    """Observer that notes which ops made the inputs of each op.
+class Origins(OpObserver):
+    """Observer that notes which ops made the inputs of each op of the forward pass.
 
     Sync: one for each op in lower precision.
     """
@@ -267,10 +245,10 @@ class Origins(Rounding):
     def __init__(self) -> None:
         self._ops: dict[int, Origin] = {}
         self._makers: ByMemory[int] = ByMemory()
+        self._wide: list[Tensor] = []
 
     def before(self, call: OpCall) -> None:
-        if call.phase != "backward":
-            super().before(call)
+        self._wide = _in_float32(call) if call.phase != "backward" else []
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
         """Note an op and the makers of its inputs."""
@@ -280,7 +258,7 @@ class Origins(Rounding):
         parents = tuple(dict.fromkeys(m for m in makers if m is not None))
         dtype = next((t.dtype for t in outputs if t.dtype in HALVES), None)
         lost = "" if dtype is None else _lost(call, dtype)
-        is_rounded = any(_is_rounded(*pair) for pair in self.pairs(outputs))
+        is_rounded = any(map(_is_rounded, outputs, self._wide))
         origin = Origin(call.number, call.name, call.place, parents, lost, is_rounded)
         self._ops[call.number] = origin
         for tensor in outputs:
@@ -300,6 +278,8 @@ class Origins(Rounding):
 
 
 def _is_rounded(result: Tensor, exact: Tensor) -> bool:
+    if result.dtype not in HALVES or result.shape != exact.shape:
+        return False
     is_zero = (result == 0) & (exact != 0)
     is_one = (result.abs() >= 1) & (exact.abs() < 1)
     return bool((is_zero | is_one | (exact.isfinite() & ~result.isfinite())).any())

@@ -31,7 +31,7 @@ from halfstep._tools.dtype_errors.failing_call import (
     nodes_of,
     origin_of,
 )
-from halfstep._tools.dtype_errors.rest import ordered
+from halfstep._tools.dtype_errors.rest import Cure, ordered
 from halfstep._tools.user_code import is_same_view
 
 _ABOUT_DTYPES = re.compile(
@@ -156,15 +156,15 @@ def _explained(error: BaseException) -> DtypeError | None:
             notes += (f"a tensor that the traceback does not show is {dtype_name(hidden)}",)
         if "without overflow" in str(error):
             notes += tuple(_what_fits(own, operands[0]))
-        again, cures = None, list[str]()
+        again, tried = None, list[Cure]()
         if made or user.has_no_effects:
             again = _again(made or user)
         if again is None and made is None and found is failing:
             again = _again(inner[0])
         if again is not None:
-            cures += _cures(again, made or own, operands, function, hidden)
-            if made is None and own is user:
-                cures = ordered(cures, user)
+            tried += _cures(again, made or own, operands, function, hidden)
+        is_here = made is None and own is user
+        cures = ordered(tried, user) if is_here else [each.text for each in tried]
     if made is not None and isinstance(made.other, ast.Call):
         cures = [f"{cure} at line {made.other.lineno}" for cure in cures]
     where, text = _told(own)
@@ -342,7 +342,7 @@ def _cures(
     operands: tuple[GivenTensor, ...],
     function: _Function | None,
     hidden: torch.dtype | None,
-) -> Iterator[str]:
+) -> Iterator[Cure]:
     """Yield the changes of a line of the user with which the failing call runs.
 
     ``hidden`` is the dtype of a tensor that is no operand, if there is one.
@@ -377,10 +377,11 @@ def _cures(
             continue
         if changed:
             is_offered = True
-            yield ", ".join(f"{_cast(o.name, wanted)} in place of {o.name}" for o in changed)
+            text = ", ".join(f"{_cast(o.name, wanted)} in place of {o.name}" for o in changed)
+            yield Cure(text, {operand.name: wanted for operand in changed})
         if function is not None and not function.is_backward and is_on:
             arguments = f'device_type="{device}", cast_inputs={wanted}'
-            yield f"@halfstep.custom_fwd({arguments}) on {function.name}.forward"
+            yield Cure(f"@halfstep.custom_fwd({arguments}) on {function.name}.forward")
     lower = next((d for d in dtypes if d in (torch.float16, torch.bfloat16)), None)
     ours = f"{policy}; {again.name}:fp32"
     for rules in (None, ours)[: 0 if lower is None else 2 if is_on and policy else 1]:
@@ -397,9 +398,9 @@ def _cures(
             continue
         arguments = f'"{device}", {lower}' + ("" if rules is None else f', policy="{rules}"')
         of = "halfstep." if rules is not None or not _runs(under_pytorchs) else ""
-        yield f"the call inside {of}autocast({arguments})"
+        yield Cure(f"the call inside {of}autocast({arguments})")
         if function is not None and function.is_backward:
-            yield (
+            yield Cure(
                 f'@halfstep.custom_fwd(device_type="{device}") on {function.name}.forward, '
                 f'@halfstep.custom_bwd(device_type="{device}") on {function.name}.backward'
             )

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ast
 import copy
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,26 +106,31 @@ def _done(line: Call, statement: ast.stmt, casts: Casts, within: ast.AST | None)
 
 # --- the order of cures ---------------------------------------------------------------------------
 
-_IN_PLACE = re.compile(r"(?:\()?(.+?)\)?\.to\(torch\.(\w+)\) in place of (.+)$")
+
+class Cure(NamedTuple):
+    """Change of a line, and the casts of its expressions that it is made of, if any."""
+
+    text: str
+    casts: Casts | None = None
 
 
-def ordered(cures: list[str], line: Call) -> list[str]:
+def ordered(cures: list[Cure], line: Call) -> list[str]:
     """Return cures with those first with which the function of the line runs to its end.
 
     A cure after which a later line fails is completed by a cast there, or by one before the line.
     """
     last: list[str] = []
-    for number, cure in enumerate(cures):
-        casts = _casts(cure)
+    for number, (cure, casts) in enumerate(cures, start=1):
+        others = [other.text for other in cures[number:]]
         at = None if casts is None else failing_line(line, casts)
-        if not at or casts is None:
-            return [*cures[number:], *last]
+        if casts is None or not at:
+            return [cure, *others, *last]
         last.append(f"{cure} (then line {at} fails)")
         if all(map(str.isidentifier, casts)) and failing_line(line, casts, before=True) == 0:
             better = "; ".join(f"{name} = {name}.to({dtype})" for name, dtype in casts.items())
-            return [f"{better} before this line", *cures[number + 1 :], *last]
+            return [f"{better} before this line", *others, *last]
         if (more := _cast_at(line, casts, at)) is not None:
-            return [f"{cure}; {more}", *cures[number + 1 :], *last]
+            return [f"{cure}; {more}", *others, *last]
     return last
 
 
@@ -141,11 +145,3 @@ def _cast_at(line: Call, casts: Casts, at: int) -> str | None:
         if failing_line(line, casts, later={at: {name: dtype}}) == 0:
             return f"{name}.to({dtype}) in place of {name} at line {at}"
     return None
-
-
-def _casts(cure: str) -> Casts | None:
-    """Return the casts of a cure that is made of them; None for another one."""
-    found = [_IN_PLACE.match(part) for part in re.split(r", (?=\S+ in place of )", cure)]
-    if not all(found):
-        return None
-    return {each[3]: getattr(torch, each[2]) for each in found if each is not None}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep._common.formats import dtype_name
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
-from halfstep._pytorch import modes
+from halfstep._pytorch import distributed, modes, storages
 from halfstep._pytorch.dispatch import overload_of
 from halfstep._pytorch.storages import ByMemory, is_made_of_others, parts_of
 from halfstep._tools.measure import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
@@ -388,7 +390,8 @@ def scan(
         blame = tracker.root(has_failed=run.error is not None or not tracker.has_end)
         if tracker.is_absorbed:
             replayer.notes.append(ABSORBED)
-        gradients = _names_of(tracker.bad_leaves, replayer.model)
+        name_of = names_in(replayer.model)
+        gradients = tuple(name_of(leaf) or name_in_code(leaf) for leaf in tracker.bad_leaves)
         return Scan(
             run=run,
             blame=blame,
@@ -399,11 +402,50 @@ def scan(
         )
 
 
-def _names_of(leaves: list[Tensor], model: nn.Module | None) -> tuple[str, ...]:
-    """Return the names of leaves that are parameters, and descriptions of the others."""
-    named = () if model is None else model.named_parameters()
-    known = {id(param): without_wrappers(name) for name, param in named}
-    return tuple(
-        known.get(id(leaf)) or called_by_user(leaf) or f"a leaf of shape {tuple(leaf.shape)}"
-        for leaf in leaves
-    )
+# --- names ----------------------------------------------------------------------------------------
+
+
+def name_in_code(tensor: Tensor) -> str:
+    """Return the name of a tensor in the user's code, or a description."""
+    shape = ", ".join(map(str, tensor.shape))
+    return called_by_user(tensor) or f"a {dtype_name(tensor.dtype)}[{shape}] without a name"
+
+
+def names_in(model: nn.Module | None) -> Callable[[Tensor], str]:
+    """Return a function that names parameters, buffers, their views and their gradients."""
+    if model is None:
+        return lambda _: ""
+    before = _names_by_memory(model)
+
+    def name_of(tensor: Tensor) -> str:
+        key, _ = _memory(tensor)
+        # FSDP swaps in gathered parameters while a module runs.
+        _, found = before.get(key) or _names_by_memory(model).get(key) or (None, {})
+        return found.get(_offset(tensor), "") if len(found) > 1 else "".join(found.values())
+
+    return name_of
+
+
+def _names_by_memory(model: nn.Module) -> dict[int, tuple[object, dict[int, str]]]:
+    """Return a dictionary from a memory to a reference to it and the tensor names by offset."""
+    names: dict[int, tuple[object, dict[int, str]]] = {}
+    gradients = [(f"{name}.grad", param.grad) for name, param in model.named_parameters()]
+    for name, tensor in (*model.named_buffers(), *model.named_parameters(), *gradients):
+        if tensor is not None:
+            key, reference = _memory(tensor)
+            _, found = names.setdefault(key, (reference, {}))
+            found[_offset(tensor)] = without_wrappers(name)
+    return names
+
+
+def _offset(tensor: Tensor) -> int:
+    """Return the storage offset of a tensor; several gradients may share one buffer."""
+    if tensor.layout is not torch.strided:
+        return 0
+    return int(distributed.local_part(tensor.detach()).storage_offset())
+
+
+def _memory(tensor: Tensor) -> tuple[int, object]:
+    """Return an id for the memory of a tensor, and an object that prevents reuse of the id."""
+    memory = storages.memory_of(distributed.local_part(tensor.detach()))
+    return (id(tensor), tensor) if memory is None else (int(memory.cdata), memory)

@@ -22,7 +22,7 @@ NOTABLE = 0.01
 """The share of lost gradient entries or updates from which on it is mentioned."""
 FEW = 0.01
 """The share of skipped steps that is normal in dynamic scaling."""
-OTHER_CAUSES = ("absorbed", "range", "maths", "growth", "optimizer", "data")
+OTHER_CAUSES = ("range", "maths", "growth", "optimizer", "data")
 """The verdicts of diagnoses that found a cause other than the scale."""
 State: TypeAlias = Literal["ended", "failed", "running", "no end"]
 

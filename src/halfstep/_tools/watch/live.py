@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep._common.module_names import replicated
 from halfstep._common.numbers import things
 from halfstep._pytorch import distributed, modes
-from halfstep._tools.diagnose.diagnose import judge_alone
+from halfstep._tools.diagnose.diagnose import INNOCENT, judge_alone
 from halfstep._tools.diagnose.diagnosis import Diagnosis, source_of
 from halfstep._tools.diagnose.inspect_op import InspectingTracker
 from halfstep._tools.patches import Patches
@@ -40,7 +40,6 @@ class LiveSearch:
         self._trace: LiveTrace | None = None
         self._waiting: list[nn.Module | None] = []  # the model to trace in the next step, if any
         self._num_left = self._bad_step = 0
-        self._came_from_elsewhere = False
 
     @property
     def is_on(self) -> bool:
@@ -83,11 +82,10 @@ class LiveSearch:
         if found is not None:
             yield found, step
         elif trace.came_from_elsewhere:
-            self._notes.append(f"the inf or NaN in step {step} came from another rank")
-            self._came_from_elsewhere = True
+            yield Diagnosis("none", happened=INNOCENT), step
         elif self._num_left:
             self._waiting = [trace.model]
-        elif not self._came_from_elsewhere:
+        else:
             note = f"traced {things(step - self._bad_step, 'step')} after it: none went bad"
             yield Diagnosis("unknown", notes=(note, SEE_MORE)), self._bad_step
 

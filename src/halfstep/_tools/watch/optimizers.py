@@ -24,9 +24,8 @@ from halfstep._pytorch import distributed, modes
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import is_unscaled
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
-from halfstep._tools.diagnose.inspect_op import names_in
-from halfstep._tools.diagnose.optimizer_step import name_of_weight
 from halfstep._tools.measure import is_finite
+from halfstep._tools.replay.blame import name_in_code, names_in
 from halfstep._tools.user_code import user_line
 
 _SETTINGS = frozenset(
@@ -93,7 +92,7 @@ def _with_bad_state(
     for weight, state in getattr(optimizer, "state", {}).items():
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, Tensor) and not is_finite(value):
-                name = name_of_weight(weight, names_in(model()))
+                name = names_in(model())(weight) or name_in_code(weight)
                 text = (
                     f"load a checkpoint from before {key} went bad: the state of {of} was not "
                     f"finite before this step, which makes {name} so. Without one, begin with a "

@@ -26,7 +26,7 @@ from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import split_closure, with_closure
-from halfstep._pytorch import modes, optim
+from halfstep._pytorch import distributed, modes, optim
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._tools.diagnose.diagnose import (
     INNOCENT,
@@ -37,7 +37,6 @@ from halfstep._tools.diagnose.diagnose import (
     why_not_replayed,
 )
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.diagnose.inspect_op import names_in
 from halfstep._tools.diagnose.optimizer_step import (
     Numbers,
     diagnosis_of_taken_step,
@@ -47,6 +46,7 @@ from halfstep._tools.diagnose.optimizer_step import (
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
 from halfstep._tools.line import Line, line_text
 from halfstep._tools.patches import Patches
+from halfstep._tools.replay.blame import names_in
 from halfstep._tools.replay.kept_calls import (
     KeptCall,
     Made,
@@ -515,8 +515,8 @@ class Watch:
                     return
             self._report(found)
             return
-        if why_not == WAS_FINITE and _is_averaged(calls):
-            self._report(Diagnosis("none", notes=(INNOCENT,)))
+        if why_not == WAS_FINITE and distributed.has_ranks():  # as of gradients they have summed
+            self._report(Diagnosis("none", happened=INNOCENT))
             return
         self.notes.append(f"step {self._step} was not replayed: {why_not}")
         is_skipping = (self._scaler or self._loss_scaler) is not None
