@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from inspect import cleandoc
 from typing import Any, get_args
 
-import torch
 from msgspec import UNSET, UnsetType
 from msgspec.json import schema_components
 
-from halfstep._autocast.rule import Rule
 from halfstep._common.text import Severity
 from halfstep._tools.doctor.finding import Finding
 from halfstep._tools.doctor.hardware import MachineReport
@@ -57,19 +55,10 @@ class Checkup:
     machine: MachineReport | UnsetType = UNSET
 
 
-@dataclass(frozen=True)
-class Policy:
-    """A policy: its text, which halfstep parses, and its rules in order; a later one wins."""
-
-    policy: str
-    rules: tuple[Rule, ...]
-
-
 DOCUMENTS = {
     "report": Summary,
     "comparison": RunComparison,
     "doctor": Checkup,
-    "policy": Policy,
 }
 """What is printed, by its ``kind``."""
 
@@ -79,7 +68,6 @@ def json_schema() -> dict[str, Any]:
     _, parts = schema_components(
         (*DOCUMENTS.values(), Said),
         ref_template="#/$defs/{name}",
-        schema_hook={torch.dtype: {"type": "string"}}.__getitem__,
     )
     for unused in ("Sentence", "Code"):
         del parts[unused]
@@ -87,8 +75,8 @@ def json_schema() -> dict[str, Any]:
         if part["properties"].pop("event", None):
             part["required"].remove("event")
     parts["Finding"]["properties"] |= {"severity": SEVERITY, "docs": {"type": "string"}}
-    for part in (parts["Finding"], parts["Rule"]):  # values that may be left out in Python
-        part["required"] = [*part["properties"]]
+    # Values that may be left out in Python.
+    parts["Finding"]["required"] = [*parts["Finding"]["properties"]]
     own = {
         "report": {
             "sentences": {"type": "array", "items": {"$ref": "#/$defs/Said"}},

@@ -1,4 +1,3 @@
-import json
 import re
 from pathlib import Path
 
@@ -37,27 +36,6 @@ def test_show_by_action(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "10")  # words stay whole
     named = re.findall(r"[\w.]+", called(capsys, "policy", "show", "standard")[1])
     assert {rule.op for rule in preset("standard").rules} <= set(named)
-
-
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    text = 'fp32; exp[cuda,fp16,train]:lower; @head:fp32; dot:refuse "no"'
-    code, out, _ = called(capsys, "policy", "show", text, "--json")
-    values = json.loads(out)
-    rules = values.pop("rules")
-    assert (code, values) == (0, {"schema": 1, "kind": "policy", "policy": text})
-    assert rules[0] == {
-        "op": "exp",
-        "action": "lower",
-        "device": "cuda",
-        "dtype": "float16",
-        "phase": "train",
-        "message": "",
-        "module": None,
-    }
-    assert [(each["op"], each["module"], each["message"]) for each in rules[1:]] == [
-        ("", "head", ""),
-        ("dot", None, "no"),
-    ]
 
 
 def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

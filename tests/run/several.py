@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import traceback
 import warnings
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
 from halfstep import preset
-from halfstep._tools.run.launch import execute, show_once
+from halfstep._tools.run.launch import execute
 from halfstep._tools.run.masters import Additions, added
 from halfstep._tools.run.stand_ins import replaced
 from halfstep.errors import RanksError, SkippedStepsWarning
@@ -42,25 +41,6 @@ def sharded(rank: int) -> tuple[list[bool], float]:
             scaler.update()
             taken.append(scaler.outcome(optimizer).taken)
     return taken, scaler.get_scale()
-
-
-def shown(rank: int, text: str) -> str:
-    """An error that ends the script of each rank: what Python would print."""
-    hook, err = sys.excepthook, io.StringIO()
-    error = RanksError(text)
-    try:
-        show_once(error)
-        distributed.barrier()
-        with redirect_stderr(err):
-            sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        sys.excepthook = hook
-    return err.getvalue()
-
-
-def shown_own(rank: int) -> str:
-    """The same of errors that have nothing in common."""
-    return shown(rank, f"error of rank {rank}")
 
 
 def with_float16(rank: int, way: str, find_unused: bool) -> tuple[list[float], list[str]]:

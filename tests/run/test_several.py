@@ -1,4 +1,4 @@
-"""Several ranks under the runner: scripts with DDP and FSDP2, and an error that all raise."""
+"""Several ranks under the runner: scripts with DDP and FSDP2."""
 
 import math
 from pathlib import Path
@@ -8,21 +8,6 @@ import torch
 from tests.run import several
 
 SCRIPTS = Path(__file__).parent / "corpus" / "scripts"
-
-
-@pytest.mark.parametrize("text", ["the scales differ", "another error"])
-def test_an_error_of_all_ranks_is_shown_once(text, pool):
-    lines = sorted(pool.run(several.shown, text), key=len)
-    assert lines[0].startswith("[rank")
-    assert lines[0].endswith("RanksError, shown by another rank\n")
-    assert lines[1].endswith(f"RanksError: {text}\n")
-
-
-def test_errors_that_differ_are_all_shown(pool):
-    lines = pool.run(several.shown_own)
-    assert [f"RanksError: error of rank {rank}" in line for rank, line in enumerate(lines)] == [
-        True
-    ] * 2
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -1,7 +1,8 @@
 """Tuning: the islands that are found, and their costs."""
 
 import re
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import Policy, self_check, tune
-from halfstep._tools.tune.passes import LossFn
+from halfstep._tools.tune.measurer import timed_step
+from halfstep._tools.tune.passes import LossFn, Lowering, Task, step_runner
 from halfstep._tools.tune.tuner import Tuned
 
 pytestmark = pytest.mark.slow
@@ -252,6 +254,13 @@ def test_costs(found) -> None:
         assert tuned.seconds[kind]["(step)"] > tuned.seconds[kind]["1.inner"] > 0
     assert first.seconds_lowered == tuned.seconds["lower"]["1.inner"]
     assert first.seconds == tuned.seconds["islands"]["1.inner"]
+
+
+def test_the_time_of_a_step_is_without_what_restores_the_model() -> None:
+    lowering = Lowering(torch.float16, halfstep.preset("standard"))
+    with step_runner(Task(nn.Linear(4, 4)), torch.ones(2, 4), lowering) as runner:
+        slow = replace(runner, reset=lambda: time.sleep(1))
+        assert 0 < timed_step(slow, 1.0, lowered=False)["(step)"] < 1
 
 
 def test_casts_are_those_of_a_trace(found) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("policy", metavar="POLICY", help="a file, a preset, or a text")
     form = show.add_mutually_exclusive_group()
     form.add_argument("--all", action="store_true", help="print one line per rule, in order")
-    form.add_argument("--json", action="store_true", help="print all rules as JSON")
     form.add_argument(
         "--op", metavar="NAME", help="print the rule for this op: softmax, F.layer_norm, conv*"
     )
@@ -66,9 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     policy = read_policy(arguments.policy)
-    if arguments.json:
-        print(_json(policy))
-        return 0
     if arguments.op is None:
         print(policy)
         print("\n".join(map("  {}".format, policy.rules) if arguments.all else _groups(policy)))
@@ -78,16 +72,6 @@ def _show(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(str(error)) from error
     return 0
-
-
-def _json(policy: Policy) -> str:
-    from halfstep._common.formats import dtype_name
-
-    rules = [asdict(rule) for rule in policy.rules]
-    for rule in rules:
-        rule["dtype"] = rule["dtype"] and dtype_name(rule["dtype"])
-    values = {"schema": 1, "kind": "policy", "policy": str(policy), "rules": rules}
-    return json.dumps(values, indent=1)
 
 
 def _groups(policy: Policy) -> Iterator[str]:

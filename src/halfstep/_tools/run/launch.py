@@ -1,10 +1,9 @@
-"""The start of a script: its folder, its code, and the errors that end it."""
+"""The start of a script: its folder, its code, and the traceback of its error."""
 
 from __future__ import annotations
 
 import builtins
 import errno
-import hashlib
 import importlib.util
 import os
 import re
@@ -17,10 +16,8 @@ from itertools import chain, count
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-import torch
-
 from halfstep._common import machine
-from halfstep._pytorch import distributed, listeners
+from halfstep._pytorch import listeners
 from halfstep._tools.record.files import RUNS
 from halfstep.errors import RecordError
 
@@ -74,37 +71,6 @@ def _name_of_launch(environ: Mapping[str, str], parent_pid: int) -> str:
     if given != "none":
         return re.sub(r"[^\w.-]", "-", given)
     return f"{environ.get('MASTER_PORT', 'ranks')}-{parent_pid}"
-
-
-# --- errors that all ranks raise ------------------------------------------------------------------
-
-
-def show_once(error: BaseException) -> None:
-    """Show the traceback of a fatal error on one rank, and a single line on the others.
-
-    The first rank to get here shows it, since a launcher may stop rank 0 before it can.
-    """
-    if _is_first(error):
-        return
-    rank = torch.distributed.get_rank()
-
-    def excepthook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        print(f"[rank{rank}]: {kind.__name__}, shown by another rank", file=sys.stderr)
-
-    sys.excepthook = excepthook
-
-
-def _is_first(error: BaseException) -> bool:
-    """Return whether this rank is the first to report an error."""
-    if not distributed.has_process_group():
-        return True
-    digest = hashlib.sha256(str(error).encode()).hexdigest()[:16]
-    try:
-        return int(distributed.default_store().add(f"halfstep/error/{digest}", 1)) == 1
-    except RuntimeError:  # the rank that hosts the store has exited
-        return True
 
 
 # --- execution of the script ----------------------------------------------------------------------

@@ -44,11 +44,10 @@ from halfstep._tools.run.launch import (
     hide_our_frames,
     lock_folder,
     make_folder,
-    show_once,
 )
 from halfstep._tools.run.masters import Additions, added
 from halfstep._tools.run.stand_ins import PolicyUse, replaced
-from halfstep.errors import HalfstepWarning, RanksError, RecordError
+from halfstep.errors import HalfstepWarning, RecordError
 from halfstep.sinks import MLflow, Sink, TensorBoard, WandB
 
 if TYPE_CHECKING:
@@ -234,8 +233,6 @@ class Session:
             self._failure = error
             self._explanation = explain(error)
             hide_our_frames()
-            if isinstance(error, RanksError):
-                show_once(error)
             raise
 
     def put_in_place(self) -> None:

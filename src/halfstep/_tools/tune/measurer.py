@@ -50,10 +50,15 @@ def timed_step(runner: StepRunner, scale: float, *, lowered: bool) -> dict[str, 
     def after(name: str, call: int, _: Any) -> None:
         seconds[name] = seconds.get(name, 0.0) + now() - begun[name, call]
 
-    begin = now()
-    hooks = module_hooks(runner.task, before, after)
-    runner.step(hooks, lowered=lowered, scale=scale)
-    return {STEP: now() - begin, **seconds}
+    @contextmanager
+    def timed() -> Iterator[None]:  # entered when the model is restored, which is not a step's work
+        with module_hooks(runner.task, before, after):
+            begin = now()
+            yield
+            seconds[STEP] = now() - begin
+
+    runner.step(timed(), lowered=lowered, scale=scale)
+    return seconds
 
 
 def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
