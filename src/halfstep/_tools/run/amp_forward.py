@@ -17,7 +17,7 @@ from torch import nn
 from halfstep._autocast import Policy, autocast
 from halfstep._common.formats import dtype_name
 from halfstep._common.nested import map_leaves, tensors_in
-from halfstep._common.numbers import listed, things
+from halfstep._common.numbers import count, listed, things
 from halfstep._common.patches import TopLevelCalls, not_compiled
 from halfstep._gradients.optimizers import name as name_of
 from halfstep._pytorch import autograd, compiler, modes
@@ -177,10 +177,10 @@ class ScriptState:
         seen = {dtype: num for dtype, num in self.products.items() if dtype is not None}
         low, total, name = seen.get(self._dtype, 0), sum(seen.values()), dtype_name(self._dtype)
         if low:
-            return f", {low} of {things(total, 'product')} in {name}"
+            return f", {count(low)} of {things(total, 'product')} in {name}"
         if not seen or None in self.products:  # which may hide others
             return ""
-        others = listed([f"{num} in {dtype_name(dtype)}" for dtype, num in seen.items()])
+        others = listed([f"{count(num)} in {dtype_name(dtype)}" for dtype, num in seen.items()])
         why = "" if self.has_trained else "; what trains calls other methods than model(x)"
         return f", but no product of the training ran in {name} ({others}{why})"
 
