@@ -47,6 +47,7 @@ def test_percent_never_says_none_or_all_of_what_is_not():
         (power, 3e9, "3e+09"),
         (power, None, "-"),
         (number, math.nan, "NaN"),
+        (number, -0.0, "0"),
         (number, -math.inf, "-inf"),
         (number, 2.54321, "2.543"),
         (bits, 3.21, "3.2 bits"),

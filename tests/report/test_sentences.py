@@ -153,8 +153,8 @@ RUNS = {
     ),
     "a note after the last step": run(records.note(101, "the masters have kept them")),
     "one step": short(step(1)),
-    "sampling off": partial(
-        records.write, events=[records.header(every=0), step(1), step(2), records.end(1.0, 2)]
+    "sampling off, and scaled in vain": partial(
+        records.write, events=[records.header(every=0), step(1), records.products(1, float32=3)]
     ),
     "nine steps": short(*(step(n, loss=4.0 - n / 10) for n in range(1, 10))),
     "ten steps": short(*(step(n, loss=4.0 - n / 10) for n in range(1, 11))),

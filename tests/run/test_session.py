@@ -285,7 +285,8 @@ def test_what_is_known_at_the_end_is_said(known, said):
 
 
 def test_a_run_that_could_not_write_says_what_the_record_has():
-    assert session.recorded(3, 1, Seen(num_written=3)) == "3 steps recorded, 1 skipped"
+    text = session.recorded(3000, 1200, Seen(num_written=3000))
+    assert text == "3,000 steps recorded, 1,200 skipped"
     assert session.recorded(300, 1, Seen(num_written=16, problem="No space left on device")) == (
         "300 steps, 1 skipped, of which the record has 16, because it could not be written (No "
         "space left on device)"

@@ -20,7 +20,7 @@ def number(value: float | None) -> str:
         return NONE
     if math.isnan(value):
         return "NaN"
-    return f"{value:.4g}"
+    return f"{value + 0.0:.4g}"  # no -0
 
 
 def percent(share: float | None) -> str:

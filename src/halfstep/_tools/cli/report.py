@@ -217,10 +217,7 @@ def runs_at(path: Path | None) -> list[Run]:
         path = inside[0]
     runs = _with_steps(path)
     if not runs:
-        raise CommandError(
-            f"{path}: the record contains no step: the run ended before the first step of an "
-            "optimizer, or has not reached it yet"
-        )
+        raise CommandError(f"{path}: the record contains no step of an optimizer")
     return runs
 
 

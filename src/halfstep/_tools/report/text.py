@@ -153,7 +153,8 @@ def about_precision(summary: Summary, *, is_good: bool) -> Sentence:
     said, numbers = f"{ran[0].upper()}{ran[1:]}", _numbers(summary) if is_good else ()
     if summary.has_run_lower is False:
         if summary.is_lowered or about_steps.is_scaled(summary):
-            said += ", although autocast was on or the loss scaled"
+            what = "autocast was on" if summary.is_lowered else "the loss was scaled"
+            said += f", although {what}"
             severity = "warning"
     elif is_good:
         is_fine = summary.steps.num >= ENOUGH and summary.has_run_lower and summary.layers

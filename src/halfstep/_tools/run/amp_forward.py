@@ -16,7 +16,7 @@ from torch import nn
 from halfstep._autocast import Policy, autocast
 from halfstep._common.formats import dtype_name
 from halfstep._common.nested import map_leaves
-from halfstep._common.numbers import listed, things
+from halfstep._common.numbers import count, listed, things
 from halfstep._gradients.optimizers import name as name_of
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._pytorch.amp import Switches
@@ -173,10 +173,10 @@ class ScriptState:
         seen = {dtype: num for dtype, num in products.items() if dtype != HIDDEN}
         low, total = seen.get(name, 0), sum(seen.values())
         if low:
-            return f", {low} of {things(total, 'product')} in {name}"
+            return f", {count(low)} of {things(total, 'product')} in {name}"
         if not seen or HIDDEN in products:  # which may hide others
             return ""
-        others = listed([f"{num} in {dtype}" for dtype, num in seen.items()])
+        others = listed([f"{count(num)} in {dtype}" for dtype, num in seen.items()])
         why = "" if self.has_trained else "; what trains calls other methods than model(x)"
         return f", but no product of the training ran in {name} ({others}{why})"
 

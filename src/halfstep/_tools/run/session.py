@@ -24,7 +24,7 @@ import torch
 
 from halfstep import Policy, record
 from halfstep._common import machine
-from halfstep._common.numbers import at_steps, number, percent, things
+from halfstep._common.numbers import at_steps, count, number, percent, things
 from halfstep._common.text import names, outside, tell
 from halfstep._pytorch import listeners
 from halfstep._tools.diagnose.diagnosis import Diagnosis
@@ -477,10 +477,10 @@ def _prevents(option: str) -> str:
 def recorded(num_steps: int, num_skipped: int, seen: Seen) -> str:
     """Return how many steps a run had, and the record has."""
     if seen.problem is None:
-        return f"{things(num_steps, 'step')} recorded, {num_skipped} skipped"
+        return f"{things(num_steps, 'step')} recorded, {count(num_skipped)} skipped"
     return (
-        f"{things(num_steps, 'step')}, {num_skipped} skipped, of which the record has "
-        f"{seen.num_written}, because it could not be written ({seen.problem})"
+        f"{things(num_steps, 'step')}, {count(num_skipped)} skipped, of which the record has "
+        f"{count(seen.num_written)}, because it could not be written ({seen.problem})"
     )
 
 
