@@ -582,26 +582,17 @@ def test_a_script_with_the_calls_is_left_alone() -> None:
     ]
 
 
-def test_masters_inside_of_the_guard_and_schedule_of_a_script() -> None:
-    """Added at the first step, which the script's guard has begun."""
-
+def test_an_optimizer_that_the_script_guards_gets_no_masters() -> None:
     def script(prepare: Prepare) -> dict[str, Tensor]:
         model = net().to(BF16)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        prepare(optimizer)
-        guarded = halfstep.guard(optimizer)
-        schedule = LambdaLR(optimizer, lambda number: 0.9**number)
-        params = list(model.parameters())
-        for x in data(3):
-            grads = torch.autograd.grad(loss_of(model, x), params)
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
-            optimizer.step()
-            schedule.step()
-        assert guarded.counts().taken == 3
+        halfstep.guard(optimizer)
+        train_plainly(model, optimizer, data(3))
         return state_of(model, optimizer)
 
-    assert same(run_with(script, MASTERS)[0], by_hand(script, MASTERS))
+    found, said = run_with(script, MASTERS)
+    assert same(found, script(unmodified))
+    assert "--masters: SGD steps without masters: master_weights(SGD): it has a guard" in said[0]
 
 
 def test_optimizers_are_freed_with_what_was_added() -> None:

@@ -261,17 +261,10 @@ def collect(params: Iterable[Tensor]) -> Gradients:
     return _gradients(params, grads, [_values(grad) for grad in grads])
 
 
-def collect_local(params: Iterable[Tensor]) -> Gradients:
-    """Collect gradients without a collective: DTensors' local parts. Skips other sparse layouts."""
-    pairs = [(param, param.grad) for param in params if param.grad is not None]
-    spread = [(param, grad) for param, grad in pairs if is_dtensor(grad)]
-    layouts = (torch.strided, torch.sparse_coo)
-    found = collect(p for p, grad in pairs if not is_dtensor(grad) and grad.layout in layouts)
-    return _gradients(
-        found.params + [param for param, _ in spread],
-        found.grads + [grad for _, grad in spread],
-        found.values + [local_part(grad) for _, grad in spread],
-    )
+def is_nonzero(grad: Tensor) -> Tensor:
+    """Return whether an entry is not 0, of a DTensor's local part. No collective."""
+    grad = local_part(grad)
+    return (values_of_sparse(grad) if grad.is_sparse else grad).any()
 
 
 def refuse_float16(gradients: Gradients, owner: str, names: list[str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -161,22 +161,6 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     device without float64 it is float32, and inf also for a norm above 1.8e19. The result has no
     gradient.
     """
-    sums: Tensor = torch.ops.halfstep.sums_of_squares.default(tensors)
-    return sums
-
-
-def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the largest absolute value of every tensor: 0 if empty, NaN if it contains NaN.
-
-    Takes tensors as above; returns ``[len(tensors)]`` in the widest of their dtypes and float32.
-    """
-    widest = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
-    # The kernel rejects an empty tensor.
-    filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
-    return torch.stack(norms_of_each(filled, math.inf, dtype=widest))
-
-
-def _sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     dtype = widest_float(device)
     shortened = list(tensors)
@@ -192,6 +176,17 @@ def _sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         is_finite = largest_magnitudes(tensors).isfinite()
         sums = torch.where(is_finite, sums.clamp(max=largest), sums)
     return sums
+
+
+def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest absolute value of every tensor: 0 if empty, NaN if it contains NaN.
+
+    Takes tensors as above; returns ``[len(tensors)]`` in the widest of their dtypes and float32.
+    """
+    widest = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
+    # The kernel rejects an empty tensor.
+    filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    return torch.stack(norms_of_each(filled, math.inf, dtype=widest))
 
 
 def _shortened(tensor: Tensor) -> Tensor:
@@ -218,29 +213,3 @@ def _norms_of_rows(rows: Tensor) -> Tensor:
     if is_exceeded.any():  # maybe by the squares alone
         norms[is_exceeded] = torch.linalg.vector_norm(rows[is_exceeded], dim=1, dtype=norms.dtype)
     return norms
-
-
-# --- the operator ---------------------------------------------------------------------------------
-
-
-# A custom operator: selecting rows by their values is free on a CPU, but must be opaque to
-# torch.compile and dispatch modes. Through this low-level API of torch.library a call with 4,096
-# tensors costs 0.4 ms, and as a custom_op 0.9.
-# The operator survives dropping halfstep from sys.modules and importing it again: its name can
-# exist only once, and code from the earlier import still calls it. So the op namespace holds the
-# library.
-_library: Any = vars(torch.ops.halfstep).setdefault(
-    "library",
-    torch.library.Library("halfstep", "FRAGMENT"),  # type: ignore[no-untyped-call]
-)
-
-if not hasattr(torch.ops.halfstep, "sums_of_squares"):
-    _library.define(
-        "sums_of_squares(Tensor[] tensors) -> Tensor", tags=[torch.Tag.pt2_compliant_tag]
-    )
-    _library.impl("sums_of_squares", _sums_of_squares, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "halfstep::sums_of_squares",
-        lambda tensors: tensors[0].new_empty(len(tensors), dtype=widest_float(tensors[0].device)),
-        lib=_library,
-    )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._common.module_names import without_wrappers
 from halfstep._pytorch.devices import facts, to_device
 from halfstep._pytorch.optim import replace_method
 from halfstep.errors import CallOrderError
@@ -207,38 +208,26 @@ class Names:
         It is the qualified name in a watched module, otherwise the name given to the optimizer
         (``named_parameters()`` instead of ``parameters()``), otherwise the position in its groups.
         """
-        known = _places(optimizer) | self._qualified(optimizer)
-        return [
-            known.get(id(param), f"parameter {index} of shape {list(param.shape)}")
-            for index, param in enumerate(params)
-        ]
-
-    def _qualified(self, optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
         known: dict[int, str] = {}
-        for each in [] if optimizer is None else members(optimizer):
-            for group in each.param_groups:
-                names = group.get("param_names", [])
-                known.update(zip(map(id, group["params"]), names, strict=False))
+        for number, each in enumerate([] if optimizer is None else members(optimizer)):
+            # Members of a container are identified by their class and index.
+            where = "" if each is optimizer else f"{type(each).__name__}[{number}]."
+            for group_index, group in enumerate(each.param_groups):
+                given = dict(enumerate(group.get("param_names", ())))
+                for index, param in enumerate(group["params"]):
+                    place = f"{where}param_groups[{group_index}]['params'][{index}]"
+                    known.setdefault(id(param), given.get(index, place))
         modules, qualified = self.modules(), dict[int, str]()
         for number, module in enumerate(modules):
             # Two modules may have parameters with equal names.
             prefix = f"{type(module).__name__}[{number}]." if len(modules) > 1 else ""
             for name, param in module.named_parameters():
-                # Strip the prefix of torch.compile's wrapper.
-                qualified.setdefault(id(param), prefix + name.replace("_orig_mod.", ""))
-        return known | qualified
-
-
-def _places(optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for number, each in enumerate([] if optimizer is None else members(optimizer)):
-        # Members of a container are identified by their class and index.
-        where = "" if each is optimizer else f"{type(each).__name__}[{number}]."
-        for group_index, group in enumerate(each.param_groups):
-            for index, param in enumerate(group["params"]):
-                place = f"{where}param_groups[{group_index}]['params'][{index}]"
-                found.setdefault(id(param), place)
-    return found
+                qualified.setdefault(id(param), prefix + without_wrappers(name))
+        known |= qualified
+        return [
+            known.get(id(param), f"parameter {index} of shape {list(param.shape)}")
+            for index, param in enumerate(params)
+        ]
 
 
 # --- the scale ------------------------------------------------------------------------------------

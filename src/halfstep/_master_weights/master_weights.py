@@ -53,7 +53,7 @@ from halfstep._pytorch.optim import (
     tell_scheduler,
     with_step_hooks,
 )
-from halfstep._scaler import inside_of_guard
+from halfstep._scaler import is_guarded
 from halfstep.errors import CallOrderError
 
 LOWER = (torch.bfloat16, torch.float16)
@@ -95,9 +95,10 @@ def master_weights(
     Raises:
         TypeError: ``optimizer`` is not an optimizer, wraps one (pass the wrapped one), or holds
             several (pass each of them).
-        ValueError: The optimizer already has master weights, or loaded state with them before; no
-            parameter is bfloat16 or float16; one has a dtype that the store does not support, or
-            shares memory with another; gradients cannot be float32; or an argument is not valid.
+        ValueError: The optimizer has master weights or a guard already, or loaded state with them
+            before; no parameter is bfloat16 or float16; one has a dtype that the store does not
+            support, or shares memory with another; gradients cannot be float32; or an argument is
+            not valid.
 
     Memory: float32 weights and gradients of some parameters at a time; of all with LBFGS, and with
     an optimizer that is not PyTorch's. Sync: none.
@@ -134,8 +135,12 @@ def master_weights(
         raise ValueError(f"gradients={gradients!r}: pass 'float32', or leave it out")
     if store not in STORES:
         raise ValueError(f"store={store!r}: pass one of {', '.join(map(repr, STORES))}")
-    with inside_of_guard(optimizer):
-        MasterWeights(STORES[store], gradients == "float32").take(optimizer)
+    if is_guarded(optimizer):
+        raise ValueError(
+            f"{call}: it has a guard, which would find float32 parameters: call guard(optimizer) "
+            "after master_weights(optimizer), or guarded.remove() before it"
+        )
+    MasterWeights(STORES[store], gradients == "float32").take(optimizer)
     return optimizer
 
 

@@ -86,11 +86,15 @@ def update_scale_(
 
 
 # (scaler, optimizer, inv_scale, found_inf, allow_fp16): the divisions and checks of torch.amp;
-# (scaler, optimizer, state, ...): its step. Neither uses the scaler.
+# (scaler, optimizer, state, ...): its step. Neither uses the scaler. (scaler, call): the tensors of
+# the scale, an error without them.
 unscale_grads_: Callable[..., dict[torch.device, torch.Tensor]] = (
     torch.amp.GradScaler._unscale_grads_
 )
 maybe_opt_step: Callable[..., Any] = torch.amp.GradScaler._maybe_opt_step
+check_scale_growth_tracker: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
+    torch.amp.GradScaler._check_scale_growth_tracker
+)
 
 
 def reciprocal_of(scale: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ Other rooms know these names, and :mod:`halfstep._scaler.access`.
 
 from halfstep._scaler.after_step import DueSchedules, backup_of
 from halfstep._scaler.closures import UnusableEvaluationError
-from halfstep._scaler.guard import Guard, GuardScaler, guard, inside_of_guard
+from halfstep._scaler.guard import Guard, GuardScaler, guard, is_guarded
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome, pack, unpack
 from halfstep._scaler.scale_state import Reason
@@ -25,7 +25,7 @@ __all__ = [
     "UnusableEvaluationError",
     "backup_of",
     "guard",
-    "inside_of_guard",
+    "is_guarded",
     "pack",
     "unpack",
 ]

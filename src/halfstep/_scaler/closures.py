@@ -8,7 +8,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from halfstep._gradients.gradients import collect_local, parameters
+from halfstep._gradients.gradients import is_nonzero, parameters
 from halfstep._gradients.optimizers import Closure, handles_scale, is_pytorchs, name, with_closure
 from halfstep._scaler.after_step import backup_of
 from halfstep._scaler.engine import Engine
@@ -113,15 +113,14 @@ def step_with_closure(
         return loss.detach() if isinstance(loss, Tensor) else loss
 
     _drop_used(engine, optimizer)
-    with_gradient = [param for param in parameters(optimizer) if param.grad is not None]
+    grads = [(param, param.grad) for param in parameters(optimizer) if param.grad is not None]
     before, result = backup_of(optimizer), None
     try:
-        if with_gradient and not is_pytorchs(optimizer):
+        if grads and not is_pytorchs(optimizer):
             use()
-        elif any(bool(values.any()) for values in collect_local(with_gradient).values):
-            from_before += [
-                (param, ref(param.grad)) for param in with_gradient if param.grad is not None
-            ]
+        elif any(bool(is_nonzero(grad)) for _, grad in grads):
+            from_before += [(param, ref(grad)) for param, grad in grads]
+        del grads  # references to them
         args, kwargs = with_closure(evaluate, args, kwargs)
         result = optimizer.step(*args, **kwargs)
         if used is None:

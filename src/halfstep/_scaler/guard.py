@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,7 +85,7 @@ def guard(
         (2, 1)
     """
     require_optimizer("guard", optimizer)
-    if optimizer in _GUARDED:
+    if is_guarded(optimizer):
         raise CallOrderError(f"guard({type(optimizer).__name__}): it has a guard already")
     if any(isinstance(member, torch.optim.LBFGS) for member in members(optimizer)):
         raise ValueError(
@@ -137,41 +136,15 @@ class _Inner:
     """The ``step`` that a guard calls, and the one in the optimizer's ``__dict__``, if any."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.read(optimizer)
-
-    def read(self, optimizer: torch.optim.Optimizer) -> None:
-        self.step, self._own = optimizer.step, vars(optimizer).get("step")
-
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restore the step from before the guard."""
-        vars(optimizer).pop("step", None)
-        if self._own is not None:
-            optimizer.step = self._own  # type: ignore[method-assign]
+        self.step, self.own = optimizer.step, vars(optimizer).get("step")
 
 
-_GUARDED: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_Inner]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Weak values: the step of an optimizer refers to it."""
+_GUARDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-@contextmanager
-def inside_of_guard(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a feature that replaces ``step`` in the block stand inside of the guard, if there is one.
-
-    Inside of master weights a guard, and what it reports to, would find float32 parameters.
-    """
-    found = _GUARDED.get(optimizer, lambda: None)()
-    above = vars(optimizer).get("step")
-    if found is None or above is None:  # None: somebody has removed the guard's step
-        yield
-        return
-    found.restore(optimizer)
-    try:
-        yield
-        found.read(optimizer)
-    finally:
-        optimizer.step = above  # type: ignore[method-assign]
+def is_guarded(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has a guard."""
+    return optimizer in _GUARDED
 
 
 class Guard:
@@ -191,8 +164,8 @@ class Guard:
     ) -> None:
         self._optimizer, self._scaler, self._max_norm = weakref.ref(optimizer), scaler, max_norm
         inner = _Inner(optimizer)
-        self._inner = weakref.ref(inner)
-        _GUARDED[optimizer] = self._inner
+        self._inner = weakref.ref(inner)  # weak, because the step of an optimizer refers to it
+        _GUARDED.add(optimizer)
         self._call: tuple[Any, ...] | None = None
         self._is_removed = False
 
@@ -244,11 +217,12 @@ class Guard:
         self._is_removed = True
         self._replaced.allow_original()
         self._scaler._engine.buffers.unwatch()
-        _GUARDED.pop(optimizer, None)
+        _GUARDED.discard(optimizer)
         inner = self._inner()
         is_on_top = getattr(vars(optimizer).get("step"), "__func__", None) is self._guarded()
         if is_on_top and inner is not None:
-            inner.restore(optimizer)
+            del vars(optimizer)["step"]
+            vars(optimizer).update({} if inner.own is None else {"step": inner.own})
 
     def _require_optimizer(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()

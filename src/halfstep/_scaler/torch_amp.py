@@ -123,8 +123,7 @@ class OptimizerStates(dict[int, OptimizerState]):
 
     def __delitem__(self, key: int) -> None:
         """Forget what was found for an optimizer."""
-        super().__delitem__(key)
-        self._engine.iteration.forget(key)
+        self.pop(key)
 
     def pop(self, key: int, *default: Any) -> Any:
         """Forget what was found for an optimizer; return its state or the default."""
@@ -220,6 +219,8 @@ class TorchAttributes:
     _growth_interval = _number_of_schedule("growth_interval")
     _per_optimizer_states = property(lambda scaler: OptimizerStates(scaler._engine), _set_states)
 
+    # Called by subclasses with their own unscale_ or step, and PyTorch's own.
+    _check_scale_growth_tracker = amp.check_scale_growth_tracker
     _maybe_opt_step = amp.maybe_opt_step
     _get_scale_async = _if_created("tensor")
 
@@ -243,15 +244,6 @@ class TorchAttributes:
 
     def _get_growth_tracker(self: Any) -> int:
         return int(self._engine.loss_scale.read().growth_tracker)
-
-    def _check_scale_growth_tracker(self: Any, funcname: str) -> tuple[Tensor, Tensor]:
-        # Called by subclasses with their own unscale_ or step.
-        if self._scale is None:
-            raise AssertionError(
-                f"Attempted {funcname} but _scale is None. This may indicate your script did not "
-                "use scaler.scale(loss or outputs) earlier in the iteration."
-            )
-        return self._scale, self._growth_tracker
 
     @keep_out_of_graphs
     def _check_inf_per_device(

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from halfstep._gradients.gradients import Seen, collect_local, is_as_seen, parameters, seen
+from halfstep._gradients.gradients import Seen, is_as_seen, is_nonzero, parameters, seen
 from halfstep._gradients.optimizers import name
 from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.autograd import after_backward
@@ -54,9 +54,8 @@ class Unused:
     def is_wrong(self, param: Tensor) -> bool | Tensor:
         """Return whether the present scale is not that of the gradient. Sync: none."""
         is_other = self.loss_scale.number() != self.newest
-        if is_other is not False:
-            for values in collect_local([param]).values:  # zeros have every scale
-                is_other = is_other & to_device(values.any(), self.loss_scale.device)
+        if is_other is not False and param.grad is not None:  # zeros have every scale
+            is_other = is_other & to_device(is_nonzero(param.grad), self.loss_scale.device)
         return self.is_mixed | is_other
 
     def problem(self) -> str:
