@@ -65,12 +65,7 @@ class Policy:
     rules: tuple[Rule, ...]
 
 
-DOCUMENTS = {
-    "report": Summary,
-    "comparison": RunComparison,
-    "doctor": Checkup,
-    "policy": Policy,
-}
+DOCUMENTS = {"report": Summary, "comparison": RunComparison, "doctor": Checkup, "policy": Policy}
 """What is printed, by its ``kind``."""
 
 
