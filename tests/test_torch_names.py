@@ -3,7 +3,6 @@
 A failure here names what a new version of PyTorch took away; ``_pytorch/`` is the folder to change.
 """
 
-import functools
 import subprocess
 import sys
 import warnings
@@ -16,7 +15,6 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from halfstep._pytorch import (
     amp,
@@ -24,7 +22,6 @@ from halfstep._pytorch import (
     compiler,
     dispatch,
     distributed,
-    listeners,
     modes,
     modules,
     optim,
@@ -124,27 +121,6 @@ def test_a_call(name: str, call: Callable[[], Any], expected: Any) -> None:
     assert call() == expected
 
 
-def test_keys_can_be_excluded() -> None:
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        dispatch.exclude_keys(dispatch.autocast_keys("cpu")),
-    ):
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
-
-
-def test_temporary_kernels_are_taken_back() -> None:
-    # An op that no other test uses: PyTorch may remember what it saw of one.
-    op, key = torch.ops.aten.addbmm.default, dispatch.autocast_key("cpu")
-    x = torch.ones(2, 2)
-    args = x, x[None], x[None]
-    kernels = dispatch.PythonKernels()
-    kernels.register(op, key, lambda *_: torch.zeros(()))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.addbmm(*args).shape == ()
-        kernels.remove()
-        assert torch.addbmm(*args).dtype == torch.bfloat16
-
-
 def test_parts_of_the_scaler_of_pytorch() -> None:
     param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     param.grad = torch.tensor([8.0, torch.inf], dtype=torch.float16)
@@ -166,28 +142,6 @@ def test_ranks_may_end_early_in_join() -> None:
         with module.join(**options):
             found.append(distributed.may_end_early(module))
     assert found == [False, True, False, True, False]
-
-
-def test_composites_can_be_taken_apart_in_a_mode() -> None:
-    ops = torch.ops.aten
-    assert dispatch.is_made_of_others(ops.linear.default, "cpu")
-    assert not dispatch.is_made_of_others(ops.addmm.default, "cpu")
-    seen = []
-
-    class Mode(modes.DispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            seen.append(func._schema.name)
-            if dispatch.is_made_of_others(func, "cpu"):
-                with modes.autocast_again("cpu"), self:
-                    return dispatch.decompose(func, args, kwargs or {})
-            return func(*args, **kwargs or {})
-
-    x, target = torch.ones(2, 2, dtype=torch.bfloat16), torch.tensor([0, 1])
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), Mode():
-        loss = ops.cross_entropy_loss(x, target)
-    assert loss.dtype == torch.float32  # nll_loss, inside, is one that autocast casts
-    assert "aten::cross_entropy_loss" in seen
-    assert seen[-1] == "aten::nll_loss_forward"
 
 
 def test_a_storage_that_is_gone_does_not_give_its_number_away() -> None:
@@ -236,27 +190,6 @@ def test_backward_passes_are_compiled_outside_of_autocast(users: Any) -> None:
         assert config.backward_pass_autocast == users
 
 
-def test_graphs_being_traced_can_be_wrapped() -> None:
-    seen: list[list[str]] = []
-
-    def wrap(run: Any, devices: list[str]) -> Any:
-        seen.append(devices)
-        return run
-
-    @compiler.run_while_tracing
-    def prepare() -> None:
-        compiler.wrap_traced_graph(wrap, backward_off=True)
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        prepare()
-        with torch.autocast("cpu", torch.bfloat16):
-            return x @ x
-
-    compiled = torch.compile(function, backend="eager", fullgraph=True)
-    assert compiled(torch.ones(2, 2)).dtype == torch.bfloat16
-    assert seen == [["cpu"], ["cpu"]]  # the backend, and what it returned
-
-
 def test_switches_come_back() -> None:
     before = amp.autocast_switches("cpu")
     torch.set_autocast_enabled("cpu", True)
@@ -272,90 +205,6 @@ def test_switches_come_back() -> None:
     assert "ipu" not in amp.switch_devices()
 
 
-def test_recording_before_the_autocast_keys_is_known() -> None:
-    seen = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append((modes.is_tracing_before_autocast(), modes.is_making_graph()))
-        return x + 1
-
-    make_fx(function, pre_dispatch=True)(torch.ones(1))
-    make_fx(function)(torch.ones(1))
-    with torch.device("cpu"):  # a mode for functions too
-        function(torch.ones(1))
-    assert seen == [(True, False), (False, True), (False, False)]
-
-
-def test_the_compile_guard_is_guarded_on() -> None:
-    compiled = 0
-
-    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> object:
-        nonlocal compiled
-        compiled += 1
-        return graph.forward
-
-    function = torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)
-    off = torch.is_autocast_enabled("ipu"), torch.get_autocast_dtype("ipu")
-    first, second = (MARK._replace(guard=compiler.numbered_guard(number)) for number in (0, 1))
-    for mark, expected in ((None, 1), (first, 2), (second, 3), (first, 3), (None, 3)):
-        compiler.set_compile_mark(mark)
-        now = torch.is_autocast_enabled("ipu"), torch.get_autocast_dtype("ipu")
-        assert now == (mark.guard if mark else off)
-        function(torch.ones(1))
-        assert compiled == expected
-    assert compiler.NUM_GUARD_VALUES > 20
-    compiler.forget_compiled_code()
-    function(torch.ones(1))
-    assert compiled == 4
-
-
-def test_norms_of_clipping_are_heard_by_whatever_name_and_the_function_comes_back() -> None:
-    from torch.nn.utils import clip_grad_norm_
-
-    parameter = torch.nn.Parameter(torch.ones(4))
-    parameter.grad = torch.full((4,), 3.0)
-    heard: list[tuple[list[torch.Tensor], float]] = []
-    before = torch.nn.utils.clip_grad._get_total_norm
-    with listeners.listening_to_norms(lambda grads, norm: heard.append((grads, norm.item()))):
-        clip_grad_norm_([parameter], 1.0)
-        clip_grad_norm_([parameter], 1.0, norm_type=float("inf"))
-    ((gradients, norm),) = heard
-    assert norm == 6.0
-    assert len(gradients) == 1
-    assert gradients[0] is parameter.grad
-    assert torch.nn.utils.clip_grad._get_total_norm is before
-
-
-def test_scripting_one_function_instead_of_another() -> None:
-    def original(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    @functools.wraps(original)
-    def wrapper(*args: object, **kwargs: object) -> object:
-        return None
-
-    compiler.script_instead(wrapper, original)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit.*(deprecated|not supported)")
-        assert torch.jit.script(wrapper)(torch.ones(1)) == 2
-    assert wrapper(torch.ones(1)) is None
-
-
-def test_tracing_by_jit_is_seen() -> None:
-    seen: list[bool] = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(modes.is_jit_tracing())
-        return x + 1
-
-    function(torch.ones(1))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit.*(deprecated|not supported)")
-        torch.jit.trace(function, torch.ones(1), check_trace=False)
-    assert seen == [False, True]
-
-
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_pytorch_can_register_kernels_where_there_are_ours() -> None:
     op, key = torch.ops.aten.asinh.default, torch._C.DispatchKey.AutocastCPU
@@ -365,49 +214,6 @@ def test_pytorch_can_register_kernels_where_there_are_ours() -> None:
     theirs.impl(op, lambda x: x + 1, key.name)  # type: ignore[no-untyped-call]
     theirs._destroy()  # type: ignore[no-untyped-call]
     kernels.remove()
-
-
-def test_values_of_a_class_are_constants_while_tracing() -> None:
-    @compiler.constant_while_tracing
-    class Value:
-        def __init__(self, number: float) -> None:
-            self.number = number
-
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, Value) and self.number == other.number
-
-        def __hash__(self) -> int:
-            return hash(self.number)
-
-    @compiler.run_while_tracing
-    def number_of(value: Value) -> float:
-        return value.number
-
-    value = Value(1.0)
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return x + number_of(value)
-
-    assert function(torch.ones(1)) == 2
-    value = Value(2.0)
-    assert function(torch.ones(1)) == 3
-
-
-def test_a_scheduler_that_is_being_made() -> None:
-    seen: list[bool] = []
-
-    class Noting(torch.optim.lr_scheduler.LambdaLR):
-        def step(self, epoch: int | None = None) -> None:
-            seen.append(optim.is_being_made(self))
-            super().step()
-
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    scheduler = Noting(optimizer, lambda epoch: 1.0)
-    optimizer.step()
-    scheduler.step()
-    assert seen == [True, False]
-    assert not optim.is_being_made(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
 def test_optimizers_are_hooked_when_the_first_is_made() -> None:
@@ -496,21 +302,6 @@ def test_the_parts_of_a_dtensor() -> None:
     assert distributed.in_place_of(values, local) is local
 
 
-def test_two_tensors_are_exchanged() -> None:
-    one, other = torch.nn.Parameter(torch.ones(2)), torch.zeros(3, dtype=torch.bfloat16)
-    held = one.data_ptr(), torch.autograd.graph.get_gradient_edge(one).node
-    swap = distributed.Swap(one, other)
-    swap.make()
-    assert swap.is_made()
-    assert (one.shape, one.dtype, other.shape) == ((3,), torch.bfloat16, (2,))
-    assert other.data_ptr() == held[0]
-    for _ in range(2):
-        swap.undo()
-        assert not swap.is_made()
-    assert isinstance(one, torch.nn.Parameter)
-    assert (one.data_ptr(), torch.autograd.graph.get_gradient_edge(one).node) == held
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_fully_shard_tells_in_which_dtype_it_gathers() -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -522,25 +313,6 @@ def test_fully_shard_tells_in_which_dtype_it_gathers() -> None:
     assert distributed.gathered_dtype(lower) is torch.bfloat16
     assert distributed.gathered_dtype(plain) is None
     assert distributed.gathered_dtype(torch.nn.Linear(2, 2)) is None
-
-
-def test_who_else_has_the_memory_of_a_tensor() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    takers = [
-        lambda: weight.data,
-        lambda: weight[:1],
-        lambda: weight.detach().numpy(),
-        lambda: torch.utils.dlpack.to_dlpack(weight.detach()),
-        lambda: weight.untyped_storage(),
-        lambda: weight.detach().storage(),
-    ]
-    assert storages.is_used_once(weight)
-    for take in takers:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):
-            memory = take()
-        assert not storages.is_used_once(weight), take
-        del memory
-        assert storages.is_used_once(weight), take
 
 
 def test_functions_without_torch_function() -> None:
@@ -649,12 +421,47 @@ def test_the_default_device_holds_where_no_mode_is_seen() -> None:
     assert modes.on_default_device(torch.ones) is torch.ones
 
 
-def test_replicas_have_their_parameters_as_attributes() -> None:
-    linear = torch.nn.Linear(2, 2)
-    replica = linear._replicate_for_data_parallel()
-    replica.weight = linear.weight.detach()
-    assert modules.plain_parameters_of(replica) == [replica.weight]
-    assert modules.plain_parameters_of(linear) == []
+def test_temporary_kernels_are_taken_back() -> None:
+    # An op that no other test uses: PyTorch may remember what it saw of one.
+    op, key = torch.ops.aten.addbmm.default, dispatch.autocast_key("cpu")
+    x = torch.ones(2, 2)
+    args = x, x[None], x[None]
+    kernels = dispatch.PythonKernels()
+    kernels.register(op, key, lambda *_: torch.zeros(()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.addbmm(*args).shape == ()
+        kernels.remove()
+        assert torch.addbmm(*args).dtype == torch.bfloat16
+
+
+def test_tracing_by_jit_is_seen() -> None:
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(modes.is_jit_tracing())
+        return x + 1
+
+    function(torch.ones(1))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.*(deprecated|not supported)")
+        torch.jit.trace(function, torch.ones(1), check_trace=False)
+    assert seen == [False, True]
+
+
+def test_a_scheduler_that_is_being_made() -> None:
+    seen: list[bool] = []
+
+    class Noting(torch.optim.lr_scheduler.LambdaLR):
+        def step(self, epoch: int | None = None) -> None:
+            seen.append(optim.is_being_made(self))
+            super().step()
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = Noting(optimizer, lambda epoch: 1.0)
+    optimizer.step()
+    scheduler.step()
+    assert seen == [True, False]
+    assert not optim.is_being_made(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
 def test_hooks_stand_aside_in_an_export() -> None:

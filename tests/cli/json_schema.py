@@ -55,11 +55,7 @@ class Checkup:
     machine: MachineReport | UnsetType = UNSET
 
 
-DOCUMENTS = {
-    "report": Summary,
-    "comparison": RunComparison,
-    "doctor": Checkup,
-}
+DOCUMENTS = {"report": Summary, "comparison": RunComparison, "doctor": Checkup}
 """What is printed, by its ``kind``."""
 
 

@@ -55,8 +55,7 @@ def test_help_on_what_is_no_command(capsys):
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["", "run", "report", "check", "doctor", "tune", "policy", "policy show"],
+    "command", ["", "run", "report", "check", "doctor", "tune", "policy", "policy show"]
 )
 def test_a_help_fits_a_terminal_of_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -71,8 +70,7 @@ def test_without_a_command_it_shows_the_help(capsys):
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["run x", "report {record}", "doctor x", "tune x", "policy show x"],
+    "command", ["run x", "report {record}", "doctor x", "tune x", "policy show x"]
 )
 def test_ctrl_c_while_pytorch_is_imported(command, tmp_path):
     """No traceback, and 130; ``run`` ends by the signal, as its script would."""

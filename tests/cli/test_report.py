@@ -125,12 +125,7 @@ HOSTILE = "\x1b]0;x\x07\u202egood\u2066\n\x9b2J"
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["report"],
-        ["report", "--json"],
-        ["report", "--against"],
-        ["check"],
-    ],
+    [["report"], ["report", "--json"], ["report", "--against"], ["check"]],
 )
 def test_nothing_of_a_name_is_obeyed_by_a_terminal(tmp_path, capsys, command):
     folder = records.hostile(tmp_path / HOSTILE)

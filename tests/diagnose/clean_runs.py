@@ -26,10 +26,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> Iterator[Setting]:
-    dtypes = (
-        *((torch.float16, interval) for interval in (20, 200, 2000)),
-        (torch.bfloat16, 200),
-    )
+    dtypes = (*((torch.float16, interval) for interval in (20, 200, 2000)), (torch.bfloat16, 200))
     for number, (name, (dtype, interval)) in enumerate(itertools.product(MODELS, dtypes)):
         yield Setting(name, dtype, interval, num_losses=1 + number % 2, clips=number % 3 == 0)
 

@@ -329,10 +329,7 @@ class Training:
         dcp.load(state, checkpoint_id=folder)
         set_model_state_dict(self.module, state["model"])
         set_optimizer_state_dict(
-            self.module,
-            self.optimizer,
-            state["optimizer"],
-            options=StateDictOptions(**options),
+            self.module, self.optimizer, state["optimizer"], options=StateDictOptions(**options)
         )
 
 

@@ -30,9 +30,7 @@ STEPPED, SKIPPED = (True, 8.0), (False, 4.0)  # was a step taken, and the scale 
 
 
 def step(
-    scaler: halfstep.GradScaler,
-    gradients: list[tuple[nn.Parameter, Tensor]],
-    fused: bool = False,
+    scaler: halfstep.GradScaler, gradients: list[tuple[nn.Parameter, Tensor]], fused: bool = False
 ) -> tuple[bool, float]:
     """Step with these gradients; return whether the last parameter moved, and the scale."""
     for parameter, gradient in gradients:

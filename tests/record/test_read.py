@@ -213,8 +213,7 @@ def test_a_name_that_is_no_unicode_can_be_read_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("started", "said"),
-    [({}, "None"), ({"started": "soon"}, "'soon'"), ({"started": 5}, "5")],
+    ("started", "said"), [({}, "None"), ({"started": "soon"}, "'soon'"), ({"started": 5}, "5")]
 )
 def test_a_segment_that_does_not_say_when_it_began_is_refused(tmp_path, started, said):
     write(tmp_path, [FIRST, step(1), HEADER | started])

@@ -131,6 +131,12 @@ FLUSHED_AT_16K = [
 WATCHED = {"event": "device", "step": 1, "device": "cpu", "machine": "a CPU"}
 NAN_ONLY = {"num_nan": 12, "num_inf": 0}
 
+LOST = counted({0: 100}, updates=100, lost_updates=90)
+LOSING = [
+    output(counted({0: 9}, inf=3)),
+    tensor("parameter", "head.weight", LOST, "bfloat16"),
+]
+
 RUNS = {
     "healthy": records.healthy,
     "bf16": records.bf16,
@@ -379,6 +385,36 @@ RUNS = {
     "twenty skips of a bad loss": run(*(skip(n, **BAD_LOSS) for n in range(50, 70))),
     "a skip of a bad loss, and others": run(skip(50, **BAD_LOSS), *map(skip, range(60, 66))),
     "a bad loss, and skips": run(step(50, loss=math.inf), *map(skip, range(60, 66))),
+    # A step before a trial is no scale that fell.
+    "a scale at its floor, and a trial of an earlier one": run(
+        skip(50, 1024.0, scale_after=1.0), step(51, scale=1.0, scale_after=512.0)
+    ),
+    "a scale at its floor in the last step": run(skip(100, 1024.0, scale_after=1.0)),
+    "steps that could not be written": run(records.end(9.0, 300), end=False),
+    # Advice repeats the command that was run.
+    **{
+        f"NaN, run as {command!r}": run(
+            *(step(n, loss=math.nan, scale=None, scale_after=None) for n in range(1, 101)),
+            header=records.header(run_as=command.split()),
+        )
+        for command in (
+            *("", "halfstep run --amp=fp16 -m a.train"),
+            "torchrun ... -m halfstep run t.py --guard",
+        )
+    },
+    **{
+        f"cures of a run as {command!r}": run(
+            *(step(40, share_lost_updates=0.9), sample(40, LOSING)),
+            records.buffers(50, "bn.mean"),
+            header=records.header(run_as=command.split()),
+        )
+        for command in ("", "halfstep run --policy=standard train.py")
+    },
+    # Nothing is fine in a run with a note on its gradients.
+    **{
+        f"a note of gradients: {noted}": run(records.note(2, f"rank 1: {noted}: fc"))
+        for noted in (HOOKS_AND_SCALE, PAST_THE_SCALER, TORCH_SCALER, WRONG_STEP)
+    },
 }
 
 
@@ -444,16 +480,6 @@ def test_each_skipped_step_is_counted_once_with_several_optimizers(tmp_path):
     assert (steps.num_start_up, steps.num_after_growth, steps.num_skipped_later) == (3, 0, 0)
 
 
-@pytest.mark.parametrize("is_last", [False, True])
-def test_a_step_before_a_trial_is_no_scale_that_fell(tmp_path, is_last):
-    first = 100 if is_last else 50
-    steps = [skip(first, 1024.0, scale_after=1.0)]
-    steps += [step(n, scale=1.0, scale_after=512.0) for n in (51,) if not is_last]
-    found = said(tmp_path, *steps)
-    assert [sentence.severity for sentence in found] == ["good", "notice"]
-    assert not [sentence for sentence in found if "fell" in sentence.text]
-
-
 def test_ranks_are_put_together(tmp_path):
     for rank in range(5):
         events = [records.header(rank=rank, world_size=5), step(1), step(2)]
@@ -507,56 +533,9 @@ def test_the_cure_of_lost_updates_runs(tmp_path):
     assert [sentence.severity for sentence in said] == ["bad", "good"]
 
 
-@pytest.mark.parametrize(
-    ("run_as", "told"),
-    [
-        ("halfstep run --amp=fp16 -m a.train", ["halfstep run --diagnose --amp=fp16 -m a.train"]),
-        (
-            "torchrun ... -m halfstep run t.py --guard",
-            [
-                "torchrun ... -m halfstep run --guard t.py --guard",
-                "torchrun ... -m halfstep run --diagnose t.py --guard",
-            ],
-        ),
-        ("", ["halfstep run --diagnose train.py --lr 1e-3"]),
-    ],
-)
-def test_advice_repeats_the_command_that_was_run(tmp_path, run_as, told):
-    steps = [step(n, loss=math.nan, scale=None, scale_after=None) for n in range(1, 101)]
-    found = run(*steps, header=records.header(run_as=run_as.split()))
-    assert list(codes(the_one(said_of(found(tmp_path)), "The loss became NaN"))) == told
-
-
 def test_cures_of_what_run_scales_name_no_scaler(tmp_path):
     header = records.header(run_as=("halfstep", "run", "--amp=fp16", "train.py"))
     found = said(tmp_path, *FLUSHED_AT_16K, skip(50), skip(60), header=header)
     given = {code for each in found for code in codes(each)}
     assert "halfstep run --amp=bf16 train.py" in given
     assert not any("GradScaler" in code for code in given)
-
-
-@pytest.mark.parametrize("run_as", ["", "halfstep run --policy=standard train.py"])
-def test_cures_of_who_used_run_are_options(tmp_path, run_as):
-    header = records.header(run_as=run_as.split())
-    weight = counted({0: 100}, updates=100, lost_updates=90)
-    rows = [output(counted({0: 9}, inf=3)), tensor("parameter", "head.weight", weight, "bfloat16")]
-    lost = step(40, share_lost_updates=0.9)
-    found = run(lost, sample(40, rows), records.buffers(50, "bn.mean"), header=header)(tmp_path)
-    given = {code for each in said_of(found) for code in codes(each)}
-    policy = "'--policy=standard; @head:fp32'"
-    options = {f"halfstep run {each} train.py" for each in (policy,)}
-    options |= {f"halfstep run {x} --policy=standard train.py" for x in ("--masters", "--guard")}
-    assert options <= given if run_as else not options & given
-
-
-def test_steps_that_could_not_be_written_are_said_to_be_missing(tmp_path):
-    found = run(records.end(9.0, 300), end=False)(tmp_path)
-    text = "100 of 300 steps are in rank0.jsonl: the others could not be written."
-    assert the_one(said_of(found), "could not").text == text
-
-
-@pytest.mark.parametrize("noted", [HOOKS_AND_SCALE, PAST_THE_SCALER, TORCH_SCALER, WRONG_STEP])
-def test_of_a_run_with_a_note_on_its_gradients_nothing_is_fine(tmp_path, noted):
-    found = said(tmp_path, records.note(2, f"rank 1: {noted}: fc"))
-    assert the_one(found, noted).severity in ("warning", "bad")
-    assert "good" not in {each.severity for each in found}

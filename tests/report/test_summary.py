@@ -216,10 +216,7 @@ OF_RUNS += ("scale", "loss", "losses", "norm", "origins", "sampled", "notes", "h
 
 @pytest.mark.parametrize(
     ("runs", "parts", "usual"),
-    [
-        (RUNS, OF_RUNS, written(step(1))),
-        (TENSORS, ("layers", "gradients"), sampled({0: 9})),
-    ],
+    [(RUNS, OF_RUNS, written(step(1))), (TENSORS, ("layers", "gradients"), sampled({0: 9}))],
     ids=["steps", "tensors"],
 )
 def test_what_is_counted(runs, parts, usual, tmp_path, golden, request):

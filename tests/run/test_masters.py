@@ -5,6 +5,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 MASTERS = Additions("split")
 BOTH = Additions("split", is_guarding=True, max_norm=1.0)
 
+ADAMW = partial(torch.optim.AdamW, lr=1e-4)
+
 Prepare = Callable[[torch.optim.Optimizer], None]
 """What the hand does to an optimizer; nothing in an unmodified script."""
 
@@ -40,6 +43,33 @@ def net() -> nn.Module:
 
 def data(num: int, dtype: torch.dtype = BF16) -> list[Tensor]:
     return [x.to(dtype) for x in batches(num, 8, 16)]
+
+
+def trained(
+    prepare: Prepare,
+    model: nn.Module,
+    make: Callable[..., torch.optim.Optimizer] = ADAMW,
+    given: list[Tensor] | None = None,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    """Make the optimizer of a model, prepare it and train."""
+    optimizer = make(model.parameters())
+    prepare(optimizer)
+    train_plainly(model, optimizer, data(4) if given is None else given, **kwargs)
+    return state_of(model, optimizer)
+
+
+def evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(model, x)
+    loss.backward()
+    return loss
+
+
+def set_grads(model: nn.Module, x: Tensor) -> None:
+    params = list(model.parameters())
+    for param, grad in zip(params, torch.autograd.grad(loss_of(model, x), params), strict=True):
+        param.grad = grad
 
 
 def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -78,11 +108,8 @@ def by_hand(script: Callable[[Prepare], Any], additions: Additions) -> Any:
 
 
 def plain(prepare: Prepare) -> dict[str, Tensor]:
-    model = net().to(BF16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    prepare(optimizer)
-    train_plainly(model, optimizer, data(6), max_norm=0.1)
-    return state_of(model, optimizer)
+    make = partial(torch.optim.AdamW, lr=1e-5)
+    return trained(prepare, net().to(BF16), make, data(6), max_norm=0.1)
 
 
 def cast_later(prepare: Prepare) -> dict[str, Tensor]:
@@ -100,11 +127,7 @@ def cast_later(prepare: Prepare) -> dict[str, Tensor]:
 
 def with_state(prepare: Prepare) -> dict[str, Tensor]:
     """Adagrad makes its state, in bfloat16, when it is made."""
-    model = net().to(BF16)
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-3)
-    prepare(optimizer)
-    train_plainly(model, optimizer, data(4))
-    return state_of(model, optimizer)
+    return trained(prepare, net().to(BF16), partial(torch.optim.Adagrad, lr=1e-3))
 
 
 def some_in_float32(prepare: Prepare) -> dict[str, Tensor]:
@@ -112,10 +135,7 @@ def some_in_float32(prepare: Prepare) -> dict[str, Tensor]:
     model[2].float()
     model[2].register_forward_pre_hook(lambda _, args: args[0].float())
     model[2].register_forward_hook(lambda *args: args[-1].to(BF16))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    prepare(optimizer)
-    train_plainly(model, optimizer, data(4))
-    return state_of(model, optimizer)
+    return trained(prepare, model, partial(torch.optim.AdamW, lr=1e-4, fused=True))
 
 
 def two_optimizers(prepare: Prepare) -> dict[str, Tensor]:
@@ -144,14 +164,7 @@ def closure(prepare: Prepare) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     prepare(optimizer)
     for x in data(4):
-
-        def evaluate(x: Tensor = x) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, x)
-            loss.backward()
-            return loss
-
-        optimizer.step(evaluate)
+        optimizer.step(partial(evaluate, model, optimizer, x))
     return state_of(model, optimizer)
 
 
@@ -160,10 +173,8 @@ def without_backward(prepare: Prepare) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     prepare(optimizer)
     schedule = LambdaLR(optimizer, lambda step: 0.9**step)
-    params = list(model.parameters())
     for x in data(4):
-        for param, grad in zip(params, torch.autograd.grad(loss_of(model, x), params), strict=True):
-            param.grad = grad
+        set_grads(model, x)
         optimizer.step()
         schedule.step()
     return state_of(model, optimizer)
@@ -346,15 +357,8 @@ def around_another(prepare: Prepare) -> dict[str, Tensor]:
     optimizer = SAM(model.parameters())
     prepare(optimizer)
     for x in data(3):
-
-        def evaluate(x: Tensor = x) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, x)
-            loss.backward()
-            return loss
-
-        evaluate()
-        optimizer.step(evaluate)
+        evaluate(model, optimizer, x)
+        optimizer.step(partial(evaluate, model, optimizer, x))
     return dict(model.state_dict())
 
 
@@ -371,13 +375,9 @@ def test_an_optimizer_around_another() -> None:
 
 def test_a_step_with_nan_is_left_out() -> None:
     def script(prepare: Prepare) -> dict[str, Tensor]:
-        model = net().to(BF16)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        prepare(optimizer)
         given = data(5)
         given[2] = given[2] * float("nan")
-        train_plainly(model, optimizer, given)
-        return state_of(model, optimizer)
+        return trained(prepare, net().to(BF16), given=given)
 
     with pytest.warns(SkippedStepsWarning, match="step 3 was skipped"):
         found, said = run_with(script, BOTH)
@@ -405,10 +405,7 @@ def test_updates_that_would_have_been_lost_are_counted() -> None:
 
 def test_an_optimizer_without_16_bit_parameters_is_named_once_and_guarded() -> None:
     def script(prepare: Prepare) -> dict[str, Tensor]:
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        train_plainly(model, optimizer, data(3, torch.float32))
-        return state_of(model, optimizer)
+        return trained(prepare, net(), given=data(3, torch.float32))
 
     found, said = run_with(script, MASTERS)
     assert said == ["--masters: AdamW has no bfloat16 or float16 parameters"]
@@ -436,9 +433,7 @@ def test_parameters_that_share_memory_keep_their_gradients_in_float16() -> None:
     def script(prepare: Prepare) -> dict[str, Tensor]:
         model = net().to(FP16)
         model[2].bias.data = model[2].weight.data
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        train_plainly(model, optimizer, data(3, FP16))
-        return state_of(model, optimizer)
+        return trained(prepare, model, partial(torch.optim.SGD, lr=1e-2), data(3, FP16))
 
     found, said = run_with(script, MASTERS)
     assert same(found, script(unmodified))
@@ -449,10 +444,8 @@ def test_parameters_that_share_memory_keep_their_gradients_in_float16() -> None:
 
 def test_gradients_in_float16_have_no_guard() -> None:
     def script(prepare: Prepare) -> dict[str, Tensor]:
-        model = net().to(FP16)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        train_plainly(model, optimizer, data(3, FP16))
-        return state_of(model, optimizer)
+        model, given = net().to(FP16), data(3, FP16)
+        return trained(prepare, model, partial(torch.optim.SGD, lr=1e-2), given)
 
     found, said = run_with(script, Additions(is_guarding=True))
     assert same(found, script(unmodified))
@@ -469,15 +462,8 @@ def test_lbfgs_has_no_guard() -> None:
         model = net().to(BF16)
         optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-2, max_iter=3)
         prepare(optimizer)
-
-        def evaluate() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, data(1)[0])
-            loss.backward()
-            return loss
-
         for _ in range(2):
-            optimizer.step(evaluate)
+            optimizer.step(partial(evaluate, model, optimizer, data(1)[0]))
         return dict(model.state_dict())
 
     found, said = run_with(script, BOTH)
@@ -508,6 +494,10 @@ def poisoned(
     return dict(model.state_dict()), scaler.get_scale()
 
 
+def torchs_scaler(_: nn.Module) -> Any:
+    return torch.amp.GradScaler("cpu")
+
+
 def step_of(scaler: Any, optimizer: Any) -> None:
     scaler.step(optimizer)
 
@@ -519,8 +509,7 @@ def test_a_scaler_of_the_script_is_as_halfsteps_with_a_module(early: int) -> Non
     assert all(each.isfinite().all() for each in by_hand[0].values())
     with replaced(halfstep.preset("torch"), is_guarding=True):
         found, said = run_with(
-            lambda _: poisoned(lambda _: torch.amp.GradScaler("cpu"), step_of, early),
-            Additions(is_guarding=True),
+            lambda _: poisoned(torchs_scaler, step_of, early), Additions(is_guarding=True)
         )
     assert same(found[0], by_hand[0])
     assert found[1] == by_hand[1] == 2.0**16
@@ -535,8 +524,7 @@ def test_steps_past_the_scaler_of_the_script_never_use_nan() -> None:
 
     with replaced(halfstep.preset("torch"), is_guarding=True):
         (model, _), _ = run_with(
-            lambda _: poisoned(lambda _: torch.amp.GradScaler("cpu"), unscale),
-            Additions(is_guarding=True),
+            lambda _: poisoned(torchs_scaler, unscale), Additions(is_guarding=True)
         )
     assert all(each.isfinite().all() for name, each in model.items() if "weight" in name)
 
@@ -560,10 +548,7 @@ def test_without_a_scaler_a_guard_restores_buffers_from_the_first_batch_on() -> 
 
 
 def test_pytorchs_own_scaler_is_not_guarded() -> None:
-    _, said = run_with(
-        lambda _: poisoned(lambda _: torch.amp.GradScaler("cpu"), step_of),
-        Additions(is_guarding=True),
-    )
+    _, said = run_with(lambda _: poisoned(torchs_scaler, step_of), Additions(is_guarding=True))
     assert said == ["--guard: the script's GradScaler is PyTorch's own; nothing is guarded"]
 
 

@@ -132,12 +132,7 @@ for _ in range(2):
     ],
 )
 def test_run_takes_rules_for_modules_without_amp(
-    policy: str,
-    code: int,
-    told: str,
-    dtypes: list[torch.dtype],
-    halfstep_run: Run,
-    tmp_path,
+    policy: str, code: int, told: str, dtypes: list[torch.dtype], halfstep_run: Run, tmp_path
 ) -> None:
     """A name that no module has is an error at once; a model may be called later, or never."""
     late = "import torch\nother = torch.nn.ModuleDict({'late': torch.nn.Linear(1, 1)})\n"

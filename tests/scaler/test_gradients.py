@@ -178,8 +178,7 @@ def test_parameters_without_gradients_are_left_out() -> None:
 
 
 @given(
-    st.lists(st.floats(width=32), min_size=1, max_size=4),
-    st.floats(2.0**-126, 2.0**127, width=32),
+    st.lists(st.floats(width=32), min_size=1, max_size=4), st.floats(2.0**-126, 2.0**127, width=32)
 )
 def test_nothing_that_is_not_finite_is_called_finite(values: list[float], scale: float) -> None:
     grad = torch.tensor(values)

@@ -18,12 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep._gradients import norms
-from halfstep._gradients.norms import (
-    ROW,
-    SMALL,
-    largest_magnitudes,
-    sums_of_squares,
-)
+from halfstep._gradients.norms import ROW, SMALL, largest_magnitudes, sums_of_squares
 
 Reduction = Callable[[Sequence[Tensor]], Tensor]
 

@@ -169,8 +169,7 @@ class ScaledForward(Program):
 
 
 programs = pytest.mark.parametrize(
-    "make",
-    [GradientPenalty, R1, WGAN, MAML, PathLength, Adversarial, SAM, ScaledForward],
+    "make", [GradientPenalty, R1, WGAN, MAML, PathLength, Adversarial, SAM, ScaledForward]
 )
 
 

@@ -32,10 +32,7 @@ dynamic = {
     "refill": st.sampled_from(["growth", "step"]),
     "trials": st.booleans(),
 }
-schedules = st.one_of(
-    st.builds(Static),
-    st.builds(Dynamic, **dynamic),
-)
+schedules = st.one_of(st.builds(Static), st.builds(Dynamic, **dynamic))
 
 
 @st.composite

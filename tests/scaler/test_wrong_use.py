@@ -35,72 +35,47 @@ class Setup:
         assert torch.equal(self.param, before - 1.0)
         assert self.scaler.get_scale() == 8.0
 
-    def whole_iteration(self) -> None:
-        self.backward()
-        self.finish_iteration()
-
 
 @pytest.fixture(params=[False, True], ids=["plain", "fused"])
 def setup(request: pytest.FixtureRequest) -> Setup:
     return Setup(fused=request.param)
 
 
-@pytest.mark.parametrize("method", ["step", "unscale_"])
-def test_before_scale(setup: Setup, method: str) -> None:
-    setup.param.sum().backward()
-    with pytest.raises(
-        CallOrderError, match=rf"{method}\(SGD\) before scale\(\).*Call scaler.scale\(loss\)"
-    ):
-        getattr(setup.scaler, method)(setup.optimizer)
-    setup.optimizer.zero_grad()
-    setup.whole_iteration()
+ORDERS = [
+    (["grad"], "step", r"step\(SGD\) before scale\(\).*Call scaler.scale\(loss\)"),
+    (["grad"], "unscale_", r"unscale_\(SGD\) before scale\(\).*Call scaler.scale\(loss\)"),
+    ([], "update", r"update\(\): no gradients were checked"),
+    (["backward"], "update", r"Call scaler.step\(optimizer\) for at least one"),
+    (["backward", "step"], "step", r"step\(SGD\): step\(\) has already been called since"),
+    (["backward", "step"], "unscale_", r"unscale_\(SGD\): step\(\) has already been called"),
+    (
+        *(["backward", "unscale_"], "unscale_"),
+        r"unscale_\(SGD\): its gradients have already been unscaled since",
+    ),
+]
 
 
-def test_update_before_scale(setup: Setup) -> None:
-    with pytest.raises(CallOrderError, match=r"update\(\): no gradients were checked"):
+@pytest.mark.parametrize(("before", "call", "words"), ORDERS)
+def test_order(setup: Setup, before: list[str], call: str, words: str) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "grad": lambda: setup.param.sum().backward(),
+        "backward": setup.backward,
+        "step": lambda: setup.scaler.step(setup.optimizer),
+        "unscale_": lambda: setup.scaler.unscale_(setup.optimizer),
+        "update": setup.scaler.update,
+    }
+    for each in before:
+        calls[each]()
+    param = setup.param.detach().clone()
+    with pytest.raises(CallOrderError, match=words):
+        calls[call]()
+    assert torch.equal(setup.param, param)
+    if "step" in before:
         setup.scaler.update()
-    setup.whole_iteration()
-
-
-def test_update_without_step(setup: Setup) -> None:
-    setup.backward()
-    with pytest.raises(CallOrderError, match=r"Call scaler.step\(optimizer\) for at least one"):
-        setup.scaler.update()
+    if "backward" not in before or "step" in before:
+        setup.optimizer.zero_grad()
+        setup.backward()
     setup.finish_iteration()
-
-
-def test_step_twice(setup: Setup) -> None:
-    setup.backward()
-    setup.scaler.step(setup.optimizer)
-    after = setup.param.detach().clone()
-    with pytest.raises(
-        CallOrderError, match=r"step\(SGD\): step\(\) has already been called since"
-    ):
-        setup.scaler.step(setup.optimizer)
-    assert torch.equal(setup.param, after)
-    setup.scaler.update()
-    setup.optimizer.zero_grad()
-    setup.whole_iteration()
-
-
-def test_unscale_twice(setup: Setup) -> None:
-    setup.backward()
-    setup.scaler.unscale_(setup.optimizer)
-    with pytest.raises(
-        CallOrderError, match=r"unscale_\(SGD\): its gradients have already been unscaled since"
-    ):
-        setup.scaler.unscale_(setup.optimizer)
-    setup.finish_iteration()
-
-
-def test_unscale_after_step(setup: Setup) -> None:
-    setup.backward()
-    setup.scaler.step(setup.optimizer)
-    with pytest.raises(CallOrderError, match=r"unscale_\(SGD\): step\(\) has already been called"):
-        setup.scaler.unscale_(setup.optimizer)
-    setup.scaler.update()
-    setup.optimizer.zero_grad()
-    setup.whole_iteration()
 
 
 @pytest.mark.parametrize("unscale_first", [False, True])
@@ -117,7 +92,8 @@ def test_no_gradients(setup: Setup, unscale_first: bool) -> None:
     # Nothing is left of the failed call: the iteration has not begun.
     pickle.dumps(setup.scaler)
     # Gradients that come only now are scaled and must be unscaled, also after unscale_().
-    setup.whole_iteration()
+    setup.backward()
+    setup.finish_iteration()
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"closure": None}])

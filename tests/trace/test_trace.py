@@ -455,10 +455,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         ),
         lambda: torch.randn(4, 8),
     ),
-    "gpt": (
-        lambda: GPT(GPTConfig.of_size("tiny", vocab=96)),
-        lambda: torch.randint(96, (2, 16)),
-    ),
+    "gpt": (lambda: GPT(GPTConfig.of_size("tiny", vocab=96)), lambda: torch.randint(96, (2, 16))),
     "convolutions": (
         lambda: nn.Sequential(
             nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(288, 4)

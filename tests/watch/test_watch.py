@@ -188,8 +188,7 @@ class Named(list[Tensor]):
 
 
 @pytest.mark.parametrize(
-    "batch",
-    [lambda x: Pair(x, x), lambda x: Named([x], "a"), lambda x: [x], lambda x: (x, None)],
+    "batch", [lambda x: Pair(x, x), lambda x: Named([x], "a"), lambda x: [x], lambda x: (x, None)]
 )
 def test_batches_in_containers_of_the_user(batch: Callable[[Tensor], Any]) -> None:
     class Model(nn.Module):
