@@ -50,10 +50,6 @@ class Check:
         found = self.agreement.found_inf()
         return {device: to_device(found, device) for device in self.found_here or [found.device]}
 
-    def flags(self) -> dict[torch.device, Tensor]:
-        """Return the flags that move the scale: those of all ranks, if several decide."""
-        return self.found_here if self.agreement is None else self.found_inf
-
     def note(self, found_inf: bool) -> None:
         """Note what a step has read in the flags, which existing code may still change."""
         self.read = found_inf, [flag._version for flag in self.found_here.values()]
@@ -67,8 +63,8 @@ class Check:
             found_inf, versions = self.read
             if versions == [flag._version for flag in self.found_here.values()]:
                 return found_inf
-        is_here, found_inf = self.scale.device.type in scalars.READABLE, False
-        for device, flag in self.flags().items():
+        is_here, found_inf = self.scale.is_here, False
+        for device, flag in self.found_inf.items():
             if not is_here and device.type not in scalars.READABLE:
                 return None
             found_inf |= flag.item() != 0.0
@@ -163,11 +159,13 @@ class Ledger:
         only once. If several ranks decide, ``all_param_ids`` are the ids of all parameters: the
         entries are then the same on all of them, whichever ranks have gradients.
         """
+        if not self.entries:
+            return gradients, []
         index = self._index()
         seen = index.keys() & set(map(id, gradients.grads))
         if self._fresh:
             seen -= {id(param.grad) for param in gradients.params if self.is_fresh(param)}
-        scaled = gradients.without(seen) if index else gradients
+        scaled = gradients.without(seen)
         if all_param_ids:
             entries = [each for each in self.entries if each.check.all_param_ids & all_param_ids]
             return scaled, entries

@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._common.nested import tensors_in
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import name, step_with_scale
 from halfstep._pytorch.amp import reciprocal_of
-from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.iteration import (
     Stage,
     Step,
@@ -55,14 +53,6 @@ def refuse(scaler: Any, call: str, cure: str) -> None:
             f"{call}: {type(scaler).__name__} overrides {', '.join(sorted(overridden))}(), so it "
             f"steps as torch.amp's scaler, which does not have this. Instead, {cure}"
         )
-
-
-@keep_out_of_graphs
-def create_scale(scaler: Any, outputs: Any) -> None:
-    """Create the scale on the device of the first loss, if the method for it is overridden."""
-    first = next(iter(tensors_in([outputs])), None)
-    if first is not None and "_lazy_init_scale_growth_tracker" in scaler._overridden():
-        scaler._lazy_init_scale_growth_tracker(first.device)
 
 
 def unscale_(scaler: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -5,6 +5,7 @@ A device makes the part of it that PyTorch's kernel knows; see :mod:`halfstep._s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -19,8 +20,8 @@ from halfstep._gradients.scalars import (
 )
 from halfstep._scaler.schedules import Dynamic, Schedule, Static, schedule_from_dict
 
-FORMAT_VERSION = 1
-"""Version of the data under the key ``"halfstep"`` of a state dict."""
+OURS, FORMAT_VERSION = "halfstep", 1
+"""Key of the state that torch.amp does not have in a state dict, and the version of its data."""
 
 # torch.amp's name of the growth tracker, and its keys for the numbers of a schedule.
 TORCH_TRACKER = "_growth_tracker"
@@ -198,15 +199,20 @@ class ScaleState:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return torch.amp's five keys (it ignores others), and the rest under "halfstep"."""
+        """Return torch.amp's five keys (it ignores others), and the rest as text.
+
+        json and ``torch.load(weights_only=True)`` can handle it. The rest is text because
+        torch.distributed.checkpoint flattens a dict and loads only the keys that the loading scaler
+        already has: the numbers of another schedule would be lost silently.
+        """
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
         theirs = {"scale": ours.pop("scale")}
         theirs |= {key: getattr(self.schedule, key) for key in TORCH_SCHEDULE_KEYS}
         theirs[TORCH_TRACKER] = ours.pop("growth_tracker")
-        schedule = {
-            key: value for key, value in self.schedule.to_dict().items() if key not in theirs
-        }
-        return theirs | {"halfstep": {"version": FORMAT_VERSION} | ours | {"schedule": schedule}}
+        schedule = self.schedule.to_dict()
+        ours["schedule"] = {key: value for key, value in schedule.items() if key not in theirs}
+        ours["version"] = FORMAT_VERSION
+        return theirs | {OURS: json.dumps(ours, sort_keys=True)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], first: ScaleState | None = None) -> ScaleState:
@@ -219,13 +225,20 @@ class ScaleState:
         Raises:
             ValueError: A key is missing, a value is invalid, or a newer halfstep wrote it.
         """
+        try:
+            ours = dict(json.loads(saved.get(OURS) or "{}"))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the saved scaler state cannot be used: {OURS!r} is not the JSON text that "
+                f"state_dict() has written ({error}). Delete the key to load the five values that "
+                "torch.amp knows"
+            ) from error
         missing = [key for key in TORCH_KEYS if key not in saved]
         if missing:
             raise ValueError(
                 f"the saved scaler state has no {missing[0]!r} (its keys are {sorted(saved)}): "
                 "pass what the state_dict() of halfstep.GradScaler or torch.amp.GradScaler returned"
             )
-        ours = dict(saved.get("halfstep") or {})
         version = ours.pop("version", FORMAT_VERSION)
         if version != FORMAT_VERSION:
             raise ValueError(

@@ -32,7 +32,6 @@ from halfstep._scaler.after_step import Count, attempts, step_quietly
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.loss_scale import state_dict_of, state_from
 from halfstep._scaler.observers import THIS_THREAD
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
@@ -154,13 +153,7 @@ class GradScaler(TorchAttributes):
         """
         if not self._is_enabled:
             return outputs
-        if not self._engine.loss_scale.is_created:
-            overrides.create_scale(self, outputs)
-        scaled = self._engine.scale(outputs)
-        if self._device is None:
-            scale = self._engine.loss_scale
-            self._device = scale.device.type if scale.is_created else None
-        return scaled
+        return self._engine.scale(outputs)
 
     @keep_out_of_graphs
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -283,6 +276,8 @@ class GradScaler(TorchAttributes):
             return
         if new_scale is not None:
             self._engine.set_scale(new_scale)
+            return
+        if self._engine.count_usual():
             return
         self._engine.update()
         if not self._engine.loss_scale.is_quiet:
@@ -557,7 +552,7 @@ class GradScaler(TorchAttributes):
             scale, tracker = self.get_scale(), self._get_growth_tracker()
             ours = now if scale == now.scale else now.with_scale(scale)
             now = replace(ours, growth_tracker=tracker)
-        state = state_dict_of(now)
+        state = now.to_dict()
         group = saving_group()
         if group is not None:
             engine.ranks.require_same("state_dict()", state, group)
@@ -585,7 +580,7 @@ class GradScaler(TorchAttributes):
                 "and holds no scale. This one keeps its present values.",
             )
             return
-        self._engine.load(state_from(state_dict, self._engine.loss_scale.first))
+        self._engine.load(ScaleState.from_dict(state_dict, self._engine.loss_scale.first))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy; the copy creates its tensors at its first loss.

@@ -253,8 +253,7 @@ class TorchAttributes:
             return
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator or torch.device("cpu") if dev is None else torch.device(dev)
-        self._device = self._device or device.type
-        self._engine.loss_scale.create(device)
+        self._engine.create_scale(device)
 
 
 def _check(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
