@@ -59,12 +59,6 @@ class Plan:
             self.key, self.ranks = key_of(parameters(optimizer)), ranks
             self.is_fused, self.flag = is_fused, getattr(optimizer, HANDLES_SCALE, None)
 
-    def clear(self) -> None:
-        """Release the parameters: the optimizer no longer exists."""
-        if self.outcome is not None:
-            self.outcome._kept = None
-            self.outcome = None
-
 
 class Journal:
     """The outcomes in the order of the steps. Sync: none, except :meth:`entries`."""
@@ -135,7 +129,9 @@ class Journal:
 
 def _forget(journal: weakref.ref[Journal], key: int, plan: Plan) -> None:
     """Forget an optimizer that no longer exists."""
-    plan.clear()
+    if plan.outcome is not None:
+        plan.outcome._kept = None
+        plan.outcome = None
     alive = journal()
     if alive is not None:
         alive.plans.pop(key, None)

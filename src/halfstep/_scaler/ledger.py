@@ -124,8 +124,7 @@ class Ledger:
         self._num_indexed = 0
         # By parameter, the id of its gradient if backward has added to it since the check.
         self._fresh: dict[int, int] = {}
-        self._in_doubt: set[int] = set()
-        self._doubted: list[Gradients] = []  # referenced, so that no id is reused
+        self._in_doubt: dict[int, Tensor] = {}  # referenced, so that no id is reused
 
     def mark(
         self,
@@ -192,8 +191,7 @@ class Ledger:
 
     def doubt(self, gradients: Gradients) -> None:
         """Record that it is not known what these gradients are multiplied by."""
-        self._doubted.append(gradients)
-        self._in_doubt.update(map(id, gradients.grads))
+        self._in_doubt.update(zip(map(id, gradients.grads), gradients.grads, strict=True))
 
     def is_in_doubt(self, params: Iterable[Tensor]) -> bool:
         """Return whether it is not known what any of the gradients is multiplied by."""

@@ -350,19 +350,10 @@ class Outcome:
     @keep_out_of_graphs
     def __getstate__(self) -> dict[str, object]:
         """Return plain values and CPU tensors. Sync: as for reading all properties."""
-        before, loss_is_finite = self._state_of_step(self.skipped)
-        state: dict[str, object] = {
-            "optimizer_name": self.optimizer_name,
-            "num_losses": self.num_losses,
-            "rank": self.rank,
-            "is_left_out": self.is_left_out,
-            "after": None if self.after is None else (state_of(self.after), 0),
-            "_before": (before, 0),
-            "_loss_is_finite": loss_is_finite,
-        }
-        for what in ("_found_inf", "_found_before", "_squares", "_measured_scale"):
-            value = getattr(self, what)
-            state[what] = None if value is None else float(value)
+        names = "optimizer_name", "num_losses", "rank", "is_left_out", "_entry"
+        state = {name: getattr(self, name) for name in names}
+        state["after"] = None if self.after is None else (state_of(self.after), 0)
+        state["_squares"] = None if self._squares is None else float(self._squares)
         for what in ("norm", "norms", "culprits"):
             with suppress(CallOrderError):
                 state[what] = getattr(self, what)
@@ -394,31 +385,27 @@ def has_its_gradients(outcome: Outcome) -> bool:
     return all(is_as_seen(was, param.grad) for param, was in zip(params, grads, strict=True))
 
 
+def _numbers(outcome: Outcome) -> list[Scalar]:
+    """Return whether inf or NaN was found, also before the second look; sum of squares; scale."""
+    before, squares = outcome._found_before, outcome._squares
+    defaults = (before, 1.0), (squares, math.nan), (outcome._measured_scale, 1.0)
+    return [outcome._found_inf, *(default if n is None else n for n, default in defaults)]
+
+
 def pack(outcome: Outcome) -> Tensor:
     """Return float32 numbers for :func:`unpack`; empty if all is on the host. Sync: none."""
-    found_inf = outcome._found_inf
+    numbers, found_inf = _numbers(outcome), outcome._found_inf
     if not isinstance(found_inf, Tensor):
         return torch.empty(0, device="cpu")
-    row = [found_inf]
-    before = outcome._found_before
-    values = (before, 1.0), (outcome._squares, math.nan), (outcome._measured_scale, 1.0)
-    for value, default in values:
-        if not isinstance(value, Tensor):
-            value = torch.full_like(found_inf, default if value is None else value)
-        row.append(value)
-    return torch.stack(row)
+    return torch.stack(
+        [n if isinstance(n, Tensor) else torch.full_like(found_inf, n) for n in numbers]
+    )
 
 
 def unpack(outcome: Outcome, packed: Tensor) -> tuple[HistoryEntry, float | None]:
     """Return the entry, and the scale after ``update`` (None before it)."""
-    if len(packed):
-        found_inf, before, squares, scale = packed.tolist()
-    else:
-        assert not isinstance(outcome._found_inf, Tensor)
-        found_inf = outcome._found_inf
-        before = 1.0 if outcome._found_before is None else float(outcome._found_before)
-        squares = math.nan if outcome._squares is None else float(outcome._squares)
-        scale = 1.0 if outcome._measured_scale is None else float(outcome._measured_scale)
+    numbers = packed.tolist() if len(packed) else map(float, _numbers(outcome))
+    found_inf, before, squares, scale = numbers
     norm = round_to_float32(math.sqrt(squares) / scale)
     state, loss_is_finite = outcome._state_of_step(bool(found_inf))
     why = reason(state, bool(found_inf), loss_is_finite)

@@ -43,7 +43,6 @@ from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Iteration, Stage, Step, nothing_checked
 from halfstep._scaler.journal import Plan
 from halfstep._scaler.ledger import Check, Entry, Ledger
-from halfstep._scaler.outcome import Outcome
 from halfstep.errors import CallOrderError, RanksError
 
 
@@ -461,14 +460,7 @@ def remember(
     can_measure_late = not is_fused or (
         writes_unscaled(optimizer) and torch.float16 not in step.gradients.dtypes
     )
-    outcome = Outcome(
-        step,
-        engine.names,
-        step.loss_scale.snapshot(),
-        multiplier,
-        can_measure_late=can_measure_late,
-        num_losses=engine.iteration.num_losses,
-    )
+    outcome = engine.outcome_of(step, multiplier, can_measure_late=can_measure_late)
     engine.journal.add(plan, outcome)
     engine.iteration.keep(step, Stage.STEPPED, left_scaled_by)
     if step.look is not None:
