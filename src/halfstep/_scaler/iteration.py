@@ -114,15 +114,6 @@ class Step(NamedTuple):
         later = self.look.found_inf.values()
         return self._replace(skip=scalars.combine([*flags, *later], device), found_inf=found_inf)
 
-    def read(self, values: dict[str, Scalar]) -> dict[str, float]:
-        """Return scalars as Python floats; raise if the ranks disagree. Sync: one."""
-        agreements = self.agreements()
-        vectors = [agreement.vector() for agreement in agreements]
-        numbers, rows = self.loss_scale.read_with(values, vectors)
-        for agreement, row in zip(agreements, rows, strict=True):
-            agreement.require(row)
-        return numbers
-
 
 def found_inf_by_device(checks: Sequence[Check]) -> dict[torch.device, Tensor]:
     """Return, by device, 1 if a gradient there is inf or NaN, else 0."""

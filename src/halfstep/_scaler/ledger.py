@@ -7,7 +7,7 @@ gradients in place. The versions only say which gradients a step must check agai
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -86,11 +86,8 @@ class Entry:
 
     gradients: Gradients
     check: Check
-    left_scaled_by: tuple[Scalar, Scalar] | None = None
-    versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = _versions(self.gradients)
+    left_scaled_by: tuple[Scalar, Scalar] | None
+    versions: list[int]
 
     def unscale_what_was_left(self) -> None:
         """Divide the gradients if a skipped step of another optimizer left them scaled."""
@@ -133,7 +130,7 @@ class Ledger:
         left_scaled_by: tuple[Scalar, Scalar] | None = None,
     ) -> Entry:
         """Record that gradients were checked, and unscaled unless ``left_scaled_by`` is given."""
-        entry = Entry(gradients, check, left_scaled_by)
+        entry = Entry(gradients, check, left_scaled_by, _versions(gradients))
         self.take_over([entry])
         return entry
 

@@ -217,13 +217,8 @@ class LossScale:
 
     def counters(self) -> list[int]:
         """Return scale (its bits), growth tracker, steps taken and skipped. Sync: none."""
-        state = self.state
-        return [
-            float32_bits(state.scale),
-            state.growth_tracker,
-            state.num_taken,
-            state.num_skipped,
-        ]
+        now = self.state
+        return [float32_bits(now.scale), now.growth_tracker, now.num_taken, now.num_skipped]
 
     # --- moving -----------------------------------------------------------------------------------
 

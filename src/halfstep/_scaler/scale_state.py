@@ -31,15 +31,6 @@ TORCH_KEYS = ("scale", *TORCH_SCHEDULE_KEYS, TORCH_TRACKER)
 MOST_UNKNOWN = 3
 """Number of updates that may be unknown to the host when the next one is launched."""
 
-COUNTS = {
-    "growth_tracker": 0,
-    "hysteresis_left": 1,
-    "skipped_in_a_row": 0,
-    "num_taken": 0,
-    "num_skipped": 0,
-}
-"""The int32 fields, with their smallest values."""
-
 NO_RUN = {"run_scale": 0.0, "resume_scale": 0.0, "has_backed_off": False, "reached_floor": False}
 
 
@@ -133,23 +124,21 @@ class ScaleState:
             check_ascending(run_scale=self.run_scale, scale=self.scale)
 
     def _checked(self) -> dict[str, float | int]:
-        if not isinstance(self.schedule, Static | Dynamic):
-            raise TypeError(
-                f"schedule is {self.schedule!r} ({type(self.schedule).__name__}): pass Static() "
-                "or Dynamic()"
-            )
-        for name in ("has_backed_off", "reached_floor", "may_restore"):
-            flag = getattr(self, name)
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} is {flag!r} ({type(flag).__name__}): pass a bool")
         values: dict[str, float | int] = {}
-        for name in ("scale", "min_scale", "max_scale"):
-            values[name] = checked_scale(name, getattr(self, name))
-        for name in ("run_scale", "resume_scale"):
-            value = getattr(self, name)
-            values[name] = 0.0 if value == 0 else checked_scale(name, value)
-        for name, smallest in COUNTS.items():
-            values[name] = checked_count(name, getattr(self, name), at_least=smallest)
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if each.type == "int":  # int32
+                least = 1 if name == "hysteresis_left" else 0
+                values[name] = checked_count(name, value, at_least=least)
+            elif each.type == "float":
+                is_none = each.default == 0.0 == value
+                values[name] = 0.0 if is_none else checked_scale(name, value)
+            elif each.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r} ({type(value).__name__}): pass a bool")
+            elif each.type == "Schedule" and not isinstance(value, Schedule):
+                raise TypeError(
+                    f"schedule is {value!r} ({type(value).__name__}): pass Static() or Dynamic()"
+                )
         return values
 
     @classmethod
@@ -233,11 +222,10 @@ class ScaleState:
                 f"state_dict() has written ({error}). Delete the key to load the five values that "
                 "torch.amp knows"
             ) from error
-        missing = [key for key in TORCH_KEYS if key not in saved]
-        if missing:
+        for key in (key for key in TORCH_KEYS if key not in saved):
             raise ValueError(
-                f"the saved scaler state has no {missing[0]!r} (its keys are {sorted(saved)}): "
-                "pass what the state_dict() of halfstep.GradScaler or torch.amp.GradScaler returned"
+                f"the saved scaler state has no {key!r} (its keys are {sorted(saved)}): pass what "
+                "the state_dict() of halfstep.GradScaler or torch.amp.GradScaler returned"
             )
         version = ours.pop("version", FORMAT_VERSION)
         if version != FORMAT_VERSION:
@@ -250,10 +238,8 @@ class ScaleState:
             return cls._from_parts({key: saved[key] for key in TORCH_KEYS}, ours, first)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"the saved scaler state cannot be used: {error}. Correct it in the dict "
-                "(keys: {}), or go on without it to start from init_scale".format(
-                    ", ".join(TORCH_KEYS)
-                )
+                f"the saved scaler state cannot be used: {error}. Correct it in the dict (keys: "
+                f"{', '.join(TORCH_KEYS)}), or go on without it to start from init_scale"
             ) from error
 
     @classmethod

@@ -147,9 +147,8 @@ def require_not_stepped(earlier: Step | None) -> None:
     """Raise CallOrderError if the optimizer has stepped since the last ``update``."""
     if earlier is not None and earlier.stage is Stage.STEPPED:
         raise CallOrderError(
-            f"step({name(earlier.optimizer)}): {earlier.stage.value} since the last "
-            "update(). Call update() once at the end of each iteration, after step() of every "
-            "optimizer"
+            f"step({name(earlier.optimizer)}): {earlier.stage.value} since the last update(). "
+            "Call update() once at the end of each iteration, after step() of every optimizer"
         )
 
 
@@ -359,7 +358,12 @@ def read(step: Step, norm: Scalar | None = None) -> tuple[Step, float | None]:
     """
     values: dict[str, Scalar | None] = {"skip": step.skip, "found_inf": step.found_inf}
     values |= {"norm": norm, "multiplier": None if norm is None else step.multiplier}
-    numbers = step.read({key: value for key, value in values.items() if value is not None})
+    given = {key: value for key, value in values.items() if value is not None}
+    agreements = step.agreements()
+    vectors = [agreement.vector() for agreement in agreements]
+    numbers, rows = step.loss_scale.read_with(given, vectors)
+    for agreement, row in zip(agreements, rows, strict=True):
+        agreement.require(row)  # raises if the ranks disagree
     skip, found_inf = numbers["skip"], numbers.get("found_inf")
     for each in step.checks:
         each.note((skip if found_inf is None else found_inf) != 0.0)
@@ -421,23 +425,18 @@ def _agreed(step: Step) -> Step:
 
 def _step_fused(make_step: Callable[[], Any], step: Step, coefficient: Scalar | None) -> Any:
     """Step with an optimizer that divides and skips by itself."""
-    scale, device = None, step.loss_scale.device
+    scale, own, device = None, step.own, step.loss_scale.device
     if not (step.multiplier is None and coefficient is None):
         divisor = divisor_of(1.0 if step.multiplier is None else step.multiplier, coefficient)
         scale = scalars.as_tensor(divisor, device)
-    optimizer: Any = step.optimizer
-    return step_with_scale(optimizer, make_step, scale, _skip_flag(step))
-
-
-def _skip_flag(step: Step) -> Tensor:
-    """Return the skip flag as a tensor; that of the only check if nothing else decides."""
-    own, device = step.own, step.loss_scale.device
-    if not step.earlier and own is not None and own.agreement is None:
-        flag = own.found_here.get(device)
-        if flag is not None and len(own.found_here) == 1:
-            return flag
     assert step.skip is not None
-    return scalars.as_tensor(step.skip, device)
+    flag = None
+    if own is not None and own.agreement is None and not step.earlier and len(own.found_here) == 1:
+        flag = own.found_here.get(device)  # nothing else decides
+    if flag is None:
+        flag = scalars.as_tensor(step.skip, device)
+    optimizer: Any = step.optimizer
+    return step_with_scale(optimizer, make_step, scale, flag)
 
 
 # --- remember -------------------------------------------------------------------------------------
@@ -468,30 +467,21 @@ def remember(
     if engine.buffers.watched:
         engine.buffers.restore(skip)
     if not plan.early_clipping.is_over:
-        plan.early_clipping.see(optimizer, _measured(step))
-
-
-def _measured(step: Step) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return unscaled norm, largest magnitude and scale, None if they were not measured."""
-    checks, scale = step.checks, step.loss_scale
-    if len(checks) != 1 or checks[0].first is None:
-        return None
-    norm, amax = checks[0].first
-    return scalars.as_float32(norm, scale.device), amax, scale.tensor
+        scale, measured = step.loss_scale, None
+        if len(step.checks) == 1 and step.checks[0].first is not None:
+            norm, amax = step.checks[0].first
+            measured = scalars.as_float32(norm, scale.device), amax, scale.tensor
+        plan.early_clipping.see(optimizer, measured)
 
 
 def remember_failure(iteration: Iteration, step: Step) -> None:
-    """Record the state of the gradients after a step that raised."""
+    """Record the state of the gradients after a step that raised. Sync: some."""
     if step.multiplier is None:
         iteration.keep(step, Stage.UNSCALED)
-    elif step.own is not None and not _is_untouched(step):
-        iteration.ledger.doubt(step.gradients)
-
-
-def _is_untouched(step: Step) -> bool:
-    """Return whether the gradients provably have the values that were measured. Sync: some."""
-    if step.unclipped is None:
-        return False
-    now = norms_of(step.gradients, step.multiplier)
-    # Via repr, since NaN != NaN.
-    return repr(now.unscaled()) == repr(step.unclipped.unscaled())
+    elif step.own is not None:
+        before = step.unclipped
+        # Do they have the values that were measured? Via repr, since NaN != NaN.
+        if before is None or repr(before.unscaled()) != repr(
+            norms_of(step.gradients, step.multiplier).unscaled()
+        ):
+            iteration.ledger.doubt(step.gradients)
