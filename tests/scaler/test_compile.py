@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from halfstep._gradients.gradients import collect
 from halfstep._scaler import GradScaler, step
 from halfstep._scaler.agreement import ALONE
+from halfstep._scaler.engine import scale_on
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.scale_state import ScaleState
@@ -115,8 +116,7 @@ def params_with_gradients(number: int, device: torch.device = CPU) -> list[torch
 def iterations(
     part: Part, schedule: Schedule, min_scale: float | None, device: torch.device = CPU
 ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor], ScaleState]]:
-    scale = LossScale(ScaleState.first(SCALE, schedule, min_scale))
-    scale.create(device)
+    scale = scale_on(device, LossScale(ScaleState.first(SCALE, schedule, min_scale)))
     for number in range(6):
         params = params_with_gradients(number, device)
         found = part(scale, params)
@@ -385,8 +385,7 @@ def test_a_cuda_graph_of_it_can_be_replayed(part: Part, schedule: Schedule) -> N
     """The gradients stay where they are; what is in them decides in each replay."""
     cuda = torch.device("cuda")
     state = ScaleState.first(SCALE, schedule)
-    scale = LossScale(state)
-    scale.create(cuda)
+    scale = scale_on(cuda, LossScale(state))
     params = params_with_gradients(0, cuda)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -10,6 +10,7 @@ from tests.training import mlp
 
 from halfstep._gradients.norms import largest_magnitudes, sums_of_squares
 from halfstep._scaler import GradScaler
+from halfstep._scaler.engine import scale_on
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.scale_state import ScaleState, next_state
 from halfstep._scaler.schedules import Dynamic, Static
@@ -104,8 +105,7 @@ def test_unscale(kind: str) -> None:
 def test_the_device_does_the_same_as_the_pure_state(factors: tuple[float, float]) -> None:
     schedule = Dynamic(*factors, growth_interval=2, trials=False)
     state = ScaleState.first(1000.1, schedule, min_scale=0.7)
-    scale = LossScale(state)
-    scale.create(CUDA)
+    scale = scale_on(CUDA, LossScale(state))
     for found_inf in [False, False, True, False, True, True] + [True] * 20 + [False] * 100:
         state = next_state(state, found_inf=found_inf)
         scale.update([torch.tensor(float(found_inf), device=CUDA)])
@@ -193,8 +193,7 @@ def test_the_message_comes_late_but_comes() -> None:
 @pytest.mark.parametrize("schedule", [Dynamic(), Dynamic(hysteresis=2, refill="step"), Static()])
 def test_every_schedule_with_known_flags(schedule: Any) -> None:
     state = ScaleState.first(2.0**16, schedule, max_scale=2.0**20)
-    scale = LossScale(state)
-    scale.create(CUDA)
+    scale = scale_on(CUDA, LossScale(state))
     for number in range(60):
         found_inf = number % 7 in (3, 4) or 20 < number < 40
         state = next_state(state, found_inf=found_inf)

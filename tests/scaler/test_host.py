@@ -58,7 +58,7 @@ def test_old_outcomes_hold_nothing_of_their_gradients() -> None:
         scaler.update()
         outcomes.append(scaler.outcome(optimizer))
         optimizer.zero_grad()
-    assert [bool(outcome._witnesses[0]) for outcome in outcomes] == [False] * 5 + [True]
+    assert [outcome._kept is not None for outcome in outcomes] == [False] * 5 + [True]
 
 
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])

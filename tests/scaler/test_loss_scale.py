@@ -13,7 +13,9 @@ from tests.device import DEVICE
 
 from halfstep._gradients import scalars
 from halfstep._gradients.scalars import LARGEST_SCALE, SMALLEST_SCALE
-from halfstep._scaler import loss_scale
+from halfstep._scaler import device_scale
+from halfstep._scaler.device_scale import DeviceScale
+from halfstep._scaler.engine import scale_on
 from halfstep._scaler.loss_scale import LossScale, state_of
 from halfstep._scaler.scale_state import ScaleState, next_state
 from halfstep._scaler.schedules import Dynamic, Static
@@ -34,9 +36,7 @@ def waiting_device() -> Iterator[None]:
 
 
 def made(state: ScaleState) -> LossScale:
-    scale = LossScale(state)
-    scale.create(CPU)
-    return scale
+    return scale_on(CPU, LossScale(state))
 
 
 def launch(scale: LossScale, found_inf: bool, loss: float = 1.0) -> None:
@@ -123,7 +123,7 @@ def test_the_host_knows_what_the_kernel_does(state: ScaleState, flags: list[bool
 
 def test_in_a_cuda_graph_the_scale_keeps_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each replay does what was captured, and the host does not follow."""
-    monkeypatch.setattr(loss_scale, "is_capturing", lambda _: True)
+    monkeypatch.setattr(device_scale, "is_capturing", lambda _: True)
     with waiting_device():
         scale = made(ScaleState.first(2.0**16, Dynamic(hysteresis=2)))
         for _ in range(30):
@@ -170,6 +170,7 @@ def scales_and_end(
         scales.append(scale.tensor.item())
     for _ in range(2 * LAG):  # the newest could be stale
         launch(scale, False)
+    assert isinstance(scale, DeviceScale)
     scale.follow_device()
     return scales, scale.read()
 
@@ -407,7 +408,7 @@ def test_a_backward_pass_after_the_scale_has_changed_is_refused_as_in_torch(
         scale = made(state)
         for change in (
             lambda: scale.update(False),
-            lambda: scale.update([torch.tensor(1.0)]),
+            lambda: scale.update([torch.tensor(1.0)] if is_device else True),
             lambda: scale.set(8.0),
             lambda: scale.set(torch.tensor(8.0)),
             lambda: scale.load(state),

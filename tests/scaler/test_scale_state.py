@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.device import DEVICE
+from tests.scaler.saved import closed, opened
 
 from halfstep._gradients.scalars import (
     LARGEST_COUNT,
@@ -231,7 +232,7 @@ def test_every_field_is_saved() -> None:
 
 
 def test_the_dict_has_the_keys_of_torch_and_one_more() -> None:
-    saved = FIRST.to_dict()
+    saved = opened(FIRST.to_dict())
     ours = saved.pop("halfstep")
     assert saved == {
         "scale": 4.0,
@@ -276,8 +277,8 @@ def test_torch_loads_a_state_of_ours() -> None:
         ({"growth_interval": 0}, "cannot be used: growth_interval is 0"),
         ({"_growth_tracker": -1}, "cannot be used: growth_tracker is -1"),
         ({"backoff_factor": -1.0}, "cannot be used: backoff_factor is -1.0"),
-        ({"halfstep": {"version": 2}}, "'halfstep' version 2.*update halfstep"),
-        ({"halfstep": {"version": 1, "min_scale": 1.0}}, "'halfstep' has no 'has_backed_off'"),
+        ({"halfstep": '{"version": 2}'}, "'halfstep' version 2.*update halfstep"),
+        ({"halfstep": '{"version": 1, "min_scale": 1.0}'}, "'halfstep' has no 'has_backed_off'"),
     ],
 )
 def test_a_bad_dict_is_refused(change: dict[str, object], words: str) -> None:
@@ -300,10 +301,10 @@ def test_a_bad_dict_is_refused(change: dict[str, object], words: str) -> None:
     ],
 )
 def test_bad_values_of_ours_are_refused(change: dict[str, object], words: str) -> None:
-    saved = FIRST.to_dict()
+    saved = opened(FIRST.to_dict())
     saved["halfstep"] |= change
     with pytest.raises(ValueError, match=words):
-        ScaleState.from_dict(saved)
+        ScaleState.from_dict(closed(saved))
 
 
 def test_a_missing_key_is_named() -> None:

@@ -84,9 +84,9 @@ def test_what_is_unusual_is_not_counted(case: str, monkeypatch: pytest.MonkeyPat
     made = Setup()
     for _ in range(6):
         made.iterate()
-    counted, count = [], engine.Engine._count_usual
+    counted, count = [], engine.Engine.count_usual
     monkeypatch.setattr(
-        engine.Engine, "_count_usual", lambda e: counted.append(count(e)) or counted[-1]
+        engine.Engine, "count_usual", lambda e: counted.append(count(e)) or counted[-1]
     )
     UNUSUAL.get(case, Setup.iterate)(made)
     assert counted == [case == "usual"]

@@ -7,6 +7,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -38,13 +39,13 @@ def step_quietly(scheduler: Any, *args: Any) -> None:
         scheduler.step(*args)
 
 
+@dataclass
 class _TakenSteps:
-    """The number of steps of an optimizer, and the number of the last taken one."""
+    """The number of steps of an optimizer, and the number of the last taken one that is known."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._last_taken = 0
-        self._unread: list[tuple[int, Outcome]] = []
+    count: int = 0
+    _last_taken: int = 0
+    _unread: list[tuple[int, Outcome]] = field(default_factory=list)
 
     def add(self, taken: bool | Outcome) -> None:
         self.count += 1
@@ -57,10 +58,8 @@ class _TakenSteps:
 
     def last_taken(self) -> int:
         """Return the number of the last taken step. Sync: one if it is not known yet."""
-        for number, outcome in reversed(self._unread):
-            if outcome.taken:
-                self._last_taken = number
-                break
+        found = (number for number, outcome in reversed(self._unread) if outcome.taken)
+        self._last_taken = next(found, self._last_taken)
         self._unread = []
         return self._last_taken
 

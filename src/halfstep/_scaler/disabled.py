@@ -13,10 +13,10 @@ from halfstep._gradients.gradients import collect, parameters
 from halfstep._gradients.optimizers import name, split_closure, with_closure
 from halfstep._scaler import clipping
 from halfstep._scaler.agreement import ALONE
-from halfstep._scaler.engine import Engine
+from halfstep._scaler.engine import Engine, scale_on
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.outcome import Outcome, outcome_of
+from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.schedules import Static
 from halfstep._scaler.step import clip_
@@ -71,13 +71,11 @@ def outcome(engine: Engine, optimizer: torch.optim.Optimizer) -> Outcome:
     """Return the outcome of a taken step, with the current gradients."""
     scale = _one(torch.device("cpu"))
     taken = Step(optimizer, scale, collect(parameters(optimizer)), skip=0.0)
-    found = outcome_of(taken, optimizer, engine.names, None, can_measure_late=True)
+    found = Outcome(taken, engine.names, scale.snapshot(), None, can_measure_late=True)
     found.after = scale.snapshot()
     return found
 
 
 @cache
 def _one(device: torch.device) -> LossScale:
-    scale = LossScale(ScaleState.first(1.0, Static()))
-    scale.create(device)
-    return scale
+    return scale_on(device, LossScale(ScaleState.first(1.0, Static())))

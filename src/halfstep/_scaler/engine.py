@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._common.nested import like
+from halfstep._common.nested import like, tensors_in
 from halfstep._common.text import warn
 from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.optimizers import Names, name
+from halfstep._gradients.scalars import READABLE, Scalar
+from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.agreement import Alone, Together
-from halfstep._scaler.iteration import Iteration, Stage
-from halfstep._scaler.journal import OBSERVERS, Journal, Taken
+from halfstep._scaler.device_scale import DeviceScale
+from halfstep._scaler.iteration import Iteration, Stage, Step
+from halfstep._scaler.journal import OBSERVERS, Journal
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.outcome import Outcome, outcome_of
+from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import UnusedGradients
@@ -28,14 +31,24 @@ NUM_LOSSES_WITHOUT_UPDATE = 1000
 """Number of calls of ``scale`` without an ``update`` after which a warning is raised."""
 
 
+def scale_on(device: torch.device, before: LossScale) -> LossScale:
+    """Return a scale on a device, with the state of ``before``. Sync: none."""
+    if device.type not in READABLE:
+        return DeviceScale(before, device)
+    before.create(device)
+    return before
+
+
 class Engine:
     """The scale of the losses, and the state of the current iteration.
 
     ``first`` is the initial state of the scale; observers receive ``scaler``.
 
     Attributes:
+        current: What ``iteration`` returns, which stays usual.
         is_usual: Whether nothing but usual steps needed the iteration so far.
-        taken: The usual step of this iteration.
+        taken: The usual step of this iteration: its flag, which is 0 unless a fused optimizer has
+            changed it, its outcome, and what makes a step for the long road of it.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
@@ -43,9 +56,9 @@ class Engine:
         # Never called without one: only its methods call the engine.
         self.owner: Callable[[], Any] = weakref.ref(scaler)
         self.loss_scale = LossScale(first)
-        self._iteration = Iteration()
+        self.current = Iteration()
         self.is_usual = True
-        self.taken: Taken | None = None
+        self.taken: tuple[Tensor, Outcome, Callable[[bool], Step]] | None = None
         self.journal = Journal()
         self.names = Names()
         self.buffers = Buffers()
@@ -54,27 +67,43 @@ class Engine:
 
     @property
     def iteration(self) -> Iteration:
-        """What the general road has done and found since the last ``update``."""
+        """What the long road has done and found since the last ``update``; it is taken now."""
         self.is_usual = False
         if self.taken is not None:
-            taken, self.taken = self.taken, None
-            taken.record(self._iteration, self.loss_scale)
-        return self._iteration
+            (_, _, step), self.taken = self.taken, None
+            self.current.keep(step(False), Stage.STEPPED)
+        return self.current
 
     @iteration.setter
     def iteration(self, iteration: Iteration) -> None:
-        self._iteration = iteration
-
-    @property
-    def num_losses(self) -> int:
-        """Number of losses scaled since the last ``update``."""
-        return self._iteration.num_losses
+        self.current = iteration
 
     # --- losses -----------------------------------------------------------------------------------
 
+    @keep_out_of_graphs
+    def create_scale(self, device: torch.device) -> None:
+        """Put the scale on the device of the first loss. Sync: none."""
+        self.loss_scale = scale_on(device, self.loss_scale)
+        self.unused = UnusedGradients(self.journal, self.loss_scale, self.owner)
+        scaler = self.owner()
+        scaler._device = scaler._device or device.type
+
+    @keep_out_of_graphs
+    def _create_scale_of(self, outputs: Any) -> Any:
+        """Create the scale for the first losses; return these, with iterators as lists."""
+        outputs = for_each(lambda loss: loss, outputs)
+        first = next(iter(tensors_in([outputs])), None)
+        if first is not None:
+            self.owner()._lazy_init_scale_growth_tracker(first.device)
+            if not self.loss_scale.is_created:  # it is overridden
+                self.create_scale(first.device)
+        return outputs
+
     def scale(self, outputs: Any) -> Any:
         """Multiply all tensors in ``outputs`` by the scale. Sync: none."""
-        iteration = self._iteration
+        if not self.loss_scale.is_created:
+            outputs = self._create_scale_of(outputs)
+        iteration = self.current
         is_traced = torch.compiler.is_dynamo_compiling()
         if self.taken is not None or iteration.ledger.entries:
             self.iteration.ledger.watch()
@@ -117,15 +146,13 @@ class Engine:
         call = f"{call}({name(owner)})"
         ranks = self.ranks.of(call, params, has_scale)
         if isinstance(ranks, Together) and not has_scale:
-            self.loss_scale.create(ranks.group.device)
+            self.create_scale(ranks.group.device)
         return ranks
 
     # --- the end of an iteration ------------------------------------------------------------------
 
     def update(self) -> None:
         """Back off, count or grow the scale. Sync: none."""
-        if self._count_usual():
-            return
         iteration = self.iteration
         if not iteration.ledger.entries:
             raise NothingCheckedError(
@@ -139,23 +166,26 @@ class Engine:
         found_inf: bool | list[Tensor] = any(known)
         went_bad: bool | list[Tensor] = any(later)
         if None in known or None in later:
-            found_inf = [flag for each in iteration.checks for flag in each.flags().values()]
-            went_bad = [flag for each in iteration.looks for flag in each.flags().values()]
+            found_inf = [flag for each in iteration.checks for flag in each.found_inf.values()]
+            went_bad = [flag for each in iteration.looks for flag in each.found_inf.values()]
         unused = self.unused.before_change(iteration)
         self._left_out = self._left_out_by_caller() if OBSERVERS else []
         self.loss_scale.update(found_inf, went_bad)
         self.unused.after_change(unused)
         self.end_iteration()
 
-    def _count_usual(self) -> bool:
+    def count_usual(self) -> bool:
         """End an iteration of one usual step, if that does nothing but count."""
         taken = self.taken
-        if taken is None or OBSERVERS or taken.flag.item() != 0.0 or not self.loss_scale.count():
+        if taken is None or OBSERVERS or taken[0].item() != 0.0:
             return False
-        self.taken, self._iteration.num_losses = None, 0
+        after = self.loss_scale.count()
+        if after is None:
+            return False
+        self.taken, self.current.num_losses = None, 0
         if self.buffers.watched:
             self.buffers.end()
-        taken.outcome.after = self.loss_scale.snapshot()
+        taken[1].after = after
         self.journal.open.clear()
         return True
 
@@ -193,13 +223,23 @@ class Engine:
         """Return outcomes of optimizers that were unscaled and not stepped: ``if finite: step``."""
         found = []
         for step in self.iteration.steps.values():
-            optimizer = step.optimizer
-            if step.stage is Stage.UNSCALED and optimizer is not None and step.checks:
-                step = step.decide()
-                outcome = outcome_of(step, optimizer, self.names, None, can_measure_late=False)
-                outcome.is_left_out, outcome.num_losses = True, self.iteration.num_losses
-                found.append(outcome)
+            if step.stage is Stage.UNSCALED and step.optimizer is not None and step.checks:
+                found.append(self.outcome_of(step.decide(), None, can_measure_late=False))
+                found[-1].is_left_out = True
         return found
+
+    def outcome_of(
+        self, step: Step, multiplier: Scalar | None, *, can_measure_late: bool
+    ) -> Outcome:
+        """Return the outcome of a decided step, whose gradients are multiplied by a number now."""
+        return Outcome(
+            step,
+            self.names,
+            self.loss_scale.snapshot(),
+            multiplier,
+            can_measure_late=can_measure_late,
+            num_losses=self.iteration.num_losses,
+        )
 
     def copy_alone(self, scale: float | None) -> Engine:
         """Return a new engine with this scale, or with ``scale``, for this rank alone."""

@@ -254,9 +254,8 @@ class Guard:
         self._call = args, kwargs
         try:
             if first is not None:
-                scale = scaler._engine.loss_scale
-                if not scale.is_created:
-                    scale.create(first.device)
+                if not scaler._engine.loss_scale.is_created:
+                    scaler._engine.create_scale(first.device)
             elif (
                 some is not None
                 or not scaler._engine.ranks_of("step", optimizer, params).is_together

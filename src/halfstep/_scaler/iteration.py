@@ -14,8 +14,8 @@ from halfstep._gradients import scalars
 from halfstep._gradients.gradients import NONE, Gradients, parameters
 from halfstep._gradients.norms import Norms
 from halfstep._gradients.optimizers import name
-from halfstep._gradients.scalars import Scalar, float32_from_bits
-from halfstep._scaler.agreement import ALONE, NUM_NUMBERS, Agreement, Alone, Together
+from halfstep._gradients.scalars import Scalar
+from halfstep._scaler.agreement import ALONE, Agreement, Alone, Together
 from halfstep._scaler.ledger import Check, Ledger
 from halfstep._scaler.loss_scale import LossScale
 from halfstep.errors import NothingCheckedError
@@ -102,7 +102,7 @@ class Step(NamedTuple):
         """
         flags = [flag for check in self.earlier for flag in check.found_inf.values()]
         if self.own is not None:
-            flags += self.own.flags().values()
+            flags += self.own.found_inf.values()
         if not flags:
             raise nothing_checked(self.optimizer)
         if len(flags) == 1 and not self.earlier:  # a new one, which no user can have modified
@@ -110,29 +110,9 @@ class Step(NamedTuple):
         device = self.loss_scale.device
         if self.look is None:
             return self._replace(skip=scalars.combine(flags, device))
-        is_here = device.type in scalars.READABLE
-        found_inf = (scalars.combine if is_here else scalars.any_of)(flags, device)
-        later = self.look.flags().values()
+        found_inf = (scalars.combine if self.loss_scale.is_here else scalars.any_of)(flags, device)
+        later = self.look.found_inf.values()
         return self._replace(skip=scalars.combine([*flags, *later], device), found_inf=found_inf)
-
-    def read(self, values: list[Scalar]) -> list[float]:
-        """Return scalars as Python floats; raise if the ranks disagree. Sync: one."""
-        agreements = self.agreements()
-        device = self.loss_scale.device
-        if device.type in scalars.READABLE:
-            for agreement in agreements:
-                agreement.require(agreement.vector().tolist())
-            return [float(value) for value in values]
-        tensors = [v if isinstance(v, Tensor) else scalars.as_tensor(v, device) for v in values]
-        if not agreements:
-            return torch.stack(tensors).tolist() if len(tensors) > 1 else [tensors[0].item()]
-        tensors = [scalars.as_tensor(value, device) for value in tensors]
-        vectors = [agreement.vector() for agreement in agreements]
-        bits = torch.cat([*vectors, torch.stack(tensors).view(torch.int32)]).tolist()
-        for agreement in agreements:
-            agreement.require(bits[:NUM_NUMBERS])
-            del bits[:NUM_NUMBERS]
-        return [float32_from_bits(number) for number in bits]
 
 
 def found_inf_by_device(checks: Sequence[Check]) -> dict[torch.device, Tensor]:

@@ -7,13 +7,11 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from halfstep._gradients.gradients import Gradients, parameters
-from halfstep._gradients.norms import Norms
+from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import (
     HANDLES_SCALE,
     makes_step_of,
@@ -22,10 +20,7 @@ from halfstep._gradients.optimizers import (
 )
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.clipping import EarlyClipping
-from halfstep._scaler.iteration import Iteration, Stage, Step
-from halfstep._scaler.ledger import Check
-from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.outcome import HistoryEntry, Outcome, forget_gradients, read_all
+from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
 from halfstep._scaler.ranks import key_of
 from halfstep.errors import CallOrderError
 
@@ -65,34 +60,6 @@ class Plan:
             self.key, self.ranks = key_of(parameters(optimizer)), ranks
             self.is_fused, self.flag = is_fused, getattr(optimizer, HANDLES_SCALE, None)
 
-    def clear(self) -> None:
-        """Release the parameters: the optimizer no longer exists."""
-        if self.outcome is not None:
-            forget_gradients(self.outcome)
-            self.outcome = None
-
-
-class Taken(NamedTuple):
-    """The usual step of an iteration.
-
-    Attributes:
-        flag: 0, unless a fused optimizer, which gets it, has changed it.
-    """
-
-    optimizer: torch.optim.Optimizer
-    gradients: Gradients
-    ranks: Alone
-    flag: Tensor
-    norms: Norms | None
-    outcome: Outcome
-
-    def record(self, iteration: Iteration, loss_scale: LossScale) -> None:
-        """Record the step in the iteration, for what is unusual after it."""
-        check = Check(loss_scale, {self.flag.device: self.flag})
-        self.ranks.agree_on(check)
-        step = Step(self.optimizer, loss_scale, self.gradients, own=check, norms=self.norms)
-        iteration.keep(step._replace(ranks=self.ranks, skip=0.0), Stage.STEPPED)
-
 
 class Journal:
     """The outcomes in the order of the steps. Sync: none, except :meth:`entries`."""
@@ -116,7 +83,7 @@ class Journal:
 
     def add(self, plan: Plan, outcome: Outcome) -> None:
         if plan.outcome is not None:
-            forget_gradients(plan.outcome)
+            plan.outcome._kept = None
         plan.outcome = outcome
         self._num_steps += 1
         plan.number = self._num_steps
@@ -163,7 +130,9 @@ class Journal:
 
 def _forget(journal: weakref.ref[Journal], key: int, plan: Plan) -> None:
     """Forget an optimizer that no longer exists."""
-    plan.clear()
+    if plan.outcome is not None:
+        plan.outcome._kept = None
+        plan.outcome = None
     alive = journal()
     if alive is not None:
         alive.plans.pop(key, None)

@@ -7,7 +7,7 @@ gradients in place. The versions only say which gradients a step must check agai
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,10 +50,6 @@ class Check:
         found = self.agreement.found_inf()
         return {device: to_device(found, device) for device in self.found_here or [found.device]}
 
-    def flags(self) -> dict[torch.device, Tensor]:
-        """Return the flags that move the scale: those of all ranks, if several decide."""
-        return self.found_here if self.agreement is None else self.found_inf
-
     def note(self, found_inf: bool) -> None:
         """Note what a step has read in the flags, which existing code may still change."""
         self.read = found_inf, [flag._version for flag in self.found_here.values()]
@@ -67,8 +63,8 @@ class Check:
             found_inf, versions = self.read
             if versions == [flag._version for flag in self.found_here.values()]:
                 return found_inf
-        is_here, found_inf = self.scale.device.type in scalars.READABLE, False
-        for device, flag in self.flags().items():
+        is_here, found_inf = self.scale.is_here, False
+        for device, flag in self.found_inf.items():
             if not is_here and device.type not in scalars.READABLE:
                 return None
             found_inf |= flag.item() != 0.0
@@ -90,11 +86,8 @@ class Entry:
 
     gradients: Gradients
     check: Check
-    left_scaled_by: tuple[Scalar, Scalar] | None = None
-    versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = _versions(self.gradients)
+    left_scaled_by: tuple[Scalar, Scalar] | None
+    versions: list[int]
 
     def unscale_what_was_left(self) -> None:
         """Divide the gradients if a skipped step of another optimizer left them scaled."""
@@ -132,8 +125,7 @@ class Ledger:
         self._num_indexed = 0
         # By parameter, the id of its gradient if backward has added to it since the check.
         self._fresh: dict[int, int] = {}
-        self._in_doubt: set[int] = set()
-        self._doubted: list[Gradients] = []  # referenced, so that no id is reused
+        self._in_doubt: dict[int, Tensor] = {}  # referenced, so that no id is reused
 
     def mark(
         self,
@@ -142,7 +134,7 @@ class Ledger:
         left_scaled_by: tuple[Scalar, Scalar] | None = None,
     ) -> Entry:
         """Record that gradients were checked, and unscaled unless ``left_scaled_by`` is given."""
-        entry = Entry(gradients, check, left_scaled_by)
+        entry = Entry(gradients, check, left_scaled_by, _versions(gradients))
         self.take_over([entry])
         return entry
 
@@ -167,11 +159,13 @@ class Ledger:
         only once. If several ranks decide, ``all_param_ids`` are the ids of all parameters: the
         entries are then the same on all of them, whichever ranks have gradients.
         """
+        if not self.entries:
+            return gradients, []
         index = self._index()
         seen = index.keys() & set(map(id, gradients.grads))
         if self._fresh:
             seen -= {id(param.grad) for param in gradients.params if self.is_fresh(param)}
-        scaled = gradients.without(seen) if index else gradients
+        scaled = gradients.without(seen)
         if all_param_ids:
             entries = [each for each in self.entries if each.check.all_param_ids & all_param_ids]
             return scaled, entries
@@ -198,8 +192,7 @@ class Ledger:
 
     def doubt(self, gradients: Gradients) -> None:
         """Record that it is not known what these gradients are multiplied by."""
-        self._doubted.append(gradients)
-        self._in_doubt.update(map(id, gradients.grads))
+        self._in_doubt.update(zip(map(id, gradients.grads), gradients.grads, strict=True))
 
     def is_in_doubt(self, params: Iterable[Tensor]) -> bool:
         """Return whether it is not known what any of the gradients is multiplied by."""

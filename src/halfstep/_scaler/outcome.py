@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from halfstep._common.numbers import power, things
-from halfstep._gradients.gradients import Gradients, collect, is_as_seen, seen
+from halfstep._gradients.gradients import Gradients, Seen, collect, is_as_seen, seen
 from halfstep._gradients.norms import Norms, norms_of
 from halfstep._gradients.optimizers import Names
 from halfstep._gradients.scalars import Scalar, round_to_float32
@@ -22,12 +22,16 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
 from halfstep._scaler.agreement import Agreement
 from halfstep._scaler.iteration import Step
-from halfstep._scaler.loss_scale import LossScale, Snapshot, state_of
+from halfstep._scaler.loss_scale import Snapshot, state_of
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep._scaler.updates import PendingUpdate
 from halfstep.errors import CallOrderError
 
 NUM_WITNESSES = 512
+_Kept: TypeAlias = tuple[list[Tensor], Norms | None, Scalar | None, list[Tensor], list[Seen]]
+"""Parameters, what was measured, what their gradients are multiplied by; some of the parameters,
+and their gradients as they were."""
+
 HOW_TO_MEASURE = "let step() measure them: scaler.step(optimizer, max_norm=math.inf)"
 
 
@@ -134,66 +138,61 @@ class Outcome:
         ['weight', 'bias']
     """
 
-    num_losses = 0
-    """Number of losses that had been scaled in the iteration when the step was made."""
-
     is_left_out = False
     """Whether the caller has unscaled the gradients and then left out the step."""
 
     after: Snapshot | None = None
     """The state after ``update``."""
 
-    _agreements: Sequence[Agreement] = ()
-    _found_before: Scalar | None = None  # without the second look; None if there was none
-
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        step: Step,
         names: Names,
-        loss_scale: LossScale,
-        gradients: Gradients,
-        skip: Scalar,
+        before: Snapshot,
         multiplier: Scalar | None,
-        norms: Norms | None,
+        *,
         can_measure_late: bool,
+        num_losses: int = 0,
     ) -> None:
-        """Keep the results of a step, and the parameters instead of the gradients, to save memory.
+        """Keep the results of a decided step; parameters instead of gradients, to save memory.
 
         Args:
-            optimizer: The optimizer.
+            step: The step as it ended.
             names: Names of parameters.
-            loss_scale: The scale of the losses.
-            gradients: The gradients.
-            skip: 1 if the step was skipped, else 0.
+            before: The state of the scale.
             multiplier: The number by which the gradients are multiplied now, None if unscaled.
-            norms: What was measured before any clipping.
             can_measure_late: Whether the unscaled gradients still have their original values.
+            num_losses: Number of losses that had been scaled in the iteration.
         """
+        optimizer, skip = step.optimizer, step.skip
+        assert optimizer is not None
+        assert skip is not None
         self.optimizer_name = type(optimizer).__name__
         self._optimizer = weakref.ref(optimizer)
-        self._names, self.loss_scale = names, loss_scale
-        self._before = loss_scale.snapshot()
+        self._names, self.loss_scale = names, step.loss_scale
+        self._before, self.num_losses = before, num_losses
         # None if only the device knows whether the step was skipped.
         self._loss_is_finite: bool | None = None
         if not isinstance(skip, Tensor):
-            self._loss_is_finite = not skip or loss_scale.loss_is_finite()
-        self._found_inf = skip
-        # The following is kept only while this is the last outcome of the optimizer.
-        self._multiplier, self._can_measure_late = multiplier, can_measure_late
+            self._loss_is_finite = not skip or step.loss_scale.loss_is_finite()
+        self._found_inf, self._found_before = skip, step.found_inf
+        self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
+        self._can_measure_late = can_measure_late
         # Those that were measured: gradients may have been replaced since clip_grad_norm_().
-        self._measured = norms
-        self._params: list[Tensor] | None = gradients.params if norms is None else norms.params
+        norms = step.before or step.norms
+        params, grads = step.gradients.params, step.gradients.grads
         # The sum of squares as measured, and what the gradients were multiplied by.
         self._squares = None if norms is None else norms.squares
         self._measured_scale = None if norms is None else norms.scale
         # Used to detect zero_grad() and a new backward(), which affect almost all gradients. If
         # norms were measured, the gradients are not read again, and the first one suffices.
-        params, grads = gradients.params, gradients.grads
+        measured = params if norms is None else norms.params
         if norms is not None:
             params, grads = params[:1], grads[:1]
         elif len(grads) > NUM_WITNESSES:
             params, grads = [params[0], params[-1]], [grads[0], grads[-1]]
-        self._witnesses = params, seen(grads)
+        # Only of the last outcome of the optimizer.
+        self._kept: _Kept | None = (measured, norms, multiplier, params, seen(grads))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -297,9 +296,9 @@ class Outcome:
 
     def find_culprits(self) -> list[Culprit]:
         """Count inf and NaN in the current gradients; return only names if these are gone."""
-        if self._params is None:
+        if self._kept is None:
             return []
-        gradients = collect(self._params)
+        gradients = collect(self._kept[0])
         found = culprits(gradients, self._names.of(gradients.params, self._optimizer()))
         try:
             return found or [Culprit(name) for name in self.culprits]
@@ -315,54 +314,46 @@ class Outcome:
         if self._loss_is_finite is not None:
             return state_of(self._before), self._loss_is_finite
         if isinstance(self.after, PendingUpdate):
-            return self.after.states()[0], self.after.found().loss_is_finite
+            return self.after.states()[0], self.after.found()[1]["loss_is_finite"]
         is_finite = self.has_ended or not found_inf or self.loss_scale.loss_is_finite()
         return state_of(self._before), is_finite
 
     def _kept_params(self) -> list[Tensor]:
-        if self._params is None:
+        if self._kept is None:
             raise CallOrderError(
                 "norms and culprits are kept for the last step of each optimizer only, and this "
                 "outcome is older, or a copy of such a one"
             )
-        return self._params
+        return self._kept[0]
 
     @cached_property
     @keep_out_of_graphs
     def _norms(self) -> list[float]:
-        params = self._kept_params()
+        self._kept_params()  # raises if they are not kept
+        assert self._kept is not None
+        params, measured, multiplier, _, _ = self._kept
         if not self._can_measure_late and not self.is_measured and self.taken:
             raise CallOrderError(
                 f"the optimizer {self.optimizer_name} has divided the gradients by itself, and "
                 "they were not measured before: " + HOW_TO_MEASURE
             )
-        if self._measured is not None:
-            return self._measured.unscaled()
+        if measured is not None:
+            return measured.unscaled()
         if not has_its_gradients(self):
             raise CallOrderError(
                 "the gradients of this step were not measured and are gone: read norm, "
                 "norms and culprits of an outcome before zero_grad() and the next backward(), "
                 "or " + HOW_TO_MEASURE
             )
-        return norms_of(collect(params), self._multiplier).unscaled()
+        return norms_of(collect(params), multiplier).unscaled()
 
     @keep_out_of_graphs
     def __getstate__(self) -> dict[str, object]:
         """Return plain values and CPU tensors. Sync: as for reading all properties."""
-        state: dict[str, object] = {
-            "optimizer_name": self.optimizer_name,
-            "rank": self.rank,
-        }
-        before, loss_is_finite = self._state_of_step(self.skipped)
-        state |= {
-            "is_left_out": self.is_left_out,
-            "_before": before,
-            "_loss_is_finite": loss_is_finite,
-        }
-        state["after"] = None if self.after is None else state_of(self.after)
-        for what in ("_found_inf", "_found_before", "_squares", "_measured_scale"):
-            value = getattr(self, what)
-            state[what] = None if value is None else float(value)
+        names = "optimizer_name", "num_losses", "rank", "is_left_out", "_entry"
+        state = {name: getattr(self, name) for name in names}
+        state["after"] = None if self.after is None else (state_of(self.after), 0)
+        state["_squares"] = None if self._squares is None else float(self._squares)
         for what in ("norm", "norms", "culprits"):
             with suppress(CallOrderError):
                 state[what] = getattr(self, what)
@@ -370,8 +361,8 @@ class Outcome:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore an outcome whose step was in another process, or is over."""
-        self.__dict__ |= state | {"_optimizer": lambda: None, "_names": Names(), "_agreements": ()}
-        forget_gradients(self)
+        restored = {"_optimizer": lambda: None, "_names": Names(), "_agreements": (), "_kept": None}
+        self.__dict__ |= state | restored
 
     def __repr__(self) -> str:
         """Return a one-line summary. Sync: one."""
@@ -386,70 +377,35 @@ class Outcome:
 # --- for other files of halfstep ------------------------------------------------------------------
 
 
-def outcome_of(
-    step: Step,
-    optimizer: torch.optim.Optimizer,
-    names: Names,
-    multiplier: Scalar | None,
-    *,
-    can_measure_late: bool,
-) -> Outcome:
-    """Return the outcome of a step as it ended; ``multiplier``: that of the gradients now."""
-    assert step.skip is not None
-    outcome = Outcome(
-        optimizer,
-        names,
-        step.loss_scale,
-        step.gradients,
-        step.skip,
-        multiplier,
-        step.unclipped,
-        can_measure_late,
-    )
-    outcome._found_before = step.found_inf
-    if step.ranks.is_together:
-        outcome._agreements = step.agreements()
-    return outcome
-
-
 def has_its_gradients(outcome: Outcome) -> bool:
     """Return whether the gradients are still those of the step. Sync: none."""
-    return outcome._params is not None and all(
-        is_as_seen(earlier, param.grad) for param, earlier in zip(*outcome._witnesses, strict=True)
-    )
+    if outcome._kept is None:
+        return False
+    *_, params, grads = outcome._kept
+    return all(is_as_seen(was, param.grad) for param, was in zip(params, grads, strict=True))
 
 
-def forget_gradients(outcome: Outcome) -> None:
-    """Release the data that is kept only for the last step of an optimizer."""
-    outcome._params = outcome._measured = outcome._multiplier = None
-    outcome._witnesses = [], []
+def _numbers(outcome: Outcome) -> list[Scalar]:
+    """Return whether inf or NaN was found, also before the second look; sum of squares; scale."""
+    before, squares = outcome._found_before, outcome._squares
+    defaults = (before, 1.0), (squares, math.nan), (outcome._measured_scale, 1.0)
+    return [outcome._found_inf, *(default if n is None else n for n, default in defaults)]
 
 
 def pack(outcome: Outcome) -> Tensor:
     """Return float32 numbers for :func:`unpack`; empty if all is on the host. Sync: none."""
-    found_inf = outcome._found_inf
+    numbers, found_inf = _numbers(outcome), outcome._found_inf
     if not isinstance(found_inf, Tensor):
         return torch.empty(0, device="cpu")
-    row = [found_inf]
-    before = outcome._found_before
-    values = (before, 1.0), (outcome._squares, math.nan), (outcome._measured_scale, 1.0)
-    for value, default in values:
-        if not isinstance(value, Tensor):
-            value = torch.full_like(found_inf, default if value is None else value)
-        row.append(value)
-    return torch.stack(row)
+    return torch.stack(
+        [n if isinstance(n, Tensor) else torch.full_like(found_inf, n) for n in numbers]
+    )
 
 
 def unpack(outcome: Outcome, packed: Tensor) -> tuple[HistoryEntry, float | None]:
     """Return the entry, and the scale after ``update`` (None before it)."""
-    if len(packed):
-        found_inf, before, squares, scale = packed.tolist()
-    else:
-        assert not isinstance(outcome._found_inf, Tensor)
-        found_inf = outcome._found_inf
-        before = 1.0 if outcome._found_before is None else float(outcome._found_before)
-        squares = math.nan if outcome._squares is None else float(outcome._squares)
-        scale = 1.0 if outcome._measured_scale is None else float(outcome._measured_scale)
+    numbers = packed.tolist() if len(packed) else map(float, _numbers(outcome))
+    found_inf, before, squares, scale = numbers
     norm = round_to_float32(math.sqrt(squares) / scale)
     state, loss_is_finite = outcome._state_of_step(bool(found_inf))
     why = reason(state, bool(found_inf), loss_is_finite)

@@ -5,6 +5,7 @@ A device makes the part of it that PyTorch's kernel knows; see :mod:`halfstep._s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -19,8 +20,8 @@ from halfstep._gradients.scalars import (
 )
 from halfstep._scaler.schedules import Dynamic, Schedule, Static, schedule_from_dict
 
-FORMAT_VERSION = 1
-"""Version of the data under the key ``"halfstep"`` of a state dict."""
+OURS, FORMAT_VERSION = "halfstep", 1
+"""Key of the state that torch.amp does not have in a state dict, and the version of its data."""
 
 # torch.amp's name of the growth tracker, and its keys for the numbers of a schedule.
 TORCH_TRACKER = "_growth_tracker"
@@ -29,15 +30,6 @@ TORCH_KEYS = ("scale", *TORCH_SCHEDULE_KEYS, TORCH_TRACKER)
 
 MOST_UNKNOWN = 3
 """Number of updates that may be unknown to the host when the next one is launched."""
-
-COUNTS = {
-    "growth_tracker": 0,
-    "hysteresis_left": 1,
-    "skipped_in_a_row": 0,
-    "num_taken": 0,
-    "num_skipped": 0,
-}
-"""The int32 fields, with their smallest values."""
 
 NO_RUN = {"run_scale": 0.0, "resume_scale": 0.0, "has_backed_off": False, "reached_floor": False}
 
@@ -132,23 +124,21 @@ class ScaleState:
             check_ascending(run_scale=self.run_scale, scale=self.scale)
 
     def _checked(self) -> dict[str, float | int]:
-        if not isinstance(self.schedule, Static | Dynamic):
-            raise TypeError(
-                f"schedule is {self.schedule!r} ({type(self.schedule).__name__}): pass Static() "
-                "or Dynamic()"
-            )
-        for name in ("has_backed_off", "reached_floor", "may_restore"):
-            flag = getattr(self, name)
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} is {flag!r} ({type(flag).__name__}): pass a bool")
         values: dict[str, float | int] = {}
-        for name in ("scale", "min_scale", "max_scale"):
-            values[name] = checked_scale(name, getattr(self, name))
-        for name in ("run_scale", "resume_scale"):
-            value = getattr(self, name)
-            values[name] = 0.0 if value == 0 else checked_scale(name, value)
-        for name, smallest in COUNTS.items():
-            values[name] = checked_count(name, getattr(self, name), at_least=smallest)
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if each.type == "int":  # int32
+                least = 1 if name == "hysteresis_left" else 0
+                values[name] = checked_count(name, value, at_least=least)
+            elif each.type == "float":
+                is_none = each.default == 0.0 == value
+                values[name] = 0.0 if is_none else checked_scale(name, value)
+            elif each.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r} ({type(value).__name__}): pass a bool")
+            elif each.type == "Schedule" and not isinstance(value, Schedule):
+                raise TypeError(
+                    f"schedule is {value!r} ({type(value).__name__}): pass Static() or Dynamic()"
+                )
         return values
 
     @classmethod
@@ -198,15 +188,20 @@ class ScaleState:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return torch.amp's five keys (it ignores others), and the rest under "halfstep"."""
+        """Return torch.amp's five keys (it ignores others), and the rest as text.
+
+        json and ``torch.load(weights_only=True)`` can handle it. The rest is text because
+        torch.distributed.checkpoint flattens a dict and loads only the keys that the loading scaler
+        already has: the numbers of another schedule would be lost silently.
+        """
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
         theirs = {"scale": ours.pop("scale")}
         theirs |= {key: getattr(self.schedule, key) for key in TORCH_SCHEDULE_KEYS}
         theirs[TORCH_TRACKER] = ours.pop("growth_tracker")
-        schedule = {
-            key: value for key, value in self.schedule.to_dict().items() if key not in theirs
-        }
-        return theirs | {"halfstep": {"version": FORMAT_VERSION} | ours | {"schedule": schedule}}
+        schedule = self.schedule.to_dict()
+        ours["schedule"] = {key: value for key, value in schedule.items() if key not in theirs}
+        ours["version"] = FORMAT_VERSION
+        return theirs | {OURS: json.dumps(ours, sort_keys=True)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], first: ScaleState | None = None) -> ScaleState:
@@ -219,13 +214,19 @@ class ScaleState:
         Raises:
             ValueError: A key is missing, a value is invalid, or a newer halfstep wrote it.
         """
-        missing = [key for key in TORCH_KEYS if key not in saved]
-        if missing:
+        try:
+            ours = dict(json.loads(saved.get(OURS) or "{}"))
+        except (TypeError, ValueError) as error:
             raise ValueError(
-                f"the saved scaler state has no {missing[0]!r} (its keys are {sorted(saved)}): "
-                "pass what the state_dict() of halfstep.GradScaler or torch.amp.GradScaler returned"
+                f"the saved scaler state cannot be used: {OURS!r} is not the JSON text that "
+                f"state_dict() has written ({error}). Delete the key to load the five values that "
+                "torch.amp knows"
+            ) from error
+        for key in (key for key in TORCH_KEYS if key not in saved):
+            raise ValueError(
+                f"the saved scaler state has no {key!r} (its keys are {sorted(saved)}): pass what "
+                "the state_dict() of halfstep.GradScaler or torch.amp.GradScaler returned"
             )
-        ours = dict(saved.get("halfstep") or {})
         version = ours.pop("version", FORMAT_VERSION)
         if version != FORMAT_VERSION:
             raise ValueError(
@@ -237,10 +238,8 @@ class ScaleState:
             return cls._from_parts({key: saved[key] for key in TORCH_KEYS}, ours, first)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"the saved scaler state cannot be used: {error}. Correct it in the dict "
-                "(keys: {}), or go on without it to start from init_scale".format(
-                    ", ".join(TORCH_KEYS)
-                )
+                f"the saved scaler state cannot be used: {error}. Correct it in the dict (keys: "
+                f"{', '.join(TORCH_KEYS)}), or go on without it to start from init_scale"
             ) from error
 
     @classmethod

@@ -32,7 +32,6 @@ from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import step_with_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.journal import THIS_THREAD
-from halfstep._scaler.loss_scale import state_dict_of, state_from
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
@@ -153,13 +152,7 @@ class GradScaler(TorchAttributes):
         """
         if not self._is_enabled:
             return outputs
-        if not self._engine.loss_scale.is_created:
-            torch_amp.create_scale(self, outputs)
-        scaled = self._engine.scale(outputs)
-        if self._device is None:
-            scale = self._engine.loss_scale
-            self._device = scale.device.type if scale.is_created else None
-        return scaled
+        return self._engine.scale(outputs)
 
     @keep_out_of_graphs
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -282,6 +275,8 @@ class GradScaler(TorchAttributes):
             return
         if new_scale is not None:
             self._engine.set_scale(new_scale)
+            return
+        if self._engine.count_usual():
             return
         self._engine.update()
         if not self._engine.loss_scale.is_quiet:
@@ -549,7 +544,7 @@ class GradScaler(TorchAttributes):
             scale, tracker = self.get_scale(), self._get_growth_tracker()
             ours = now if scale == now.scale else now.with_scale(scale)
             now = replace(ours, growth_tracker=tracker)
-        return state_dict_of(now)
+        return now.to_dict()
 
     @keep_out_of_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -573,7 +568,7 @@ class GradScaler(TorchAttributes):
                 "and holds no scale. This one keeps its present values.",
             )
             return
-        self._engine.load(state_from(state_dict, self._engine.loss_scale.first))
+        self._engine.load(ScaleState.from_dict(state_dict, self._engine.loss_scale.first))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy; the copy creates its tensors at its first loss.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import Gradients, collect, parameters, refuse_float16
+from halfstep._gradients.gradients import NONE, Gradients, collect, parameters, refuse_float16
 from halfstep._gradients.norms import (
     clip_coefficient,
     largest,
@@ -39,12 +39,11 @@ from halfstep._gradients.optimizers import name, step_with_scale, writes_unscale
 from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.distributed import has_process_group
 from halfstep._scaler import clipping
-from halfstep._scaler.agreement import ALONE, Alone, Together
+from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Iteration, Stage, Step, nothing_checked
 from halfstep._scaler.journal import Plan
-from halfstep._scaler.ledger import Check, Ledger
-from halfstep._scaler.outcome import outcome_of
+from halfstep._scaler.ledger import Check, Entry, Ledger
 from halfstep.errors import CallOrderError, RanksError
 
 
@@ -181,9 +180,8 @@ def require_not_stepped(earlier: Step | None) -> None:
     """Raise CallOrderError if the optimizer has stepped since the last ``update``."""
     if earlier is not None and earlier.stage is Stage.STEPPED:
         raise CallOrderError(
-            f"step({name(earlier.optimizer)}): {earlier.stage.value} since the last "
-            "update(). Call update() once at the end of each iteration, after step() of every "
-            "optimizer"
+            f"step({name(earlier.optimizer)}): {earlier.stage.value} since the last update(). "
+            "Call update() once at the end of each iteration, after step() of every optimizer"
         )
 
 
@@ -214,84 +212,58 @@ def gather(
     some of the gradients have been unscaled with another optimizer, the others are unscaled now.
 
     Raises:
+        CallOrderError: A step that raised may have divided some of the gradients, or a backward
+            pass has added scaled gradients to those that were unscaled.
         NothingCheckedError: There is no gradient, and ``needs_one``.
     """
-    iteration = engine.iteration
+    iteration, ledger = engine.iteration, engine.iteration.ledger
     earlier = iteration.steps.get(id(optimizer))
+    if earlier is not None and earlier.stage is Stage.SCALED:
+        earlier = None
     if engine.unused.by_param:
         engine.unused.use(f"{call}({name(owner)})", params)
     ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
-    is_scaled = earlier is None or earlier.stage is Stage.SCALED
-    must_have_one = needs_one and is_scaled and not ranks.is_together
+    must_have_one = needs_one and earlier is None and not ranks.is_together
     if must_have_one and all(map(_is_none, map(_grad, params))):  # map() makes no Python calls
         raise nothing_checked(optimizer)
     loss_scale = engine.scale_of_iteration(call, owner)
     gradients = collect(params)
-    require_known(iteration.ledger, call, gradients.params)
-    step = Step(optimizer, loss_scale, gradients, ranks=ranks)
-    if earlier is not None and not is_scaled:
-        step = step._replace(earlier=earlier.checks, before=earlier.before)
-        if iteration.num_losses > earlier.num_losses:
-            return _with_later_checks(engine, step, params, f"{call}({name(owner)})")
-        return step
-    scale, is_first = loss_scale.number(), False
-    # With a scale of 1, as that of a guard, clipping is never too early.
-    if optimizer is not None and loss_scale.state.scale != 1.0:
-        plan = engine.journal.plans.get(id(optimizer))
-        is_first = plan is None or plan.early_clipping.is_measuring
-    step = step._replace(scaled_by=scale, multiplier=scale, is_first=is_first)
-    if iteration.ledger.entries or ranks.is_together:
-        return _unscaled_apart(engine, step, params)
-    return step
+    require_known(ledger, call, gradients.params)
+    ids = frozenset(map(id, params)) if ranks.is_together else frozenset()
+    scaled, entries = NONE, list[Entry]()
+    if earlier is None or iteration.num_losses > earlier.num_losses:
+        scaled, entries = ledger.split(gradients, ids)
+    rest = Step(optimizer, loss_scale, scaled, ranks=ranks, all_param_ids=ids)
+    if earlier is None:
+        number, is_first = loss_scale.number(), False
+        # With a scale of 1, as that of a guard, clipping is never too early.
+        if optimizer is not None and loss_scale.state.scale != 1.0:
+            plan = engine.journal.plans.get(id(optimizer))
+            is_first = plan is None or plan.early_clipping.is_measuring
+        rest = rest._replace(scaled_by=number, multiplier=number, is_first=is_first)
+        if not entries:
+            return rest
+    elif scaled.grads:
+        problem = (
+            f"{call}({name(owner)}): backward() of a scaled loss came after its gradients were "
+            f"unscaled, and {len(scaled.grads)} of {len(gradients.grads)} are new and still "
+            "scaled. Call unscale_() or clip_grad_norm_() after the last backward(); give this "
+            "iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
+        )
+        engine.owner()._refuse(problem)
+    refuse_half(engine, rest)
+    for entry in entries:
+        entry.unscale_what_was_left()
+    rest = unscale_(rest._replace(earlier=tuple(entry.check for entry in entries)))
+    if rest.own is not None:
+        ledger.mark(scaled, rest.own)
+    known, before = ((), None) if earlier is None else (earlier.checks, earlier.before)
+    checks = tuple(dict.fromkeys([*known, *rest.checks]))
+    return Step(optimizer, loss_scale, gradients, earlier=checks, before=before, ranks=ranks)
 
 
 _grad = attrgetter("grad")
 _is_none = partial(is_, None)
-
-
-def _with_later_checks(engine: Engine, step: Step, params: list[Tensor], call: str) -> Step:
-    """Add the checks of other calls since the gradients were unscaled.
-
-    Raises:
-        CallOrderError: A backward pass has added scaled gradients to those that were unscaled.
-    """
-    all_param_ids = _param_ids(step.ranks, params)
-    new, later = engine.iteration.ledger.split(step.gradients, all_param_ids)
-    if new.grads:
-        problem = (
-            f"{call}: backward() of a scaled loss came after its gradients were unscaled, and "
-            f"{len(new.grads)} of {len(step.gradients.grads)} are new and "
-            "still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
-            "give this iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
-        )
-        engine.owner()._refuse(problem)
-    # The new gradients may have been checked with another optimizer or a list of parameters.
-    for entry in later:
-        entry.unscale_what_was_left()
-    added = (entry.check for entry in later if entry.check not in step.earlier)
-    return step._replace(earlier=(*step.earlier, *added))
-
-
-def _unscaled_apart(engine: Engine, step: Step, params: list[Tensor]) -> Step:
-    """Return the gradients that are still scaled; if others are unscaled, all, unscaled."""
-    ledger, all_param_ids = engine.iteration.ledger, _param_ids(step.ranks, params)
-    scaled, entries = ledger.split(step.gradients, all_param_ids)
-    checks = tuple(entry.check for entry in entries)
-    rest = step._replace(gradients=scaled, earlier=checks, all_param_ids=all_param_ids)
-    if not checks:
-        return rest
-    refuse_half(engine, rest)
-    for entry in entries:
-        entry.unscale_what_was_left()
-    rest = unscale_(rest)
-    if rest.own is not None:
-        ledger.mark(scaled, rest.own)
-    return step._replace(scaled_by=None, multiplier=None, earlier=rest.checks, is_first=False)
-
-
-def _param_ids(ranks: Alone | Together, params: list[Tensor]) -> frozenset[int]:
-    """Return the ids of all parameters; empty if this rank decides alone."""
-    return frozenset(map(id, params)) if ranks.is_together else frozenset()
 
 
 def refuse_half(engine: Engine, step: Step) -> None:
@@ -417,17 +389,14 @@ def read(step: Step, norm: Scalar | None = None) -> tuple[Step, float | None]:
 
     What else the host needs for the step is read at the same time. Sync: the one of a plain step.
     """
-    scale = step.loss_scale
-    values = {"skip": step.skip, "found_inf": step.found_inf, "norm": norm}
-    if scale.device.type not in scalars.READABLE:
-        values |= {"scale": scale.tensor, "bad_loss": scale.bad_loss if scale.has_loss else None}
-    values["multiplier"] = None if norm is None else step.multiplier
+    values: dict[str, Scalar | None] = {"skip": step.skip, "found_inf": step.found_inf}
+    values |= {"norm": norm, "multiplier": None if norm is None else step.multiplier}
     given = {key: value for key, value in values.items() if value is not None}
-    numbers = dict(zip(given, step.read(list(given.values())), strict=True))
-    if "scale" in numbers:
-        scale.note_number(numbers["scale"])
-    if "bad_loss" in numbers:
-        scale.note_loss(numbers["bad_loss"] == 0.0)
+    agreements = step.agreements()
+    vectors = [agreement.vector() for agreement in agreements]
+    numbers, rows = step.loss_scale.read_with(given, vectors)
+    for agreement, row in zip(agreements, rows, strict=True):
+        agreement.require(row)  # raises if the ranks disagree
     skip, found_inf = numbers["skip"], numbers.get("found_inf")
     for each in step.checks:
         each.note((skip if found_inf is None else found_inf) != 0.0)
@@ -480,7 +449,7 @@ def _ready(step: Step, max_norm: float | None) -> Step:
 
 def _agreed(step: Step) -> Step:
     """Make sure that the ranks can make a fused step; on the CPU the host reads the decision."""
-    if step.loss_scale.device.type in scalars.READABLE and step.ranks is not ALONE:
+    if step.loss_scale.is_here and step.ranks is not ALONE:
         return read(step)[0]
     for agreement in step.agreements():
         agreement.verify()
@@ -489,23 +458,18 @@ def _agreed(step: Step) -> Step:
 
 def _step_fused(make_step: Callable[[], Any], step: Step, coefficient: Scalar | None) -> Any:
     """Step with an optimizer that divides and skips by itself."""
-    scale, device = None, step.loss_scale.device
+    scale, own, device = None, step.own, step.loss_scale.device
     if not (step.multiplier is None and coefficient is None):
         divisor = divisor_of(1.0 if step.multiplier is None else step.multiplier, coefficient)
         scale = scalars.as_tensor(divisor, device)
-    optimizer: Any = step.optimizer
-    return step_with_scale(optimizer, make_step, scale, _skip_flag(step))
-
-
-def _skip_flag(step: Step) -> Tensor:
-    """Return the skip flag as a tensor; that of the only check if nothing else decides."""
-    own, device = step.own, step.loss_scale.device
-    if not step.earlier and own is not None and own.agreement is None:
-        flag = own.found_here.get(device)
-        if flag is not None and len(own.found_here) == 1:
-            return flag
     assert step.skip is not None
-    return scalars.as_tensor(step.skip, device)
+    flag = None
+    if own is not None and own.agreement is None and not step.earlier and len(own.found_here) == 1:
+        flag = own.found_here.get(device)  # nothing else decides
+    if flag is None:
+        flag = scalars.as_tensor(step.skip, device)
+    optimizer: Any = step.optimizer
+    return step_with_scale(optimizer, make_step, scale, flag)
 
 
 # --- remember -------------------------------------------------------------------------------------
@@ -528,10 +492,7 @@ def remember(
     can_measure_late = not is_fused or (
         writes_unscaled(optimizer) and torch.float16 not in step.gradients.dtypes
     )
-    outcome = outcome_of(
-        step, optimizer, engine.names, multiplier, can_measure_late=can_measure_late
-    )
-    outcome.num_losses = engine.iteration.num_losses
+    outcome = engine.outcome_of(step, multiplier, can_measure_late=can_measure_late)
     engine.journal.add(plan, outcome)
     engine.iteration.keep(step, Stage.STEPPED, left_scaled_by)
     if step.look is not None:
@@ -539,30 +500,21 @@ def remember(
     if engine.buffers.watched:
         engine.buffers.restore(skip)
     if not plan.early_clipping.is_over:
-        plan.early_clipping.see(optimizer, _measured(step))
-
-
-def _measured(step: Step) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return unscaled norm, largest magnitude and scale, None if they were not measured."""
-    checks, scale = step.checks, step.loss_scale
-    if len(checks) != 1 or checks[0].first is None:
-        return None
-    norm, amax = checks[0].first
-    return scalars.as_float32(norm, scale.device), amax, scale.tensor
+        scale, measured = step.loss_scale, None
+        if len(step.checks) == 1 and step.checks[0].first is not None:
+            norm, amax = step.checks[0].first
+            measured = scalars.as_float32(norm, scale.device), amax, scale.tensor
+        plan.early_clipping.see(optimizer, measured)
 
 
 def remember_failure(iteration: Iteration, step: Step) -> None:
-    """Record the state of the gradients after a step that raised."""
+    """Record the state of the gradients after a step that raised. Sync: some."""
     if step.multiplier is None:
         iteration.keep(step, Stage.UNSCALED)
-    elif step.own is not None and not _is_untouched(step):
-        iteration.ledger.doubt(step.gradients)
-
-
-def _is_untouched(step: Step) -> bool:
-    """Return whether the gradients provably have the values that were measured. Sync: some."""
-    if step.unclipped is None:
-        return False
-    now = norms_of(step.gradients, step.multiplier)
-    # Via repr, since NaN != NaN.
-    return repr(now.unscaled()) == repr(step.unclipped.unscaled())
+    elif step.own is not None:
+        before = step.unclipped
+        # Do they have the values that were measured? Via repr, since NaN != NaN.
+        if before is None or repr(before.unscaled()) != repr(
+            norms_of(step.gradients, step.multiplier).unscaled()
+        ):
+            iteration.ledger.doubt(step.gradients)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from halfstep._common.nested import tensors_in
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import NONE, collect, parameters
 from halfstep._gradients.norms import overflows_when_divided
@@ -277,8 +276,7 @@ class TorchAttributes:
             return
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator or torch.device("cpu") if dev is None else torch.device(dev)
-        self._device = self._device or device.type
-        self._engine.loss_scale.create(device)
+        self._engine.create_scale(device)
 
 
 def _keep_check(
@@ -307,14 +305,6 @@ def refuse(scaler: Any, call: str, cure: str) -> None:
             f"{call}: {type(scaler).__name__} overrides {', '.join(sorted(overridden))}(), so it "
             f"steps as torch.amp's scaler, which does not have this. Instead, {cure}"
         )
-
-
-@keep_out_of_graphs
-def create_scale(scaler: Any, outputs: Any) -> None:
-    """Create the scale on the device of the first loss, if the method for it is overridden."""
-    first = next(iter(tensors_in([outputs])), None)
-    if first is not None and "_lazy_init_scale_growth_tracker" in scaler._overridden():
-        scaler._lazy_init_scale_growth_tracker(first.device)
 
 
 def unscale_(scaler: Any, optimizer: torch.optim.Optimizer) -> None:

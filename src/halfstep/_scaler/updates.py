@@ -1,10 +1,10 @@
-"""Updates of a scale: what an iteration has found, and how a device moves the scale by itself."""
+"""Updates that a device makes: how it moves a scale by itself, and how the state follows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,31 +12,11 @@ from torch import Tensor
 from halfstep._gradients.scalars import round_to_float32
 from halfstep._pytorch.amp import update_scale_
 from halfstep._pytorch.devices import Transfer, can_move_scale, to_host
-from halfstep._scaler.scale_state import MOST_UNKNOWN, ScaleState
+from halfstep._scaler.scale_state import MOST_UNKNOWN, ScaleState, changed, next_state
 
 LAG = MOST_UNKNOWN - 1
 """Number of updates after which the flags of an update are read. They have two whole iterations to
 arrive, so the host hardly ever waits for them."""
-
-
-States: TypeAlias = tuple[ScaleState, ScaleState]
-"""Those before and after an update."""
-
-
-class Found(NamedTuple):
-    """What an iteration has found, on the host.
-
-    Attributes:
-        scale: The number that the losses were multiplied by.
-        found_inf: Whether a gradient was inf or NaN.
-        loss_is_finite: Whether all losses were finite.
-        went_bad: Whether a gradient was finite when it was unscaled, and not at the step.
-    """
-
-    scale: float
-    found_inf: bool
-    loss_is_finite: bool = True
-    went_bad: bool = False
 
 
 class Number(NamedTuple):
@@ -115,8 +95,6 @@ class Kernel:
 class PendingUpdate:
     """An update whose flags are on their way to the host.
 
-    ``states_of`` returns the states before and after it, once the flags are known.
-
     Attributes:
         kernel: How the device has moved the scale, None if it did not move.
         is_stale: Whether the host has set the scale since: then the iteration only counts.
@@ -124,41 +102,58 @@ class PendingUpdate:
 
     def __init__(
         self,
-        states_of: Callable[[PendingUpdate], States],
+        after: Callable[[PendingUpdate], tuple[ScaleState, ScaleState, Number]],
         values: dict[str, Tensor],
         kernel: Kernel | None,
     ) -> None:
         self.kernel = kernel
         self.is_stale = False
-        self._states_of = states_of
+        self._after = after
         self._names = list(values)
         self._transfer: Transfer | None = to_host(torch.stack(list(values.values())))
-        self._found: Found
-        self._states: States | None = None
+        self._found: tuple[float, dict[str, bool]]
+        self._states: tuple[ScaleState, ScaleState] | None = None
 
-    def look(self) -> None:
-        """Take what the iteration has found, if it has arrived. Sync: none."""
-        if self._transfer is not None and self._transfer.has_arrived():
-            self.found()
+    def found(self) -> tuple[float, dict[str, bool]]:
+        """Return the scale of the losses, and what :func:`next_state` takes.
 
-    def found(self) -> Found:
-        """Return what the iteration has found. Sync: one, unless it has arrived."""
+        Sync: one, unless it has arrived.
+        """
         if self._transfer is not None:
             values = dict(zip(self._names, self._transfer.wait().tolist(), strict=True))
             self._transfer = None
-            self._found = Found(
-                values["scale"],
-                values["found_inf"] != 0.0,
-                values.get("bad_loss", 0.0) == 0.0,
-                values.get("went_bad", 0.0) != 0.0,
-            )
+            flags = {key: values.get(key, 0.0) != 0.0 for key in ("found_inf", "went_bad")}
+            flags["loss_is_finite"] = values.get("bad_loss", 0.0) == 0.0
+            self._found = values["scale"], flags
         return self._found
 
     def keep(self, before: ScaleState, after: ScaleState) -> None:
         """Keep the states before and after it, and let the scale go."""
         self._states = before, after
-        del self._states_of
+        del self._after
 
-    def states(self) -> States:
+    def states(self) -> tuple[ScaleState, ScaleState]:
         """Return the states before and after the update. Sync: as :meth:`found`."""
-        return self._states_of(self) if self._states is None else self._states
+        return self._after(self)[:2] if self._states is None else self._states
+
+
+def followed(
+    state: ScaleState, number: Number, update: PendingUpdate
+) -> tuple[ScaleState, ScaleState, Number]:
+    """Return the states before and after an update on the device, and the number that it left."""
+    scale, flags = update.found()
+    if update.is_stale:
+        is_skipped = flags["found_inf"] or flags["went_bad"]
+        after = changed(
+            state,
+            num_taken=state.num_taken + (not is_skipped),
+            num_skipped=state.num_skipped + is_skipped,
+            skipped_in_a_row=state.skipped_in_a_row + 1 if is_skipped else 0,
+        )
+        return state, after, number
+    if scale != number.scale:  # existing code has written it in place
+        state, number = state.with_scale(scale), number._replace(scale=scale)
+    after = next_state(state, **flags)
+    if update.kernel is None:
+        return state, after, number._replace(growth_tracker=after.growth_tracker)
+    return state, after, update.kernel.moved(number, flags["found_inf"])

@@ -20,7 +20,7 @@ from halfstep._gradients.optimizers import HANDLES_SCALE, step_with_scale, write
 from halfstep._gradients.scalars import CPU
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Step
-from halfstep._scaler.journal import Plan, Taken
+from halfstep._scaler.journal import Plan
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks import key_of
 from halfstep._scaler.step import divisor_of, failed, finish, new_check
@@ -34,13 +34,14 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
     plan, loss_scale = engine.journal.plans.get(id(optimizer)), engine.loss_scale
     if plan is None or plan.key is None or not engine.is_usual:
         return NOT_USUAL
-    scale = loss_scale.calm_number()
-    if scale is None or engine.taken is not None or engine.unused.by_param:
+    before = loss_scale.calm()
+    if before is None or engine.taken is not None or engine.unused.by_param:
         return NOT_USUAL
     params = _params(plan, optimizer)
     if params is None:
         plan.key = None
         return NOT_USUAL
+    scale = before[0].scale
     gradients, is_fused, make_step = collect(params), plan.is_fused, optimizer.step
     if not gradients.grads or not all(map(USUAL_KINDS.__contains__, gradients.by_kind)):
         return NOT_USUAL
@@ -54,9 +55,10 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
         (flag,) = gradients.multiply_(1.0 if is_fused else scalars.reciprocal(scale)).values()
         is_finite = flag.item() == 0.0
 
+    scaled = Step(optimizer, loss_scale, gradients, scale, norms=norms, ranks=plan.ranks, skip=0.0)
+
     def step(is_scaled: bool) -> Step:
         """Return what the long road goes on from."""
-        scaled = Step(optimizer, loss_scale, gradients, scale, norms=norms, ranks=plan.ranks)
         own = new_check(scaled, {CPU: flag})
         return scaled._replace(multiplier=scale if is_scaled else None, own=own)
 
@@ -65,7 +67,6 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
         return finish(engine, plan, make_step, found, max_norm, is_fused=is_fused)
     if norms is not None and max_norm is not None:
         coefficient = clip_coefficient(norms.norm, max_norm)
-    can_measure_late = not is_fused or writes_unscaled(optimizer)
     try:
         if is_fused:
             divisor = scalars.as_tensor(divisor_of(scale, coefficient), CPU)
@@ -81,11 +82,15 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
 
     multiplier = None if not is_fused else 1.0 if norms is None else scale
     outcome = Outcome(
-        optimizer, engine.names, loss_scale, gradients, 0.0, multiplier, norms, can_measure_late
+        scaled,
+        engine.names,
+        before,
+        multiplier,
+        can_measure_late=not is_fused or writes_unscaled(optimizer),
+        num_losses=engine.current.num_losses,
     )
-    outcome.num_losses = engine.num_losses
     engine.journal.add(plan, outcome)
-    engine.taken = Taken(optimizer, gradients, plan.ranks, flag, norms, outcome)
+    engine.taken = flag, outcome, step
     return result
 
 
