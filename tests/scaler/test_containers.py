@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep import GradScaler
-from halfstep._scaler.iteration import Step
+from halfstep._scaler.device_scale import DeviceScale
 from halfstep.errors import CallOrderError, NothingCheckedError
 
 SCALE = 2.0**10
@@ -188,8 +188,8 @@ class Checks(TorchDispatchMode):
 def test_one_pass_and_one_wait_for_all(
     kind: Any, fused: bool, waiting_device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads, read = [], Step.read
-    monkeypatch.setattr(Step, "read", lambda *args: reads.append(args) or read(*args))
+    reads, read = [], DeviceScale.read_with
+    monkeypatch.setattr(DeviceScale, "read_with", lambda *args: reads.append(args) or read(*args))
     model, container, scaler = contained(kind, fused)
     for step in range(5):  # the first ones are measured
         backward(model, scaler, step)

@@ -23,7 +23,7 @@ from halfstep._gradients import norms
 from halfstep._scaler import GradScaler
 from halfstep._scaler import step as step_module
 from halfstep._scaler.clipping import NUM_STEPS
-from halfstep._scaler.iteration import Step
+from halfstep._scaler.device_scale import DeviceScale
 from halfstep.errors import CallOrderError
 
 SHAPES = [(300, 400), (7,), (), (64, 64), (64, 64), (0, 3)]
@@ -338,8 +338,8 @@ def test_a_plain_step_waits_once(
     step: Callable[[Setup], None], value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = setup(GradScaler, fused=False)
-    reads, read = [], Step.read
-    monkeypatch.setattr(Step, "read", lambda *args: reads.append(args) or read(*args))
+    reads, read = [], DeviceScale.read_with
+    monkeypatch.setattr(DeviceScale, "read_with", lambda *args: reads.append(args) or read(*args))
     with made.counted() as ops:
         made.params[0].grad.mul_(value)
         step(made)

@@ -14,7 +14,7 @@ from halfstep._common.nested import like, tensors_in
 from halfstep._common.text import warn
 from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.optimizers import Names, name
-from halfstep._gradients.scalars import READABLE, Scalar
+from halfstep._gradients.scalars import READABLE
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.device_scale import DeviceScale
@@ -224,22 +224,14 @@ class Engine:
         found = []
         for step in self.iteration.steps.values():
             if step.stage is Stage.UNSCALED and step.optimizer is not None and step.checks:
-                found.append(self.outcome_of(step.decide(), None, can_measure_late=False))
+                found.append(self.outcome_of(step.decide()))
                 found[-1].is_left_out = True
         return found
 
-    def outcome_of(
-        self, step: Step, multiplier: Scalar | None, *, can_measure_late: bool
-    ) -> Outcome:
-        """Return the outcome of a decided step, whose gradients are multiplied by a number now."""
-        return Outcome(
-            step,
-            self.names,
-            self.loss_scale.snapshot(),
-            multiplier,
-            can_measure_late=can_measure_late,
-            num_losses=self.iteration.num_losses,
-        )
+    def outcome_of(self, step: Step, *, is_fused: bool = False) -> Outcome:
+        """Return the outcome of a decided step of the long road."""
+        before, num_losses = self.loss_scale.snapshot(), self.iteration.num_losses
+        return Outcome(step, self.names, before, is_fused=is_fused, num_losses=num_losses)
 
     def copy_alone(self, scale: float | None) -> Engine:
         """Return a new engine with this scale, or with ``scale``, for this rank alone."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from halfstep._common.numbers import power, things
 from halfstep._gradients.gradients import Gradients, Seen, collect, is_as_seen, seen
 from halfstep._gradients.norms import Norms, norms_of
-from halfstep._gradients.optimizers import Names
+from halfstep._gradients.optimizers import Names, writes_unscaled
 from halfstep._gradients.scalars import Scalar, round_to_float32
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
@@ -29,8 +29,8 @@ from halfstep.errors import CallOrderError
 
 NUM_WITNESSES = 512
 _Kept: TypeAlias = tuple[list[Tensor], Norms | None, Scalar | None, list[Tensor], list[Seen]]
-"""Parameters, what was measured, what their gradients are multiplied by; some of the parameters,
-and their gradients as they were."""
+"""Parameters, what was measured, what the gradients are multiplied by if the step was skipped; some
+of the parameters, and their gradients as they were."""
 
 HOW_TO_MEASURE = "let step() measure them: scaler.step(optimizer, max_norm=math.inf)"
 
@@ -149,9 +149,8 @@ class Outcome:
         step: Step,
         names: Names,
         before: Snapshot,
-        multiplier: Scalar | None,
         *,
-        can_measure_late: bool,
+        is_fused: bool = False,
         num_losses: int = 0,
     ) -> None:
         """Keep the results of a decided step; parameters instead of gradients, to save memory.
@@ -160,8 +159,7 @@ class Outcome:
             step: The step as it ended.
             names: Names of parameters.
             before: The state of the scale.
-            multiplier: The number by which the gradients are multiplied now, None if unscaled.
-            can_measure_late: Whether the unscaled gradients still have their original values.
+            is_fused: Whether the optimizer divides by the scale and skips by itself.
             num_losses: Number of losses that had been scaled in the iteration.
         """
         optimizer, skip = step.optimizer, step.skip
@@ -177,7 +175,7 @@ class Outcome:
             self._loss_is_finite = not skip or step.loss_scale.loss_is_finite()
         self._found_inf, self._found_before = skip, step.found_inf
         self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
-        self._can_measure_late = can_measure_late
+        self._is_fused = is_fused
         # Those that were measured: gradients may have been replaced since clip_grad_norm_().
         norms = step.before or step.norms
         params, grads = step.gradients.params, step.gradients.grads
@@ -192,7 +190,7 @@ class Outcome:
         elif len(grads) > NUM_WITNESSES:
             params, grads = [params[0], params[-1]], [grads[0], grads[-1]]
         # Only of the last outcome of the optimizer.
-        self._kept: _Kept | None = (measured, norms, multiplier, params, seen(grads))
+        self._kept: _Kept | None = (measured, norms, step.multiplier, params, seen(grads))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -332,11 +330,15 @@ class Outcome:
         self._kept_params()  # raises if they are not kept
         assert self._kept is not None
         params, measured, multiplier, _, _ = self._kept
-        if not self._can_measure_late and not self.is_measured and self.taken:
-            raise CallOrderError(
-                f"the optimizer {self.optimizer_name} has divided the gradients by itself, and "
-                "they were not measured before: " + HOW_TO_MEASURE
-            )
+        if self._is_fused and not self.is_measured and self.taken:
+            optimizer = self._optimizer()
+            # Small float16 gradients may become zero when the optimizer unscales them.
+            is_float16 = torch.float16 in {param.dtype for param in params}
+            if is_float16 or optimizer is None or not writes_unscaled(optimizer):
+                raise CallOrderError(
+                    f"the optimizer {self.optimizer_name} has divided the gradients by itself, and "
+                    "they were not measured before: " + HOW_TO_MEASURE
+                )
         if measured is not None:
             return measured.unscaled()
         if not has_its_gradients(self):
@@ -345,7 +347,7 @@ class Outcome:
                 "norms and culprits of an outcome before zero_grad() and the next backward(), "
                 "or " + HOW_TO_MEASURE
             )
-        return norms_of(collect(params), multiplier).unscaled()
+        return norms_of(collect(params), multiplier if self.skipped else None).unscaled()
 
     @keep_out_of_graphs
     def __getstate__(self) -> dict[str, object]:

@@ -35,7 +35,7 @@ from halfstep._gradients.norms import (
     norms_of,
     overflows_when_divided,
 )
-from halfstep._gradients.optimizers import name, step_with_scale, writes_unscaled
+from halfstep._gradients.optimizers import name, step_with_scale
 from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.distributed import has_process_group
 from halfstep._scaler import clipping
@@ -479,21 +479,13 @@ def remember(
     engine: Engine, optimizer: torch.optim.Optimizer, step: Step, plan: Plan, *, is_fused: bool
 ) -> None:
     """Record a decided step and its outcome. Sync: none."""
-    left_scaled_by, multiplier, skip = None, step.multiplier, step.skip
+    left_scaled_by, skip = None, step.skip
     assert skip is not None
-    if step.own is not None and multiplier is not None:
-        left_scaled_by = skip, multiplier
-        if step.unclipped is None:
-            multiplier = scalars.where(skip, multiplier, 1.0)
+    if step.own is not None and step.multiplier is not None:
+        left_scaled_by = skip, step.multiplier
     if step.ranks is not ALONE:
         step.loss_scale.forget_later_losses()
-    # Whether the unscaled gradients of a taken step still have their original values: small float16
-    # gradients may become zero when the optimizer unscales them.
-    can_measure_late = not is_fused or (
-        writes_unscaled(optimizer) and torch.float16 not in step.gradients.dtypes
-    )
-    outcome = engine.outcome_of(step, multiplier, can_measure_late=can_measure_late)
-    engine.journal.add(plan, outcome)
+    engine.journal.add(plan, engine.outcome_of(step, is_fused=is_fused))
     engine.iteration.keep(step, Stage.STEPPED, left_scaled_by)
     if step.look is not None:
         engine.iteration.looks.append(step.look)

@@ -16,7 +16,7 @@ from torch import Tensor
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import collect
 from halfstep._gradients.norms import clip_coefficient, norms_of
-from halfstep._gradients.optimizers import HANDLES_SCALE, step_with_scale, writes_unscaled
+from halfstep._gradients.optimizers import HANDLES_SCALE, step_with_scale
 from halfstep._gradients.scalars import CPU
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Step
@@ -80,15 +80,8 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
         failed(engine, plan, step(is_fused), error)
         raise
 
-    multiplier = None if not is_fused else 1.0 if norms is None else scale
-    outcome = Outcome(
-        scaled,
-        engine.names,
-        before,
-        multiplier,
-        can_measure_late=not is_fused or writes_unscaled(optimizer),
-        num_losses=engine.current.num_losses,
-    )
+    num_losses = engine.current.num_losses
+    outcome = Outcome(scaled, engine.names, before, is_fused=is_fused, num_losses=num_losses)
     engine.journal.add(plan, outcome)
     engine.taken = flag, outcome, step
     return result
