@@ -471,11 +471,13 @@ def given_groups(rank: int) -> Any:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_drift_is_told_on_all_ranks_with_who_has_what(pool: Pool, fused: bool) -> None:
-    for kind, message, cured, weight_moved in pool.run(drift, fused):
+def test_drift_is_told_on_all_ranks_with_what_each_has(pool: Pool, fused: bool) -> None:
+    for rank, (kind, message, cured, weight_moved) in enumerate(pool.run(drift, fused)):
         assert kind == "RanksError"
-        assert "scale 2^10, growth tracker 1, 1 step taken, 0 skipped: rank 0" in message
-        assert "scale 2^6, growth tracker 1, 1 step taken, 0 skipped: rank 1" in message
+        own = f"rank {rank}: scale 2^{6 if rank else 10}, growth tracker 1, 1 step taken, 0 skipped"
+        assert own in message
+        assert "the least numbers of all ranks: scale 2^6, growth tracker 1, 1 step" in message
+        assert "the largest: scale 2^10, growth tracker 1, 1 step taken" in message
         assert not weight_moved
         assert cured == ("", "")
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep._gradients import norms
 from halfstep._scaler import GradScaler
 from halfstep._scaler import step as step_module
-from halfstep._scaler.clipping import NUM_STEPS
+from halfstep._scaler.clipping import MAX_STEPS
 from halfstep._scaler.device_scale import DeviceScale
 from halfstep.errors import CallOrderError
 
@@ -281,7 +281,7 @@ def test_only_the_first_steps_are_searched(
         made.backward()
         step(made)
         made.scaler.update()
-    assert len(measured) <= NUM_STEPS
+    assert len(measured) <= MAX_STEPS
 
 
 @pytest.mark.parametrize("fused", [False, True])

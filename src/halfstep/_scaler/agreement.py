@@ -8,12 +8,11 @@ equal, the two maxima are opposites.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from weakref import ref
 
 import torch
@@ -37,8 +36,6 @@ from halfstep.errors import CallOrderError, RanksError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, ReduceOp
     from torch.distributed.device_mesh import DeviceMesh
-
-_T = TypeVar("_T")
 
 CHECK_EVERY = 100
 """Interval, in steps, of comparisons that would cost a sync each time."""
@@ -90,23 +87,6 @@ class Group:
     def device(self) -> torch.device:
         """The device for exchanging tensors, of the same type on all ranks."""
         return exchange_device(self.parts[0])
-
-    def gather(self, numbers: Sequence[float], purpose: str) -> list[tuple[float, ...]]:
-        """Return the numbers of every rank, in the order of the ranks. Sync: one.
-
-        Every rank passes equally many. Integers are exact below 2^53.
-        """
-        rows = torch.zeros(len(self.ranks), len(numbers), dtype=torch.float64)
-        rows[self.place] = torch.tensor(numbers, dtype=torch.float64)
-        summed = Reduction(self, rows.to(self.device), distributed.ReduceOp.SUM, purpose).wait()
-        return [tuple(row) for row in summed.tolist()]
-
-    def lines(self, rows: Sequence[_T], describe: Callable[[_T], str]) -> str:
-        """Return one line for each distinct row, with the ranks that have it."""
-        having: dict[_T, list[int]] = defaultdict(list)
-        for rank, row in zip(self.ranks, rows, strict=True):
-            having[row].append(rank)
-        return "\n".join(f"  {describe(row)}: rank {listed(having[row])}" for row in having)
 
 
 class Reduction:
@@ -369,21 +349,17 @@ class Agreement:
         largest = values[NUM_FIRST : NUM_FIRST + NUM_SAME]
         least = [-value for value in values[NUM_FIRST + NUM_SAME :]]
         if largest != least:
-            raise RanksError(self._who_has_what())
-
-    def _who_has_what(self) -> str:
-        group, call = self._ranks.group, self._ranks.call
-        rows = group.gather(self._loss_scale.counters(), f"{call}: who has which scale")
-        return "\n".join(
-            [
-                f"{call}: the ranks disagree on the scale, and no step was taken:",
-                group.lines(rows, describe),
+            group = self._ranks.group
+            raise RanksError(
+                f"{self._ranks.call}: the ranks disagree on the scale, and no step was taken:\n"
+                f"  rank {group.ranks[group.place]}: {describe(self._loss_scale.counters())}\n"
+                f"  the least numbers of all ranks: {describe(least)}\n"
+                f"  the largest: {describe(largest)}\n"
                 "Cause: a checkpoint or update(new_scale=...) on some ranks only, another "
-                "init_scale or schedule, or calls of the scaler that some ranks leave out.",
+                "init_scale or schedule, or calls of the scaler that some ranks leave out.\n"
                 "Cure: load the same state on all ranks; update(new_scale=...) with one number on "
-                "all of them sets the scale, and load_state_dict() the counters too.",
-            ]
-        )
+                "all of them sets the scale, and load_state_dict() the counters too."
+            )
 
 
 def _values(ranks: Together, findings: Findings, has_gradients: bool) -> Tensor:
@@ -408,9 +384,9 @@ def _known(has_gradients: bool, has_scale: bool, device: torch.device) -> Tensor
     return torch.tensor([has_gradients, has_scale], dtype=torch.int32).to(device)
 
 
-def describe(row: Sequence[float]) -> str:
+def describe(row: Sequence[int]) -> str:
     """Format the result of ``LossScale.counters`` for a message."""
-    scale, tracker, taken, skipped = map(int, row)
+    scale, tracker, taken, skipped = row
     return (
         f"scale {power(float32_from_bits(scale))}, growth tracker {tracker}, "
         f"{things(taken, 'step')} taken, {skipped} skipped"

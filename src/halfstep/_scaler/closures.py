@@ -61,17 +61,12 @@ def step_with_closure(
     Sync: one for each evaluation, and one for gradients from before the step.
     """
     call, iteration = f"step({name(optimizer)}, closure)", engine.iteration
-    earlier = iteration.step_of(optimizer)
-    require_not_stepped(earlier)
-    if earlier is not None and is_pytorchs(optimizer):
-        raise CallOrderError(
-            f"{call}: {earlier.stage.value} since the last update(), and the closure makes new "
-            f"ones. {CONTRACT}; call unscale_() or clip_grad_norm_() in it, or step() without a "
-            "closure"
-        )
     num_checks = len(iteration.checks)
     used: Step | None = None  # with the gradients that the optimizer uses
     from_before: list[tuple[Tensor, ref[Tensor]]] = []  # parameters and unused gradients
+
+    def broken(problem: str, cure: str = "") -> CallOrderError:
+        return CallOrderError(f"{call}: {problem}. {CONTRACT}{cure}")
 
     def use() -> None:
         """Unscale, check and clip the gradients; leave the step if they are not usable."""
@@ -97,21 +92,28 @@ def step_with_closure(
             loss = closure()
         step = iteration.step_of(optimizer)
         if engine.iteration is not iteration or (step and step.stage is Stage.STEPPED):
-            raise CallOrderError(
-                f"{call}: the closure called step() or update(). {CONTRACT}; call update() once, "
-                "after the step"
+            raise broken(
+                "the closure called step() or update()", "; call update() once, after the step"
             )
         if iteration.num_losses == num_losses:
-            raise CallOrderError(f"{call}: the closure scaled no loss. {CONTRACT}")
+            raise broken("the closure scaled no loss")
         if any(param.grad is not None and param.grad is grad() for param, grad in from_before):
-            raise CallOrderError(
-                f"{call}: there are gradients from before the step, and the closure keeps them or "
-                f"adds to them. {CONTRACT}. To use gradients from before, leave the closure out"
+            raise broken(
+                "there are gradients from before the step, and the closure keeps them or adds to "
+                "them",
+                ". To use gradients from before, leave the closure out",
             )
         from_before.clear()
         use()
         return loss.detach() if isinstance(loss, Tensor) else loss
 
+    earlier = iteration.step_of(optimizer)
+    require_not_stepped(earlier)
+    if earlier is not None and is_pytorchs(optimizer):
+        raise broken(
+            f"{earlier.stage.value} since the last update(), and the closure makes new ones",
+            "; call unscale_() or clip_grad_norm_() in it, or step() without a closure",
+        )
     _drop_used(engine, optimizer)
     grads = [(param, param.grad) for param in parameters(optimizer) if param.grad is not None]
     before, result = backup_of(optimizer), None
