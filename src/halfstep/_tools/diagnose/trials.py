@@ -71,10 +71,10 @@ class CureTrial:
         """
         origins = Origins()
         with self.replayer.run(Variant(scale=self.scale), origins, self._around()):
-            note = lost_number(origins, blame.forward_number)
-            self.replayer.notes += [note] if note else []
-            before = [origin for _, origin in origins.before_op(blame.forward_number)][1:]
-            return [origin for origin in before if origin.is_rounded]
+            before = [*origins.before_op(blame.forward_number)]
+            lost = [origin.lost for distance, origin in before if distance < _NEAR]
+            self.replayer.notes += [*filter(None, lost)][:1]
+            return [origin for _, origin in before[1:] if origin.is_rounded]
 
     def makers(self, blame: Blame) -> list[UserCall]:
         """Replay the step; return the user's calls before the bad one, the nearest ones first."""
@@ -285,13 +285,8 @@ def _is_rounded(result: Tensor, exact: Tensor) -> bool:
     return bool((is_zero | is_one | (exact.isfinite() & ~result.isfinite())).any())
 
 
-def lost_number(origins: Origins, number: int) -> str:
-    """Return a remark about a number near an op that its dtype rounds to 0, such as 1e-12."""
-    near = (origin for distance, origin in origins.before_op(number) if distance < _NEAR)
-    return next((origin.lost for origin in near if origin.lost), "")
-
-
 def _lost(call: OpCall, dtype: torch.dtype) -> str:
+    """Return a remark about a number in the arguments of an op that is 0 in a dtype, as 1e-12."""
     name = dtype_name(dtype)
     format, values = FORMATS_BY_DTYPE[name], (*call.args, *call.kwargs.values())
     floats = (each for each in values if isinstance(each, float))
