@@ -24,9 +24,10 @@ def written(folder, events):
 
 def test_the_header_is_told(tmp_path):
     facts = summary_of(records.healthy(tmp_path)).facts
-    assert (facts.torch, facts.machine, facts.cores) == ("2.13.0+cpu", "AMD EPYC 7B13", 2)
-    assert facts.command == ("train.py", "--lr", "1e-3")
-    assert (facts.seconds_per_step, facts.duration, facts.every) == (0.5, 30.0, 10)
+    header = facts.header
+    assert (header.torch, header.machine, header.cores) == ("2.13.0+cpu", "AMD EPYC 7B13", 2)
+    assert header.command == ("train.py", "--lr", "1e-3")
+    assert (facts.seconds_per_step, facts.duration, header.every) == (0.5, 30.0, 10)
     assert (facts.state, facts.error, facts.ranks) == ("ended", None, (0,))
 
 
