@@ -27,7 +27,7 @@ def test_help(capsys):
     assert ended.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
     for word in (
-        "--diagnose",
+        "--diagnose[=SECONDS]",
         "--policy",
         "--output",
         "--every",

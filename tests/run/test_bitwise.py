@@ -52,7 +52,8 @@ def in_session(monkeypatch, tmp_path):
     def trained(kind: Any, name: str, *, is_diagnosing: bool) -> tuple[list[Any], list[str], int]:
         folder = tmp_path / f"{name} {is_diagnosing}"
         given = {"policy": preset("standard"), "every": 50, "amp": None} | OPTIONS[name]
-        options = Options(folder=folder, is_quiet=True, is_diagnosing=is_diagnosing, **given)
+        given["diagnose_seconds"] = 30.0 if is_diagnosing else None
+        options = Options(folder=folder, is_quiet=True, **given)
         left: list[Any] = []
         monkeypatch.setattr(session, "execute", lambda *_, **__: left.extend(left_by(kind)))
         Session(Command("train.py", [], is_module=False), options).run()

@@ -139,7 +139,7 @@ def hooked(folder: Path, *more: object) -> dict[str, str]:
     from halfstep._tools.run.session import HOOK, VARIABLE
 
     values = {"folder": str(folder / "runs/x"), "policy": "torch", "every": 50}
-    values |= {"amp": None, "is_quiet": False, "is_diagnosing": False}
+    values |= {"amp": None, "is_quiet": False}
     paths = os.pathsep.join([HOOK, *map(str, more), os.environ.get("PYTHONPATH", "")])
     return os.environ | {VARIABLE: json.dumps(values), "PYTHONPATH": paths}
 

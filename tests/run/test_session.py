@@ -43,7 +43,7 @@ def seen(monkeypatch, tmp_path):
 
 def options(**changes) -> Options:
     given = {"policy": preset("fp32"), "folder": None, "every": 0, "is_quiet": False, "amp": None}
-    return Options(**(given | {"is_diagnosing": False} | changes))
+    return Options(**(given | changes))
 
 
 def test_amp_is_around_the_program_and_under_the_policy(seen, monkeypatch, capsys):
@@ -109,7 +109,7 @@ def test_diagnoses_are_recorded_and_printed_unless_quiet(
     monkeypatch.setattr(halfstep.record, "num_steps", 2)
     monkeypatch.setattr(halfstep.record, "current_step", 3)
     given = {"policy": preset("torch"), "is_quiet": quiet, "folder": tmp_path / "out"}
-    Session(COMMAND, options(is_diagnosing=True, **given)).run()
+    Session(COMMAND, options(diagnose_seconds=30.0, **given)).run()
     seen.close()
     err = capsys.readouterr().err
     run = read_run(tmp_path / "out")
@@ -209,7 +209,7 @@ def test_processes_that_a_program_starts_get_its_options(tmp_path, monkeypatch):
         every=3,
         is_quiet=True,
         amp=torch.bfloat16,
-        is_diagnosing=True,
+        diagnose_seconds=9.0,
         sinks=("wandb",),
         additions=additions,
     )

@@ -117,16 +117,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--diagnose",
-        action="store_true",
-        help="replay a step whose loss or gradients are inf or NaN, and print the op, the module, "
-        "the cause and the cure",
-    )
-    parser.add_argument(
-        "--diagnose-seconds",
+        nargs="?",
+        const=30.0,
         type=float,
-        default=30.0,
         metavar="SECONDS",
-        help="begin no replay of a step after this time (default: 30)",
+        help="replay a step whose loss or gradients are inf or NaN, and print the op, the module, "
+        "the cause and the cure; begin no replay of a step after SECONDS (default: 30)",
     )
     parser.add_argument(
         "--no-children",
@@ -213,8 +209,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         every=arguments.every,
         is_quiet=arguments.quiet,
         amp=amp,
-        is_diagnosing=arguments.diagnose,
-        diagnose_seconds=arguments.diagnose_seconds,
+        diagnose_seconds=arguments.diagnose,
         has_children=arguments.children,
         sinks=tuple(arguments.sink),
         additions=additions if is_adding else None,

@@ -243,7 +243,7 @@ def _found(replayer: Replayer) -> Diagnosis:
 def _note_end(replayer: Replayer) -> None:
     replayer.notes.append(
         f"the replays took {replayer.seconds:.0f} s: none began after {replayer.limit:g} s, the "
-        "limit (--diagnose-seconds, diagnose(seconds=...)), so what comes after it was not tried"
+        "limit (--diagnose=SECONDS, diagnose(seconds=...)), so what comes after it was not tried"
     )
 
 

@@ -545,8 +545,9 @@ def _is_code(text: str) -> bool:
 
 def again(facts: Facts, option: str) -> Code:
     """Return the command that was run with another option, in place of the same one."""
-    program = facts.command if facts.command and facts.command[0].endswith(".py") else ("train.py",)
-    words = facts.run_as or ("halfstep", "run", *program)
+    command = facts.header.command
+    program = command if command and command[0].endswith(".py") else ("train.py",)
+    words = facts.header.run_as or ("halfstep", "run", *program)
     begin, given = words.index("run") + 1, _options(words)
     others = (word for word in given if word.partition("=")[0] != option.partition("=")[0])
     return Code(shlex.join([*words[:begin], option, *others, *words[begin + len(given) :]]))
@@ -559,14 +560,14 @@ def _options(words: Sequence[str]) -> list[str]:
 
 def can_add(option: str, facts: Facts) -> bool:
     """Return whether the run could have had an option that it did not have."""
-    if not facts.run_as or is_scaled_by_run(facts):
+    if not facts.header.run_as or is_scaled_by_run(facts):
         return False
-    return option not in {word.partition("=")[0] for word in _options(facts.run_as)}
+    return option not in {word.partition("=")[0] for word in _options(facts.header.run_as)}
 
 
 def is_scaled_by_run(facts: Facts) -> bool:
     """Return whether ``halfstep run`` scaled the loss, so that no code of the script can."""
-    return bool(facts.run_as) and "--amp=fp16" in _options(facts.run_as)
+    return bool(facts.header.run_as) and "--amp=fp16" in _options(facts.header.run_as)
 
 
 def in_bf16(facts: Facts) -> tuple[str | Code, ...]:
@@ -592,7 +593,7 @@ def island(module: str | None, summary: Summary) -> Code | None:
         Policy.parse(text)
     except ValueError:
         return None
-    if summary.facts.run_as and summary.policies:
+    if summary.facts.header.run_as and summary.policies:
         return again(summary.facts, f"--policy={text}")
     return Code(f'halfstep.autocast(..., policy="{text}", module=model)')
 

@@ -222,7 +222,8 @@ def _between(quartiles: tuple[float, float] | None) -> str:
 
 
 def _is_one_machine(runs: Sequence[Summary]) -> bool:
-    return len({(run.facts.device, run.facts.machine, run.facts.world_size) for run in runs}) == 1
+    headers = [(run.facts.header, run.facts.world_size) for run in runs]
+    return len({(header.device, header.machine, num) for header, num in headers}) == 1
 
 
 # --- numbers and layers ---------------------------------------------------------------------------
@@ -325,17 +326,12 @@ def _versions(runs: Sequence[Summary]) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _facts(summary: Summary) -> dict[str, str]:
-    facts, policy = summary.facts, summary.policy
-    return {
-        "halfstep": facts.halfstep,
-        "torch": facts.torch,
-        "python": facts.python,
-        "device": facts.device,
-        "machine": facts.machine,
-        "cores": str(facts.cores),
+    facts, header, policy = summary.facts, summary.facts.header, summary.policy
+    where = ("halfstep", "torch", "python", "device", "machine", "cores")
+    return {name: str(getattr(header, name)) for name in where} | {
         "processes": str(facts.world_size),
-        "command": " ".join(facts.command),
-        "samples every": str(facts.every),
+        "command": " ".join(header.command),
+        "samples every": str(header.every),
         "lower precision": policy.dtype if policy else NONE,
         "policy": policy.text if policy else NONE,
         "scaler": "yes" if summary.has_scaler else "no",

@@ -69,7 +69,7 @@ EVIDENCE = {
 
 def render(summary: Summary, run: Run) -> str:
     """Return the page of a run, with numbers from the summary and drawings from the run."""
-    said, command = sentences(summary), summary.facts.command
+    said, command = sentences(summary), summary.facts.header.command
     worst = min((sentence.severity for sentence in said), key=SEVERITIES.index)
     maps, began, skipped = heat(summary, run), beginnings(run), run.skipped[:MOST_SKIPS]
     table = layer_table(summary) if summary.layers else None

@@ -11,6 +11,8 @@ from itertools import groupby, pairwise, takewhile
 from statistics import fmean, median, quantiles
 from typing import NamedTuple, TypeAlias
 
+from msgspec import structs
+
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.record.run import Culprits, Measured, PolicySeen, Run, Step
 from halfstep._tools.report.layers import layers_and_gradients, lower_of
@@ -84,19 +86,12 @@ def _facts(run: Run) -> Facts:
     quartiles = quantiles(distances, n=4) if len(distances) >= 4 else None
     state: State = "ended" if run.has_ended else "running" if run.is_running else "no end"
     return Facts(
-        halfstep=header.halfstep,
-        torch=header.torch,
-        python=header.python,
-        device=header.device or "unknown",
-        machine=header.machine or "unknown",
-        cores=header.cores,
-        command=header.command,
-        run_as=header.run_as,
-        started=header.started,
+        header=structs.replace(
+            header, device=header.device or "unknown", machine=header.machine or "unknown"
+        ),
         duration=max(times.values(), default=0.0),
         seconds_per_step=median(distances) if distances else None,
         seconds_quartiles=(quartiles[0], quartiles[2]) if quartiles else None,
-        every=header.every,
         world_size=header.world_size or len(run.ranks),
         ranks=run.ranks,
         num_segments=len(run.starts),
@@ -104,7 +99,6 @@ def _facts(run: Run) -> Facts:
         error=run.error,
         error_rank=run.error_rank,
         without_end=run.without_end,
-        is_diagnosing=header.is_diagnosing,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from halfstep._common.formats import FORMATS_BY_DTYPE
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.record.run import Kind, Note, PolicySeen, ran_lower
+from halfstep._tools.record.run import Header, Kind, Note, PolicySeen, ran_lower
 from halfstep._tools.watch.skips import ENDLESS
 
 NOTABLE = 0.01
@@ -32,38 +32,24 @@ class Facts:
     """The program, the machine, and how the run ended.
 
     Attributes:
-        device: Device type.
-        machine: Name of the processor or the GPU.
-        started: Start of the last segment, ISO 8601.
+        header: The first line of the last segment; device and machine are "unknown" without a step.
         duration: Seconds from the start to the last step.
         seconds_per_step: Median time between steps; None with fewer than two.
         seconds_quartiles: The lower and upper quartile of these times; None with fewer than four.
-        every: Number of steps from one sample to the next.
         world_size: Number of processes.
         ranks: The ranks that left a record.
         num_segments: Number of times that the run was started.
-        run_as: The words of the ``halfstep run`` that has recorded, without its folder; or empty.
         state: ``"ended"``, ``"failed"`` (with an error), ``"running"`` (a process writes the
             record), ``"no end"`` (none does).
         error: The error that ended the run, on the first rank that failed; None without one.
         error_rank: The rank of that error.
         without_end: The ranks whose record has no end.
-        is_diagnosing: Whether the run replayed steps that went bad.
     """
 
-    halfstep: str
-    torch: str
-    python: str
-    device: str
-    machine: str
-    cores: int | None
-    command: tuple[str, ...]
-    run_as: tuple[str, ...]
-    started: str
+    header: Header
     duration: float
     seconds_per_step: float | None
     seconds_quartiles: tuple[float, float] | None
-    every: int | None
     world_size: int
     ranks: tuple[int, ...]
     num_segments: int
@@ -71,7 +57,6 @@ class Facts:
     error: str | None
     error_rank: int | None
     without_end: tuple[int, ...]
-    is_diagnosing: bool
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def about_loss_and_skips(summary: Summary) -> list[Sentence]:
     """Return sentences on bad and skipped steps and, if the op is unknown, how to find it."""
     said = [*about_steps.about_loss(summary), *about_steps.about_skips(summary)]
     causes = [n for n, each in enumerate(said) if _is_problem(each) and not each.follows]
-    if causes and not (summary.bad_places or summary.facts.is_diagnosing):
+    if causes and not (summary.bad_places or summary.facts.header.is_diagnosing):
         first, call = said[causes[0]], about_steps.again(summary.facts, "--diagnose")
         advice = (" To find the op and its cure, run ", call, ".")
         said[causes[0]] = replace(first, cure=first.cure + advice)

@@ -78,8 +78,7 @@ class Options:
     every: int
     is_quiet: bool
     amp: torch.dtype | None
-    is_diagnosing: bool
-    diagnose_seconds: float = 30.0
+    diagnose_seconds: float | None = None  # None: replay no step
     has_children: bool = True  # whether the processes that the program starts are recorded too
     sinks: tuple[str, ...] = ()
     additions: Additions | None = None
@@ -241,7 +240,7 @@ class Session:
         # Import these before the names are replaced: they also need PyTorch's own scaler.
         from halfstep._tools.run.amp import mixed_precision
 
-        if self._options.is_diagnosing:
+        if self._options.diagnose_seconds is not None:
             from halfstep._tools.watch.watch import Watch
 
             self._watch = Watch(tell=self._tell, seconds=self._options.diagnose_seconds)
