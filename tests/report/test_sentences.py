@@ -6,6 +6,7 @@ said, ``pytest tests/report --accept`` writes it anew, and its diff is what to r
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -158,17 +159,7 @@ RUNS = {
     ),
     "nine steps": short(*(step(n, loss=4.0 - n / 10) for n in range(1, 10))),
     "ten steps": short(*(step(n, loss=4.0 - n / 10) for n in range(1, 11))),
-    "no samples": partial(
-        records.write,
-        events=[records.header(), *(step(n) for n in range(1, 51)), records.end(25.0, 50)],
-    ),
-    "one sample": partial(
-        records.write,
-        events=[
-            *(records.header(), *(step(n) for n in range(1, 51))),
-            *(sample(1, layers()), records.end(25.0, 50)),
-        ],
-    ),
+    "one sample": short(*(step(n) for n in range(1, 51)), sample(1, layers())),
     # Without a scaler.
     "float32 would underflow": unscaled(gradient(LOSSY)),
     "an autocast to float32 would underflow": unscaled(gradient(LOSSY), records.policy("float32")),
@@ -546,6 +537,12 @@ def test_advice_repeats_the_command_that_was_run(tmp_path, run_as, told):
     steps = [step(n, loss=math.nan, scale=None, scale_after=None) for n in range(1, 101)]
     found = run(*steps, header=records.header(run_as=run_as.split()))
     assert list(codes(the_one(said_of(found(tmp_path)), "The loss became NaN"))) == told
+
+
+def test_zeros_of_a_run_that_lowered_nothing_do_not_underflow(tmp_path):
+    summary = summarize(read_run(RUNS["six gradients of zeros"](tmp_path)))
+    found = sentences(replace(summary, products={"float64": 3}))
+    assert the_one(found, "are zero").text.endswith("the loss does not depend on them there.")
 
 
 def test_cures_of_what_run_scales_name_no_scaler(tmp_path):

@@ -311,7 +311,8 @@ def about_zeros(summary: Summary) -> Iterator[Sentence]:
     gradients = summary.of_kind("parameter_gradient")
     zero = [layer for layer in gradients if layer.is_all_zeros]
     if zero:
-        is_in_fp16 = summary.is_lowered and summary.lower == "fp16"
+        is_lowered = summary.is_lowered and summary.has_run_lower is not False
+        is_in_fp16 = is_lowered and summary.lower == "fp16"
         samples = max(layer.num_samples for layer in zero)
         or_underflow = ", or all of them underflow, which a larger scale would show"
         yield say(
