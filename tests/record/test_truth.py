@@ -1,6 +1,7 @@
 """What a report says of loops that go wrong without an inf or NaN, and of some that do not."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -134,8 +135,10 @@ def test_a_loss_that_rises(maximize: bool, tmp_path: Path) -> None:
     assert text.startswith("The loss rose") is maximize
 
 
-def test_clipping_does_not_make_an_overflow_suspicious(tmp_path: Path) -> None:
-    # unscale_, clip, step: the clip makes NaN of inf.
+@pytest.mark.parametrize("ends", [(0, -1), (0, 1, -1), (0, None)], ids=["all", "parts", "more"])
+def test_clipping_does_not_make_an_overflow_suspicious(ends, tmp_path: Path) -> None:
+    # unscale_, clip, step: the clip makes NaN of inf. Also in two parts, and with another's.
+    other = nn.Parameter(torch.ones(1))
     loop, scaler = Loop(), halfstep.GradScaler(DEVICE, init_scale=2.0**20, growth_interval=10)
 
     def step() -> None:
@@ -143,7 +146,9 @@ def test_clipping_does_not_make_an_overflow_suspicious(tmp_path: Path) -> None:
             loss = 10 * loop.loss()
         scaler.scale(loss).backward()
         scaler.unscale_(loop.optimizer)
-        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+        other.grad = torch.ones(1)
+        for begin, end in pairwise(ends):
+            nn.utils.clip_grad_norm_([*loop.model.parameters(), other][begin:end], 1.0)
         scaler.step(loop.optimizer)
         scaler.update()
 

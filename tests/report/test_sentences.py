@@ -6,6 +6,7 @@ said, ``pytest tests/report --accept`` writes it anew, and its diff is what to r
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -164,17 +165,7 @@ RUNS = {
     ),
     "nine steps": short(*(step(n, loss=4.0 - n / 10) for n in range(1, 10))),
     "ten steps": short(*(step(n, loss=4.0 - n / 10) for n in range(1, 11))),
-    "no samples": partial(
-        records.write,
-        events=[records.header(), *(step(n) for n in range(1, 51)), records.end(25.0, 50)],
-    ),
-    "one sample": partial(
-        records.write,
-        events=[
-            *(records.header(), *(step(n) for n in range(1, 51))),
-            *(sample(1, layers()), records.end(25.0, 50)),
-        ],
-    ),
+    "one sample": short(*(step(n) for n in range(1, 51)), sample(1, layers())),
     # Without a scaler.
     "float32 would underflow": unscaled(gradient(LOSSY)),
     "an autocast to float32 would underflow": unscaled(gradient(LOSSY), records.policy("float32")),
@@ -531,6 +522,12 @@ def test_the_cure_of_lost_updates_runs(tmp_path):
                 optimizer.step()
         said.append(the_one(said_of(tmp_path / folder), "of the updates"))
     assert [sentence.severity for sentence in said] == ["bad", "good"]
+
+
+def test_zeros_of_a_run_that_lowered_nothing_do_not_underflow(tmp_path):
+    summary = summarize(read_run(RUNS["six gradients of zeros"](tmp_path)))
+    found = sentences(replace(summary, products={"float64": 3}))
+    assert the_one(found, "are zero").text.endswith("the loss does not depend on them there.")
 
 
 def test_cures_of_what_run_scales_name_no_scaler(tmp_path):

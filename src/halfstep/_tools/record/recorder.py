@@ -381,10 +381,8 @@ class Recorder:
 
     def _norm_of(self, optimizer: torch.optim.Optimizer | None) -> Tensor | None:
         """Return the measured norm of exactly the gradients of an optimizer."""
-        if optimizer is None or not self._norms:
-            return None
-        own = {id(p.grad) for p in parameters(optimizer) if p.grad is not None}
-        return next((norm for ids, norm in reversed(self._norms) if ids == own), None)
+        own = _ids_of_gradients(optimizer)
+        return next((norm for ids, norm in reversed(self._norms) if own and ids == own), None)
 
     def _add_step(
         self,
@@ -530,8 +528,9 @@ class Recorder:
         if not names:
             return  # the culprits are on another rank
         counted = outcome.find_culprits()
-        # Clipping after unscale_ has made NaN of inf.
-        is_clipped = self._norm_of(outcome.optimizer) is not None
+        # Clipping after unscale_ has made NaN of inf, maybe of a part, or with another optimizer's.
+        own = _ids_of_gradients(outcome.optimizer)
+        is_clipped = not all(own.isdisjoint(ids) for ids, _ in self._norms)
         is_there = not is_clipped and any(each.num_entries for each in counted)
         self._write(
             {
@@ -594,6 +593,11 @@ def _sum(losses: Sequence[Tensor]) -> Tensor:
     if len(losses) == 1:
         return losses[0]
     return torch.stack([to_device(loss, losses[-1].device) for loss in losses]).sum()
+
+
+def _ids_of_gradients(optimizer: torch.optim.Optimizer | None) -> set[int]:
+    params = () if optimizer is None else parameters(optimizer)
+    return {id(p.grad) for p in params if p.grad is not None}
 
 
 def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:

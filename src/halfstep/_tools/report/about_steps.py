@@ -36,7 +36,8 @@ NEVER_ACTED = "never acted"
 def about_end(summary: Summary) -> Iterator[Sentence]:
     """Yield sentences on how the run ended, unless it ended well, and on gaps in the record."""
     facts = summary.facts
-    when = f"after {things(summary.steps.num, 'step')}, at {seconds(facts.duration)}"
+    last = f", the last at {seconds(facts.duration)}" if summary.steps.num else ""
+    when = f"after {things(summary.steps.num, 'step')}{last}"
     if facts.error == "KeyboardInterrupt":
         yield say("notice", f"The run was interrupted by hand {when}.")
     elif facts.error is not None:

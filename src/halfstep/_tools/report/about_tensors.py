@@ -31,10 +31,14 @@ FEW_SAMPLES = 3
 def about_samples(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence if few tensors or none were sampled."""
     num, num_steps = len(summary.sampled), summary.steps.num
-    every = "--every" if summary.facts.run_as else "every"
+    every = "--every" if summary.facts.header.run_as else "every"
     if not summary.layers and num_steps:
-        cure = f"{every}=10" if summary.facts.every == 0 else "halfstep.record(path, model=model)"
-        how = "sample some steps, " if summary.facts.every == 0 else "name the model, "
+        cure = (
+            f"{every}=10"
+            if summary.facts.header.every == 0
+            else "halfstep.record(path, model=model)"
+        )
+        how = "sample some steps, " if summary.facts.header.every == 0 else "name the model, "
         none = f"No tensors were sampled, so nothing is known about the layers: {how}"
         yield say("notice", none, Code(cure), ".")
     elif 0 < num < FEW_SAMPLES <= num_steps:
@@ -311,7 +315,8 @@ def about_zeros(summary: Summary) -> Iterator[Sentence]:
     gradients = summary.of_kind("parameter_gradient")
     zero = [layer for layer in gradients if layer.is_all_zeros]
     if zero:
-        is_in_fp16 = summary.is_lowered and summary.lower == "fp16"
+        is_lowered = summary.is_lowered and summary.has_run_lower is not False
+        is_in_fp16 = is_lowered and summary.lower == "fp16"
         samples = max(layer.num_samples for layer in zero)
         or_underflow = ", or all of them underflow, which a larger scale would show"
         yield say(

@@ -140,7 +140,7 @@ def _notes(summary: Summary) -> Iterator[Sentence]:
         severities = (each for said, each in _SEVERITIES.items() if said in note.text)
         severity: Severity = next(severities, "notice")
         is_at_end = note.step > summary.steps.num  # it has the number of a step that never came
-        has_step = severity != "notice" or re.search(r"\bstep \d", note.text)
+        has_step = severity != "notice" or re.search(r"\bstep \d|first step", note.text)
         is_dated = has_step or is_at_end or not note.step
         text = f"{note.text.removesuffix('.')}."
         yield say(severity, "" if is_dated else f"Step {note.step}: ", text)
