@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,76 +15,23 @@ from halfstep._tools.cli import main
 from halfstep._tools.doctor.deprecated import rewritten
 from halfstep._tools.doctor.doctor import check_source
 
-CASES = [
-    ("with torch.cuda.amp.autocast(): x", 'with torch.amp.autocast("cuda"): x'),
-    ("with torch.cpu.amp.autocast( ): x", 'with torch.amp.autocast("cpu" ): x'),
-    ("torch.cuda.amp.autocast(on)", 'torch.amp.autocast("cuda", enabled=on)'),
-    (
-        "torch.cuda.amp.autocast(on, torch.bfloat16, cache_enabled=False)",
-        'torch.amp.autocast("cuda", enabled=on, dtype=torch.bfloat16, cache_enabled=False)',
-    ),
-    ("torch.cuda.amp.autocast(**given)", 'torch.amp.autocast("cuda", **given)'),
-    ("torch.cuda.amp.GradScaler(1024., 2.)", 'torch.amp.GradScaler("cuda", 1024., 2.)'),
-    (
-        "from torch.cuda.amp import autocast, GradScaler as S  # both\nS(); autocast()",
-        'from torch.amp import autocast, GradScaler as S  # both\nS("cuda"); autocast("cuda")',
-    ),
-    (
-        "from torch.cuda.amp.grad_scaler import GradScaler\ns: GradScaler = GradScaler()",
-        'from torch.amp import GradScaler\ns: GradScaler = GradScaler("cuda")',
-    ),
-    (
-        "from torch.cuda.amp import (\n    GradScaler,  # scales\n)\n"
-        "GradScaler(\n    growth_interval=3,\n)",
-        "from torch.amp import (\n    GradScaler,  # scales\n)\n"
-        'GradScaler(\n    "cuda", growth_interval=3,\n)',
-    ),
-    (
-        "from torch.cuda import amp\namp.autocast(False)",
-        'from torch import amp\namp.autocast("cuda", enabled=False)',
-    ),
-    (
-        "import torch.cuda.amp as mixed\nmixed.GradScaler()",
-        'from torch import amp as mixed\nmixed.GradScaler("cuda")',
-    ),
-    (
-        "@torch.cuda.amp.custom_fwd\ndef f(): pass",
-        '@torch.amp.custom_fwd(device_type="cuda")\ndef f(): pass',
-    ),
-    (
-        "from torch.cuda.amp import custom_fwd\n@custom_fwd(cast_inputs=torch.half)\ndef f(): pass",
-        "from torch.amp import custom_fwd\n"
-        '@custom_fwd(device_type="cuda", cast_inputs=torch.half)\ndef f(): pass',
-    ),
-    ("g = torch.cuda.amp.custom_bwd(f)", 'g = torch.amp.custom_bwd(f, device_type="cuda")'),
-    (
-        "from torch.cuda.amp import autocast, common\nautocast()",
-        'from torch.amp import autocast\nfrom torch.cuda.amp import common\nautocast("cuda")',
-    ),
-    (
-        "def f():\n\tfrom torch.cuda.amp import autocast\r\n\tautocast('ü', x)",
-        "def f():\n\tfrom torch.amp import autocast\r\n\tautocast(\"cuda\", enabled='ü', dtype=x)",
-    ),
-    ("größe = torch.cuda.amp.GradScaler()  # ü", 'größe = torch.amp.GradScaler("cuda")  # ü'),
-]
-LEFT = [
-    ("torch.cuda.amp.autocast(*given)", 1),
-    ("partial(torch.cuda.amp.autocast, True)", 1),
-    ("from torch.cuda.amp import autocast\ncontext = autocast if amp else nullcontext", 2),
-    ("from torch.cuda.amp import GradScaler\nclass Mine(GradScaler): pass", 2),
-    ("from torch.cuda.amp import *\nautocast()", 1),
-    ("try:\n    from torch.cuda.amp import autocast\nexcept ImportError:\n    autocast = None", 2),
-    ("from torch.cuda import amp\namp.autocast(); amp.common.amp_definitely_not_available()", 1),
-    ("import torch.cuda.amp as amp\namp.autocast(); f(amp)", 1),
-    (
-        "if cuda:\n    from torch.cuda.amp import autocast\nelse:\n"
-        "    from torch.cpu.amp import autocast\nautocast()",
-        2,
-    ),
-]
+TEXT = (Path(__file__).parent / "deprecated.txt").read_text(encoding="utf-8")
+BLOCKS = [block.strip("\n").split("\n", 1) for block in re.split(r"(?m)^== ", TEXT)[1:]]
+LEFT = [(body, int(title.split()[-1])) for title, body in BLOCKS if title.startswith("left")]
 
 
-@pytest.mark.parametrize(("old", "new"), CASES)
+def cases(kind: str) -> list[list[str]]:
+    """Return programs, each with what becomes of it."""
+    return [body.split("\n--\n") for title, body in BLOCKS if title == kind]
+
+
+WITH_TABS = (
+    "def f():\n\tfrom torch.cuda.amp import autocast\r\n\tautocast('ü', x)",
+    "def f():\n\tfrom torch.amp import autocast\r\n\tautocast(\"cuda\", enabled='ü', dtype=x)",
+)
+
+
+@pytest.mark.parametrize(("old", "new"), [*cases("to torch"), WITH_TABS])
 def test_a_name_is_rewritten(old: str, new: str) -> None:
     found = rewritten(old)
     assert found.text == new
@@ -120,28 +69,7 @@ def test_what_is_rewritten_does_the_same_without_a_warning() -> None:
     assert scales == [512.0, 512.0]
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (
-            "from torch.cuda.amp import autocast, custom_fwd\nautocast()",
-            'from halfstep import autocast\nfrom torch.amp import custom_fwd\nautocast("cuda")',
-        ),
-        (
-            "from torch.amp import GradScaler, autocast\nautocast('cuda'); GradScaler()",
-            "from halfstep import GradScaler, autocast\nautocast('cuda'); GradScaler()",
-        ),
-        (
-            "import torch\ntorch.autocast('cpu'); torch.cuda.amp.GradScaler()",
-            "import halfstep\nimport torch\n"
-            "halfstep.autocast('cpu'); halfstep.GradScaler(\"cuda\")",
-        ),
-        (
-            "import halfstep\nimport torch\nfrom torch import amp\namp.autocast('cpu')",
-            "import halfstep\nimport torch\nfrom torch import amp\nhalfstep.autocast('cpu')",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), cases("to halfstep"))
 def test_to_halfstep(old: str, new: str) -> None:
     assert rewritten(old, "halfstep").text == new
     assert rewritten(new, "halfstep").text == new
