@@ -113,46 +113,54 @@ def test_around_a_full_graph(x: Tensor, weight: Tensor, backend: str) -> None:
     assert (hidden.dtype, probabilities.dtype) == (BF16, FP32)
 
 
-@backends
-def test_a_decorated_function(x: Tensor, weight: Tensor, backend: str) -> None:
-    agree(autocast(DEVICE, BF16, policy=LOW_SOFTMAX)(body), x, weight, backend)
+def nested(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    with autocast(DEVICE, FP16, policy=LOW_SOFTMAX):
+        with autocast(DEVICE, enabled=False):
+            first = F.linear(x, weight)
+        with autocast(DEVICE, BF16):
+            second = F.softmax(F.linear(x, weight), -1)  # the policy outside, in bfloat16
+        with autocast(DEVICE, BF16, policy="standard"):
+            third = F.softmax(F.linear(x, weight), -1)
+        return first, second, third, F.softmax(F.linear(x, weight), -1)
 
 
-@backends
-def test_nested_inside(x: Tensor, weight: Tensor, backend: str) -> None:
-    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        with autocast(DEVICE, FP16, policy=LOW_SOFTMAX):
-            with autocast(DEVICE, enabled=False):
-                first = F.linear(x, weight)
-            with autocast(DEVICE, BF16):
-                second = F.softmax(F.linear(x, weight), -1)  # the policy outside, in bfloat16
-            with autocast(DEVICE, BF16, policy="standard"):
-                third = F.softmax(F.linear(x, weight), -1)
-            return first, second, third, F.softmax(F.linear(x, weight), -1)
-
-    agree(function, x, weight, backend)
+def one_inside_itself(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    context = autocast(DEVICE, BF16)
+    with context:
+        with context:
+            first = F.linear(x, weight)
+        second = F.linear(x, weight)
+    return first, second, F.linear(x, weight)
 
 
-@backends
-def test_a_graph_break_inside_the_block(x: Tensor, weight: Tensor, backend: str) -> None:
-    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        with autocast(DEVICE, FP16):
-            hidden, probabilities = body(x, weight)
-            torch._dynamo.graph_break()
-            return hidden, probabilities, F.softmax(hidden, -1), F.linear(x, weight)
-
-    agree(function, x, weight, backend, fullgraph=False)
+def decorated_inside(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return autocast(DEVICE, BF16)(body)(x, weight)
 
 
-@backends
-def test_a_context_made_outside(x: Tensor, weight: Tensor, backend: str) -> None:
+def with_a_graph_break(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    with autocast(DEVICE, FP16):
+        hidden, probabilities = body(x, weight)
+        torch._dynamo.graph_break()
+        return hidden, probabilities, F.softmax(hidden, -1), F.linear(x, weight)
+
+
+def made_outside(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """torch.compile does not enter it within a full graph, but runs such a block as it is."""
+    with GLOBAL_CONTEXT:
+        return body(x, weight)
 
-    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        with GLOBAL_CONTEXT:
-            return body(x, weight)
 
-    agree(function, x, weight, backend, fullgraph=False)
+@backends
+@pytest.mark.parametrize(
+    ("function", "fullgraph"),
+    [
+        *[(autocast(DEVICE, BF16, policy=LOW_SOFTMAX)(body), True), (nested, True)],
+        *[(one_inside_itself, True), (decorated_inside, True)],
+        *[(with_a_graph_break, False), (made_outside, False)],
+    ],
+)
+def test_contexts(x: Tensor, weight: Tensor, backend: str, function: Any, fullgraph: bool) -> None:
+    agree(function, x, weight, backend, fullgraph=fullgraph)
 
 
 @backends
@@ -300,10 +308,13 @@ def test_gradients_are_those_of_eager_code(x: Tensor, islands: Any, context: Any
     model = Loss()
     if islands:
         keep(model, *islands)
+    assert_gradients_are_those_of_eager_code(model, x, context)
 
+
+def assert_gradients_are_those_of_eager_code(model: nn.Module, x: Tensor, context: Any) -> None:
     def gradients(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
         with context(model):
-            loss = run(x)
+            loss = run(x).square().sum()
         return torch.autograd.grad(loss, list(model.parameters()))
 
     expected = gradients(model)
@@ -315,15 +326,7 @@ def test_the_gradients_of_an_island_in_plain_autocast_are_those_of_eager_code(x:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     keep(model, "2")
-
-    def gradients(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        with torch.autocast(DEVICE, BF16):
-            loss = run(x).square().sum()
-        return torch.autograd.grad(loss, list(model.parameters()))
-
-    expected = gradients(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert all(map(torch.equal, gradients(compiled), expected))
+    assert_gradients_are_those_of_eager_code(model, x, lambda _: torch.autocast(DEVICE, BF16))
 
 
 def test_the_policy_torch_has_the_gradients_of_torch_autocast(x: Tensor) -> None:
@@ -427,27 +430,6 @@ def test_the_tag_tells_versions_of_the_kernels_apart(tmp_path: Path) -> None:
                 kernels.write("# a later version\n")
             assert scopes._kernels.__wrapped__() != now
             shutil.copy(package / file, tmp_path / file)
-
-
-@backends
-def test_one_context_inside_itself(x: Tensor, weight: Tensor, backend: str) -> None:
-    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        context = autocast(DEVICE, BF16)
-        with context:
-            with context:
-                first = F.linear(x, weight)
-            second = F.linear(x, weight)
-        return first, second, F.linear(x, weight)
-
-    agree(function, x, weight, backend)
-
-
-@backends
-def test_a_function_decorated_inside(x: Tensor, weight: Tensor, backend: str) -> None:
-    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return autocast(DEVICE, BF16)(body)(x, weight)
-
-    agree(function, x, weight, backend)
 
 
 @backends

@@ -150,14 +150,9 @@ def test_trains_as_a_loop_does(make: Make, max_norm: float | None, tmp_path: Pat
 
 @pytest.mark.parametrize("make", [adamw, fused])
 def test_clips_by_value(make: Make, tmp_path: Path) -> None:
-    module = Module(make)
-    fit(
-        tmp_path,
-        module,
-        plugins=[HalfstepPrecision()],
-        gradient_clip_val=0.01,
-        gradient_clip_algorithm="value",
-    )
+    module, plugins = Module(make), [HalfstepPrecision()]
+    how = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    fit(tmp_path, module, plugins=plugins, **how)
     assert_equal(module.net, by_hand(make, max_value=0.01)[0])
 
 
@@ -423,40 +418,34 @@ def test_clips_in_manual_optimization(cls, algorithm, tmp_path):
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-6)
 
 
+def resume(folder: Path, first: Any, second: Any, bad: int | None = None) -> None:
+    """Train with one plugin, and go on from its checkpoint with another."""
+    trainer = fit(folder, Module(), samples(bad), plugins=[first])
+    trainer.save_checkpoint(file := folder / "last.ckpt")
+    data = DataLoader(TensorDataset(samples(bad)), batch_size=4)
+    quiet_trainer(folder, plugins=[second], max_epochs=2).fit(Module(), data, ckpt_path=file)
+
+
 def test_a_checkpoint_resumes(tmp_path: Path) -> None:
-    first = HalfstepPrecision(scaler=halfstep.GradScaler(init_scale=8.0))
-    trainer = fit(tmp_path, Module(), plugins=[first])
-    file = tmp_path / "last.ckpt"
-    trainer.save_checkpoint(file)
-    second = HalfstepPrecision()
-    quiet_trainer(tmp_path, plugins=[second], max_epochs=2).fit(
-        Module(), DataLoader(TensorDataset(samples()), batch_size=4), ckpt_path=file
+    first, second = (
+        HalfstepPrecision(scaler=halfstep.GradScaler(init_scale=8.0)),
+        HalfstepPrecision(),
     )
+    resume(tmp_path, first, second, BAD)
     assert second.scaler.get_scale() == 8.0
     assert second.scaler.counts().taken == first.scaler.counts().taken + NUM_STEPS - 1
 
 
 def test_a_checkpoint_of_lightnings_own_plugin(tmp_path: Path) -> None:
     own = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=128.0))
-    trainer = fit(tmp_path, Module(), samples(bad=None), plugins=[own])
-    file = tmp_path / "last.ckpt"
-    trainer.save_checkpoint(file)
     ours = HalfstepPrecision()
-    quiet_trainer(tmp_path, plugins=[ours], max_epochs=2).fit(
-        Module(), DataLoader(TensorDataset(samples(bad=None)), batch_size=4), ckpt_path=file
-    )
+    resume(tmp_path, own, ours)
     assert ours.scaler.get_scale() == 128.0
 
 
 def test_lightnings_own_plugin_loads_a_checkpoint(tmp_path: Path) -> None:
-    ours = HalfstepPrecision(scaler=halfstep.GradScaler(init_scale=128.0))
-    trainer = fit(tmp_path, Module(), samples(bad=None), plugins=[ours])
-    file = tmp_path / "last.ckpt"
-    trainer.save_checkpoint(file)
     own = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    quiet_trainer(tmp_path, plugins=[own], max_epochs=2).fit(
-        Module(), DataLoader(TensorDataset(samples(bad=None)), batch_size=4), ckpt_path=file
-    )
+    resume(tmp_path, HalfstepPrecision(scaler=halfstep.GradScaler(init_scale=128.0)), own)
     assert own.scaler.state_dict()["_growth_tracker"] == 2 * NUM_STEPS
     assert own.scaler.get_scale() == 128.0
 
@@ -476,10 +465,7 @@ def test_an_epoch_that_only_measures_batch_norm_takes_no_step(tmp_path: Path) ->
     averaging = lightning.pytorch.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
     fit(tmp_path, module, samples(None), plugins=[plugin], callbacks=[averaging], max_epochs=3)
     assert plugin.scaler.counts().taken == 3 * NUM_STEPS
-    for mine, average in zip(
-        module.parameters(), averaging._average_model.parameters(), strict=True
-    ):
-        assert torch.equal(mine, average)
+    assert_equal(module, averaging._average_model)
 
 
 @pytest.mark.parametrize(
@@ -511,14 +497,9 @@ class Logger(lightning.pytorch.loggers.logger.DummyLogger):
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_records_and_diagnoses(precision: Any, tmp_path: Path) -> None:
     record, diagnose, logger = RecordRun(tmp_path / "run"), Diagnose(), Logger()
+    options = {"callbacks": [record, diagnose], "logger": logger}
     with pytest.warns(DiagnosisWarning, match="step 3 went bad"):
-        fit(
-            tmp_path,
-            Module(),
-            plugins=[HalfstepPrecision(precision)],
-            callbacks=[record, diagnose],
-            logger=logger,
-        )
+        fit(tmp_path, Module(), plugins=[HalfstepPrecision(precision)], **options)
     run = read_run(tmp_path / "run")
     assert len(run.steps) == NUM_STEPS
     assert record.run is None

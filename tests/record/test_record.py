@@ -16,7 +16,7 @@ from tests import forked
 from tests.device import DEVICE
 from tests.record.training import Net, train
 from tests.scaler.containers import Facade, Parts
-from tests.training import assert_same
+from tests.training import assert_same, step_on
 from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.utils.checkpoint import checkpoint
@@ -342,8 +342,7 @@ def test_evaluation_and_recomputation_are_not_measured(tmp_path: Path) -> None:
             model(torch.full((9, 3), 1e4))
         x = torch.ones(2, 3)
         x = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=False)
-        model[1](x).sum().backward()
-        optimizer.step()
+        step_on(optimizer, model[1](x).sum())
     found = tensors(read_run(tmp_path))
     assert found["output", "0"].size == 6
     assert found["output", "0"].amax < 100
@@ -385,8 +384,7 @@ def test_steps_of_a_container(kind, is_scaled, wanted, tmp_path):
                 scaler.step(container, max_norm=math.inf)
                 scaler.update()
             else:
-                loss.backward()
-                container.step()
+                step_on(container, loss)
     steps = read_run(tmp_path).steps
     assert [(each.step, each.optimizer) for each in steps] == wanted
     assert all(each.norm is not None for each in steps) or not is_scaled
@@ -507,8 +505,7 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
         child = os.fork()
         if child == 0:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            model(torch.ones(1, 6)).sum().backward()
-            optimizer.step()
+            step_on(optimizer, model(torch.ones(1, 6)).sum())
             record.__exit__(None, None, None)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
@@ -723,8 +720,7 @@ def test_plain_autocast_of_pytorch_is_a_policy(tmp_path: Path) -> None:
     with halfstep.record(tmp_path):
         with torch.autocast(DEVICE, torch.bfloat16):
             loss = model(torch.randn(8, 6)).float().square().mean()
-        loss.backward()
-        optimizer.step()
+        step_on(optimizer, loss)
     (policy,) = read_run(tmp_path).policies
     assert (policy.device, policy.dtype, policy.text) == (DEVICE, "bfloat16", "torch")
 
@@ -772,8 +768,7 @@ def test_parts_that_are_called_while_a_model_is_built_are_no_models(tmp_path: Pa
         _other = AsksItsParts()  # such as the one that a trainer builds anew
         model = AsksItsParts()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.ones(2, 4)).mean().backward()
-        optimizer.step()
+        step_on(optimizer, model(torch.ones(2, 4)).mean())
     run = read_run(tmp_path)
     (event,) = run.models
     assert event.name == "AsksItsParts"
@@ -821,8 +816,7 @@ def test_without_a_scaler_an_iteration_has_one_step_of_each_optimizer(tmp_path: 
         current = []
         for optimizer in order:
             current.append(record.current_step)
-            of[optimizer](torch.ones(2, 4)).mean().backward()
-            optimizer.step()
+            step_on(optimizer, of[optimizer](torch.ones(2, 4)).mean())
             optimizer.zero_grad()
     run = read_run(tmp_path)
     numbers = [1, 1, 2, 2, 3, 3, 4, 5, 6, 6, 7, 8]
@@ -903,8 +897,7 @@ def test_products_are_counted_by_the_dtype_in_which_they_ran(
         for _ in range(3):  # two are sampled
             with halfstep.autocast(DEVICE, dtype, enabled=dtype is not None):
                 y = model(*[x] * num)
-            (y[0] if isinstance(y, tuple) else y).sum().backward()
-            optimizer.step()
+            step_on(optimizer, (y[0] if isinstance(y, tuple) else y).sum())
     assert products_seen(record) == {name: 2 * num for name, num in products.items()}
     assert [each.num for each in read_run(tmp_path).products] == [products] * (2 * bool(products))
 
@@ -949,8 +942,7 @@ def test_an_optimizer_that_is_made_anew_has_the_number_of_the_old_one(tmp_path: 
     with halfstep.record(tmp_path):
         for _ in range(3):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            model(torch.ones(2, 4)).mean().backward()
-            optimizer.step()
+            step_on(optimizer, model(torch.ones(2, 4)).mean())
             del optimizer
     assert [step.number for step in read_run(tmp_path).steps] == [1, 1, 1]
 
@@ -964,8 +956,7 @@ def record_rules(folder: Path, policy: str, model: nn.Module, steps: int = 1) ->
             optimizer.zero_grad()
             with context:
                 loss = torch.softmax(model(torch.ones(2, 4)), -1).float().square().sum()
-            loss.backward()
-            optimizer.step()
+            step_on(optimizer, loss)
     calls: Counter[str] = Counter()
     for each in read_run(folder).rules:
         calls.update(each.calls)
@@ -1032,8 +1023,7 @@ def test_counting_rules_changes_no_number(policy: str, tmp_path: Path) -> None:
                 x = torch.randn(16, 64)
                 with halfstep.autocast(DEVICE, torch.bfloat16, policy=text):
                     loss = (torch.exp(model(x)) * 2).log_softmax(-1).square().mean()
-                loss.backward()
-                optimizer.step()
+                step_on(optimizer, loss)
                 found.append(loss.item())
         return found
 
@@ -1052,8 +1042,7 @@ def test_rules_are_counted_once_while_a_trace_runs(is_outside: bool, tmp_path: P
             stack.enter_context(each)
         with context:
             loss = model(torch.ones(2, 4)).sum()
-        loss.backward()
-        optimizer.step()
+        step_on(optimizer, loss)
     assert [each.calls for each in read_run(tmp_path).rules] == [{"linear:fp32": 2}]
 
 

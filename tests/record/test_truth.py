@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests import forked
 from tests.device import DEVICE
+from tests.training import step_on
 from torch import Tensor, nn
 
 import halfstep
@@ -48,8 +49,7 @@ def test_a_healthy_loop(tmp_path: Path) -> None:
     loop = Loop()
 
     def step() -> None:
-        loop.loss().backward()
-        loop.optimizer.step()
+        step_on(loop.optimizer, loop.loss())
 
     severity, text, _ = recorded(tmp_path, step)
     assert (severity, text[:11]) == ("notice", "Nothing ran")
@@ -75,8 +75,7 @@ def test_an_optimizer_of_other_tensors(tmp_path: Path) -> None:
     other = torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=1e-2)
 
     def step() -> None:
-        loop.loss().backward()
-        other.step()
+        step_on(other, loop.loss())
 
     severity, text, summary = recorded(tmp_path, step)
     assert (severity, summary.steps.num) == ("bad", 60)
@@ -113,8 +112,7 @@ def test_a_second_optimizer_without_gradients_makes_no_steps(tmp_path: Path) -> 
     other = torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=1e-2)
 
     def step() -> None:
-        loop.loss().backward()
-        loop.optimizer.step()
+        step_on(loop.optimizer, loop.loss())
         other.step()
 
     severity, _, summary = recorded(tmp_path, step)
@@ -127,8 +125,7 @@ def test_a_loss_that_rises(maximize: bool, tmp_path: Path) -> None:
     loop.optimizer.param_groups[0]["maximize"] = maximize
 
     def step() -> None:
-        loop.loss().backward()
-        loop.optimizer.step()
+        step_on(loop.optimizer, loop.loss())
 
     severity, text, _ = recorded(tmp_path, step)
     assert (severity == "warning") is maximize
@@ -236,8 +233,7 @@ def test_a_loss_that_rises_in_a_few_steps(tmp_path: Path) -> None:
     loop.optimizer.param_groups[0].update(lr=0.3, maximize=True)
 
     def step() -> None:
-        loop.loss().backward()
-        loop.optimizer.step()
+        step_on(loop.optimizer, loop.loss())
 
     severity, text, _ = recorded(tmp_path, step, 5)
     assert (severity, text[:13]) == ("warning", "The loss rose")

@@ -235,18 +235,15 @@ def layers(
 # --- whole runs -----------------------------------------------------------------------------------
 
 
+def _run(folder: Path, *events: Event, rank: int = 0, **values: Any) -> Path:
+    """Write a run of a model in fp16."""
+    return write(folder, [header(rank=rank, **values), model_event(), policy(), *events], rank)
+
+
 def healthy(folder: Path, num_steps: int = 60) -> Path:
     """Write a run in fp16 in which nothing is skipped and nothing lost."""
-    return write(
-        folder,
-        [
-            header(),
-            model_event(),
-            policy(),
-            *_with_samples((step(n) for n in range(1, num_steps + 1)), 10),
-            end(num_steps / 2 + 1, num_steps),
-        ],
-    )
+    steps = _with_samples((step(n) for n in range(1, num_steps + 1)), 10)
+    return _run(folder, *steps, end(num_steps / 2 + 1, num_steps))
 
 
 def _with_samples(steps: Iterable[Event], every: int, **values: Any) -> Iterator[Event]:
@@ -282,9 +279,7 @@ def with_skips(folder: Path, num_steps: int = 100) -> Path:
         elif number % 10 == 0:
             rows = [*layers(LAYERS[:-1]), tensor("parameter_gradient", "head.weight", head)]
             events.append(sample(number, rows, scale))
-    return write(
-        folder, [header(), model_event(), policy(), *events, end(num_steps / 2, num_steps)]
-    )
+    return _run(folder, *events, end(num_steps / 2, num_steps))
 
 
 def underflowing(folder: Path, num_steps: int = 50) -> Path:
@@ -314,15 +309,13 @@ def flushing(folder: Path, scales: Iterable[float] = (1024.0,) * 5) -> Path:
         if scale > 1024.0:
             shift = round(math.log2(scale / 1024.0))
             head = counted({shift - 26: 120, shift - 22: 30, shift + 10: 850}, flushed=0)
-        rows = [
-            *layers(LAYERS[:-1], scale=scale),
-            tensor("parameter_gradient", "head.weight", head),
-        ]
+        row = tensor("parameter_gradient", "head.weight", head)
+        rows = [*layers(LAYERS[:-1], scale=scale), row]
         first = 10 * number - 9
         events += [step(n, scale=scale, scale_after=scale) for n in range(first, first + 10)]
         events.append(sample(10 * number, rows, scale))
     last = 10 * number
-    return write(folder, [header(), model_event(), policy(), *events, end(last / 2, last)])
+    return _run(folder, *events, end(last / 2, last))
 
 
 def losing_updates(folder: Path, lost: float = 0.97, dtype: str = "bfloat16") -> Path:
@@ -355,16 +348,7 @@ def failed(folder: Path) -> Path:
     """Write a run whose loss is NaN from step 7 on and that an error ends at step 9."""
     steps = [step(n) for n in range(1, 7)]
     steps += [skip(n, reason="loss", loss=math.nan) for n in range(7, 10)]
-    return write(
-        folder,
-        [
-            header(),
-            model_event(),
-            policy(),
-            *_with_samples(steps, 5),
-            end(5.0, 9, "ValueError: the loss is NaN"),
-        ],
-    )
+    return _run(folder, *_with_samples(steps, 5), end(5.0, 9, "ValueError: the loss is NaN"))
 
 
 def diagnosed(folder: Path) -> Path:
@@ -372,24 +356,13 @@ def diagnosed(folder: Path) -> Path:
     bad = (41, 42, 80)
     steps = (skip(n, reason="loss") if n in bad else step(n) for n in range(1, 101))
     log = bad_op(op="log", name="log", module="head")
-    return write(
-        folder,
-        [
-            header(),
-            model_event(),
-            policy(),
-            *_with_samples(steps, 25),
-            diagnosis(41),
-            diagnosis(42),
-            diagnosis(80, verdict="maths", bad=log, cure=None),
-            end(50.0, 100),
-        ],
-    )
+    last = diagnosis(80, verdict="maths", bad=log, cure=None), end(50.0, 100)
+    return _run(folder, *_with_samples(steps, 25), diagnosis(41), diagnosis(42), *last)
 
 
 def killed(folder: Path) -> Path:
     """Write a run without an end whose last line is cut."""
-    write(folder, [header(), model_event(), policy(), *(step(n) for n in range(1, 6))])
+    _run(folder, *(step(n) for n in range(1, 6)))
     with file_of(folder, 0).open("a") as file:
         file.write('{"event":"step","st')
     return folder
@@ -398,16 +371,9 @@ def killed(folder: Path) -> Path:
 def bf16(folder: Path, num_steps: int = 60) -> Path:
     """Write a run in bf16, without a scaler, in which all is well."""
     steps = (step(n, scale=None, scale_after=None) for n in range(1, num_steps + 1))
-    return write(
-        folder,
-        [
-            header(),
-            model_event(),
-            policy("bfloat16"),
-            *_with_samples(steps, 10, precision="bf16", scale=1.0),
-            end(num_steps / 2, num_steps),
-        ],
-    )
+    events = [header(), model_event(), policy("bfloat16")]
+    events += _with_samples(steps, 10, precision="bf16", scale=1.0)
+    return write(folder, [*events, end(num_steps / 2, num_steps)])
 
 
 def several_ranks(folder: Path, world_size: int = 3) -> Path:
@@ -416,17 +382,8 @@ def several_ranks(folder: Path, world_size: int = 3) -> Path:
         steps = [step(n) for n in range(1, 31)]
         if rank and rank == world_size - 1:
             steps[19] = skip(20)
-        write(
-            folder,
-            [
-                header(rank=rank, world_size=world_size),
-                model_event(),
-                policy(),
-                *_with_samples(steps, 10),
-                end(15.0, 30),
-            ],
-            rank,
-        )
+        samples = _with_samples(steps, 10)
+        _run(folder, *samples, end(15.0, 30), rank=rank, world_size=world_size)
     return folder
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.scaler.containers import Facade, Parts
-from tests.training import mlp
+from tests.training import mlp, step_on
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
@@ -313,8 +313,7 @@ def test_a_first_optimizer_brings_the_lower_precision_back() -> None:
         model.head.register_forward_hook(lambda _, args, y: dtypes.append(y.dtype))
         sgd_by_hand(model, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.ones(2, 8)).mean().backward()
-        optimizer.step()
+        step_on(optimizer, model(torch.ones(2, 8)).mean())
 
     under_amp(script)
     assert dtypes == [torch.float16, torch.float32, torch.float16]
@@ -327,8 +326,7 @@ def test_a_model_beside_one_with_an_optimizer_is_not_scaled() -> None:
         optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
         for _ in range(2):
             optimizer.zero_grad()
-            first(torch.ones(2, 8)).square().mean().backward()
-            optimizer.step()
+            step_on(optimizer, first(torch.ones(2, 8)).square().mean())
             sgd_by_hand(second, 1)
     assert all(param.isfinite().all() for param in second.parameters())
     assert any("no optimizer has the parameters of a backward pass" in each for each in said)
@@ -429,8 +427,7 @@ def test_an_overflow_of_one_optimizer_does_not_skip_the_other() -> None:
 
     with mixed_precision(torch.float16, quiet) as scaler:
         opt_a, opt_b = optimizers()
-        (loss_of_both(a, b) / 4).backward()
-        opt_a.step()
+        step_on(opt_a, loss_of_both(a, b) / 4)
         assert scaler.get_scale() == 2.0**16  # b belongs to the same iteration
         opt_b.step()
         assert scaler.get_scale() == 2.0**15
@@ -543,8 +540,7 @@ def test_what_a_generators_loss_leaves_in_its_discriminator_does_not_count(
         opt_g.step()
         assert scaler.outcome(opt_g).taken
         opt_d.zero_grad(set_to_none=set_to_none)
-        (d(g(x).detach()).sum() * 2**-10).backward()
-        opt_d.step()
+        step_on(opt_d, d(g(x).detach()).sum() * 2**-10)
         assert scaler.outcome(opt_d).taken
         assert scaler.get_scale() == 2.0**16
 
@@ -557,8 +553,7 @@ def test_an_optimizer_that_accumulates_while_another_steps() -> None:
         start = a.weight.detach().clone()
         for _ in range(4):
             (a(torch.ones(1, 2)).sum() / 4).backward()
-            (b(torch.ones(1, 2)).sum() / 4).backward()
-            opt_b.step()
+            step_on(opt_b, b(torch.ones(1, 2)).sum() / 4)
             opt_b.zero_grad()
         opt_a.step()
         return start - a.weight
@@ -578,8 +573,7 @@ def test_a_skipped_step_changes_nothing() -> None:
         schedule = LambdaLR(optimizer, lambda i: 1 / (1 + i))
         for _ in range(3):
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            step_on(optimizer, F.cross_entropy(model(x), y))
             schedule.step()
             rates.append(schedule.get_last_lr()[0])
             weights.append(model.head.weight.detach().clone())
@@ -602,8 +596,7 @@ def test_a_first_step_that_is_skipped_needs_no_warning(fused: bool) -> None:
         rates = []
         for _ in range(3):
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            step_on(optimizer, F.cross_entropy(model(x), y))
             schedule.step()
             rates += schedule.get_last_lr()
         return rates
@@ -622,8 +615,7 @@ def test_a_schedule_of_epochs_is_not_lost_with_the_last_step() -> None:
         for _ in range(3):
             for _ in range(3):
                 optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
+                step_on(optimizer, F.cross_entropy(model(x), y))
             schedule.step()
             rates += schedule.get_last_lr()
         return rates
@@ -655,8 +647,7 @@ def test_other_schedulers_wait_too() -> None:
         counts = []
         for _ in range(2):
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            step_on(optimizer, F.cross_entropy(model(x), y))
             for schedule in (own, late, sequence):
                 schedule.step()
             plateau.step(1.0)
@@ -676,8 +667,7 @@ def test_what_overflowed_is_skipped_though_more_was_added() -> None:
         clamp(model.parameters())
         for param in model.parameters():
             param.grad.nan_to_num_()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        step_on(optimizer, F.cross_entropy(model(x), y))
 
     under_amp(script)
     assert same(model, seeded(Net))

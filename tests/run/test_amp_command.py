@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.training import assert_same
+from tests.training import assert_same, step_on
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -55,8 +55,7 @@ def adamw_loop(model: nn.Module, steps: int = 3, schedule: bool = False) -> None
     scheduler = LambdaLR(optimizer, lambda i: 1.0) if schedule else None
     for _ in range(steps):
         optimizer.zero_grad()
-        F.mse_loss(model(torch.ones(2, 4)), torch.zeros(2, 4)).backward()
-        optimizer.step()
+        step_on(optimizer, F.mse_loss(model(torch.ones(2, 4)), torch.zeros(2, 4)))
         if scheduler:
             scheduler.step()
 
@@ -449,8 +448,7 @@ def test_a_script_with_nothing_to_wrap(dtype: torch.dtype) -> None:
         optimizer = torch.optim.SGD([weight], lr=1.0)
         for _ in range(3):
             optimizer.zero_grad()
-            weight.square().sum().backward()
-            optimizer.step()
+            step_on(optimizer, weight.square().sum())
         nn.ReLU()(weight)
 
     (message,) = said_by(script, dtype)
@@ -523,8 +521,7 @@ def test_a_script_with_a_guard(dtype: Any) -> None:
         guarded = halfstep.guard(optimizer, on_skips=lambda report: None)
         for value in (1.0, float("nan"), 1.0):
             optimizer.zero_grad()
-            model(torch.full((2, 4), value)).square().mean().backward()
-            optimizer.step()
+            step_on(optimizer, model(torch.full((2, 4), value)).square().mean())
         assert guarded.counts()[:2] == (2, 1)
 
     (message,) = said_by(script, dtype)
@@ -597,8 +594,7 @@ def test_an_autocast_inside_the_model_is_told(own: str, tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
-            model(torch.ones(2, 4)).mean().backward()
-            optimizer.step()
+            step_on(optimizer, model(torch.ones(2, 4)).mean())
 
     with replaced(preset("standard")), halfstep.record(tmp_path):
         said = said_by(script)
@@ -651,8 +647,7 @@ def test_parameters_that_the_script_keeps_in_float16() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         y = model(x)
         assert y.dtype is FP16
-        y.mean().backward()
-        optimizer.step()
+        step_on(optimizer, y.mean())
 
     (message,) = said_by(script)
     assert "keeps parameters of Seen in float16 itself; it runs unchanged" in message
@@ -695,8 +690,7 @@ def test_an_optimizer_goes_on_after_the_block() -> None:
         optimizer = torch.optim.Adagrad(model.parameters())
         schedule = LambdaLR(optimizer, lambda i: 0.5**i)
         optimizers.append((optimizer, schedule))
-        model(torch.ones(2, 4)).mean().backward()
-        optimizer.step()
+        step_on(optimizer, model(torch.ones(2, 4)).mean())
 
     said_by(script)
     optimizer, schedule = optimizers[0]
@@ -717,8 +711,7 @@ def test_an_optimizer_that_was_made_before() -> None:
     before = model.linear.weight.detach().clone()
 
     def script() -> None:
-        model(torch.ones(2, 4)).mean().backward()
-        optimizer.step()
+        step_on(optimizer, model(torch.ones(2, 4)).mean())
 
     said_by(script)
     assert torch.equal(model.linear.weight, before)
@@ -797,8 +790,7 @@ def test_one_bad_step_is_diagnosed_once_and_its_replays_are_not_the_scripts() ->
             out = model(torch.ones(2, 4))
             if step == 3:
                 out = (out * 1e6).half()
-            F.cross_entropy(out, torch.tensor([0, 1])).backward()
-            optimizer.step()
+            step_on(optimizer, F.cross_entropy(out, torch.tensor([0, 1])))
 
     found: list[int] = []
     with Watch(tell=lambda diagnosis, step: found.append(step)) as watch:

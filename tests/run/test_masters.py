@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import batches, loss_of, train_plainly
+from tests.training import batches, loss_of, step_on, train_plainly
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
@@ -150,11 +150,9 @@ def two_optimizers(prepare: Prepare) -> dict[str, Tensor]:
     for x in data(4):
         second.zero_grad()
         fake = generator(x)
-        (discriminator(fake.detach()) - discriminator(x)).float().sigmoid().mean().backward()
-        second.step()
+        step_on(second, (discriminator(fake.detach()) - discriminator(x)).float().sigmoid().mean())
         first.zero_grad()
-        (-discriminator(fake)).float().sigmoid().mean().backward()
-        first.step()
+        step_on(first, (-discriminator(fake)).float().sigmoid().mean())
     return state_of(nn.ModuleList([generator, discriminator]), first, second)
 
 
@@ -484,8 +482,7 @@ def poisoned(
         optimizer.zero_grad()
         loss = model(x).square().mean()
         if number < early:
-            loss.backward()
-            optimizer.step()
+            step_on(optimizer, loss)
             continue
         scaler = scaler or make_scaler(model)
         scaler.scale(loss).backward()
@@ -537,8 +534,7 @@ def test_without_a_scaler_a_guard_restores_buffers_from_the_first_batch_on() -> 
         prepare(optimizer)
         for value in (math.nan, 1.0, math.nan):
             optimizer.zero_grad()
-            model(torch.full((8, 4), value)).mean().backward()
-            optimizer.step()
+            step_on(optimizer, model(torch.full((8, 4), value)).mean())
         torch.jit.script(model)  # it cannot compile the hook of a module
         return dict(model.state_dict())
 
@@ -605,8 +601,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 for epoch in range(2):
     for x in DataLoader(torch.randn(8, 16).to(torch.bfloat16), batch_size=4, num_workers=1):
         optimizer.zero_grad()
-        model(x).float().square().mean().backward()
-        optimizer.step()
+        step_on(optimizer, model(x).float().square().mean())
 """
 
 

@@ -62,6 +62,14 @@ def backward(model: nn.Sequential, scaler: GradScaler, step: int = 0, is_bad: bo
         model[2].weight.grad[0, 0] = math.inf
 
 
+def step_of(
+    model: nn.Sequential, scaler: GradScaler, optimizer: Any, step: int = 0, is_bad: bool = False
+) -> None:
+    backward(model, scaler, step, is_bad)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def values_of(model: nn.Module, optimizers: Any) -> list[Tensor]:
     """Return copies of all parameters, and of all tensors that the optimizers keep."""
     kept = [value for each in optimizers for of in each.state.values() for value in of.values()]
@@ -284,9 +292,7 @@ def test_a_container_that_says_it_divides_by_itself(fused: bool) -> None:
 
     model, container, scaler = contained(Derived, fused)
     for step in range(6):
-        backward(model, scaler, step, step in BAD_STEPS)
-        scaler.step(container)
-        scaler.update()
+        step_of(model, scaler, container, step, step in BAD_STEPS)
     assert_same(values_of(model, container.optimizers), by_hand(fused))
 
 
@@ -350,9 +356,7 @@ def test_a_container_without_a_closure_raises_and_changes_nothing() -> None:
 def test_the_outcome_is_that_of_all_whoever_asks(kind: Any) -> None:
     model, container, scaler = contained(kind, module=None)
     for step, is_bad in enumerate((True, False, True)):
-        backward(model, scaler, step, is_bad)
-        scaler.step(container)
-        scaler.update()
+        step_of(model, scaler, container, step, is_bad)
         of_all = scaler.outcome(container)
         assert of_all.taken is not is_bad
         for optimizer in container.each():
@@ -366,16 +370,10 @@ def test_the_outcome_is_that_of_all_whoever_asks(kind: Any) -> None:
 def test_the_newest_outcome_counts() -> None:
     model, container, scaler = contained(Parts)
     first, second = container.optimizers
-    backward(model, scaler)
-    scaler.step(first)
-    scaler.update()
-    backward(model, scaler, is_bad=True)
-    scaler.step(container)
-    scaler.update()
+    step_of(model, scaler, first)
+    step_of(model, scaler, container, is_bad=True)
     assert scaler.outcome(first).skipped
-    backward(model, scaler)
-    scaler.step(first)
-    scaler.update()
+    step_of(model, scaler, first)
     assert scaler.outcome(first).taken
     assert scaler.outcome(second).skipped
 
@@ -399,9 +397,7 @@ def test_an_attribute_of_the_same_name_that_holds_settings() -> None:
     model = mlp(4, 4, 1)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler(init_scale=8.0)
     optimizer.optimizers = [{"name": "sgd", "params": list(model.parameters()), "lr": 0.1}]
-    backward(model, scaler)
-    scaler.step(optimizer)
-    scaler.update()
+    step_of(model, scaler, optimizer)
     assert scaler.outcome(optimizer).taken
 
 
@@ -420,9 +416,7 @@ def test_schedules_of_what_it_holds_wait_with_it(kind: Any) -> None:
     model, container, scaler = contained(kind)
     schedules = [ExponentialLR(each, 0.5) for each in container.each()]
     for step in range(6):
-        backward(model, scaler, step, step in BAD_STEPS)
-        scaler.step(container)
-        scaler.update()
+        step_of(model, scaler, container, step, step in BAD_STEPS)
         moved = [scaler.step_scheduler(each) for each in schedules]
         assert moved == [step not in BAD_STEPS] * 2
         assert scaler.after_step(container, lambda: None) is (step not in BAD_STEPS)
@@ -509,9 +503,8 @@ def test_something_without_groups_in_a_container_without_groups(call: str) -> No
     model, container, scaler = contained(Bare)
     container.optimizers.append(Unknown())
     backward(model, scaler)
-    with pytest.raises(
-        TypeError, match=rf"{call}\(Bare\): it holds a Unknown, which has no param_"
-    ):
+    message = rf"{call}\(Bare\): it holds a Unknown, which has no param_"
+    with pytest.raises(TypeError, match=message):
         getattr(scaler, call)(container)
     with pytest.raises(TypeError, match=r"clip_grad_norm_\(Bare\): it holds a Unknown"):
         scaler.clip_grad_norm_(container, 1.0)

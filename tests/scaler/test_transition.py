@@ -41,13 +41,6 @@ def run_until_taken(
 # --- as torch.amp ---------------------------------------------------------------------------------
 
 
-def test_four_four_eight_two() -> None:
-    state = ScaleState.first(4.0, Dynamic(2.0, 0.25, growth_interval=2))
-    scales, state = iterate(state, [0, 0, 1, 0])
-    assert scales == [4.0, 4.0, 8.0, 2.0]
-    assert state.growth_tracker == 1
-
-
 # Runs of overflows, and steps after each.
 overflow_runs = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=2, max_size=5)
 
@@ -73,11 +66,6 @@ def test_overflows_in_a_row_are_as_in_torch(
             assert (state.scale, state.growth_tracker) == tuple(x.item() for x in theirs)
 
 
-def test_growth_stops_at_the_largest_float32() -> None:
-    state = ScaleState.first(2.0**127, Dynamic(growth_interval=1))
-    assert next_state(state, found_inf=False).scale == 2.0**127
-
-
 def test_a_count_past_a_lowered_interval_grows_at_once() -> None:
     state = ScaleState.first(4.0, Dynamic(growth_interval=100))
     _, state = iterate(state, [0] * 10)
@@ -101,22 +89,6 @@ def test_min_scale() -> None:
     scales, state = iterate(state, [1] * 6)
     assert scales == [1024.0, 512.0, 256.0, 128.0, 128.0, 128.0]
     assert iterate(state, [0, 0])[0] == [128.0, 128.0]
-
-
-def test_after_a_skip_at_the_floor_the_scale_is_where_the_run_began() -> None:
-    state = ScaleState.first(4.0, Dynamic())
-    scales, state = iterate(state, [1] * 7)
-    assert scales == [4.0, 2.0, 1.0, 4.0, 2.0, 1.0, 4.0]
-    assert state.reached_floor
-    scales, state = iterate(state, [0, 0])
-    assert scales == [2.0, 4.0]
-    assert (state.scale, state.reached_floor) == (4.0, False)
-
-
-def test_a_scale_that_starts_at_the_floor_stays() -> None:
-    scales, state = iterate(ScaleState.first(0.5, Dynamic()), [1] * 20)
-    assert set(scales) == {0.5}
-    assert state.reached_floor
 
 
 @pytest.mark.parametrize("schedule", [Static(), Dynamic(1.0, 1.0, 1), Dynamic(backoff_factor=1.0)])
@@ -152,19 +124,6 @@ def test_after_any_number_of_bad_steps_the_scale_is_close(num_bad: int) -> None:
     assert len(scales) <= 2
     # As far down as torch.amp, or where it began.
     assert state.scale == (65536.0 / 2**num_bad if num_bad <= 16 else 65536.0)
-
-
-def test_an_overflow_that_needs_twenty_halvings() -> None:
-    state = ScaleState.first(2.0**32, Dynamic())
-    scales, state = run_until_taken(state, lambda scale: scale > 2.0**12)
-    assert (state.scale, len(scales)) == (2.0**12, 21)
-
-
-def test_an_overflow_after_the_floor_was_tried_is_cured() -> None:
-    _, state = iterate(ScaleState.first(2.0**16, Dynamic()), [1] * 20)
-    scales, state = run_until_taken(state, lambda scale: scale > 2.0**10)
-    assert scales == [2.0**13, 2.0**12, 2.0**11, 2.0**10, 2.0**16, 2.0**10]
-    assert state.scale == 2.0**10
 
 
 @pytest.mark.parametrize("refill", ["growth", "step"])
@@ -240,23 +199,6 @@ def test_a_loss_that_depends_on_the_scale_trains_as_in_torch(interval: int, larg
     assert steps_taken(state, is_finite) >= torch_steps_taken(interval, is_finite) - 1
 
 
-def test_a_trial_costs_one_step_for_each_backoff() -> None:
-    """The largest usable scale falls from 2^14 to 2^4."""
-
-    def is_finite(i: int, scale: float) -> bool:
-        return scale <= 2.0 ** (14 - i / 30)
-
-    taken = steps_taken(ScaleState.first(65536.0, Dynamic()), is_finite)
-    assert taken >= torch_steps_taken(2000, is_finite) - 10
-
-
-def test_a_failed_trial_is_not_repeated() -> None:
-    scales, state = run_losses(ScaleState.first(64.0, Dynamic()), ".LL.L" + "." * 50)
-    assert scales[:6] == [64, 64, 32, 16, 64, 16]
-    assert set(scales[5:]) == {16.0}
-    assert state.growth_tracker == 50
-
-
 def test_the_earlier_scale_is_tried_again_after_the_next_loss_of_this_kind() -> None:
     """A NaN batch that happened to fall into the trial costs the scale only until the next."""
     scales, _ = run_losses(ScaleState.first(64.0, Dynamic()), ".L.L...LL...")
@@ -305,12 +247,6 @@ def test_without_trials_the_scale_is_that_of_pytorch(seed: int) -> None:
         torch._amp_update_scale_(scale, tracker, torch.tensor(float(found_inf)), 2.0, 0.5, 4)
         state = next_state(state, found_inf=found_inf, loss_is_finite=kind != 0)
         assert (state.scale, state.growth_tracker) == (scale.item(), tracker.item())
-
-
-def test_every_tenth_loss_is_nan() -> None:
-    scales, state = run_losses(ScaleState.first(65536.0, Dynamic()), "........L." * 300)
-    assert set(scales) == {65536.0, 32768.0}
-    assert (state.num_taken, scales.count(32768.0)) == (2700, 300)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
