@@ -445,7 +445,7 @@ def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
             warnings.showwarning = show
 
 
-# --- the last lines ---------------------------------------------------------------------------
+# --- the last lines -------------------------------------------------------------------------------
 
 HARMFUL = 0.05
 """The share of lost updates from which on it is said."""
