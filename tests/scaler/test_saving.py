@@ -88,7 +88,7 @@ def test_a_scale_written_in_place_in_a_run_can_be_saved(kinds: str, written: flo
     scale.tensor.fill_(written)
     saved = scale.read()
     assert (saved.scale, saved.resume_scale) == (written, 0.0)
-    assert ScaleState.from_dict(saved.to_dict()) == saved
+    assert ScaleState.from_dict(saved.to_dict(), saved) == saved
 
 
 def test_loading_is_in_place_on_the_device() -> None:

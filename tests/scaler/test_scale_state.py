@@ -200,7 +200,7 @@ def test_torch_amp_gets_factors_and_an_interval_from_every_schedule() -> None:
 
 @given(states())
 def test_every_field_survives_a_round_trip(state: ScaleState) -> None:
-    assert ScaleState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+    assert ScaleState.from_dict(json.loads(json.dumps(state.to_dict())), FIRST) == state
 
 
 def test_every_field_is_saved() -> None:
@@ -228,7 +228,7 @@ def test_every_field_is_saved() -> None:
         run = {"run_scale": 8.0} | ({"scale": 8.0} if name == "resume_scale" else {})
         state = dataclasses.replace(start, **(run | {name: value}))
         assert state.to_dict() != start.to_dict(), name
-        assert getattr(ScaleState.from_dict(state.to_dict()), name) == value
+        assert getattr(ScaleState.from_dict(state.to_dict(), FIRST), name) == value
 
 
 def test_the_dict_has_the_keys_of_torch_and_one_more() -> None:
@@ -252,7 +252,7 @@ def test_a_state_of_torch_loads(scale: float, min_scale: float) -> None:
     theirs = torch.amp.GradScaler(DEVICE, scale, 3.0, 0.25, 7)
     theirs.scale(torch.ones(()))
     theirs._growth_tracker.fill_(5)
-    state = ScaleState.from_dict(theirs.state_dict())
+    state = ScaleState.from_dict(theirs.state_dict(), FIRST)
     assert state == dataclasses.replace(
         ScaleState.first(scale, Dynamic(3.0, 0.25, 7)), growth_tracker=5
     )
@@ -283,7 +283,7 @@ def test_torch_loads_a_state_of_ours() -> None:
 )
 def test_a_bad_dict_is_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ScaleState.from_dict(FIRST.to_dict() | change)
+        ScaleState.from_dict(FIRST.to_dict() | change, FIRST)
 
 
 @pytest.mark.parametrize(
@@ -304,14 +304,14 @@ def test_bad_values_of_ours_are_refused(change: dict[str, object], words: str) -
     saved = opened(FIRST.to_dict())
     saved["halfstep"] |= change
     with pytest.raises(ValueError, match=words):
-        ScaleState.from_dict(closed(saved))
+        ScaleState.from_dict(closed(saved), FIRST)
 
 
 def test_a_missing_key_is_named() -> None:
     saved = FIRST.to_dict()
     del saved["_growth_tracker"]
     with pytest.raises(ValueError, match=r"has no '_growth_tracker' .its keys are .*state_dict"):
-        ScaleState.from_dict(saved)
+        ScaleState.from_dict(saved, FIRST)
 
 
 # --- why a step is skipped ------------------------------------------------------------------------

@@ -338,4 +338,4 @@ def test_the_scale_stays_usable(
             assert state.scale <= max(before.scale, before.run_scale)
         else:
             assert state.scale >= before.scale
-        assert ScaleState.from_dict(state.to_dict()) == state
+        assert ScaleState.from_dict(state.to_dict(), state) == state

@@ -95,13 +95,12 @@ class DeviceScale(LossScale):
 
     def _after(self, update: PendingUpdate) -> tuple[ScaleState, ScaleState, Number]:
         """Return the states before and after an update under way, and its number. Sync: one."""
-        before = state = self.state
-        number = self._number
+        found = self.state, self.state, self._number
         for each in self._under_way:
-            before, state, number = followed(state, number, each)
+            found = followed(found[1], found[2], each)
             if each is update:
                 break
-        return before, state, number
+        return found
 
     def follow_device(self, most_left: int = 0) -> None:
         """Let the state follow the updates that are under way, but for the newest ones."""
@@ -171,6 +170,8 @@ class DeviceScale(LossScale):
         else:
             kernel.move_(self.tensor, self.growth_tracker, values["found_inf"])
         self._versions = self._versions_now()
+        for update in self._under_way:
+            update.look()
         self.follow_device(most_left=LAG)
         self.forget_losses()
 

@@ -172,12 +172,12 @@ class Iteration:
         """Return the step of the last call for an optimizer, None if nothing has been done."""
         return self.steps.get(id(optimizer))
 
-    def keep(
-        self, step: Step, stage: Stage, left_scaled_by: tuple[Scalar, Scalar] | None = None
-    ) -> None:
+    def keep(self, step: Step, stage: Stage) -> None:
         """Record the checks and the stage of a call; without a check there is nothing to record."""
+        skip, multiplier = step.skip, step.multiplier
         if step.own is not None:
-            self.ledger.mark(step.gradients, step.own, left_scaled_by)
+            left = None if skip is None or multiplier is None else (skip, multiplier)
+            self.ledger.mark(step.gradients, step.own, left_scaled_by=left)
         if step.checks and step.optimizer is not None:
             self.steps[id(step.optimizer)] = Step(
                 step.optimizer,

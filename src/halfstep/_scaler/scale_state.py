@@ -204,12 +204,11 @@ class ScaleState:
         return theirs | {OURS: json.dumps(ours, sort_keys=True)}
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any], first: ScaleState | None = None) -> ScaleState:
+    def from_dict(cls, saved: Mapping[str, Any], first: ScaleState) -> ScaleState:
         """Return the state that :meth:`to_dict` or torch.amp's ``state_dict()`` saved.
 
         torch.amp saves only the scale, its factors and its interval. ``first`` supplies the rest:
-        limits, kind and other numbers of the schedule; ``Static()`` stays. Without it they are
-        those of :meth:`first` with ``Dynamic``.
+        limits, kind and other numbers of the schedule; ``Static()`` stays.
 
         Raises:
             ValueError: A key is missing, a value is invalid, or a newer halfstep wrote it.
@@ -244,14 +243,12 @@ class ScaleState:
 
     @classmethod
     def _from_parts(
-        cls, theirs: dict[str, Any], ours: dict[str, Any], first: ScaleState | None
+        cls, theirs: dict[str, Any], ours: dict[str, Any], first: ScaleState
     ) -> ScaleState:
         factors = {key: theirs.pop(key) for key in TORCH_SCHEDULE_KEYS}
         tracker = theirs.pop(TORCH_TRACKER)
         if not ours:
             alone = cls.first(theirs["scale"], Dynamic(**factors))
-            if first is None:
-                return replace(alone, growth_tracker=tracker)
             if isinstance(first.schedule, Dynamic):
                 first = replace(first, schedule=replace(first.schedule, **factors))
             return replace(first.with_scale(alone.scale), growth_tracker=tracker)

@@ -66,7 +66,7 @@ def take(
     # Looked up on the instance: accelerate replaces `step` there to detect whether it was called.
     make_step = partial(optimizer.step, *args, **kwargs)
     try:
-        if not is_fused and torch.float16 in step.gradients.dtypes:
+        if not is_fused:
             refuse_half(engine, step)
         if max_norm is not None or (step.is_first and step.multiplier is not None):
             step = measure(step)
@@ -97,8 +97,12 @@ def finish(
     optimizer: Any = step.optimizer
     try:
         if is_fused:
-            coefficient = clip_coefficient_of(step, max_norm)
-            step = _agreed(step.decide())
+            coefficient, step = clip_coefficient_of(step, max_norm), step.decide()
+            if step.loss_scale.is_here and step.ranks is not ALONE:
+                step, _ = read(step)
+            else:
+                for agreement in step.agreements():
+                    agreement.verify()
             result = _step_fused(make_step, step, coefficient)
         else:
             step = _ready(step.decide(), max_norm)
@@ -447,15 +451,6 @@ def _ready(step: Step, max_norm: float | None) -> Step:
     return step
 
 
-def _agreed(step: Step) -> Step:
-    """Make sure that the ranks can make a fused step; on the CPU the host reads the decision."""
-    if step.loss_scale.is_here and step.ranks is not ALONE:
-        return read(step)[0]
-    for agreement in step.agreements():
-        agreement.verify()
-    return step
-
-
 def _step_fused(make_step: Callable[[], Any], step: Step, coefficient: Scalar | None) -> Any:
     """Step with an optimizer that divides and skips by itself."""
     scale, own, device = None, step.own, step.loss_scale.device
@@ -479,18 +474,15 @@ def remember(
     engine: Engine, optimizer: torch.optim.Optimizer, step: Step, plan: Plan, *, is_fused: bool
 ) -> None:
     """Record a decided step and its outcome. Sync: none."""
-    left_scaled_by, skip = None, step.skip
-    assert skip is not None
-    if step.own is not None and step.multiplier is not None:
-        left_scaled_by = skip, step.multiplier
+    assert step.skip is not None
     if step.ranks is not ALONE:
         step.loss_scale.forget_later_losses()
     engine.journal.add(plan, engine.outcome_of(step, is_fused=is_fused))
-    engine.iteration.keep(step, Stage.STEPPED, left_scaled_by)
+    engine.iteration.keep(step, Stage.STEPPED)
     if step.look is not None:
         engine.iteration.looks.append(step.look)
     if engine.buffers.watched:
-        engine.buffers.restore(skip)
+        engine.buffers.restore(step.skip)
     if not plan.early_clipping.is_over:
         scale, measured = step.loss_scale, None
         if len(step.checks) == 1 and step.checks[0].first is not None:

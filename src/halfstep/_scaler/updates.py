@@ -114,6 +114,11 @@ class PendingUpdate:
         self._found: tuple[float, dict[str, bool]]
         self._states: tuple[ScaleState, ScaleState] | None = None
 
+    def look(self) -> None:
+        """Take what the iteration has found, if it has arrived. Sync: none."""
+        if self._transfer is not None and self._transfer.has_arrived():
+            self.found()
+
     def found(self) -> tuple[float, dict[str, bool]]:
         """Return the scale of the losses, and what :func:`next_state` takes.
 
