@@ -256,8 +256,11 @@ class TorchAttributes:
             return {}
         scale = engine.scale_of_iteration("step", optimizer)
         number = scale.number()  # picks up what existing code has written
-        one, none = torch.ones_like(scale.tensor), torch.zeros_like(scale.tensor)
-        found = flags_of(self._unscale_grads_(optimizer, one, none, True))
+        if "_unscale_grads_" in self._overridden():
+            one, none = torch.ones_like(scale.tensor), torch.zeros_like(scale.tensor)
+            found = flags_of(self._unscale_grads_(optimizer, one, none, True))
+        else:
+            found = gradients.check()
         if scale.can_amplify and self._per_optimizer_states[id(optimizer)]["stage"] is READY:
             for flag in overflows_when_divided(gradients, number):
                 found[flag.device].clamp_(min=flag)
