@@ -94,10 +94,7 @@ def diagnosis_of(
     usual_loss: float | None = None,
     seconds: float = SECONDS,
 ) -> Diagnosis:
-    """Replay a step until the cause and the cure are known.
-
-    If ``is_kept``, the step repeats kept calls.
-    """
+    """Replay a step, which repeats kept calls if ``is_kept``, until cause and cure are known."""
     replayer = Replayer(step, model, is_kept=is_kept)
     replayer.usual_loss, replayer.limit = usual_loss, seconds
     with observe_ops(replayer.observe):

@@ -56,8 +56,6 @@ _GAP_OF_COMPILED = (
     "a function that is compiled computed a tensor in it, which cannot be called again; "
     'torch.compiler.set_stance("force_eager") before the loop runs it as it is written'
 )
-
-
 _SIMPLE = {
     *(str, int, float, bool, complex, type(None), slice, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),

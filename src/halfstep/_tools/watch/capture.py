@@ -65,8 +65,6 @@ _DRAWS = {
     *("native_dropout", "dropout_", "_standard_gamma", "_sample_dirichlet"),
 }
 """Functions that draw random numbers."""
-
-
 Kind = Literal["left out", "reads", "writes", "draws", "other"]
 
 

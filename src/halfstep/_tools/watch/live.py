@@ -51,19 +51,12 @@ class LiveSearch:
 
     def begin(self) -> None:
         while self._waiting:
-            model = self._waiting.pop()
-            if model is not None and is_compiled_together(model):
-                self._notes.append(
-                    "steps were not traced live, since compiled code communicates with other ranks"
-                )
-                continue
-            trace = LiveTrace(model)
-            if trace.begin():
+            trace = LiveTrace(self._waiting.pop())
+            why_not = trace.begin()
+            if why_not is None:
                 self._trace = trace
             else:
-                self._notes.append(
-                    "steps were not traced live, since another dispatch mode is active"
-                )
+                self._notes.append(f"steps were not traced live, since {why_not}")
 
     def pause(self, *, is_paused: bool) -> None:
         """Pause the trace, as during the step of an optimizer, or resume it."""
@@ -103,10 +96,12 @@ class LiveTrace:
         undo = _NoUndoLog()
         self.mode = ObserverMode(FoundModules(model, undo), undo, self._tracker)
 
-    def begin(self) -> bool:
-        """Begin the trace; return False if another dispatch mode is active."""
+    def begin(self) -> str | None:
+        """Begin the trace, or return why that is impossible."""
+        if self.model is not None and is_compiled_together(self.model):
+            return "compiled code communicates with other ranks"
         if modes.dispatch_modes():
-            return False
+            return "another dispatch mode is active"
         with ExitStack() as stack:
             stack.callback(self._patches.undo)
             watch_backward(self._patches, self._tracker)
@@ -114,7 +109,7 @@ class LiveTrace:
             stack.enter_context(observe_ops(self.mode.places.under))
             stack.enter_context(self.mode.active())
             self._stack = stack.pop_all()
-        return True
+        return None
 
     def _backward(self, original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         """Show the gradients of FSDP parameters, which are not leaves of the graph."""
