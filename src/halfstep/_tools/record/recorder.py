@@ -381,8 +381,10 @@ class Recorder:
 
     def _norm_of(self, optimizer: torch.optim.Optimizer | None) -> Tensor | None:
         """Return the measured norm of exactly the gradients of an optimizer."""
+        if optimizer is None or not self._norms:
+            return None
         own = _ids_of_gradients(optimizer)
-        return next((norm for ids, norm in reversed(self._norms) if own and ids == own), None)
+        return next((norm for ids, norm in reversed(self._norms) if ids == own), None)
 
     def _add_step(
         self,
