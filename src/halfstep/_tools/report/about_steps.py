@@ -122,16 +122,16 @@ def about_rise(summary: Summary) -> Iterator[Sentence]:
     """Yield a sentence if the loss ended above where it began."""
     # Several losses, as those of a GAN, rise and fall.
     curves = [(name, summary.at(key)) for name, key in summary.loss_keys.items()]
+    more = ", clip the gradients, and compare with a run in float32"
+    if summary.has_run_lower is False:
+        more = ", and clip the gradients"
     for name, loss in curves:
         rose = "" if loss is None else _rise(loss, MANIFOLD if summary.losses else 1.0)
         if rose and summary.steps.num > 2:
             yield say(
                 "warning",
                 f"The {name} rose: {rose}.",
-                cure=(
-                    " If it should fall, lower the learning rate, clip the gradients, and compare "
-                    "with a run in float32.",
-                ),
+                cure=(f" If it should fall, lower the learning rate{more}.",),
                 evidence="steps",
                 follows=summary.went_bad_at is not None,
             )
@@ -588,7 +588,7 @@ def island(module: str | None, summary: Summary) -> Code | None:
 
     text = f"{summary.policy.text if summary.policy else 'standard'}; @{module}:fp32"
     # Names in a second model are prefixed with its number, and no rule matches them.
-    if not module or "[" in module or "(" in module:
+    if summary.has_run_lower is False or not module or "[" in module or "(" in module:
         return None
     try:
         Policy.parse(text)
