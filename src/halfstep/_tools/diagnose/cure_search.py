@@ -45,9 +45,12 @@ def smaller_scale(trial: CureTrial, scale: float, bad: BadOp) -> float | None:
 
 def _first_scale(largest: float, is_finite: Callable[[float], bool]) -> float | None:
     """Return the first of some smaller and smaller scales with which a step is finite, or None."""
-    scales = [largest / 4**n for n in range(5)]
-    scales = [*(each for each in scales if each > SMALLEST_SCALE), SMALLEST_SCALE]
-    return next(filter(is_finite, scales), None)
+    scales = [each for n in range(5) if (each := largest / 4.0**n) > SMALLEST_SCALE]
+    if scales and is_finite(scales[0]):
+        return scales[0]
+    if not is_finite(SMALLEST_SCALE):  # nor is it then with those between
+        return None
+    return next(filter(is_finite, scales[1:]), SMALLEST_SCALE)
 
 
 def of_scale(scale: float, *, is_finite: bool | None = None) -> Cure:
@@ -380,9 +383,7 @@ def _of_finite(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
 
 def _scale_of_edits(trial: CureTrial, edits: Edits, before: Blame, after: Blame) -> float | None:
     """Return a smaller scale at which the step with edits is finite, or None."""
-    if trial.scale is None or trial.scale <= 1 or after.phase != "backward":
-        return None
-    if before.phase == "backward" and before.where == after.where:
+    if trial.scale is None or after.phase != "backward" or before.where == after.where:
         return None
     return _first_scale(trial.scale / 16, lambda each: trial.edited(edits, each).blame is None)
 
