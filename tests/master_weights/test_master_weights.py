@@ -903,6 +903,18 @@ def test_all_are_float32_where_another_step_is_that_of_the_class(many, is_wrappe
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
+def test_groups_are_put_back_after_an_error(many: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "CACHED", 1)  # each parameter is a chunk
+    params, optimizer, _ = many
+    master_weights(optimizer)
+    give_gradients(params, 0, share=1.0)
+    optimizer.param_groups[0]["lr"] = "wrong"
+    with pytest.raises((TypeError, RuntimeError)):
+        optimizer.step()
+    assert all(param.dtype is BF16 for param in params)
+    assert len(optimizer.param_groups[0]["params"]) == 20
+
+
 def interrupt(call: Callable[[], Any], at: int) -> bool:
     """Return whether a call was interrupted, as by Ctrl-C, before so many instructions of ours."""
     folder = str(Path(module.__file__).parent)
