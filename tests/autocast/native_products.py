@@ -148,9 +148,7 @@ def test_after_them_plain_autocast_enters_no_python() -> None:
         (lambda x: torch.mm(torch.eye(2).to_sparse_csr(), x), FP32),
     ],
 )
-def test_they_come_back_after_an_error_about_dtypes(
-    product: Callable[[Tensor], Tensor], expected: torch.dtype
-) -> None:
+def test_they_come_back_after_an_error_about_dtypes(product, expected):
     weight, x = weight_of(2, 2), torch.ones(2, 2)
     for _ in range(3):
         step(weight)
@@ -282,9 +280,7 @@ COLUMN = torch.ones(4, 1)
         (lambda: torch.bmm(COLUMN[None], TOKENS_AT[None].bfloat16()), FP32),
     ],
 )
-def test_a_product_that_needs_its_kernel_keeps_it_alone(
-    product: Callable[[], Tensor], expected: torch.dtype
-) -> None:
+def test_a_product_that_needs_its_kernel_keeps_it_alone(product, expected):
     for number in range(5):
         assert is_native() is (number >= native.NUM_WATCHED)
         with autocast(DEVICE, BF16):

@@ -11,7 +11,7 @@ from tests.training import assert_same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep._autocast import Policy, Rule, autocast, preset
+from halfstep._autocast import Rule, autocast, preset
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
@@ -38,9 +38,7 @@ def squares(run: Callable[[Tensor], Tensor], seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("policy", ["standard", "torch", LOW_SOFTMAX, None])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_gradients_equal_those_without_checkpointing(
-    reentrant: bool, policy: Policy | str | None, dtype: torch.dtype
-) -> None:
+def test_gradients_equal_those_without_checkpointing(reentrant, policy, dtype):
     model = small_model()
     with autocast(DEVICE, dtype, policy=policy):
         without = squares(model)

@@ -94,9 +94,7 @@ def agree(
 
 @backends
 @pytest.mark.parametrize("policy", [None, "torch", LOW_SOFTMAX])
-def test_inside_a_full_graph(
-    x: Tensor, weight: Tensor, backend: str, policy: Policy | str | None
-) -> None:
+def test_inside_a_full_graph(x, weight, backend, policy):
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         with autocast(DEVICE, BF16, policy=policy):
             hidden, low = body(x, weight)
@@ -165,9 +163,7 @@ def test_contexts(x: Tensor, weight: Tensor, backend: str, function: Any, fullgr
 
 @backends
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_an_error_inside_leaves_nothing_behind(
-    x: Tensor, weight: Tensor, backend: str, fullgraph: bool
-) -> None:
+def test_an_error_inside_leaves_nothing_behind(x, weight, backend, fullgraph):
     def function(x: Tensor, weight: Tensor) -> Tensor:
         with autocast(DEVICE, BF16, policy=LOW_SOFTMAX):
             return F.linear(x, weight[:, :3])
@@ -240,9 +236,7 @@ def switches_and_marks() -> tuple[object, ...]:
     "function", [in_a_context, in_nested_contexts, by_an_interrupt, in_a_generator, on_an_island]
 )
 @pytest.mark.parametrize("around", [False, True])
-def test_an_exception_in_a_graph_leaves_autocast_as_it_was(
-    x: Tensor, function: Callable[[Tensor], Tensor], around: bool
-) -> None:
+def test_an_exception_in_a_graph_leaves_autocast_as_it_was(x, function, around):
     compiled = torch.compile(function, backend="eager", fullgraph=True)
     with autocast(DEVICE, BF16, enabled=around):
         before = switches_and_marks()
@@ -342,9 +336,7 @@ def test_the_policy_torch_has_the_gradients_of_torch_autocast(x: Tensor) -> None
 
 
 @backends
-def test_code_compiled_under_one_policy_never_runs_under_another(
-    x: Tensor, weight: Tensor, backend: str
-) -> None:
+def test_code_compiled_under_one_policy_never_runs_under_another(x, weight, backend):
     compiled = torch.compile(body, backend=backend, fullgraph=True)
 
     def softmax_dtype(context: autocast | torch.autocast) -> torch.dtype:
@@ -360,9 +352,7 @@ def test_code_compiled_under_one_policy_never_runs_under_another(
         assert compiled(x, weight)[0].dtype == FP32
 
 
-def test_more_policies_than_the_guard_can_tell_apart(
-    x: Tensor, weight: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_policies_than_the_guard_can_tell_apart(x, weight, monkeypatch):
     monkeypatch.setattr(compiler, "NUM_GUARD_VALUES", 2)
     monkeypatch.setattr(scopes, "_marked", [])
     compiled = torch.compile(body, backend="aot_eager", fullgraph=True)
@@ -434,9 +424,7 @@ def test_the_tag_tells_versions_of_the_kernels_apart(tmp_path: Path) -> None:
 
 @backends
 @pytest.mark.parametrize("cast_inputs", [None, FP32])
-def test_a_custom_function(
-    x: Tensor, weight: Tensor, backend: str, cast_inputs: torch.dtype | None
-) -> None:
+def test_a_custom_function(x, weight, backend, cast_inputs):
     class Product(torch.autograd.Function):
         @staticmethod
         @custom_fwd(device_type=DEVICE, cast_inputs=cast_inputs)

@@ -263,9 +263,7 @@ def test_the_policy_in_force_can_be_asked_for() -> None:
         ({"policy": ["softmax"]}, TypeError, r"a Policy or its text"),
     ],
 )
-def test_wrong_arguments_are_refused(
-    arguments: dict[str, object], error: type[Exception], message: str
-) -> None:
+def test_wrong_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         autocast(**arguments)  # type: ignore[arg-type]
     assert linear() == FP32
@@ -290,9 +288,7 @@ def test_off_is_possible_for_devices_whose_kernels_are_out_of_reach(device: str)
 @pytest.mark.parametrize(
     "device", ["cuda", "cuda:0", "xpu", "mps", "mps:0", "hpu", "privateuseone"]
 )
-def test_a_device_that_is_not_there_is_an_error_not_a_warning(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_not_there_is_an_error_not_a_warning(device, monkeypatch):
     kind = device.partition(":")[0]
     if hasattr(torch, kind):
         monkeypatch.setattr(getattr(torch, kind), "is_available", lambda: False)
@@ -490,9 +486,7 @@ def test_attention() -> None:
 
 @pytest.mark.parametrize("policy", ["standard", "torch"])
 @pytest.mark.parametrize("layer", [nn.LSTM(8, 4, 2), nn.GRU(8, 4), nn.RNN(8, 4)])
-def test_recurrent_layers_do_what_they_do_under_torch_autocast(
-    layer: nn.Module, policy: str
-) -> None:
+def test_recurrent_layers_do_what_they_do_under_torch_autocast(layer, policy):
     x = torch.randn(3, 5, 8)
 
     def output_and_gradients(context: object) -> list[Tensor]:

@@ -126,9 +126,7 @@ RECURRENT = [nn.LSTM(8, 16, 2), nn.GRU(8, 16), nn.RNN(8, 16, bidirectional=True)
 @pytest.mark.parametrize("policy", ["standard", "torch"])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("layer", RECURRENT)
-def test_a_recurrent_layer_is_that_of_torch_autocast(
-    layer: nn.RNNBase, dtype: torch.dtype, policy: str
-) -> None:
+def test_a_recurrent_layer_is_that_of_torch_autocast(layer, dtype, policy):
     if (dtype, policy) == (torch.bfloat16, "standard"):
         pytest.skip("runs in float32")
     layer.cuda()

@@ -441,9 +441,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 @pytest.mark.parametrize("way", ["keep", "rule", "compiled"])
 @pytest.mark.parametrize("lower", [BF16, FP16])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_an_island_with_parameters_in_lower_precision(
-    layer: str, lower: torch.dtype, way: str
-) -> None:
+def test_an_island_with_parameters_in_lower_precision(layer, lower, way):
     """It computes what a float32 copy of it computes; what it stores keeps its dtype."""
     if way == "compiled" and ("checkpoint" in layer or layer == "lstm" or lower is FP16):
         pytest.skip("torch.compile cannot trace it" if lower is BF16 else "as in bfloat16")
@@ -602,9 +600,7 @@ def test_functions_in_place_change_their_argument(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("params", [BF16, FP32])
 @pytest.mark.parametrize(("outer", "inner"), [(FP32, BF16), (BF16, FP32)])
-def test_an_island_inside_an_island_of_another_dtype(
-    outer: torch.dtype, inner: torch.dtype, params: torch.dtype, compiled: bool
-) -> None:
+def test_an_island_inside_an_island_of_another_dtype(outer, inner, params, compiled):
     model = island(lambda own, x: (own.inner(x @ own.weight), x @ own.weight), outer, params)
     keep(model, "0.inner", dtype=inner)
     x, own = torch.randn(3, 4), model[0]

@@ -213,9 +213,7 @@ def test_float16_on_the_cpu_does_not_overflow(call: Call, expected: float) -> No
 @pytest.mark.parametrize("first", [FP16, BF16, FP32, FP64])
 @pytest.mark.parametrize("second", [FP16, BF16, FP32, FP64])
 @pytest.mark.parametrize("join", [torch.cat, torch.stack])
-def test_cat_and_stack_take_any_mix(
-    join: Callable[[list[Tensor]], Tensor], first: torch.dtype, second: torch.dtype
-) -> None:
+def test_cat_and_stack_take_any_mix(join, first, second):
     """Fact A17."""
     tensors = [torch.ones(2, dtype=first), torch.full((2,), 2.0, dtype=second)]
     with autocast(DEVICE, BF16):
@@ -236,9 +234,7 @@ def test_cat_and_stack_take_any_mix(
         (FP32, FP64, FP64),
     ],
 )
-def test_promote_takes_the_widest(
-    first: torch.dtype, second: torch.dtype, expected: torch.dtype
-) -> None:
+def test_promote_takes_the_widest(first, second, expected):
     a, b = rand(4, dtype=first), rand(4, dtype=second)
     with autocast(DEVICE, BF16):
         result = torch.atan2(a, b)

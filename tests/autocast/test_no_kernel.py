@@ -54,9 +54,7 @@ def test_a_product_with_a_sparse_matrix(name: str, layout: torch.layout, has: to
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("has", HALVES)
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_a_product_with_a_sparse_matrix_in_lower_precision(
-    layout: torch.layout, has: torch.dtype
-) -> None:
+def test_a_product_with_a_sparse_matrix_in_lower_precision(layout, has):
     """As that of edge weights that a linear layer computed; its gradient comes back to them."""
     indices, x = torch.arange(8).expand(2, 8), torch.randn(8, 4).to(has).float()
 

@@ -115,9 +115,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize("ours", [False, True], ids=["native", "ours"])
 @pytest.mark.parametrize(("policy", "half", "entry"), list(cases()))
-def test_an_op_is_what_it_is_on_arguments_cast_by_hand(
-    policy: str, half: torch.dtype, entry: Entry, ours: bool
-) -> None:
+def test_an_op_is_what_it_is_on_arguments_cast_by_hand(policy, half, entry, ours):
     with only_our_kernels() if ours else nullcontext():
         context = autocast(DEVICE, half, policy=policy)
     with context:

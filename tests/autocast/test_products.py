@@ -301,9 +301,7 @@ def own_kernels() -> Iterator[list[torch.dtype]]:
 @pytest.mark.skipif(DEVICE != "cpu", reason="the kernels are registered for a CPU")
 @pytest.mark.parametrize("name", ["linear, bias", "matmul", "bmm", "addmm, scaled"])
 @halves
-def test_where_there_is_a_kernel_it_gets_the_factors_in_lower_precision(
-    name: str, dtype: torch.dtype, own_kernels: list[torch.dtype]
-) -> None:
+def test_where_there_is_a_kernel_it_gets_the_factors_in_lower_precision(name, dtype, own_kernels):
     given = inputs(name)
     result = by_rule(name, dtype, given)
     assert own_kernels == [dtype, dtype, FP32]

@@ -88,9 +88,7 @@ def island_in_lower_precision(rank: int, pattern: str) -> str:
 @pytest.mark.parametrize(
     ("pattern", "named"), [("head", "Linear"), ("blocks.1", "FSDPBlock"), ("*.norm", "LayerNorm")]
 )
-def test_an_island_that_is_gathered_in_lower_precision_is_told(
-    pattern: str, named: str, pool: Pool
-) -> None:
+def test_an_island_that_is_gathered_in_lower_precision_is_told(pattern, named, pool):
     for message in pool.run(island_in_lower_precision, pattern):
         assert message.startswith(
             f"{named} is an island in torch.float32, but runs with parameters in torch.bfloat16"

@@ -282,9 +282,7 @@ TARGETS = {
     {"reduction": "none"}, {"label_smoothing": 0.1}, {"weight": torch.rand(CLASSES)},
     {"ignore_index": 3}, {"label_smoothing": 0.1, "weight": torch.rand(CLASSES), "ignore_index": 3},
 ], ids=lambda options: ", ".join(options))  # fmt: skip
-def test_cross_entropy_is_that_of_float32_logits(
-    options: dict[str, Any], target: str, dtype: torch.dtype
-) -> None:
+def test_cross_entropy_is_that_of_float32_logits(options, target, dtype):
     torch.manual_seed(0)
     if target == "probabilities" and "ignore_index" in options:
         options = {k: v for k, v in options.items() if k != "ignore_index"}
@@ -316,9 +314,7 @@ def test_a_convolution_adds_a_batch_and_a_window_in_float32(dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("output_padding", [1, (0, 1)])
-def test_a_convolution_that_onednn_leaves_to_pytorch(
-    dtype: torch.dtype, output_padding: int | tuple[int, int]
-) -> None:
+def test_a_convolution_that_onednn_leaves_to_pytorch(dtype, output_padding):
     """An output padding that reaches the stride, where only dilation allows it."""
     weight = torch.ones(1, 1, 2, 2, requires_grad=True)
     with autocast(DEVICE, dtype):

@@ -209,9 +209,7 @@ def test_each_dtype_has_its_cast(casts: list[torch.dtype]) -> None:
 
 
 @pytest.mark.parametrize("small", [True, False])
-def test_small_weights_are_cast_anew(
-    small: bool, casts: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_weights_are_cast_anew(small, casts, monkeypatch):
     monkeypatch.setattr(weight_cache, "SMALL", 2**17)
     with autocast(DEVICE, BF16):
         used(weight_of(1.0, weight_cache.SMALL // 8 - small, 2))
@@ -328,9 +326,7 @@ def test_weights_in_shared_memory_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_an_optimizer_drops_the_casts_of_its_weights_alone(
-    fused: bool, casts: list[torch.dtype]
-) -> None:
+def test_an_optimizer_drops_the_casts_of_its_weights_alone(fused, casts):
     teacher, student = weight_of(), weight_of()
     student.grad = torch.full((2, 2), -2.0)
     optimizer = torch.optim.SGD([student], lr=1.0, fused=fused)

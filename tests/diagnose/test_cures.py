@@ -77,9 +77,7 @@ def diagnosed(body: str, folder: Path, head: str = "") -> Diagnosis:
         ),
     ],
 )
-def test_the_text_is_the_statement_as_it_is_to_stand(
-    statement: str, edited: str, tmp_path: Path
-) -> None:
+def test_the_text_is_the_statement_as_it_is_to_stand(statement, edited, tmp_path):
     found = diagnosed(statement, tmp_path)
     assert (found.cure.text, found.cure.is_finite) == (edited, True)
     lines = (tmp_path / "a.py").read_text().splitlines()
@@ -105,9 +103,7 @@ def test_a_module_of_pytorch_is_edited_where_it_is_made(tmp_path: Path) -> None:
     assert found.cure.text == "loss_of = nn.CTCLoss(zero_infinity=True)"
 
 
-def test_what_a_module_of_pytorch_does_with_its_own_is_not_edited_in_its_call(
-    tmp_path: Path,
-) -> None:
+def test_what_a_module_of_pytorch_does_with_its_own_is_not_edited_in_its_call(tmp_path):
     head = (
         "normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))\n"
         "normed.parametrizations.weight.original1.data[1] = 0\n"
@@ -152,9 +148,7 @@ def test_what_a_module_of_pytorch_does_with_its_own_is_not_edited_in_its_call(
         ),
     ],
 )
-def test_the_module_that_is_called_is_edited_and_no_other(
-    head: str, statement: str, edited: str, tmp_path: Path
-) -> None:
+def test_the_module_that_is_called_is_edited_and_no_other(head, statement, edited, tmp_path):
     found = diagnosed(statement, tmp_path, f"{head}\n")
     assert found.cure.is_finite, found
     assert found.cure.text == edited.format(file=tmp_path / "a.py")
@@ -253,9 +247,7 @@ loss = F.cross_entropy(scores, torch.arange(3))"""
         ("zero if i else rows[0]", "zero.clamp_min(1e-06) if i else rows[0].clamp_min(1e-06)"),
     ],
 )
-def test_an_edit_of_a_condition_runs_in_the_other_case_too(
-    divisor: str, edited: str, tmp_path: Path
-) -> None:
+def test_an_edit_of_a_condition_runs_in_the_other_case_too(divisor, edited, tmp_path):
     body = f"loss = (rows / ({divisor})).sum()"
     found = diagnosed(body, tmp_path, "i = True\nzero = zero.detach() + 1e-60\n")
     assert (found.cure.text, found.cure.is_finite) == (f"loss = (rows / ({edited})).sum()", True)

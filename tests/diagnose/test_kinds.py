@@ -35,9 +35,7 @@ pytestmark = pytest.mark.filterwarnings(
         if IS_FUZZ or number % 2 == place
     ],
 )
-def test_the_fault_is_named_and_its_cure_can_be_pasted(
-    form: str, kind: str, tmp_path: Path
-) -> None:
+def test_the_fault_is_named_and_its_cure_can_be_pasted(form, kind, tmp_path):
     for program in islice(programs(kind), VARIANTS):
         case = FORMS[form](program, tmp_path)
         assert not wrong(case), f"{program}: {wrong(case)}\n{case.said}"

@@ -70,9 +70,7 @@ def ratio_to_a_sum(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("loss", "op"), [(through_a_norm, "pow"), (ratio_to_a_sum, "sum")])
-def test_an_overflow_that_an_op_swallows_is_the_cause_of_what_goes_bad_later(
-    loss: Callable[[Tensor], Tensor], op: str
-) -> None:
+def test_an_overflow_that_an_op_swallows_is_the_cause_of_what_goes_bad_later(loss, op):
     layer = nn.Linear(16, 16)
 
     def step() -> None:

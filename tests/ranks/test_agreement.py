@@ -96,9 +96,7 @@ def step_with_inf_on_rank_1(rank: int, kind: str, group: str | None, fused: bool
         ("ddp", WORLD, False),
     ],
 )
-def test_an_inf_on_one_rank_is_skipped_on_all(
-    pool: Pool, kind: str, group: str | None, fused: bool
-) -> None:
+def test_an_inf_on_one_rank_is_skipped_on_all(pool, kind, group, fused):
     first, second = pool.run(step_with_inf_on_rank_1, kind, group, fused)
     assert first[0] == second[0]
     skipped = (False, "overflow", 1, 512.0)
@@ -129,9 +127,7 @@ def step_written_to_on_rank_1(rank: int, kind: str, group: str | None, fused: bo
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("kind", "group"), [("fsdp2", None), ("model", WORLD), ("ddp", WORLD)])
-def test_what_went_bad_on_one_rank_after_unscaling_is_skipped_on_all(
-    pool: Pool, kind: str, group: str | None, fused: bool
-) -> None:
+def test_what_went_bad_on_one_rank_after_unscaling_is_skipped_on_all(pool, kind, group, fused):
     first, second = pool.run(step_written_to_on_rank_1, kind, group, fused)
     taken = (None, None, 1024.0, 1)
     steps = [taken, ("non-finite after unscale_", 1, 1024.0, 1), taken]
@@ -180,9 +176,7 @@ def containers_with_inf_on_rank_1(rank: int, kind: str, group: str | None) -> An
 
 
 @pytest.mark.parametrize(("kind", "group"), [("fsdp2", None), ("model", WORLD)])
-def test_a_container_of_optimizers_is_one_decision(
-    pool: Pool, kind: str, group: str | None
-) -> None:
+def test_a_container_of_optimizers_is_one_decision(pool, kind, group):
     taken, skipped = (True, None, True, True), (False, 1, False, False)
     for seen, collectives in pool.run(containers_with_inf_on_rank_1, kind, group):
         assert seen == [taken, skipped, taken, taken, taken]

@@ -62,9 +62,7 @@ def test_parameters_of_ddp_send_nothing(scripts: tuple[ModuleType, ModuleType]) 
             assert counts.counted(make(), call, optimizer).found == []
 
 
-def test_gradients_on_several_meshes_are_one_collective_of_all_ranks(
-    scripts: tuple[ModuleType, ModuleType],
-) -> None:
+def test_gradients_on_several_meshes_are_one_collective_of_all_ranks(scripts):
     counts, cost = scripts
     with counts.fake_ranks(8):
         model = counts.fsdp2_and_tp_of_some()
@@ -79,9 +77,7 @@ def test_gradients_on_several_meshes_are_one_collective_of_all_ranks(
 # --- what stands beside it in docs/distributed.md -------------------------------------------------
 
 
-def test_clipping_dtensors_with_torch_sends_a_number_for_each_of_them(
-    scripts: tuple[ModuleType, ModuleType],
-) -> None:
+def test_clipping_dtensors_with_torch_sends_a_number_for_each_of_them(scripts):
     counts, cost = scripts
     with counts.fake_ranks(4):
         for tensors in (3, 30):

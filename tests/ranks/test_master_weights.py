@@ -227,9 +227,7 @@ def chunks(rank: int) -> list[list[int]]:
 @pytest.mark.parametrize("static_graph", [False, True])
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_gradients_are_reduced_in_float32(
-    pool: Pool, dtype: torch.dtype, views: bool, static_graph: bool, is_late: bool
-) -> None:
+def test_gradients_are_reduced_in_float32(pool, dtype, views, static_graph, is_late):
     """With a scaler; of micro-batches, only the last of which is reduced."""
     options = {"gradient_as_bucket_view": views, "static_graph": static_graph}
     assert_same(pool.run(float32_gradients, dtype, options, is_late))
@@ -365,9 +363,7 @@ COURSES = [
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(("name", "store", "options"), COURSES)
-def test_training_goes_on_bit_for_bit(
-    pool: Pool, tmp_path: Path, name: str, store: str, options: dict[str, Any]
-) -> None:
+def test_training_goes_on_bit_for_bit(pool, tmp_path, name, store, options):
     folder = str(tmp_path / "checkpoint")
     saved = pool.run(save, folder, name, store, options)
     for found in pool.run(go_on, folder, name, store, options):
@@ -487,9 +483,7 @@ def exported_by_the_first(rank: int) -> dict[str, Tensor]:
 
 @pytest.mark.ranks4
 @pytest.mark.parametrize(("name", "store", "options"), COURSES[:3])
-def test_on_four_ranks_too(
-    pool: Pool, pool4: Pool, tmp_path: Path, name: str, store: str, options: dict[str, Any]
-) -> None:
+def test_on_four_ranks_too(pool, pool4, tmp_path, name, store, options):
     folder = str(tmp_path / "checkpoint")
     saved = pool.run(save, folder, name, store, options)
     for found in pool4.run(go_on, folder, name, store, options):
@@ -532,9 +526,7 @@ def too_late(rank: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["", "static"])
 @pytest.mark.parametrize("num_before", [0, 3])
-def test_a_call_between_forward_and_backward(
-    pool: Pool, num_before: int, options: dict[str, bool]
-) -> None:
+def test_a_call_between_forward_and_backward(pool, num_before, options):
     """The reducer forgets the forward pass: each rank would keep the gradients of its own batch."""
     for (kind, message), reduced in pool.run(between, num_before, options):
         assert kind == "CallOrderError"

@@ -99,9 +99,7 @@ def test_a_collective_gives_up_in_time(pool: Pool) -> None:
     assert re.search("[Tt]imed out", "".join(errors))
 
 
-def test_a_rank_that_dies_is_told_and_one_that_waits_for_ever_is_killed(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_dies_is_told_and_one_that_waits_for_ever_is_killed(pool, monkeypatch):
     monkeypatch.setattr(pools, "GRACE", 0.5)
     with pytest.raises(
         RankFailedError, match="rank 1: the process died with exit code 3"

@@ -5,7 +5,6 @@ import os
 import signal
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -658,9 +657,7 @@ def nan_in_its_statistics() -> nn.Module:
         (nan_in_its_statistics, {"every": 1}, True, (0, 6), [(1, RUINED[:1])]),
     ],
 )
-def test_buffers_that_a_step_ruins_are_named(
-    make, options, is_scaled, batches, found, tmp_path: Path
-) -> None:
+def test_buffers_that_a_step_ruins_are_named(make, options, is_scaled, batches, found, tmp_path):
     model, given = make(), dict(options)
     module = {"module": model} if given.pop("restores", False) else {}
     scaler = halfstep.GradScaler(DEVICE, init_scale=2.0**10, **module) if is_scaled else None
@@ -883,12 +880,7 @@ class Lowered(torch.autograd.Function):
         ),
     ],
 )
-def test_products_are_counted_by_the_dtype_in_which_they_ran(
-    make: Callable[[], nn.Module],
-    dtype: torch.dtype | None,
-    products: dict[str, int],
-    tmp_path: Path,
-) -> None:
+def test_products_are_counted_by_the_dtype_in_which_they_ran(make, dtype, products, tmp_path):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.ones(2, 1, 4, dtype=next(model.parameters()).dtype)
@@ -912,9 +904,7 @@ def test_products_are_counted_by_the_dtype_in_which_they_ran(
         (lambda x: torch.lgamma(x) + x.cummax(0)[0], {}),
     ],
 )
-def test_functions_that_hide_products_are_counted_apart(
-    function: Callable[[torch.Tensor], torch.Tensor], products: dict[str, int], tmp_path: Path
-) -> None:
+def test_functions_that_hide_products_are_counted_apart(function, products, tmp_path):
     weight = nn.Parameter(torch.ones(4, 4))
     with halfstep.record(tmp_path) as record:
         function(weight).sum().backward()

@@ -526,9 +526,7 @@ def test_the_scale_moves_before_the_next_loss_at_the_latest() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_what_a_generators_loss_leaves_in_its_discriminator_does_not_count(
-    set_to_none: bool,
-) -> None:
+def test_what_a_generators_loss_leaves_in_its_discriminator_does_not_count(set_to_none):
     d, g = seeded(lambda: nn.Linear(2, 1)), nn.Linear(2, 2)
     x = torch.ones(1, 2)
 

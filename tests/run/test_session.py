@@ -225,9 +225,7 @@ def test_processes_that_a_program_starts_get_its_options(tmp_path, monkeypatch):
     assert got == [(None, options)]
 
 
-def test_what_the_program_puts_in_place_of_showwarning_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_program_puts_in_place_of_showwarning_stays(monkeypatch):
     def own(*_: object) -> None: ...
 
     before = warnings.showwarning

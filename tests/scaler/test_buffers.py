@@ -182,9 +182,7 @@ def assert_same_module(model: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("is_waiting", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_module_is_as_if_the_broken_batch_had_never_come(
-    layer: str, is_waiting: bool, fused: bool, request: pytest.FixtureRequest
-) -> None:
+def test_the_module_is_as_if_the_broken_batch_had_never_come(layer, is_waiting, fused, request):
     if is_waiting:
         request.getfixturevalue("waiting_device")
     trained = []
@@ -470,9 +468,7 @@ def test_a_skipped_step_goes_back_to_what_was_loaded_after_a_call_with_gradients
 
 @pytest.mark.parametrize("layer", ["BatchNorm1d", "queue", "codebook with new storage"])
 @pytest.mark.parametrize("order", [(0, BROKEN), (BROKEN, 0)])
-def test_a_loss_of_two_calls_leaves_no_nan(
-    layer: str, order: tuple[int, int], waiting_device: None
-) -> None:
+def test_a_loss_of_two_calls_leaves_no_nan(layer, order, waiting_device):
     model = net(LAYERS[layer])
     scaler, optimizer = quiet(model), sgd(model)
     train(model, scaler, optimizer, one_broken()[:2])

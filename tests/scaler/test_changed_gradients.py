@@ -50,9 +50,7 @@ def raiser(error: type[BaseException]) -> Callable[..., None]:
 @fused_or_not
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("factor", [2.0, 1e36])
-def test_a_shared_parameter_with_a_backward_for_each_optimizer(
-    fused: bool, set_to_none: bool, factor: float
-) -> None:
+def test_a_shared_parameter_with_a_backward_for_each_optimizer(fused, set_to_none, factor):
     """The second gradient may lie where the first one lay, and is scaled all the same."""
     shared, scaler = param(), GradScaler()
     first, second = SGD([shared], 0.25, fused=fused), SGD([shared], 0.25, fused=fused)

@@ -193,9 +193,7 @@ class Checks(TorchDispatchMode):
 
 @kinds
 @fused_or_not
-def test_one_pass_and_one_wait_for_all(
-    kind: Any, fused: bool, waiting_device: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_pass_and_one_wait_for_all(kind, fused, waiting_device, monkeypatch):
     reads, read = [], DeviceScale.read_with
     monkeypatch.setattr(DeviceScale, "read_with", lambda *args: reads.append(args) or read(*args))
     model, container, scaler = contained(kind, fused)

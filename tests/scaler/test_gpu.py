@@ -31,9 +31,7 @@ def make_model() -> torch.nn.Module:
 @pytest.mark.parametrize(("cls", "impl"), OPTIMIZERS)
 @pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("init_scale", [2.0**16, 0.5])
-def test_against_torch(
-    cls: Any, impl: dict[str, bool], unscale_first: bool, init_scale: float
-) -> None:
+def test_against_torch(cls, impl, unscale_first, init_scale):
     results = []
     for make_scaler in (GradScaler, torch.amp.GradScaler):
         scaler = make_scaler("cuda", init_scale=init_scale, growth_interval=2, backoff_factor=1 / 2)

@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -251,9 +250,7 @@ def test_large_gradients_are_not_copied(dtype: torch.dtype, entry: float) -> Non
         lambda: halfstep.autocast(DEVICE, torch.bfloat16),
     ],
 )
-def test_what_surrounds_the_call_changes_nothing(
-    reduction: Reduction, context: Callable[[], AbstractContextManager[Any]]
-) -> None:
+def test_what_surrounds_the_call_changes_nothing(reduction, context):
     tensors = [torch.randn(3, requires_grad=True) for _ in range(2)]
     tensors += [torch.randn(SMALL + 1), torch.randn(3).half()]
     want = reduction(tensors)

@@ -276,9 +276,7 @@ def read(outcome: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("bad", [None, math.inf])
 @pytest.mark.parametrize("moment", ["before update", "after update", "too late"])
-def test_a_pickled_outcome_reads_the_same(
-    fused: bool, max_norm: float | None, bad: float | None, moment: str
-) -> None:
+def test_a_pickled_outcome_reads_the_same(fused, max_norm, bad, moment):
     """As torch.distributed.all_gather_object sends it."""
     setup = Setup(fused)
     setup.backward(bad)

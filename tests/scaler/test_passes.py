@@ -192,9 +192,7 @@ def test_passes_of_torch(fused: bool, step: Callable[[Setup], None], passes: int
 @pytest.mark.parametrize(
     "entries", [[torch.ones(64)] * 300, [torch.ones(1 << 20, dtype=torch.float16)]]
 )
-def test_gradients_that_are_slow_to_measure_are_checked_in_place(
-    entries: list[torch.Tensor],
-) -> None:
+def test_gradients_that_are_slow_to_measure_are_checked_in_place(entries):
     params = [torch.nn.Parameter(each.clone()) for each in entries]
     made = Setup(GradScaler(DEVICE, SCALE), torch.optim.SGD(params, lr=1e-3, fused=True), params)
     for _ in range(WARM_UP):
@@ -269,9 +267,7 @@ class WithOwnScale(GradScaler):
         *((cls, each) for cls in (GradScaler, WithOwnScale) for each in (no_clip, clip_with_torch)),
     ],
 )
-def test_only_the_first_steps_are_searched(
-    make_scaler: type[GradScaler], step: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_steps_are_searched(make_scaler, step, monkeypatch):
     measured, largest = [], step_module.largest
     monkeypatch.setattr(step_module, "largest", lambda *a: measured.append(a) or largest(*a))
     made = setup(make_scaler, fused=False)
@@ -301,9 +297,7 @@ def test_looking_at_what_was_measured_reads_nothing(fused: bool) -> None:
 @pytest.mark.parametrize(
     "shapes", [SHAPES, [(norms.SMALL + 1,), (2, (1 << 20) + 5), (3, 5, 7)]], ids=["small", "large"]
 )
-def test_the_norm_reads_every_gradient_once(
-    shapes: list[tuple[int, ...]], dtype: torch.dtype
-) -> None:
+def test_the_norm_reads_every_gradient_once(shapes, dtype):
     grads = [torch.ones(shape, dtype=dtype) for shape in shapes]
     grads += [grad.t() for grad in grads if grad.dim() == 2]
     with Ops(grads) as ops:
@@ -334,9 +328,7 @@ def test_a_fused_step_never_waits(step: Callable[[Setup], None]) -> None:
 @pytest.mark.parametrize("step", [no_clip, clip_in_step, clip_before_step, clip_with_torch])
 @pytest.mark.parametrize("value", [1.0, math.inf])
 @pytest.mark.usefixtures("waiting_device")
-def test_a_plain_step_waits_once(
-    step: Callable[[Setup], None], value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plain_step_waits_once(step, value, monkeypatch):
     made = setup(GradScaler, fused=False)
     reads, read = [], DeviceScale.read_with
     monkeypatch.setattr(DeviceScale, "read_with", lambda *args: reads.append(args) or read(*args))

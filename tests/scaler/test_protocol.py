@@ -64,9 +64,7 @@ def param() -> torch.nn.Parameter:
 @pytest.mark.parametrize("value", [1.0, math.inf])
 @pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("own", [None, 3.0])
-def test_attributes(
-    param: torch.nn.Parameter, value: float, unscale_first: bool, own: float | None
-) -> None:
+def test_attributes(param, value, unscale_first, own):
     optimizer = Attributes([param], lr=1.0)
     scaler = GradScaler(init_scale=8.0)
     scaled_backward(scaler, param, value)
@@ -84,9 +82,7 @@ def test_attributes(
     assert scaler.get_scale() == (4.0 if math.isinf(value) else 8.0)
 
 
-def test_a_step_that_raises_leaves_no_attributes_and_can_be_repeated(
-    param: torch.nn.Parameter,
-) -> None:
+def test_a_step_that_raises_leaves_no_attributes_and_can_be_repeated(param):
     optimizer = Attributes([param], lr=1.0)
     scaler = GradScaler(init_scale=8.0)
     scaled_backward(scaler, param)
@@ -116,9 +112,7 @@ def test_below_one_the_division_is_foreseen(param: torch.nn.Parameter, entry: fl
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_below_one_a_fused_optimizer_skips(
-    param: torch.nn.Parameter, make: type[torch.optim.Optimizer], bad: float
-) -> None:
+def test_below_one_a_fused_optimizer_skips(param, make, bad):
     """PyTorch's fused kernels skip if found_inf is exactly 1; two looks must not make it 2."""
     optimizer = make([param], lr=1.0, fused=True)
     scaler = quiet(init_scale=0.5)

@@ -6,7 +6,7 @@ of two, so that everything must be the same bit for bit: parameters, buffers and
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -212,9 +212,7 @@ def overflow(param: Any) -> torch.Tensor:
         (torch.sum, {}, 1, None),
     ],
 )
-def test_a_batch_that_no_smaller_scale_helps(
-    make: Callable[[Any], torch.Tensor], kwargs: dict[str, Any], attempts: int, reason: str | None
-) -> None:
+def test_a_batch_that_no_smaller_scale_helps(make, kwargs, attempts, reason):
     param, optimizer, scaler = with_scaler(**kwargs)
     iterate(param, optimizer, scaler)
     count = 0

@@ -175,9 +175,7 @@ def test_the_first_scale_is_named() -> None:
 
 
 @given(states(), scales)
-def test_a_scale_set_by_hand_ends_a_run_and_widens_the_limits(
-    state: ScaleState, scale: float
-) -> None:
+def test_a_scale_set_by_hand_ends_a_run_and_widens_the_limits(state, scale):
     after = state.with_scale(scale)
     assert after.scale == scale
     assert after.min_scale == min(state.min_scale, scale)
@@ -331,8 +329,6 @@ def test_a_missing_key_is_named() -> None:
         ({"schedule": Static()}, True, True, Reason.OVERFLOW),
     ],
 )
-def test_the_reason(
-    change: dict[str, Any], found_inf: bool, loss_is_finite: bool, why: Reason | None
-) -> None:
+def test_the_reason(change, found_inf, loss_is_finite, why):
     state = dataclasses.replace(FIRST, **change)
     assert reason(state, found_inf, loss_is_finite) is why

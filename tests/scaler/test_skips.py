@@ -51,9 +51,7 @@ class Training:
 @fused_or_not
 @pytest.mark.parametrize("num_bad", [1, 2, 3, 8, 9, 20, 30])
 @pytest.mark.parametrize("num_before", [0, 3])
-def test_after_non_finite_losses_the_scale_is_back_at_once(
-    fused: bool, num_bad: int, num_before: int
-) -> None:
+def test_after_non_finite_losses_the_scale_is_back_at_once(fused, num_bad, num_before):
     """A9."""
     training = Training(fused)
     for _ in range(num_before):

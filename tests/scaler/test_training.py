@@ -88,13 +88,7 @@ def maker(cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], impl: str | 
 
 @pytest.mark.parametrize(("cls", "kwargs", "impl"), ATOM)
 @pytest.mark.parametrize(("unscale_first", "value"), [(False, -math.inf), (True, math.nan)])
-def test_optimizers_against_float32(
-    cls: type[torch.optim.Optimizer],
-    kwargs: dict[str, Any],
-    impl: str | None,
-    unscale_first: bool,
-    value: float,
-) -> None:
+def test_optimizers_against_float32(cls, kwargs, impl, unscale_first, value):
     make = maker(cls, kwargs, impl)
     model, scaler = train_scaled(make, 3, value, unscale_first)
     assert_same_weights(model, train_plainly(make, 3))

@@ -53,9 +53,7 @@ overflow_runs = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_s
     interval=st.integers(1, 5),
     runs=overflow_runs,
 )
-def test_overflows_in_a_row_are_as_in_torch(
-    scale: float, growth: float, backoff: float, interval: int, runs: list[tuple[int, int]]
-) -> None:
+def test_overflows_in_a_row_are_as_in_torch(scale, growth, backoff, interval, runs):
     state = ScaleState.first(scale, Dynamic(growth, backoff, interval), min_scale=2.0**-126)
     theirs = torch.tensor(state.scale), torch.tensor(0, dtype=torch.int32)
     for overflows, steps in runs:
@@ -130,9 +128,7 @@ def test_after_any_number_of_bad_steps_the_scale_is_close(num_bad: int) -> None:
 @pytest.mark.parametrize("trials", [False, True])
 @pytest.mark.parametrize("hysteresis", [1, 3])
 @pytest.mark.parametrize("num_bad", [0, 1, 7, 8, 9, 17, 18, 40])
-def test_an_overflow_is_cured_whatever_was_before(
-    refill: str, trials: bool, hysteresis: int, num_bad: int
-) -> None:
+def test_an_overflow_is_cured_whatever_was_before(refill, trials, hysteresis, num_bad):
     schedule = Dynamic(hysteresis=hysteresis, refill=refill, trials=trials)  # type: ignore[arg-type]
     _, state = iterate(ScaleState.first(2.0**20, schedule), [1] * num_bad)
     _, state = run_until_taken(state, lambda scale: scale > 2.0**5, limit=250)
@@ -226,9 +222,7 @@ def test_an_overflow_in_the_trial_ends_it() -> None:
 
 @pytest.mark.parametrize("num_bad", [*range(1, 22), 100])
 @pytest.mark.parametrize("init_scale", [65536.0, 2.0, 1.0])
-def test_however_many_losses_were_nan_the_scale_is_back_at_once(
-    num_bad: int, init_scale: float
-) -> None:
+def test_however_many_losses_were_nan_the_scale_is_back_at_once(num_bad, init_scale):
     state = ScaleState.first(init_scale, Dynamic())
     scales, _ = run_losses(state, ".." + "L" * num_bad + "...")
     assert scales[-2:] == [init_scale] * 2
@@ -316,9 +310,7 @@ scales = st.floats(2.0**-126, LARGEST_SCALE, width=32)
     scales,
     st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=30, max_size=60),
 )
-def test_the_scale_stays_usable(
-    schedule: Schedule, scale: float, events: list[tuple[bool, bool, bool]]
-) -> None:
+def test_the_scale_stays_usable(schedule, scale, events):
     state = ScaleState.first(scale, schedule)
     for found_inf, loss_is_finite, went_bad in events:
         before = state
