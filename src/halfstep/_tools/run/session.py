@@ -244,7 +244,8 @@ class Session:
         if self._options.is_diagnosing:
             from halfstep._tools.watch.watch import Watch
 
-            self._watch = Watch(tell=self._tell, seconds=self._options.diagnose_seconds)
+            seconds = self._options.diagnose_seconds
+            self._watch = Watch(tell=self._tell, seconds=seconds, number=self._number)
         self._policy_use = self._stack.enter_context(
             replaced(policy, is_guarding=self._options.is_guarding)
         )
@@ -274,12 +275,12 @@ class Session:
         if why is not None:
             raise NotRunnable(f"halfstep run: {why}")
 
+    def _number(self, is_counted: bool) -> int:  # zero in the first step, or if steps are by hand
+        num = self._record.num_steps
+        return num if is_counted or not num else self._record.current_step
+
     def _tell(self, diagnosis: Diagnosis, step: int) -> None:
         """Record and print the diagnosis of a step on the rank that made it."""
-        assert self._watch is not None
-        if self._record.num_steps:  # zero in the first step, and if the loop steps by hand
-            is_ending = self._watch.is_ending
-            step = self._record.num_steps if is_ending else self._record.current_step
         self._record.add_diagnosis(diagnosis, step=step)
         self._say_of_rank(f"step {step} went bad:\n{diagnosis}")
 

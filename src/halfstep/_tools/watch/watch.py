@@ -161,6 +161,7 @@ class Watch:
         model: nn.Module | None = None,
         tell: Callable[[Diagnosis, int], object] | None = None,
         seconds: float = SECONDS,
+        number: Callable[[bool], int] = lambda _: 0,
     ) -> None:
         if not (tell is None or callable(tell)):
             raise TypeError(
@@ -190,7 +191,9 @@ class Watch:
         self._of_steps: set[int] = set()  # those of them in which an optimizer was at fault
         self._last_model: nn.Module | None = None
         self._seconds = seconds
-        self.is_ending = False  # whether a scaler is ending the step that is diagnosed
+        # The number of the running step in a record, or of the last one if that has counted it; 0
+        # if it has counted none.
+        self.number, self._is_counted = number, False
         self._loss_scaler: GradScaler | None = None
         self._stack = ExitStack()
         self._pid, self._thread = os.getpid(), threading.get_ident()
@@ -267,11 +270,17 @@ class Watch:
             bad, scale = skipped, 1.0
         if bad and any(outcome.taken for outcome in outcomes):
             self.notes.append("another optimizer has stepped before the replay")
-        self.is_ending = True
-        try:
+        with self._counted():
             self._end_step(scale, is_bad=bool(bad))
+
+    @contextmanager
+    def _counted(self, *, is_counted: bool = True) -> Iterator[None]:
+        """Diagnose in the block a step that a record has counted already, or not."""
+        self._is_counted = is_counted
+        try:
+            yield
         finally:
-            self.is_ending = False
+            self._is_counted = False
 
     def _before_backward(self, roots: Any) -> None:
         """Diagnose a step whose loss is not finite, before its backward pass."""
@@ -320,7 +329,8 @@ class Watch:
         if was_taken and not self._was_finite:
             return  # that step was already diagnosed
         self._steps.num -= was_taken
-        with self._steps.leaving() if not is_end else nullcontext():
+        leaving = self._steps.leaving() if not is_end else nullcontext()
+        with leaving, self._counted(is_counted=was_taken):
             self._look([made.call], None, root=made, is_last=is_last)
         self._was_finite = False
         self._is_spoiled |= is_end  # nothing keeps the loop from stepping with these gradients
@@ -342,7 +352,7 @@ class Watch:
             return None
         self._pause(is_stepping=True)
         closure, others, kwargs = split_closure(args[1:], kwargs)
-        number = self._steps.num + 1 if closure else self._step
+        number = self._step
         self._taking = number, None if closure else numbers_of(optimizer)
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
@@ -558,11 +568,15 @@ class Watch:
 
     @property
     def _step(self) -> int:
-        """The number of the current step, from 1."""
-        if self._running.num_calls:  # the step ended with the first call of its closure
-            return self._steps.num
-        is_counting = bool(self._loss_scaler or self._steps.rounds or self._steps.num_by_hand)
-        return self._steps.current(None if is_counting else len(self._capture.ends))
+        """The number of the current step, from 1: that of the record, if it has one."""
+        steps, known = self._steps, self.number(self._is_counted)
+        if known or self._running.num_calls:  # the step ended with the first call of its closure
+            return known or steps.num
+        if optim.optimizer_step_depth() and not steps.rounds:
+            return steps.num - steps.num_by_hand + 1
+        is_counting = bool(self._loss_scaler or steps.rounds or steps.num_by_hand)
+        ends = [end for end in self._capture.ends if not _is_of_a_loss(end)]
+        return steps.current(None if is_counting else len(ends or self._capture.ends[:1]))
 
     def _seen_only(self, first: Made | None) -> Diagnosis:
         """Return the diagnosis of a step that cannot be replayed."""
@@ -600,6 +614,11 @@ class Watch:
 def _is_averaged(calls: Sequence[KeptCall]) -> bool:
     """Return whether the gradients of calls are averaged over ranks as they are computed."""
     return any(isinstance(call.function, DistributedDataParallel) for call in calls)
+
+
+def _is_of_a_loss(end: KeptCall) -> bool:
+    """Return whether the gradients of a call are a part of a loss, as of a gradient penalty."""
+    return end.name == "grad" and bool((end.kwargs or {}).get("create_graph"))
 
 
 def _bad_names(model: nn.Module | None, *, parameters: bool = False) -> list[str]:
