@@ -26,7 +26,7 @@ from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import split_closure, with_closure
-from halfstep._pytorch import distributed, modes, optim
+from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._tools.diagnose.diagnose import (
     INNOCENT,
@@ -100,6 +100,36 @@ class _WatchedStep:
     roots: MutableMapping[Tensor, None] = field(default_factory=WeakTensorKeyDictionary)
     left_out: Made | None = None  # the first bad value that the loop has read
     bad_ends: list[KeptCall] = field(default_factory=list)  # calls of backward to replay at the end
+
+
+@dataclass
+class _Taken:
+    """The step that an optimizer takes."""
+
+    optimizer: Optimizer
+    number: int
+    numbers: Numbers
+    # After a call of its closure, until a further one: weights, gradients, and their versions.
+    gradients: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
+
+    def note_gradients(self) -> None:
+        found = [(weight, weight.grad) for weight in parameters(self.optimizer)]
+        self.gradients = [(w, g, autograd.version_of(g)) for w, g in found if g is not None]
+
+    def has_its_gradients(self) -> bool:
+        return all(autograd.version_of(grad) == version for _, grad, version in self.gradients)
+
+    @contextmanager
+    def with_its_gradients(self) -> Iterator[None]:
+        """Put back in the block the gradients that a further call of the closure has unset."""
+        unset = [(weight, grad) for weight, grad, _ in self.gradients if weight.grad is None]
+        try:
+            for weight, grad in unset:
+                weight.grad = grad
+            yield
+        finally:
+            for weight, _ in unset:
+                weight.grad = None
 
 
 class _StepCount:
@@ -186,7 +216,7 @@ class Watch:
         self._num_tried = self._num_checked = 0
         self._was_finite = False  # the step before
         self._is_spoiled = False  # a step was taken with bad gradients
-        self._taking: tuple[int, Numbers | None] = (0, None)  # the step that an optimizer takes
+        self._taken: _Taken | None = None  # the step that an optimizer takes
         self._went_bad: dict[str, int] = {}  # weights and buffers, with the step
         self._of_steps: set[int] = set()  # those of them in which an optimizer was at fault
         self._last_model: nn.Module | None = None
@@ -297,9 +327,14 @@ class Watch:
         if all(map(math.isfinite, sizes)):
             if sizes:
                 self._growth.note_loss(max(sizes), self._step)
+            if self._taken is not None:
+                self._taken.gradients = []
             return
         if step.searches and not any(map(math.isnan, sizes)):
             return  # a trial that went too far
+        if step.num_calls and self._check_weights():
+            step.is_bad = True
+            return
         if step.num_calls:
             self.notes.append(f"call {step.num_calls + 1} of its closure in this step")
             self._is_spoiled = True
@@ -353,7 +388,7 @@ class Watch:
         self._pause(is_stepping=True)
         closure, others, kwargs = split_closure(args[1:], kwargs)
         number = self._step
-        self._taking = number, None if closure else numbers_of(optimizer)
+        self._taken = _Taken(optimizer, number, numbers_of(optimizer))
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
             optimizer, number, lambda: self._model_of(needed_for(ends))
@@ -390,6 +425,8 @@ class Watch:
                 groups = optimizer.param_groups
                 self._running.searches = any(group.get("line_search_fn") for group in groups)
             self._running.num_calls += 1
+            if self._taken is not None:
+                self._taken.note_gradients()
             return result
 
         return watched
@@ -419,33 +456,38 @@ class Watch:
         if not self._is_outermost_step():
             return
         self._pause(is_stepping=False)
-        self._check_weights(optimizer)
+        self._check_weights()
+        self._taken = None
         self._running.num_calls, self._running.searches = 0, False
         if self._counts_plain_steps() and not is_stepping() and self._capture.ends:
             self._capture.begin()  # drops trials of a line search, or of an unknown closure
 
-    def _check_weights(self, optimizer: Optimizer) -> None:
-        """Diagnose a step that made weights bad of finite gradients."""
-        if self._is_spoiled or self._running.is_bad:
-            return
-        weights = parameters(optimizer)
-        if have_finite_values(weights):
-            return
-        (step, numbers), ends = self._taking, self._capture.ends or self._running.ends_before
-        model = self._model_of(needed_for(ends))
-        with modes.unseen_by_modes():
-            event = event_of(optimizer, names_in(model), frozenset(self._went_bad))
-        if event is None:
-            return
-        names = [event.tensor or "", *_bad_names(model, parameters=True)]
-        self._went_bad = dict.fromkeys(names, step) | self._went_bad
-        self._of_steps.add(step)
-        self._running.is_bad = not self._counts_plain_steps()
-        self._was_finite, self._is_spoiled = False, True
-        if self._may_look():
-            if numbers is not None:  # else its closure may not be called again
-                event = diagnosis_of_taken_step(optimizer, numbers, event, model, self._seconds)
-            self._report(event, step)
+    def _check_weights(self) -> bool:
+        """Diagnose a step that made weights bad of finite gradients; return whether it did."""
+        taken, num_calls = self._taken, self._running.num_calls
+        if taken is None or self._is_spoiled or self._running.is_bad:
+            return False
+        optimizer, step = taken.optimizer, taken.number
+        if have_finite_values(parameters(optimizer)):
+            return False
+        model = self._model_of(needed_for(self._capture.ends or self._running.ends_before))
+        with taken.with_its_gradients():
+            with modes.unseen_by_modes():
+                event = event_of(optimizer, names_in(model), frozenset(self._went_bad))
+            if event is None:
+                return False
+            names = [event.tensor or "", *_bad_names(model, parameters=True)]
+            self._went_bad = dict.fromkeys(names, step) | self._went_bad
+            self._of_steps.add(step)
+            self._running.is_bad = not self._counts_plain_steps()
+            self._was_finite, self._is_spoiled = False, True
+            if self._may_look():
+                if num_calls <= 1 and taken.has_its_gradients():  # not those of a further call
+                    event = diagnosis_of_taken_step(
+                        optimizer, taken.numbers, event, model, self._seconds, bool(num_calls)
+                    )
+                self._report(event, step)
+        return True
 
     def _may_look(self) -> bool:
         """Count a step to diagnose; return whether the limits of a run allow it."""
