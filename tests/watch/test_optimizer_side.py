@@ -201,3 +201,16 @@ def test_weights_that_go_bad_between_two_calls_of_a_closure(is_unset: bool, op: 
     assert (found.verdict, found.tensor) == ("optimizer", "0.weight")
     assert (found.bad and found.bad.op) == op  # gradients that were zeroed in place are lost
     assert "its gradients were finite" in found.happened
+
+
+def test_a_state_that_goes_bad_in_the_run_is_not_said_to_be_loaded() -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+
+    def spoil(i: int) -> None:
+        if i == 8:
+            optimizer.state[model[0].weight]["momentum_buffer"][0] = math.nan
+
+    (found,) = watched(model, optimizer, before_step=spoil)[0].found
+    assert found.tensor == "momentum_buffer of 0.weight in SGD"
+    assert "loaded or set" not in found.cure.text

@@ -27,7 +27,7 @@ from halfstep._common import machine
 from halfstep._common.numbers import at_steps, count, number, percent, things
 from halfstep._common.text import names, outside, tell
 from halfstep._pytorch import listeners
-from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.diagnose.diagnosis import Diagnosis, predicate
 from halfstep._tools.dtype_errors.dtype_error import DtypeError, explain
 from halfstep._tools.record.files import (
     LateWriter,
@@ -282,7 +282,7 @@ class Session:
     def _tell(self, diagnosis: Diagnosis, step: int) -> None:
         """Record and print the diagnosis of a step on the rank that made it."""
         self._record.add_diagnosis(diagnosis, step=step)
-        self._say_of_rank(f"step {step} went bad:\n{diagnosis}")
+        self._say_of_rank(f"step {step} {predicate(diagnosis)}:\n{diagnosis}")
 
     def _close(self) -> None:
         """Complete the record and print its location."""

@@ -36,7 +36,7 @@ from halfstep._tools.diagnose.diagnose import (
     is_bad_at_scale_1,
     why_not_replayed,
 )
-from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.diagnose.diagnosis import Diagnosis, predicate
 from halfstep._tools.diagnose.optimizer_step import (
     Numbers,
     diagnosis_of_taken_step,
@@ -267,7 +267,7 @@ class Watch:
         This is what happens without ``tell``, for a ``tell`` that does more than that.
         """
         line = user_line() or Line("<unknown>", 1, "", "")
-        text = f"step {step} went bad\n{found}"
+        text = f"step {step} {predicate(found)}\n{found}"
         warnings.warn_explicit(text, DiagnosisWarning, line.file, line.number)
 
     # --- events -----------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ class Watch:
         elif not is_stepping() and 0 < self._running.num_backward <= self._running.num_scaled:
             scaled = still_scaled(optimizer, self._loss_scaler)
             if scaled is not None:
-                self._growth.was_explained = True
+                self._growth.was_explained = self._is_spoiled = True
                 self._report(scaled)
         if is_stepping() or not self._counts_plain_steps():
             return None
