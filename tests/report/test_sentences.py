@@ -316,6 +316,7 @@ RUNS = {
     "a cure that is not enough": went_bad(cure=Cure("code", "x + 1", is_finite=False)),
     "a cure in words": went_bad(cure=Cure("data", "leave it out")),
     "a finite replay": went_bad(verdict="none", bad=None, cure=None, notes=("no luck",)),
+    "another rank": went_bad(verdict="none", bad=None, cure=None, happened="its own is finite"),
     "many places": run(
         *(diagnosis(n, bad=bad_op(module=f"m{n}"), cure=None) for n in range(1, MOST_PLACES + 3))
     ),

@@ -124,3 +124,20 @@ for x in 1.0, 2.0, 0.0, 3.0:
     for p in model.parameters():
         p.data.add_(p.grad, alpha=-0.1)
 """
+
+
+RUNS = Path(__file__).parents[1] / "diagnose" / "corpus" / "runs"
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("lars_of_an_unused_head", 6),  # an optimizer is at fault: told after its step
+        ("adam_eps_zero", 1),  # and in the first step, which a record has counted then
+        ("penalty_of_a_flat_critic", 1),  # whose gradient of the loss is no step
+    ],
+)
+def test_the_number_is_that_of_the_step_that_went_bad(halfstep_run, tmp_path, name, step):
+    done = halfstep_run("--diagnose", "-o", "out", RUNS / f"{name}.py")
+    assert f"halfstep: step {step} went bad:\n" in done.err
+    assert [each.step for each in read_run(tmp_path / "out").diagnoses] == [step]

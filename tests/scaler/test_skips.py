@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.training import fused_or_not
 
+import halfstep
 from halfstep._scaler import GradScaler
 from halfstep._scaler.alarm import Alarm, SkipReport
 from halfstep._scaler.schedules import Dynamic, Static
@@ -120,6 +121,17 @@ def test_the_message(fused: bool) -> None:
     ]
     assert text.splitlines()[2].startswith("  1.weight: 1 inf and 1 NaN of 2 entries, largest")
     assert "What to try: the scaled gradients overflow." in text
+
+
+def test_a_run_that_is_diagnosed_is_given_no_guess() -> None:
+    reports: list[SkipReport] = []
+    training = Training(max_consecutive_skips=2, on_skips=reports.append)
+    with halfstep.diagnose(training.scaler, tell=lambda *_: None):
+        for _ in range(2):
+            training.step("bad loss")
+    text = str(reports[0])
+    assert text.startswith("steps 1 to 2 were skipped (SGD); the scale is now 2^")
+    assert text.endswith("see the diagnoses of this run, which replays steps that go bad.")
 
 
 @fused_or_not

@@ -170,3 +170,47 @@ def test_a_step_that_cannot_be_taken_again_is_named_by_what_it_left() -> None:
     assert (found.verdict, found.tensor, steps) == ("optimizer", "0.weight", [3])
     assert found.happened.startswith("Uneven made 1 of 512 entries of 0.weight NaN; its gradients")
     assert found.bad is None
+
+
+class Climber(torch.optim.SGD):
+    """SGD that first climbs by gradients of length 1, without a second step for those of 0."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> None:  # type: ignore[override]
+        closure()
+        weights = self.param_groups[0]["params"]
+        norm = torch.stack([weight.grad.norm() for weight in weights]).norm()
+        torch._foreach_add_(weights, [weight.grad * (0.1 / norm) for weight in weights])
+        closure()
+
+
+@pytest.mark.parametrize(("is_unset", "op"), [(True, "reciprocal"), (False, None)])
+def test_weights_that_go_bad_between_two_calls_of_a_closure(is_unset: bool, op: str | None) -> None:
+    model, x = perceptron(), torch.randn(16, 8)
+    optimizer = Climber(model.parameters(), 1e-3)
+
+    def closure() -> None:
+        optimizer.zero_grad(is_unset)
+        with torch.enable_grad():
+            (model(x) * 0).sum().backward()
+
+    with Watch(None, model, tell=lambda *_: None) as watch:
+        for _ in range(3):
+            optimizer.step(closure)
+    (found,) = watch.found
+    assert (found.verdict, found.tensor) == ("optimizer", "0.weight")
+    assert (found.bad and found.bad.op) == op  # gradients that were zeroed in place are lost
+    assert "its gradients were finite" in found.happened
+
+
+def test_a_state_that_goes_bad_in_the_run_is_not_said_to_be_loaded() -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+
+    def spoil(i: int) -> None:
+        if i == 8:
+            optimizer.state[model[0].weight]["momentum_buffer"][0] = math.nan
+
+    (found,) = watched(model, optimizer, before_step=spoil)[0].found
+    assert found.tensor == "momentum_buffer of 0.weight in SGD"
+    assert "loaded or set" not in found.cure.text

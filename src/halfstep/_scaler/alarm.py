@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from halfstep._common.numbers import power, things
 from halfstep._common.text import warn
 from halfstep._gradients.scalars import checked_count
-from halfstep._scaler.journal import Journal
+from halfstep._scaler.journal import OBSERVERS, Journal
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Culprit, Outcome
 from halfstep._scaler.scale_state import Reason, ScaleState
@@ -57,6 +57,7 @@ UNSCALED = (
     "clip (max_norm), or lower the learning rate. halfstep run --diagnose names the op"
 )
 """Advice where no loss is scaled."""
+DIAGNOSED = "see the diagnoses of this run, which replays steps that go bad"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class SkipReport:
             did not call ``step``.
         rank: The first rank that found inf or NaN; None with one rank or if all have the same
             gradients.
+        is_diagnosing: Whether steps that go bad are replayed, so that their cause is not guessed.
     """
 
     skipped_in_a_row: int
@@ -82,6 +84,7 @@ class SkipReport:
     culprits: tuple[Culprit, ...]
     optimizers: tuple[str, ...]
     rank: int | None = None
+    is_diagnosing: bool = False
 
     def __str__(self) -> str:
         last = self.since + self.skipped_in_a_row - 1
@@ -90,7 +93,8 @@ class SkipReport:
         if self.scale is None:
             lines = [f"{steps} {what}; reason: inf or NaN in the gradients"]
         else:
-            lines = [f"{steps} {what}; reason: {self.reason}; the scale is now {power(self.scale)}"]
+            why = "" if self.is_diagnosing else f"; reason: {self.reason}"
+            lines = [f"{steps} {what}{why}; the scale is now {power(self.scale)}"]
         if self.rank is not None:
             lines.append(f"the first rank with inf or NaN is {self.rank}; its message says where")
         if self.culprits:
@@ -101,7 +105,7 @@ class SkipReport:
             if len(self.culprits) > NUM_NAMED:
                 lines.append(f"  and {len(self.culprits) - NUM_NAMED} more")
         cure = UNSCALED if self.scale is None else CURES[self.reason]
-        lines.append(f"What to try: {cure}.")
+        lines.append(f"What to try: {DIAGNOSED if self.is_diagnosing else cure}.")
         return "\n".join(lines)
 
 
@@ -208,4 +212,5 @@ def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
         culprits=tuple(culprit for outcome in skipped for culprit in outcome.find_culprits()),
         optimizers=tuple(outcome.optimizer_name for outcome in skipped),
         rank=next((outcome.rank for outcome in skipped if outcome.rank is not None), None),
+        is_diagnosing=any(observer.is_diagnosing for observer in OBSERVERS),
     )

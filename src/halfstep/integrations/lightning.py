@@ -358,13 +358,20 @@ class Diagnose(_ThroughTraining):
         """Start diagnosing."""
         from halfstep import diagnose
 
+        def records() -> list[record]:
+            of = [each for each in trainer.callbacks if isinstance(each, RecordRun)]
+            return [each.run for each in of if each.run is not None]
+
+        def number(is_counted: bool) -> int:
+            of = (each.num_steps if is_counted else each.current_step for each in records())
+            return max(of, default=0)
+
         def tell(found: Diagnosis, step: int) -> None:
             self.found.append(found)
-            for callback in trainer.callbacks:
-                if isinstance(callback, RecordRun) and callback.run is not None:
-                    is_running = not self.watch.is_ending
-                    callback.run.add_diagnosis(found, step=callback.run.num_steps + is_running)
+            for each in records():
+                each.add_diagnosis(found, step=step)
             self.watch.warn(found, step)
 
         scaler = _scaler_of(trainer) or GradScaler(enabled=False)
         self.watch = self._stack.enter_context(diagnose(scaler, model=pl_module, tell=tell))
+        self.watch.number = number

@@ -242,6 +242,12 @@ class Diagnosis:
 _MOST_ENDS = 3
 
 
+def predicate(found: Diagnosis) -> str:
+    """Return what is said of a bad step before the diagnosis of a rank, which may be innocent."""
+    is_innocent = found.verdict == "none" and found.happened
+    return "got inf or NaN from another rank" if is_innocent else "went bad"
+
+
 def _headline(found: Diagnosis) -> str:
     said = sentence(found)
     return said if found.verdict == "none" else f"{found.verdict}: {said}"

@@ -25,7 +25,7 @@ from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCalls, call_of
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import BlameTracker, name_in_code, names_in, scan
-from halfstep._tools.replay.replay import OutOfTime, Replayer
+from halfstep._tools.replay.replay import ClosureCalledAgain, OutOfTime, Replayer
 from halfstep._tools.replay.variant import Variant
 
 USUAL_EPS = 1e-8
@@ -203,10 +203,12 @@ def diagnosis_of_taken_step(
     event: Diagnosis,
     model: nn.Module | None,
     seconds: float,
+    has_closure: bool,
 ) -> Diagnosis:
     """Take a step again that has made weights bad; name its op and its cure if it goes bad again.
 
-    The gradients are still there. What was inf or NaN begins at zero, and the numbers as before.
+    The gradients are still there, those of the first call of a closure; the replay ends with the
+    second one. What was inf or NaN begins at zero, and the numbers as before.
     """
 
     def step(optimizer: Optimizer) -> None:
@@ -217,7 +219,15 @@ def diagnosis_of_taken_step(
                 del state[weight]  # its first step made it
         for values, numbers in before:
             values.update(map_plain(_copied, numbers))
-        type(optimizer).step(optimizer)
+        losses = [torch.zeros(())]
+
+        def closure() -> Tensor:
+            if not losses:
+                raise ClosureCalledAgain
+            return losses.pop()
+
+        given: list[Any] = [closure] if has_closure else []
+        type(optimizer).step(optimizer, *given)
 
     replayer = Replayer(partial(step, optimizer), model)
     replayer.limit, found = seconds, None

@@ -234,6 +234,7 @@ class Seen:
     bad_buffers: list[str] = field(default_factory=list)  # that are inf or NaN
     num_bad_taken: int = 0  # steps that an optimizer took although the loss was inf or NaN
     first_bad_taken: int = 0
+    last_bad_taken: int = 0  # several optimizers may take one step
     first_scale: float = 0.0  # of the first step
     scale: float | None = None  # after the last step; None without a scaler
     num_written: int = 0  # steps that the record has
@@ -244,7 +245,8 @@ class Seen:
         if event["share_lost_updates"] is not None:
             self.lost.append(event["share_lost_updates"])
         if event["taken"] and event["loss"] is not None and not math.isfinite(event["loss"]):
-            self.num_bad_taken += 1
+            self.num_bad_taken += event["step"] != self.last_bad_taken
+            self.last_bad_taken = event["step"]
             self.first_bad_taken = self.first_bad_taken or event["step"]
         if event["scale_after"] is not None:
             self.first_scale = self.first_scale or event["scale"]

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -49,6 +49,10 @@ class StepRun:
     error: Exception | None = None  # exception that ended the step, if any
     # The numbers of the ops that multiplied losses by the scale.
     scaling: list[range] = field(default_factory=list)
+
+
+class ClosureCalledAgain(Exception):  # noqa: N818
+    """A step calls a closure again that can only be called once."""
 
 
 class OutOfTime(Exception):  # noqa: N818  (control flow, not an error)
@@ -314,7 +318,9 @@ def _suspend_optimizers(patches: Patches, observer: OpObserver, replayer: Replay
             observer.undo.note_optimizer(optimizer)
             with modes.unseen_by_modes():
                 observer.before_step(optimizer)
-            result = original(optimizer, *args, **kwargs)
+            result = None
+            with suppress(ClosureCalledAgain):
+                result = original(optimizer, *args, **kwargs)
             with modes.unseen_by_modes():
                 observer.see_step(optimizer)
             return result

@@ -21,7 +21,7 @@ from halfstep._common.numbers import (
     things,
 )
 from halfstep._common.text import SEVERITIES, Code, Sentence, Severity, names, say
-from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, parts
+from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, parts, predicate
 from halfstep._tools.report.layers import power_below
 from halfstep._tools.report.summary import FEW, BadPlace, Curve, Facts, Origin, StepCounts, Summary
 from halfstep._tools.watch.skips import ENDLESS, MANY
@@ -510,8 +510,8 @@ def when(place: BadPlace, summary: Summary) -> str:
 
 def _found(found: Diagnosis) -> Iterator[str | Code]:
     """Yield what made the steps bad, as a text that follows the step numbers."""
-    yield " went bad"
-    if found.verdict == "none":
+    yield f" {predicate(found)}"
+    if found.verdict == "none" and not found.happened:
         yield ", but in the replay every loss and gradient was finite"
     else:
         yield ": "

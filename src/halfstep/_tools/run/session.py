@@ -27,7 +27,7 @@ from halfstep._common import machine
 from halfstep._common.numbers import at_steps, count, number, percent, things
 from halfstep._common.text import names, outside, tell
 from halfstep._pytorch import listeners
-from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.diagnose.diagnosis import Diagnosis, predicate
 from halfstep._tools.dtype_errors.dtype_error import DtypeError, explain
 from halfstep._tools.record.files import (
     LateWriter,
@@ -243,7 +243,8 @@ class Session:
         if self._options.diagnose_seconds is not None:
             from halfstep._tools.watch.watch import Watch
 
-            self._watch = Watch(tell=self._tell, seconds=self._options.diagnose_seconds)
+            seconds = self._options.diagnose_seconds
+            self._watch = Watch(tell=self._tell, seconds=seconds, number=self._number)
         self._policy_use = self._stack.enter_context(
             replaced(policy, is_guarding=self._options.is_guarding)
         )
@@ -273,14 +274,14 @@ class Session:
         if why is not None:
             raise NotRunnable(f"halfstep run: {why}")
 
+    def _number(self, is_counted: bool) -> int:  # zero in the first step, or if steps are by hand
+        num = self._record.num_steps
+        return num if is_counted or not num else self._record.current_step
+
     def _tell(self, diagnosis: Diagnosis, step: int) -> None:
         """Record and print the diagnosis of a step on the rank that made it."""
-        assert self._watch is not None
-        if self._record.num_steps:  # zero in the first step, and if the loop steps by hand
-            is_ending = self._watch.is_ending
-            step = self._record.num_steps if is_ending else self._record.current_step
         self._record.add_diagnosis(diagnosis, step=step)
-        self._say_of_rank(f"step {step} went bad:\n{diagnosis}")
+        self._say_of_rank(f"step {step} {predicate(diagnosis)}:\n{diagnosis}")
 
     def _close(self) -> None:
         """Complete the record and print its location."""

@@ -85,18 +85,19 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _with_bad_state(
-    optimizer: Optimizer, model: Callable[[], nn.Module | None]
+    optimizer: Optimizer, model: Callable[[], nn.Module | None], *, is_loaded: bool
 ) -> Diagnosis | None:
     """Return the diagnosis of an optimizer whose state has inf or NaN before a step."""
     of = type(optimizer).__name__
+    which = ", the first one with a state that was loaded or set" if is_loaded else ""
     for weight, state in getattr(optimizer, "state", {}).items():
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, Tensor) and not is_finite(value):
                 name = names_in(model())(weight) or name_in_code(weight)
                 text = (
                     f"load a checkpoint from before {key} went bad: the state of {of} was not "
-                    f"finite before this step, which makes {name} so. Without one, begin with a "
-                    f"new {of}"
+                    f"finite before this step{which}, which makes {name} so. Without one, "
+                    f"begin with a new {of}"
                 )
                 tensor = f"{key} of {name} in {of}"
                 return Diagnosis("data", tensor=tensor, cure=Cure("data", text))
@@ -106,7 +107,6 @@ def _with_bad_state(
 class _Measured(NamedTuple):
     step: int
     amax: float
-    state: int
 
 
 class Growth:
@@ -115,6 +115,7 @@ class Growth:
     def __init__(self) -> None:
         self.was_explained = False  # whether a step was explained by it
         self._before: weakref.WeakKeyDictionary[Optimizer, _Measured] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOWS[0])
 
     def note_loss(self, loss: float, step: int) -> None:
@@ -137,13 +138,14 @@ class Growth:
         loaded, else none.
         """
         known, state = self._before.get(optimizer), id(getattr(optimizer, "state", None))
-        if known is not None and step < 2 * known.step and known.state == state:
+        is_loaded, self._states[optimizer] = self._states.get(optimizer) != state, state
+        if known is not None and step < 2 * known.step and not is_loaded:
             return None
         amax = _largest(parameters(optimizer))
         if math.isfinite(amax):
-            self._before[optimizer] = _Measured(step, amax, state)
+            self._before[optimizer] = _Measured(step, amax)
         with modes.unseen_by_modes(), suppress(Exception):  # as of a subclass
-            return _with_bad_state(optimizer, model)
+            return _with_bad_state(optimizer, model, is_loaded=is_loaded)
         return None
 
     def explain(self, found: Diagnosis, step: int) -> Diagnosis | None:

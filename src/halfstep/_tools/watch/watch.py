@@ -26,7 +26,7 @@ from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import split_closure, with_closure
-from halfstep._pytorch import distributed, modes, optim
+from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._tools.diagnose.diagnose import (
     INNOCENT,
@@ -36,7 +36,7 @@ from halfstep._tools.diagnose.diagnose import (
     is_bad_at_scale_1,
     why_not_replayed,
 )
-from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.diagnose.diagnosis import Diagnosis, predicate
 from halfstep._tools.diagnose.optimizer_step import (
     Numbers,
     diagnosis_of_taken_step,
@@ -102,6 +102,36 @@ class _WatchedStep:
     bad_ends: list[KeptCall] = field(default_factory=list)  # calls of backward to replay at the end
 
 
+@dataclass
+class _Taken:
+    """The step that an optimizer takes."""
+
+    optimizer: Optimizer
+    number: int
+    numbers: Numbers
+    # After a call of its closure, until a further one: weights, gradients, and their versions.
+    gradients: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
+
+    def note_gradients(self) -> None:
+        found = [(weight, weight.grad) for weight in parameters(self.optimizer)]
+        self.gradients = [(w, g, autograd.version_of(g)) for w, g in found if g is not None]
+
+    def has_its_gradients(self) -> bool:
+        return all(autograd.version_of(grad) == version for _, grad, version in self.gradients)
+
+    @contextmanager
+    def with_its_gradients(self) -> Iterator[None]:
+        """Put back in the block the gradients that a further call of the closure has unset."""
+        unset = [(weight, grad) for weight, grad, _ in self.gradients if weight.grad is None]
+        try:
+            for weight, grad in unset:
+                weight.grad = grad
+            yield
+        finally:
+            for weight, _ in unset:
+                weight.grad = None
+
+
 class _StepCount:
     """Number of the steps of a loop."""
 
@@ -161,6 +191,7 @@ class Watch:
         model: nn.Module | None = None,
         tell: Callable[[Diagnosis, int], object] | None = None,
         seconds: float = SECONDS,
+        number: Callable[[bool], int] = lambda _: 0,
     ) -> None:
         if not (tell is None or callable(tell)):
             raise TypeError(
@@ -185,12 +216,14 @@ class Watch:
         self._num_tried = self._num_checked = 0
         self._was_finite = False  # the step before
         self._is_spoiled = False  # a step was taken with bad gradients
-        self._taking: tuple[int, Numbers | None] = (0, None)  # the step that an optimizer takes
+        self._taken: _Taken | None = None  # the step that an optimizer takes
         self._went_bad: dict[str, int] = {}  # weights and buffers, with the step
         self._of_steps: set[int] = set()  # those of them in which an optimizer was at fault
         self._last_model: nn.Module | None = None
         self._seconds = seconds
-        self.is_ending = False  # whether a scaler is ending the step that is diagnosed
+        # The number of the running step in a record, or of the last one if that has counted it; 0
+        # if it has counted none.
+        self.number, self._is_counted = number, False
         self._loss_scaler: GradScaler | None = None
         self._stack = ExitStack()
         self._pid, self._thread = os.getpid(), threading.get_ident()
@@ -234,7 +267,7 @@ class Watch:
         This is what happens without ``tell``, for a ``tell`` that does more than that.
         """
         line = user_line() or Line("<unknown>", 1, "", "")
-        text = f"step {step} went bad\n{found}"
+        text = f"step {step} {predicate(found)}\n{found}"
         warnings.warn_explicit(text, DiagnosisWarning, line.file, line.number)
 
     # --- events -----------------------------------------------------------------------------------
@@ -267,11 +300,17 @@ class Watch:
             bad, scale = skipped, 1.0
         if bad and any(outcome.taken for outcome in outcomes):
             self.notes.append("another optimizer has stepped before the replay")
-        self.is_ending = True
-        try:
+        with self._counted():
             self._end_step(scale, is_bad=bool(bad))
+
+    @contextmanager
+    def _counted(self, *, is_counted: bool = True) -> Iterator[None]:
+        """Diagnose in the block a step that a record has counted already, or not."""
+        self._is_counted = is_counted
+        try:
+            yield
         finally:
-            self.is_ending = False
+            self._is_counted = False
 
     def _before_backward(self, roots: Any) -> None:
         """Diagnose a step whose loss is not finite, before its backward pass."""
@@ -288,9 +327,14 @@ class Watch:
         if all(map(math.isfinite, sizes)):
             if sizes:
                 self._growth.note_loss(max(sizes), self._step)
+            if self._taken is not None:
+                self._taken.gradients = []
             return
         if step.searches and not any(map(math.isnan, sizes)):
             return  # a trial that went too far
+        if step.num_calls and self._check_weights():
+            step.is_bad = True
+            return
         if step.num_calls:
             self.notes.append(f"call {step.num_calls + 1} of its closure in this step")
             self._is_spoiled = True
@@ -320,7 +364,8 @@ class Watch:
         if was_taken and not self._was_finite:
             return  # that step was already diagnosed
         self._steps.num -= was_taken
-        with self._steps.leaving() if not is_end else nullcontext():
+        leaving = self._steps.leaving() if not is_end else nullcontext()
+        with leaving, self._counted(is_counted=was_taken):
             self._look([made.call], None, root=made, is_last=is_last)
         self._was_finite = False
         self._is_spoiled |= is_end  # nothing keeps the loop from stepping with these gradients
@@ -342,8 +387,8 @@ class Watch:
             return None
         self._pause(is_stepping=True)
         closure, others, kwargs = split_closure(args[1:], kwargs)
-        number = self._steps.num + 1 if closure else self._step
-        self._taking = number, None if closure else numbers_of(optimizer)
+        number = self._step
+        self._taken = _Taken(optimizer, number, numbers_of(optimizer))
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
             optimizer, number, lambda: self._model_of(needed_for(ends))
@@ -355,7 +400,7 @@ class Watch:
         elif not is_stepping() and 0 < self._running.num_backward <= self._running.num_scaled:
             scaled = still_scaled(optimizer, self._loss_scaler)
             if scaled is not None:
-                self._growth.was_explained = True
+                self._growth.was_explained = self._is_spoiled = True
                 self._report(scaled)
         if is_stepping() or not self._counts_plain_steps():
             return None
@@ -380,6 +425,8 @@ class Watch:
                 groups = optimizer.param_groups
                 self._running.searches = any(group.get("line_search_fn") for group in groups)
             self._running.num_calls += 1
+            if self._taken is not None:
+                self._taken.note_gradients()
             return result
 
         return watched
@@ -409,33 +456,38 @@ class Watch:
         if not self._is_outermost_step():
             return
         self._pause(is_stepping=False)
-        self._check_weights(optimizer)
+        self._check_weights()
+        self._taken = None
         self._running.num_calls, self._running.searches = 0, False
         if self._counts_plain_steps() and not is_stepping() and self._capture.ends:
             self._capture.begin()  # drops trials of a line search, or of an unknown closure
 
-    def _check_weights(self, optimizer: Optimizer) -> None:
-        """Diagnose a step that made weights bad of finite gradients."""
-        if self._is_spoiled or self._running.is_bad:
-            return
-        weights = parameters(optimizer)
-        if have_finite_values(weights):
-            return
-        (step, numbers), ends = self._taking, self._capture.ends or self._running.ends_before
-        model = self._model_of(needed_for(ends))
-        with modes.unseen_by_modes():
-            event = event_of(optimizer, names_in(model), frozenset(self._went_bad))
-        if event is None:
-            return
-        names = [event.tensor or "", *_bad_names(model, parameters=True)]
-        self._went_bad = dict.fromkeys(names, step) | self._went_bad
-        self._of_steps.add(step)
-        self._running.is_bad = not self._counts_plain_steps()
-        self._was_finite, self._is_spoiled = False, True
-        if self._may_look():
-            if numbers is not None:  # else its closure may not be called again
-                event = diagnosis_of_taken_step(optimizer, numbers, event, model, self._seconds)
-            self._report(event, step)
+    def _check_weights(self) -> bool:
+        """Diagnose a step that made weights bad of finite gradients; return whether it did."""
+        taken, num_calls = self._taken, self._running.num_calls
+        if taken is None or self._is_spoiled or self._running.is_bad:
+            return False
+        optimizer, step = taken.optimizer, taken.number
+        if have_finite_values(parameters(optimizer)):
+            return False
+        model = self._model_of(needed_for(self._capture.ends or self._running.ends_before))
+        with taken.with_its_gradients():
+            with modes.unseen_by_modes():
+                event = event_of(optimizer, names_in(model), frozenset(self._went_bad))
+            if event is None:
+                return False
+            names = [event.tensor or "", *_bad_names(model, parameters=True)]
+            self._went_bad = dict.fromkeys(names, step) | self._went_bad
+            self._of_steps.add(step)
+            self._running.is_bad = not self._counts_plain_steps()
+            self._was_finite, self._is_spoiled = False, True
+            if self._may_look():
+                if num_calls <= 1 and taken.has_its_gradients():  # not those of a further call
+                    event = diagnosis_of_taken_step(
+                        optimizer, taken.numbers, event, model, self._seconds, bool(num_calls)
+                    )
+                self._report(event, step)
+        return True
 
     def _may_look(self) -> bool:
         """Count a step to diagnose; return whether the limits of a run allow it."""
@@ -558,11 +610,15 @@ class Watch:
 
     @property
     def _step(self) -> int:
-        """The number of the current step, from 1."""
-        if self._running.num_calls:  # the step ended with the first call of its closure
-            return self._steps.num
-        is_counting = bool(self._loss_scaler or self._steps.rounds or self._steps.num_by_hand)
-        return self._steps.current(None if is_counting else len(self._capture.ends))
+        """The number of the current step, from 1: that of the record, if it has one."""
+        steps, known = self._steps, self.number(self._is_counted)
+        if known or self._running.num_calls:  # the step ended with the first call of its closure
+            return known or steps.num
+        if optim.optimizer_step_depth() and not steps.rounds:
+            return steps.num - steps.num_by_hand + 1
+        is_counting = bool(self._loss_scaler or steps.rounds or steps.num_by_hand)
+        ends = [end for end in self._capture.ends if not _is_of_a_loss(end)]
+        return steps.current(None if is_counting else len(ends or self._capture.ends[:1]))
 
     def _seen_only(self, first: Made | None) -> Diagnosis:
         """Return the diagnosis of a step that cannot be replayed."""
@@ -600,6 +656,11 @@ class Watch:
 def _is_averaged(calls: Sequence[KeptCall]) -> bool:
     """Return whether the gradients of calls are averaged over ranks as they are computed."""
     return any(isinstance(call.function, DistributedDataParallel) for call in calls)
+
+
+def _is_of_a_loss(end: KeptCall) -> bool:
+    """Return whether the gradients of a call are a part of a loss, as of a gradient penalty."""
+    return end.name == "grad" and bool((end.kwargs or {}).get("create_graph"))
 
 
 def _bad_names(model: nn.Module | None, *, parameters: bool = False) -> list[str]:

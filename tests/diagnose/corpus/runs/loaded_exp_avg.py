@@ -2,6 +2,7 @@
 # expect: data
 # says: exp_avg.* of 0\.weight
 # says: checkpoint
+# says: the first one with a state that was loaded or set
 # step: 1
 import torch
 from torch import nn
