@@ -66,8 +66,8 @@ def read(file: Path) -> Hostile:
         if mark := re.search(r"  #([!\d])$", line):
             marks[mark[1]] = number + 1
             lines[number] = line[: mark.start()]
+    head = re.sub(r"#(\d)", lambda mark: str(marks[mark[1]]), head)
     said = re.findall("^# expect: (.*)$", head, re.M)
-    said = [re.sub(r"#(\d)", lambda mark: str(marks[mark[1]]), part) for part in said]
     return Hostile(
         "\n".join(lines) + "\n",
         marks,
@@ -84,7 +84,7 @@ def programs(folder: str) -> dict[str, Hostile]:
     return {file.stem.replace("_", " "): read(file) for file in files}
 
 
-FIRST, NEWER, LIBRARIES = map(programs, ("first", "newer", "libraries"))
+FIRST, NEWER, LIBRARIES, REST = map(programs, ("first", "newer", "libraries", "rest"))
 ALL = FIRST | NEWER | LIBRARIES
 PLAIN = programs("simple")
 
@@ -100,12 +100,14 @@ class Judged(NamedTuple):
         missing: What was not said of the tensors and their origins.
         is_cured: Whether a program with one of the cures ran, and with each that is expected; None
             if none can.
+        does_first: Whether the program with the first cure ran.
         explanation: The explanation.
     """
 
     has_line: bool
     missing: list[str]
     is_cured: bool | None
+    does_first: bool
     explanation: str
 
     @property
@@ -119,7 +121,7 @@ def judge(program: Hostile, folder: Path) -> Judged:
     (file := folder / "train.py").write_text(text)
     found = explain(raised_by(file))
     if found is None:
-        return Judged(False, said, False, "")
+        return Judged(False, said, False, False, "")
     has_line = found.where == f"train.py:{marks['!']}"
     missing = [part for part in said if part not in str(found)]
     ran = set()
@@ -131,8 +133,8 @@ def judge(program: Hostile, folder: Path) -> Judged:
             if raised_by(file) is None:  # else the next call may have the same problem
                 ran.add(cure)
                 break
-    is_cured = bool(ran) and ran.issuperset(program.cures)
-    return Judged(has_line, missing, is_cured if program.is_curable else None, str(found))
+    is_cured = (bool(ran) and ran.issuperset(program.cures)) if program.is_curable else None
+    return Judged(has_line, missing, is_cured, {*found.cures[:1]} <= ran, str(found))
 
 
 def raised_by(file: Path) -> Exception | None:
@@ -150,6 +152,9 @@ def runs(file: Path) -> None:
 
 def pasted(text: str, line: int, cure: str, *, only_last: bool = False) -> str:
     """Return a program with a cure at a line: wherever a tensor stands, or only once."""
+    if "; " in cure and "policy=" not in cure:  # the second change is at a later line
+        cure, _, more = cure.partition("; ")
+        text = pasted(text, line, more, only_last=only_last)
     lines = text.split("\n")
     if at := re.search(r" at line (\d+)$", cure):
         line, cure = int(at[1]), cure[: at.start()]
@@ -166,6 +171,8 @@ def pasted(text: str, line: int, cure: str, *, only_last: bool = False) -> str:
     if cure.endswith(" before the call"):
         top = [node.lineno for node in ast.parse(text).body if node.lineno <= line]
         lines.insert(top[-1] - 1, cure.removesuffix(" before the call"))
+    if cure.endswith(" before this line"):
+        lines.insert(first, " " * statement.col_offset + cure.removesuffix(" before this line"))
     if cure.startswith("the call inside "):
         indent = " " * statement.col_offset
         lines[first:last] = ["    " + each for each in lines[first:last]]
@@ -186,4 +193,4 @@ def is_target(node: ast.expr) -> bool:
     return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
-SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Return)
+SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Return, ast.With)

@@ -42,6 +42,13 @@ def test_hostile_programs(name: str, tmp_path: Path) -> None:
     assert judged.is_cured is not False, judged.explanation
 
 
+@pytest.mark.parametrize("name", hostile.REST)
+def test_the_first_cure_makes_the_rest_run(name: str, tmp_path: Path) -> None:
+    judged = hostile.judge(hostile.REST[name], tmp_path)
+    assert judged.is_right, judged.explanation
+    assert judged.does_first, judged.explanation
+
+
 def test_inside_of_a_package_the_line_is_the_last_of_the_user(tmp_path: Path) -> None:
     judged = hostile.judge(hostile.LIBRARIES["LoRA of peft"], tmp_path)
     assert judged.is_right

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from halfstep._tools.dtype_errors.failing_call import (
     nodes_of,
     origin_of,
 )
-from halfstep._tools.dtype_errors.rest import Cure, ordered
+from halfstep._tools.dtype_errors.rest import Cure, cast_text, ordered
 from halfstep._tools.user_code import is_same_view
 
 _ABOUT_DTYPES = re.compile(
@@ -116,7 +117,8 @@ def explain(error: BaseException) -> DtypeError | None:
     """
     is_of_torch = isinstance(error, (RuntimeError, TypeError, ValueError))
     if is_of_torch and _ABOUT_DTYPES.search(str(error)) and not is_explained(error):
-        with suppress(Exception):  # of objects of the user that are read; the error comes first
+        with suppress(Exception), ExitStack() as stack:  # of the user's objects that are read
+            stack.callback(RandomStates(accelerators()).restore)
             return _explained(error)
     return None
 
@@ -129,7 +131,6 @@ def _explained(error: BaseException) -> DtypeError | None:
         return None
     user, made = users[-1], None
     with ExitStack() as stack:
-        stack.callback(RandomStates(accelerators()).restore)
         stack.enter_context(torch.no_grad())
         contexts = contexts_of(calls)
         for context in contexts:
@@ -164,7 +165,7 @@ def _explained(error: BaseException) -> DtypeError | None:
         if again is not None:
             tried += _cures(again, made or own, operands, function, hidden)
         is_here = made is None and own is user
-        cures = ordered(tried, user) if is_here else [each.text for each in tried]
+    cures = ordered(tried, calls, user) if is_here else [each.text for each in tried]
     if made is not None and isinstance(made.other, ast.Call):
         cures = [f"{cure} at line {made.other.lineno}" for cure in cures]
     where, text = _told(own)
@@ -377,38 +378,32 @@ def _cures(
             continue
         if changed:
             is_offered = True
-            text = ", ".join(f"{_cast(o.name, wanted)} in place of {o.name}" for o in changed)
+            text = ", ".join(f"{cast_text(o.name, wanted)} in place of {o.name}" for o in changed)
             yield Cure(text, {operand.name: wanted for operand in changed})
         if function is not None and not function.is_backward and is_on:
             arguments = f'device_type="{device}", cast_inputs={wanted}'
             yield Cure(f"@halfstep.custom_fwd({arguments}) on {function.name}.forward")
     lower = next((d for d in dtypes if d in (torch.float16, torch.bfloat16)), None)
-    ours = f"{policy}; {again.name}:fp32"
-    for rules in (None, ours)[: 0 if lower is None else 2 if is_on and policy else 1]:
+    rule = f"{policy}; {again.name}:fp32"
+    for rules in (None, rule)[: 0 if lower is None else 2 if is_on and policy else 1]:
+        halfsteps = partial(autocast, device, lower, policy=rules)
+        pytorchs = partial(torch_autocast, device, lower)
 
-        def under_autocast(rules: str | None = rules) -> Any:
-            with autocast(device, lower, policy=rules):
+        def under_autocast(around: Callable[[], Any]) -> Any:
+            with around():
                 return again.call(lambda t: t)
 
-        def under_pytorchs() -> Any:
-            with torch_autocast(device, lower):
-                return again.call(lambda t: t)
-
-        if not _runs(under_autocast):
+        if not _runs(partial(under_autocast, halfsteps)):
             continue
         arguments = f'"{device}", {lower}' + ("" if rules is None else f', policy="{rules}"')
-        of = "halfstep." if rules is not None or not _runs(under_pytorchs) else ""
-        yield Cure(f"the call inside {of}autocast({arguments})")
+        is_ours = rules is not None or not _runs(partial(under_autocast, pytorchs))
+        text = f"the call inside {'halfstep.' * is_ours}autocast({arguments})"
+        yield Cure(text, context=halfsteps if is_ours else pytorchs)
         if function is not None and function.is_backward:
             yield Cure(
                 f'@halfstep.custom_fwd(device_type="{device}") on {function.name}.forward, '
                 f'@halfstep.custom_bwd(device_type="{device}") on {function.name}.backward'
             )
-
-
-def _cast(name: str, dtype: torch.dtype) -> str:
-    is_sum = isinstance(ast.parse(name, mode="eval").body, (ast.BinOp, ast.UnaryOp, ast.IfExp))
-    return f"({name}).to({dtype})" if is_sum else f"{name}.to({dtype})"
 
 
 def _again(failing: Call) -> _Again | None:

@@ -16,10 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, TracebackType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 from torch.nn.utils.rnn import PackedSequence
@@ -79,7 +80,7 @@ class Call:
 
     place: Place
     local: dict[str, Any]  # variables of the frame
-    other: ast.expr | None = None  # in place of the expression of the instruction
+    other: ast.expr | ast.stmt | None = None  # in place of the expression of the instruction
 
     @functools.cached_property
     def node(self) -> ast.expr | ast.stmt | None:
@@ -211,8 +212,10 @@ def has_no_effects(function: Any) -> bool:
     if getattr(function, "__name__", "_").endswith("_"):
         return False
     if isinstance(function, BuiltinFunctionType):
-        is_torchs = getattr(torch, function.__name__, None) is function
+        is_torchs = any(getattr(of, function.__name__, None) is function for of in (torch, F))
         return is_torchs or isinstance(function.__self__, Tensor)
+    if isinstance(function, MethodType) and isinstance(function.__self__, Tensor):
+        return function.__name__ in {"unflatten", "split", "norm", "unique"}  # in Python
     return isinstance(function, FunctionType) and function.__module__ == "torch.nn.functional"
 
 
@@ -321,15 +324,19 @@ def _described(by: ast.AST, line: int) -> str:
     return f"of line {line}: {textwrap.shorten(text, 80)}"
 
 
+def body_of(code: CodeType) -> list[ast.stmt]:
+    """Return the statements of a function, or of a file; none if they are not known."""
+    tree = tree_of(code.co_filename)
+    if code.co_name == "<module>":
+        return tree.root.body
+    functions = (node for node in tree.parents if isinstance(node, FUNCTIONS))
+    lines = ((f, [f.lineno, *(each.lineno for each in f.decorator_list)]) for f in functions)
+    return next((f.body for f, starts in lines if code.co_firstlineno in starts), [])
+
+
 def nodes_of(code: CodeType) -> Iterator[ast.AST]:
     """Yield the nodes of a function, or of a file, without those of the functions in it."""
-    tree = tree_of(code.co_filename)
-    first: ast.AST | None = tree.root
-    if code.co_name != "<module>":
-        functions = (node for node in tree.parents if isinstance(node, FUNCTIONS))
-        lines = ((f, [f.lineno, *(each.lineno for each in f.decorator_list)]) for f in functions)
-        first = next((f for f, starts in lines if code.co_firstlineno in starts), None)
-    rest = [] if first is None else [*ast.iter_child_nodes(first)]
+    rest: list[ast.AST] = [*body_of(code)]
     while rest:
         node = rest.pop(0)
         yield node
