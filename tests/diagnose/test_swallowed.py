@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -46,11 +47,10 @@ def test_a_norm_of_zeros(rows: slice, autocast: type) -> None:
     assert halfstep.diagnose(step_of(model, x, autocast), model=model).verdict == "none"
     x[rows] *= 3000
     found = halfstep.diagnose(step_of(model, x, autocast), model=model)
-    assert (found.verdict, found.ends, found.notes) == ("none", (), (SWALLOWED,))
-    assert found.bad is not None
-    assert (found.bad.op, found.bad.module, found.bad.is_beyond_its_dtype) == ("mul", "norm", True)
-    assert found.bad.line is not None
-    assert "x * torch.rsqrt((x * x)" in found.bad.line.text
+    assert (found.verdict, found.ends, found.bad) == ("none", (), None)
+    (note,) = found.notes
+    assert re.match(r"`mul` of `norm` in the forward pass \(`.*\.py:\d+`\) overflowed", note)
+    assert note.endswith(SWALLOWED)
     assert not halfstep.self_check(model, x).passed
 
 

@@ -20,6 +20,7 @@ from halfstep._tools.diagnose.diagnosis import (
     Cure,
     Diagnosis,
     Verdict,
+    sentence,
     short_error,
     source_of,
 )
@@ -57,8 +58,8 @@ OF_NO_OP = (
     "ops are not seen (another thread, a library outside of PyTorch)"
 )
 SWALLOWED = (
-    "this op is not finite, but later ops made finite numbers of what it returned, as rsqrt(inf) "
-    "is 0: halfstep.self_check says whether they are those of float32"
+    "later ops made finite numbers of it, as rsqrt(inf) is 0; halfstep.self_check compares them "
+    "with those of float32"
 )
 WAS_FINITE = "its replay was finite"
 TO_SEE_MORE = "return its values from the function as a plain tensor on a device"
@@ -183,8 +184,9 @@ def _of_no_blame(replayer: Replayer, found: Scan) -> Diagnosis:
         if replayer.has_steps and (of_step := fault_of_step(replayer, run.scale)) is not None:
             return of_step
         if found.first is not None and not replayer.is_kept:
-            replayer.notes.append(SWALLOWED)
-            return Diagnosis("none", inspect(replayer, found.first, run.scale).bad, scale=run.scale)
+            bad = inspect(replayer, found.first, run.scale).bad
+            said = sentence(Diagnosis("range", bad), with_line=True)
+            replayer.notes += [f"{said}; {SWALLOWED}"][: bad.is_beyond_its_dtype]
     except OutOfTime:
         _note_end(replayer)
     return Diagnosis("none", scale=run.scale)

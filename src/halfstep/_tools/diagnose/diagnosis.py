@@ -167,8 +167,7 @@ class Diagnosis:
             grew from step to step until one no longer fitted. ``"optimizer"``: a step of an
             optimizer made weights bad of finite gradients. ``"data"``: a parameter, a buffer or the
             batch was bad before the step. ``"unknown"``: see the notes.
-        bad: The first bad op. For ``"data"``, the op that read the bad tensor first. For
-            ``"none"``, an op whose inf or NaN later ops made finite, if there is one.
+        bad: The first bad op. For ``"data"``, the op that read the bad tensor first.
         tensor: For ``"data"`` and ``"optimizer"``, the name of the bad tensor.
         ends: ``"loss"`` if the loss is not finite, else the names of the parameters whose gradients
             are not finite.
@@ -253,9 +252,9 @@ def _headline(found: Diagnosis) -> str:
     return said if found.verdict == "none" else f"{found.verdict}: {said}"
 
 
-def sentence(found: Diagnosis) -> str:
+def sentence(found: Diagnosis, *, with_line: bool = False) -> str:
     """Return what happened in a step as a sentence, with names between backticks."""
-    return _said(found, with_line=False).replace(_NAME, "`")
+    return _said(found, with_line=with_line).replace(_NAME, "`")
 
 
 def parts(found: Diagnosis) -> Iterator[str | Code]:
