@@ -359,8 +359,7 @@ class Diagnose(_ThroughTraining):
         from halfstep import diagnose
 
         def records() -> list[record]:
-            of = [each for each in trainer.callbacks if isinstance(each, RecordRun)]
-            return [each.run for each in of if each.run is not None]
+            return [c.run for c in trainer.callbacks if isinstance(c, RecordRun) and c.run]
 
         def number(is_counted: bool) -> int:
             of = (each.num_steps if is_counted else each.current_step for each in records())

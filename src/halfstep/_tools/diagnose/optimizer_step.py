@@ -33,8 +33,13 @@ STEP_IN_FLOAT32 = (
     'halfstep.master_weights(optimizer, store="float32")  # once it is made: its steps are in '
     "float32; in float16 Adam's eps of 1e-08 is 0"
 )
+BELOW_ZERO = (
+    "centered=True takes the root of square_avg - grad_avg ** 2, which rounding took below 0; eps "
+    "is added after the root"
+)
 IN_PLACE_OF_LOST = (
-    "the step was replayed with zeros in place of the weights that it had made inf or NaN"
+    "the numbers are those of a replay after the step, with zeros in place of the weights that it "
+    "had made inf or NaN"
 )
 
 
@@ -118,7 +123,9 @@ def fault_of_step(replayer: Replayer, scale: float | None) -> Diagnosis | None:
     trial = CureTrial(replayer, found.run)
     with suppress(OutOfTime):
         if any(note.startswith("eps is 0") for note in event.notes):
-            cure = _of_eps(trial, optimizer)
+            cure = _of_setting(trial, optimizer, "eps", USUAL_EPS)
+        elif bad.op.endswith("sqrt_") and any(g.get("centered") for g in optimizer.param_groups):
+            cure = _of_setting(trial, optimizer, "centered", False, BELOW_ZERO)
         if cure is None and not type(optimizer).__module__.startswith("torch."):
             cure = cure_search.of_maths(trial, blame, call_of(calls, blame))
     return replace(event, bad=_shown(bad), cure=cure)
@@ -131,23 +138,27 @@ def _shown(bad: BadOp) -> BadOp:
     return replace(bad, inputs=(), output=None, needs=None, limit=None)
 
 
-def _of_eps(trial: CureTrial, optimizer: Optimizer) -> Cure | None:
-    """Return a usual ``eps`` as the cure if the step is finite with it."""
+def _of_setting(
+    trial: CureTrial, optimizer: Optimizer, key: str, value: object, *remarks: str
+) -> Cure | None:
+    """Return a setting as the cure if the step is finite with it, in groups where it is 0 or on."""
 
     @contextmanager
     def changed() -> Iterator[None]:
-        before = [(group, group["eps"]) for group in optimizer.param_groups if "eps" in group]
-        for group, eps in before:
-            group["eps"] = eps or USUAL_EPS
+        groups = [group for group in optimizer.param_groups if key in group]
+        before = [(group, group[key]) for group in groups if bool(group[key]) != bool(value)]
+        for group, _ in before:
+            group[key] = value
         try:
             yield
         finally:
-            for group, eps in before:
-                group["eps"] = eps
+            for group, old in before:
+                group[key] = old
 
     if trial.blame(changed()) is not None:
         return None
-    return Cure("code", f"{type(optimizer).__name__}(..., eps={USUAL_EPS:g})", is_finite=True)
+    text = f"{type(optimizer).__name__}(..., {key}={value!r})"
+    return Cure("code", text, is_finite=True, remarks=remarks)
 
 
 # --- a step that was taken ------------------------------------------------------------------------

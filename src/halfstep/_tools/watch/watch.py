@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -112,13 +112,6 @@ class _Taken:
     # After a call of its closure, until a further one: weights, gradients, and their versions.
     gradients: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
 
-    def note_gradients(self) -> None:
-        found = [(weight, weight.grad) for weight in parameters(self.optimizer)]
-        self.gradients = [(w, g, autograd.version_of(g)) for w, g in found if g is not None]
-
-    def has_its_gradients(self) -> bool:
-        return all(autograd.version_of(grad) == version for _, grad, version in self.gradients)
-
     @contextmanager
     def with_its_gradients(self) -> Iterator[None]:
         """Put back in the block the gradients that a further call of the closure has unset."""
@@ -138,21 +131,12 @@ class _StepCount:
     def __init__(self) -> None:
         self.num = self.num_by_hand = 0
         self.rounds = Rounds()  # of several optimizers, each one step
-        self._is_leaving = False
+        self.is_leaving = False  # whether the loop drops the current step
 
     def count(self, optimizer: Optimizer) -> None:
         """Count a round of several optimizers as one step, and discard steps counted by hand."""
         self.num, self.num_by_hand = self.num - self.num_by_hand, 0
         self.num -= not self.rounds.add(optimizer)
-
-    @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Count the step that the loop drops in the block as the current one."""
-        self._is_leaving = True
-        try:
-            yield
-        finally:
-            self._is_leaving = False
 
     def current(self, num_ends: int | None) -> int:
         """Return the number of the current step, from 1.
@@ -160,7 +144,7 @@ class _StepCount:
         ``num_ends`` is the number of backward passes if nothing else has counted steps yet.
         """
         if num_ends is not None:
-            return self.num + num_ends + self._is_leaving
+            return self.num + num_ends + self.is_leaving
         return self.num + (not self.rounds.is_open)
 
 
@@ -300,17 +284,17 @@ class Watch:
             bad, scale = skipped, 1.0
         if bad and any(outcome.taken for outcome in outcomes):
             self.notes.append("another optimizer has stepped before the replay")
-        with self._counted():
+        with self._about(is_counted=True):
             self._end_step(scale, is_bad=bool(bad))
 
     @contextmanager
-    def _counted(self, *, is_counted: bool = True) -> Iterator[None]:
-        """Diagnose in the block a step that a record has counted already, or not."""
-        self._is_counted = is_counted
+    def _about(self, *, is_counted: bool, is_leaving: bool = False) -> Iterator[None]:
+        """Number the step that the block is about: a record has counted it, the loop drops it."""
+        self._is_counted, self._steps.is_leaving = is_counted, is_leaving
         try:
             yield
         finally:
-            self._is_counted = False
+            self._is_counted = self._steps.is_leaving = False
 
     def _before_backward(self, roots: Any) -> None:
         """Diagnose a step whose loss is not finite, before its backward pass."""
@@ -364,8 +348,7 @@ class Watch:
         if was_taken and not self._was_finite:
             return  # that step was already diagnosed
         self._steps.num -= was_taken
-        leaving = self._steps.leaving() if not is_end else nullcontext()
-        with leaving, self._counted(is_counted=was_taken):
+        with self._about(is_counted=was_taken, is_leaving=not is_end):
             self._look([made.call], None, root=made, is_last=is_last)
         self._was_finite = False
         self._is_spoiled |= is_end  # nothing keeps the loop from stepping with these gradients
@@ -388,7 +371,7 @@ class Watch:
         self._pause(is_stepping=True)
         closure, others, kwargs = split_closure(args[1:], kwargs)
         number = self._step
-        self._taken = _Taken(optimizer, number, numbers_of(optimizer))
+        taken = self._taken = _Taken(optimizer, number, numbers_of(optimizer))
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
             optimizer, number, lambda: self._model_of(needed_for(ends))
@@ -408,11 +391,12 @@ class Watch:
         if closure is None or self._running.is_bad:
             self._end_plain_step(parameters(optimizer), optimizer)
             return None
-        others, kwargs = with_closure(self._watched(closure, optimizer), others, kwargs)
+        others, kwargs = with_closure(self._watched(closure, taken), others, kwargs)
         return (args[0], *others), kwargs
 
-    def _watched(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    def _watched(self, closure: Callable[[], Any], taken: _Taken) -> Callable[[], Any]:
         """Wrap a closure so that its first evaluation ends the step for the watch."""
+        optimizer = taken.optimizer
 
         def watched() -> Any:
             self._pause(is_stepping=False)
@@ -425,8 +409,8 @@ class Watch:
                 groups = optimizer.param_groups
                 self._running.searches = any(group.get("line_search_fn") for group in groups)
             self._running.num_calls += 1
-            if self._taken is not None:
-                self._taken.note_gradients()
+            found = [(w, w.grad) for w in parameters(optimizer) if w.grad is not None]
+            taken.gradients = [(w, grad, autograd.version_of(grad)) for w, grad in found]
             return result
 
         return watched
@@ -482,7 +466,10 @@ class Watch:
             self._running.is_bad = not self._counts_plain_steps()
             self._was_finite, self._is_spoiled = False, True
             if self._may_look():
-                if num_calls <= 1 and taken.has_its_gradients():  # not those of a further call
+                is_same = all(
+                    autograd.version_of(g) == version for _, g, version in taken.gradients
+                )
+                if is_same and num_calls <= 1:  # else its gradients are those of a further call
                     event = diagnosis_of_taken_step(
                         optimizer, taken.numbers, event, model, self._seconds, bool(num_calls)
                     )
@@ -617,8 +604,9 @@ class Watch:
         if optim.optimizer_step_depth() and not steps.rounds:
             return steps.num - steps.num_by_hand + 1
         is_counting = bool(self._loss_scaler or steps.rounds or steps.num_by_hand)
-        ends = [end for end in self._capture.ends if not _is_of_a_loss(end)]
-        return steps.current(None if is_counting else len(ends or self._capture.ends[:1]))
+        ends = self._capture.ends  # some may return gradients that a loss is computed of
+        num = sum(not (end.kwargs or {}).get("create_graph") for end in ends) or len(ends[:1])
+        return steps.current(None if is_counting else num)
 
     def _seen_only(self, first: Made | None) -> Diagnosis:
         """Return the diagnosis of a step that cannot be replayed."""
@@ -656,11 +644,6 @@ class Watch:
 def _is_averaged(calls: Sequence[KeptCall]) -> bool:
     """Return whether the gradients of calls are averaged over ranks as they are computed."""
     return any(isinstance(call.function, DistributedDataParallel) for call in calls)
-
-
-def _is_of_a_loss(end: KeptCall) -> bool:
-    """Return whether the gradients of a call are a part of a loss, as of a gradient penalty."""
-    return end.name == "grad" and bool((end.kwargs or {}).get("create_graph"))
 
 
 def _bad_names(model: nn.Module | None, *, parameters: bool = False) -> list[str]:
