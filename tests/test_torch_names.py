@@ -260,12 +260,6 @@ def test_the_code_that_every_backward_pass_begins_in() -> None:
     assert seen == [True, True]
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_the_store_of_a_job() -> None:
-    distributed.default_store().set("key", "value")
-    assert distributed.default_store().get("key") == b"value"
-
-
 def test_hooks_for_what_autograd_saves_are_known() -> None:
     assert autograd.saves_as_always()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):

@@ -128,18 +128,6 @@ def is_in_nested_backward() -> bool:
     return num_begun > 1
 
 
-def gradients_of(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the summed outputs, bypassing patches of ``autograd.grad``."""
-    ones = tuple(map(torch.ones_like, outputs))
-    run: Any = torch.autograd.graph._engine_run_backward
-    found: tuple[torch.Tensor | None, ...] = run(
-        tuple(outputs), ones, False, False, tuple(inputs), True, accumulate_grad=False
-    )
-    return found
-
-
 @contextmanager
 def engine_in(context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Run every backward pass in the block inside a new ``context()``."""

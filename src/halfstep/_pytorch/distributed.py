@@ -15,11 +15,6 @@ import torch
 from halfstep._pytorch.compiler import keep_out_of_graphs
 
 
-def default_store() -> Any:
-    """Return the store that the ranks of this job used for rendezvous."""
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
 def exchange_device(process_group: torch.distributed.ProcessGroup) -> torch.device:
     """Return the device on which a group exchanges small tensors, of the same type on all ranks.
 

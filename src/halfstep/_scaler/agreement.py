@@ -42,7 +42,6 @@ CHECK_EVERY = 100
 
 FOUND, BAD_LOSS, HAS_GRADIENTS, HAS_SCALE = range(4)
 NUM_FIRST, NUM_SAME = 4, 4
-NUM_NUMBERS = NUM_FIRST + 2 * NUM_SAME
 """After the first four come the numbers that must be equal on all ranks, twice."""
 
 NUM_LISTED = 16
@@ -363,7 +362,7 @@ class Agreement:
 
 
 def _values(ranks: Together, findings: Findings, has_gradients: bool) -> Tensor:
-    """Return this rank's findings for the others, int32 ``[NUM_NUMBERS]``. Sync: none."""
+    """Return this rank's findings for the others, an int32 vector. Sync: none."""
     scale, group = findings.scale, ranks.group
     device = scale.device
     found = torch.zeros((), device=device)
