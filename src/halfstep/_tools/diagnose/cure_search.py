@@ -8,6 +8,7 @@ arguments, as if the line had been edited.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -229,6 +230,12 @@ MOST_REPLAYS = 64
 """The number of replays of a diagnosis after which no more edits are tried."""
 
 
+OF_PARAMETER = (
+    "train the logarithm of {0}, a parameter: {0} = log_{0}.exp() is above 0 after every step. A "
+    "clamp gives {0} no gradient beyond its limit"
+)
+
+
 def of_maths(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
     """Return edits as the cure that keep functions away from values where they are undefined.
 
@@ -370,6 +377,8 @@ def _of_finite(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
     cure = _of_placed(calls, is_finite=True)
     if cure is None:
         return None
+    if calls.has_clamped_parameter and (of := re.search(r"(\w+)\.clamp_min", cure.text)):
+        return Cure("code", OF_PARAMETER.format(of[1]))
     losses = trial.losses(lambda: UserCalls(trial.replayer.num_ops, edits).active())
     remarks = calls.remarks()
     if not trial.is_usual(losses):

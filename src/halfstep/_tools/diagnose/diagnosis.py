@@ -371,7 +371,7 @@ def _cure(cure: Cure) -> list[str]:
     return [head, *(f"  {text}" for text in said), *_learned(cure.losses)]
 
 
-_STANDS = 1e-6
+_STANDS = 1e-4
 """The largest relative change of a loss that stands."""
 
 

@@ -43,6 +43,8 @@ MOST_INSPECTED = 64
 
 # The third argument of these ops requests float32 results from float16; it is invalid for float64.
 _HALF_TO_FLOAT = ("_softmax", "_log_softmax")
+# The ops whose result in float32 may fit while the sum inside does not.
+_MEANS = {"mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 # Buffers saved by the forward pass, with a layout that depends on the dtype. An op that runs in
 # another dtype would read out of bounds.
 _OPAQUE = {"workspace", "reserve", "reserveSpace", "weight_buf"}
@@ -186,15 +188,21 @@ def operand(tensor: Tensor, name: str) -> Operand:
 
 
 def _needs(call: OpCall) -> float | None:
-    """Return the largest magnitude of the result of an op in float64.
+    """Return the largest magnitude of the result of an op in float64, and of the sum in a mean.
 
-    None if the result is not finite, the op cannot run in float64, or it draws random numbers.
+    The sum overflows first. None if the result is not finite, the op cannot run in float64, or it
+    draws random numbers.
     """
     is_random = torch.Tag.nondeterministic_seeded in call.func.tags
     wide = None if is_random else in_wider(call, torch.float64)
     floats = [tensor for tensor in wide or () if tensor.is_floating_point()]
     sizes = [float(tensor.abs().amax()) if tensor.numel() else 0.0 for tensor in floats]
-    return max(sizes) if sizes and all(map(math.isfinite, sizes)) else None
+    if not sizes or not all(map(math.isfinite, sizes)):
+        return None
+    given, fits = call.given[0], max(sizes) <= torch.finfo(torch.float32).max
+    if call.name in _MEANS and given.dtype is torch.float32 and fits:
+        return max(sizes) * given.numel() / floats[0].numel()
+    return max(sizes)
 
 
 def in_wider(call: OpCall, dtype: torch.dtype) -> list[Tensor] | None:

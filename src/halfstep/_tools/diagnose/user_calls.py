@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfstep._common.numbers import things
@@ -75,6 +75,7 @@ class UserCalls(TorchFunctionMode):
         self._calls: list[UserCall] = []
         self._is_inside, self.do_fit = False, True
         self._changes: dict[tuple[int, Slot], _Changes] = {}
+        self.has_clamped_parameter = False
         self.reached: set[int] = set()  # indices of the edits whose call was made
         self._texts: dict[tuple[int, Slot], str] = {}
         self.placed: dict[tuple[int, Slot], Placed] = {}
@@ -171,6 +172,8 @@ class UserCalls(TorchFunctionMode):
             self.placed[key] = Placed(spot, running.name, slot, told, parameters, module)
         result = evaluated(text, value)
         if "clamp" in text and isinstance(value, Tensor):
+            is_scalar = value.requires_grad and value.is_leaf and not value.dim()
+            self.has_clamped_parameter |= is_scalar or isinstance(value, nn.Parameter)
             with modes.no_function_modes(), modes.unseen_by_modes():
                 self._changes.setdefault(key, _Changes()).add(value, result)
         return result

@@ -170,7 +170,8 @@ class Growth:
     ) -> Diagnosis | None:
         for optimizer, before in self._before.items():
             amax = _largest(parameters(optimizer))
-            if not amax > EXPLODED * max(before.amax, 1.0):
+            needed = EXPLODED if by_losses is None else EXPLODED / 10
+            if not amax > needed * max(before.amax, 1.0):
                 continue
             rates = [float(group["lr"]) for group in _groups(optimizer) if "lr" in group]
             name = type(optimizer).__name__
@@ -179,7 +180,14 @@ class Growth:
                 f"before step {before.step} to {number(amax)} before step {step}"
                 + (f", at a learning rate of {number(max(rates))}" if rates else "")
             )
-            text = _of_settings(optimizer) or (
+            growth = (amax / max(before.amax, 1.0)) ** (1 / max(step - before.step, 1))
+            text = _of_settings(optimizer)
+            if not text and type(optimizer) is torch.optim.SGD and 2 < growth < 1000:
+                text = (  # of a loss near a parabola, whose curvature c multiplies by 1 - lr * c
+                    f"lower the learning rate of SGD to {number(max(rates) / (growth + 1))}: at "
+                    f"{number(max(rates))} its largest weight grew {number(growth)}-fold a step"
+                )
+            text = text or (
                 f"lower the learning rate of {name}, or clip the gradients before its step:\n"
                 "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
             )
