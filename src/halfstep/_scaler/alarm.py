@@ -92,9 +92,10 @@ class SkipReport:
         what = f"skipped ({', '.join(self.optimizers)})" if self.optimizers else "skipped"
         if self.scale is None:
             lines = [f"{steps} {what}; reason: inf or NaN in the gradients"]
+        elif self.is_diagnosing:
+            lines = [f"{steps} {what}; the scale is now {power(self.scale)}"]
         else:
-            why = "" if self.is_diagnosing else f"; reason: {self.reason}"
-            lines = [f"{steps} {what}{why}; the scale is now {power(self.scale)}"]
+            lines = [f"{steps} {what}; reason: {self.reason}; the scale is now {power(self.scale)}"]
         if self.rank is not None:
             lines.append(f"the first rank with inf or NaN is {self.rank}; its message says where")
         if self.culprits:

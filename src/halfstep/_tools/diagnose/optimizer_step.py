@@ -33,10 +33,7 @@ STEP_IN_FLOAT32 = (
     'halfstep.master_weights(optimizer, store="float32")  # once it is made: its steps are in '
     "float32; in float16 Adam's eps of 1e-08 is 0"
 )
-BELOW_ZERO = (
-    "centered=True takes the root of square_avg - grad_avg ** 2, which rounding took below 0; eps "
-    "is added after the root"
-)
+BELOW_ZERO = "centered=True takes a root of square_avg - grad_avg**2, which rounding took below 0"
 IN_PLACE_OF_LOST = (
     "the numbers are those of a replay after the step, with zeros in place of the weights that it "
     "had made inf or NaN"

@@ -370,11 +370,10 @@ class Watch:
             return None
         self._pause(is_stepping=True)
         closure, others, kwargs = split_closure(args[1:], kwargs)
-        number = self._step
-        taken = self._taken = _Taken(optimizer, number, numbers_of(optimizer))
+        taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer))
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
-            optimizer, number, lambda: self._model_of(needed_for(ends))
+            optimizer, taken.number, lambda: self._model_of(needed_for(ends))
         )
         setting = with_bad_setting(optimizer) or state
         if setting is not None:
