@@ -171,5 +171,9 @@ def can_be_called_again(module: torch.nn.Module) -> bool:
     """Return whether a module is one of PyTorch whose call has no effect: no buffers, no hooks."""
     parts = [*module.modules()]
     return all(type(part).__module__.startswith("torch.nn.modules.") for part in parts) and not any(
-        part._buffers or part._forward_hooks or part._forward_pre_hooks for part in parts
+        part._buffers or has_forward_hooks(part) for part in parts
     )
+
+
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -125,8 +125,7 @@ def of_swallowed(trial: CureTrial, first: Blame, call: UserCall | None) -> Cure 
     """Return one rule or edit as the cure that makes an earlier overflow and the step finite."""
     if trial.entered:
         policy = trial.entered[0].policy or preset("standard")
-        cure = _of_rules(trial, first, policy, most=1)
-        if cure is not None:
+        if (cure := _of_rules(trial, first, policy, most=1)) is not None:
             return cure
     if call is None:
         return None
@@ -162,10 +161,9 @@ def _of_rules(trial: CureTrial, blame: Blame, base: Policy, most: int = MOST_RUL
             after = trial.blame(policy=policy)
             if after is None:
                 return _of_policy(policy, trial, is_finite=True)
-            if after.phase == "backward" and blame.phase != "backward":
-                scale = _scale_with(trial, policy)
-                if scale is not None:
-                    return _of_policy(policy, trial, scale, is_finite=True)
+            is_moved = after.phase == "backward" != blame.phase
+            if is_moved and (scale := _scale_with(trial, policy)) is not None:
+                return _of_policy(policy, trial, scale, is_finite=True)
             if after.where != blame.where:  # one rule is not enough
                 rules.append(rule)
                 blame = after

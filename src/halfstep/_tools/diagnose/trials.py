@@ -146,9 +146,7 @@ class CureTrial:
         replayer = self.replayer
         calls = UserCalls(replayer.num_ops, edits, may_end_early=replayer.is_kept)
         blame = self.blame(calls.active(), scale=scale)
-        if not calls.do_fit:
-            return Tried(_OUTSIDE, calls)
-        return Tried(blame, calls)
+        return Tried(blame if calls.do_fit else _OUTSIDE, calls)
 
     def rewritten(self, forms: list[StableForm]) -> tuple[Tried, Formulas]:
         calls, formulas = UserCalls(self.replayer.num_ops), Formulas([form.root for form in forms])

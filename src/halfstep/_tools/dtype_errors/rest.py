@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
 from halfstep._autocast import HALVES, Region, autocast
+from halfstep._pytorch import modules
 from halfstep._pytorch.amp import switches_of
 from halfstep._tools.dtype_errors.failing_call import (
     Call,
@@ -90,7 +91,7 @@ class _Frame(Call):
                 args = [self._called(node, part, args, {})]
             return args[0]
         if isinstance(function, nn.Module):
-            if function._forward_hooks or function._forward_pre_hooks:
+            if modules.has_forward_hooks(function):
                 raise LookupError(function)
             function = function.forward
         if isinstance(function, MethodType):
