@@ -85,8 +85,7 @@ class Engine:
         """Put the scale on the device of the first loss. Sync: none."""
         self.loss_scale = scale_on(device, self.loss_scale)
         self.unused = UnusedGradients(self.journal, self.loss_scale, self.owner)
-        scaler = self.owner()
-        scaler._device = scaler._device or device.type
+        self.owner()._note_device(device)
 
     @keep_out_of_graphs
     def _create_scale_of(self, outputs: Any) -> Any:

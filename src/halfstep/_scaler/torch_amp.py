@@ -281,6 +281,9 @@ class TorchAttributes:
         device = accelerator or torch.device("cpu") if dev is None else torch.device(dev)
         self._engine.create_scale(device)
 
+    def _note_device(self, device: torch.device) -> None:
+        self._device = self._device or device.type
+
 
 def _keep_check(
     engine: Engine, key: int, optimizer: torch.optim.Optimizer | None, check: Check
