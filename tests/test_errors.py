@@ -51,13 +51,15 @@ def name_of(node: ast.AST) -> str:
 
 
 def caught() -> set[str]:
-    """The names in all ``except`` clauses of the package, and in what asks for a class."""
+    """The names in ``except`` clauses and ``suppress``, and in what asks for a class."""
     found = set()
     for node in chain(*nodes().values()):
         if isinstance(node, ast.ExceptHandler) and node.type is not None:
             found |= {each.id for each in ast.walk(node.type) if isinstance(each, ast.Name)}
         if isinstance(node, ast.Call) and name_of(node.func) == "isinstance":
             found |= {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+        if isinstance(node, ast.Call) and name_of(node.func) == "suppress":
+            found |= {each.id for each in node.args if isinstance(each, ast.Name)}
     return found
 
 
