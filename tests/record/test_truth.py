@@ -52,7 +52,7 @@ def test_a_healthy_loop(tmp_path: Path) -> None:
         step_on(loop.optimizer, loop.loss())
 
     severity, text, _ = recorded(tmp_path, step)
-    assert (severity, text[:11]) == ("notice", "Nothing ran")
+    assert (severity, text[:14]) == ("notice", "No product ran")
 
 
 def test_gradients_that_are_zero_when_the_optimizer_steps(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ LEFT_OUT = Path(__file__).parent / "corpus" / "left_out.py"
 def test_steps_that_the_script_leaves_out_are_steps(tmp_path):
     """Each with its own loss: as a skip if its gradients were bad, and else by the script."""
     done = forked.python("-m", "halfstep", "run", "-o", "out", LEFT_OUT, cwd=tmp_path)
-    ran = "nothing ran in a lower precision (products: float32)"
+    ran = "no product ran in a lower precision (products: float32)"
     assert done.err == f"halfstep: 20 steps recorded, 5 skipped; {ran}: halfstep report out\n"
     steps = read_run(tmp_path / "out").steps
     assert max(step.loss for step in steps) == steps[0].loss  # none has been added up

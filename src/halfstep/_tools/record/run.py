@@ -213,7 +213,7 @@ def dtypes_text(products: Mapping[str, int]) -> str:
     """Return in which dtypes products ran: ``products ran in float16 (96 %) and float32 (4 %)``."""
     seen = {dtype: num for dtype, num in products.items() if dtype != HIDDEN}
     if ran_lower(products) is False:
-        return f"nothing ran in a lower precision (products: {listed(sorted(seen))})"
+        return f"no product ran in a lower precision (products: {listed(sorted(seen))})"
     if not seen:
         return "the dtypes of products were not measured"
     where = " outside of compiled and custom functions" if HIDDEN in products else ""

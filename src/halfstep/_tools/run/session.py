@@ -464,14 +464,16 @@ def findings(seen: Seen, *, guard: str, masters: str) -> Iterator[str]:
         yield f"{num} of the model ended with inf or NaN: {which}{_prevents(guard)}"
     if seen.num_bad_taken:
         when = f"{things(seen.num_bad_taken, 'step')} (first: {at_steps([seen.first_bad_taken])})"
-        yield f"an optimizer stepped although the loss was inf or NaN, in {when}{_prevents(guard)}"
+        does = _prevents(guard, "skips those whose gradients are inf or NaN, too")
+        yield f"an optimizer stepped although the loss was inf or NaN, in {when}{does}"
     if seen.scale is not None and seen.scale < 1 <= seen.first_scale:
         fell = f"from {number(seen.first_scale)} to {number(seen.scale)}"
-        yield f"the scale fell {fell}, where it protects no gradient{_prevents(guard)}"
+        does = _prevents(guard, "keeps it at 1, and skips steps that need a smaller one")
+        yield f"the scale fell {fell}{does}"
 
 
-def _prevents(option: str) -> str:
-    return f"; halfstep run {option} prevents that" if option else ""
+def _prevents(option: str, does: str = "prevents that") -> str:
+    return f"; halfstep run {option} {does}" if option else ""
 
 
 def recorded(num_steps: int, num_skipped: int, seen: Seen) -> str:
