@@ -7,7 +7,7 @@ from importlib.resources import files
 import pytest
 from tests.cli.json_schema import json_schema
 from tests.report import records
-from tests.report.test_json import WRITERS, summary_of
+from tests.report.records import WRITERS, summary_of
 
 from halfstep._tools.cli import main
 from halfstep._tools.report.compare_runs import compare_runs

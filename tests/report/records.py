@@ -16,6 +16,9 @@ from halfstep._common.formats import FORMATS
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, Diagnosis, Operand
 from halfstep._tools.line import Line
 from halfstep._tools.record.files import LineWriter, file_of
+from halfstep._tools.record.read import read_run
+from halfstep._tools.report.summarize import summarize
+from halfstep._tools.report.summary import Summary
 from halfstep._tools.statistics import Statistics, binned
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -440,3 +443,23 @@ def huge(folder: Path, num_steps: int, num_layers: int = 200) -> Path:
         yield end(num_steps / 2, num_steps)
 
     return write(folder, events())
+
+
+WRITERS = (
+    healthy,
+    with_skips,
+    underflowing,
+    failed,
+    diagnosed,
+    killed,
+    bf16,
+    losing_updates,
+    several_ranks,
+    only_header,
+    hostile,
+)
+"""A run of each kind."""
+
+
+def summary_of(folder: Path) -> Summary:
+    return summarize(read_run(folder))

@@ -5,16 +5,10 @@ import re
 
 import pytest
 from tests.report import records
-from tests.report.records import counted, sample, tensor
+from tests.report.records import counted, sample, summary_of, tensor
 
-from halfstep._tools.record.read import read_run
 from halfstep._tools.report.compare_runs import compare_runs
-from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.text import comparison_json, comparison_text
-
-
-def summary_of(folder):
-    return summarize(read_run(folder))
 
 
 @pytest.fixture

@@ -4,30 +4,11 @@ import json
 
 import pytest
 from tests.report import records
+from tests.report.records import WRITERS, summary_of
 
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.json import to_plain
-from halfstep._tools.record.read import read_run
-from halfstep._tools.report.summarize import summarize
 from halfstep._tools.report.text import sentences, summary_json
-
-WRITERS = (
-    records.healthy,
-    records.with_skips,
-    records.underflowing,
-    records.failed,
-    records.diagnosed,
-    records.killed,
-    records.bf16,
-    records.losing_updates,
-    records.several_ranks,
-    records.only_header,
-    records.hostile,
-)
-
-
-def summary_of(folder):
-    return summarize(read_run(folder))
 
 
 def refuse(constant):

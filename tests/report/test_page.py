@@ -13,21 +13,8 @@ from halfstep._common.formats import FORMATS
 from halfstep._tools.report.page import MOST_SKIPS
 from halfstep._tools.report.text import sentences, summary_json
 
-RUNS = (
-    records.healthy,
-    records.with_skips,
-    records.failed,
-    records.diagnosed,
-    records.killed,
-    records.bf16,
-    records.losing_updates,
-    records.several_ranks,
-    records.only_header,
-    records.hostile,
-)
 
-
-@pytest.fixture(scope="module", params=RUNS, ids=lambda write: write.__name__)
+@pytest.fixture(scope="module", params=records.WRITERS, ids=lambda write: write.__name__)
 def page(request, tmp_path_factory):
     return page_of(request.param(tmp_path_factory.mktemp("run")))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.report import records
-from tests.report.records import counted, note, policy, sample, skip, step, tensor
+from tests.report.records import counted, note, policy, sample, skip, step, summary_of, tensor
 
 from halfstep._tools.json import to_plain
 from halfstep._tools.record.read import read_run
@@ -20,10 +20,6 @@ from halfstep._tools.report.summarize import summarize
 
 GRADIENT = "parameter_gradient"
 STUCK = "non-finite at any scale"
-
-
-def summary_of(folder):
-    return summarize(read_run(folder))
 
 
 def written(*events):
