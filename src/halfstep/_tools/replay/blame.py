@@ -216,7 +216,7 @@ class BlameTracker(OpObserver):
     is_settled = is_loss_bad
 
     @property
-    def is_absorbed(self) -> bool:
+    def is_swallowed(self) -> bool:
         """Whether a module returned inf or NaN but the step, which has no loss, ends finite."""
         is_judged_by_outputs = not (self._has_loss or self._gradients or self._results)
         return is_judged_by_outputs and bool(self._outputs) and self.has_end
@@ -388,7 +388,7 @@ def scan(
         if run.error is None and not tracker.has_end:
             replayer.notes.append(NO_END)
         blame = tracker.root(has_failed=run.error is not None or not tracker.has_end)
-        if tracker.is_absorbed:
+        if tracker.is_swallowed:
             replayer.notes.append(ABSORBED)
         name_of = names_in(replayer.model)
         gradients = tuple(name_of(leaf) or name_in_code(leaf) for leaf in tracker.bad_leaves)
