@@ -66,8 +66,27 @@ class DeviceScale(LossScale):
         """Return the current state, to be read later. Sync: none."""
         return self._under_way[-1] if self._under_way else super().snapshot()
 
-    def calm(self) -> None:
-        """Return None: the device counts."""
+    @property
+    def growth_tracker(self) -> Tensor:
+        """The count of consecutive steps, an int32 scalar on the device."""
+        if self._growth_tracker is None:
+            self._number = self._number._replace(growth_tracker=self.state.growth_tracker)
+        return super().growth_tracker
+
+    def calm(self, *, is_fused: bool = False) -> Snapshot | None:
+        """Return a snapshot if a step is a usual one, else None; see ``LossScale.calm``."""
+        if self._is_written():
+            return None
+        if is_fused:
+            return None if self.state.can_amplify else self.snapshot()
+        return None if self._under_way else super().calm()
+
+    def count(self) -> Snapshot | None:
+        """Count a taken step, if it does nothing else, and return a snapshot. Sync: none."""
+        after = super().count()
+        if after is not None:
+            self._versions = self._versions_now()
+        return after
 
     def read_with(
         self, values: dict[str, Scalar], vectors: list[Tensor]

@@ -20,7 +20,7 @@ from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.device_scale import DeviceScale
 from halfstep._scaler.iteration import Iteration, Stage, Step
 from halfstep._scaler.journal import OBSERVERS, Journal
-from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.loss_scale import LossScale, Snapshot
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
@@ -47,8 +47,9 @@ class Engine:
     Attributes:
         current: What ``iteration`` returns, which stays usual.
         is_usual: Whether nothing but usual steps needed the iteration so far.
-        taken: The usual step of this iteration: its flag, which is 0 unless a fused optimizer has
-            changed it, its outcome, and what makes a step for the long road of it.
+        taken: The usual step of this iteration: its flag, and the version at which the host has
+            read 0 there, None if only the device knows; its outcome, and what makes a step for the
+            long road of it.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
@@ -58,7 +59,7 @@ class Engine:
         self.loss_scale = LossScale(first)
         self.current = Iteration()
         self.is_usual = True
-        self.taken: tuple[Tensor, Outcome, Callable[[bool], Step]] | None = None
+        self.taken: tuple[Tensor, int | None, Outcome, Callable[[], Step]] | None = None
         self.journal = Journal()
         self.names = Names()
         self.buffers = Buffers()
@@ -70,8 +71,8 @@ class Engine:
         """What the long road has done and found since the last ``update``; it is taken now."""
         self.is_usual = False
         if self.taken is not None:
-            (_, _, step), self.taken = self.taken, None
-            self.current.keep(step(False), Stage.STEPPED)
+            (_, _, _, step), self.taken = self.taken, None
+            self.current.keep(step(), Stage.STEPPED)
         return self.current
 
     @iteration.setter
@@ -173,18 +174,26 @@ class Engine:
         self.unused.after_change(unused)
         self.end_iteration()
 
-    def count_usual(self) -> bool:
-        """End an iteration of one usual step, if that does nothing but count."""
-        taken = self.taken
-        if taken is None or OBSERVERS or taken[0].item() != 0.0:
+    def end_usual(self) -> bool:
+        """End an iteration of one usual step, unless the host has to do more than count."""
+        if self.taken is None or OBSERVERS:
             return False
-        after = self.loss_scale.count()
+        flag, version, outcome, _ = self.taken
+        if version is None:
+            if len(self.journal.plans) > 1:  # another optimizer may have unused gradients
+                return False
+            self.loss_scale.update([flag])
+            after: Snapshot | None = self.loss_scale.snapshot()
+        else:
+            # A fused optimizer may have changed it.
+            is_zero = flag.item() == 0.0 if self.loss_scale.is_here else flag._version == version
+            after = self.loss_scale.count() if is_zero else None
         if after is None:
             return False
         self.taken, self.current.num_losses = None, 0
         if self.buffers.watched:
             self.buffers.end()
-        taken[1].after = after
+        outcome.after = after
         self.journal.open.clear()
         return True
 

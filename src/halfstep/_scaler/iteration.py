@@ -95,11 +95,13 @@ class Step(NamedTuple):
         return [check.agreement for check in checks if check.agreement is not None]
 
     def decide(self) -> Step:
-        """Decide whether the step must be skipped. Sync: none.
+        """Decide whether the step must be skipped, unless that is known. Sync: none.
 
         Raises:
             NothingCheckedError: There was no gradient to check.
         """
+        if self.skip is not None:
+            return self
         flags = [flag for check in self.earlier for flag in check.found_inf.values()]
         if self.own is not None:
             flags += self.own.found_inf.values()

@@ -222,19 +222,21 @@ class LossScale:
 
     # --- moving -----------------------------------------------------------------------------------
 
-    def calm(self) -> tuple[ScaleState, int] | None:
+    def calm(self, *, is_fused: bool = False) -> Snapshot | None:
         """Return a snapshot, if a taken step from now on does nothing but count; else None.
 
-        Nor may unscaling amplify then. Sync: none.
+        Nor may unscaling amplify then. ``is_fused``: whether the optimizer handles the scale, whose
+        step an accelerator counts. Sync: none.
         """
         state = self._state
         if self._num_calm is None:
             self._num_calm = 0 if state.can_amplify else num_calm(state)
         if self._num_calm <= 0 or self._growth_tracker is not None:
             return None
-        return (state, self._num_counted) if self.tensor.item() == state.scale else None
+        is_known = not self.is_here or self.tensor.item() == state.scale
+        return (state, self._num_counted) if is_known else None
 
-    def count(self) -> tuple[ScaleState, int] | None:
+    def count(self) -> Snapshot | None:
         """Count a taken step, if it does nothing else, and return a snapshot. Sync: none."""
         if self.calm() is None:
             return None

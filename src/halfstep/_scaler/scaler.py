@@ -276,9 +276,8 @@ class GradScaler(TorchAttributes):
         if new_scale is not None:
             self._engine.set_scale(new_scale)
             return
-        if self._engine.count_usual():
-            return
-        self._engine.update()
+        if not self._engine.end_usual():
+            self._engine.update()
         if not self._engine.loss_scale.is_quiet:
             self._alarm.sound(self._engine.loss_scale, self._engine.journal)
 
