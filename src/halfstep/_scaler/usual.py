@@ -7,6 +7,7 @@ so does a usual step from where it finds inf or NaN. Both give the same numbers,
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -60,9 +61,10 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
         flag = scalars.flag_nonfinite(squares, device)
         norms = norms._replace(squares=squares, found_inf=flag)
         norm = None if max_norm is None else norms.norm
+        skip: Scalar = float(not math.isfinite(squares)) if is_here else flag
     else:
         (flag,) = gradients.multiply_(1.0 if is_fused else scalars.reciprocal(scale)).values()
-    skip: Scalar = flag.item() if is_here else flag
+        skip = flag.item() if is_here else flag
     if is_known and not is_here:
         values: dict[str, Scalar] = {"skip": flag} if norm is None else {"skip": flag, "norm": norm}
         read, _ = loss_scale.read_with(values, [])
