@@ -24,7 +24,6 @@ from halfstep._scaler.agreement import Agreement
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import Snapshot, state_of
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
-from halfstep._scaler.updates import PendingUpdate
 from halfstep.errors import CallOrderError
 
 NUM_WITNESSES = 512
@@ -311,8 +310,8 @@ class Outcome:
         """Return the state during the step, and whether the loss was finite."""
         if self._loss_is_finite is not None:
             return state_of(self._before), self._loss_is_finite
-        if isinstance(self.after, PendingUpdate):
-            return self.after.states()[0], self.after.found()[1]["loss_is_finite"]
+        if not (self.after is None or isinstance(self.after, tuple)):
+            return self.after.during()
         is_finite = self.has_ended or not found_inf or self.loss_scale.loss_is_finite()
         return state_of(self._before), is_finite
 
