@@ -27,8 +27,14 @@ from halfstep._gradients.scalars import (
 from halfstep._pytorch.amp import increment_version
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modes import is_inside_functorch
-from halfstep._scaler.scale_state import ScaleState, changed, counted, next_state, num_calm
-from halfstep._scaler.schedules import Schedule
+from halfstep._scaler.scale_state import (
+    ScaleState,
+    Schedule,
+    changed,
+    counted,
+    next_state,
+    num_calm,
+)
 from halfstep.errors import CallOrderError
 
 

@@ -18,11 +18,11 @@ from halfstep._gradients.gradients import collect
 from halfstep._gradients.norms import clip_coefficient, norms_of
 from halfstep._gradients.optimizers import HANDLES_SCALE, step_with_scale
 from halfstep._gradients.scalars import CPU
+from halfstep._pytorch.distributed import key_of
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.journal import Plan
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.ranks import key_of
 from halfstep._scaler.step import divisor_of, failed, finish, new_check
 
 NOT_USUAL = object()
@@ -47,10 +47,8 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
         return NOT_USUAL
     norms = coefficient = None
     if max_norm is not None or (is_fused and gradients.is_measured_fast()):
-        norms = norms_of(gradients, scale)
-        squares = norms.sum_of_squares(CPU).item()
-        is_finite, flag = math.isfinite(squares), scalars.flag_nonfinite(squares, CPU)
-        norms = norms._replace(squares=squares, found_inf=flag)
+        norms = norms_of(gradients, scale, CPU)
+        is_finite, flag = math.isfinite(norms.squares), norms.found_inf
     else:
         (flag,) = gradients.multiply_(1.0 if is_fused else scalars.reciprocal(scale)).values()
         is_finite = flag.item() == 0.0
