@@ -42,8 +42,7 @@ from examples.train_text import GPT, MEAN_OVER, Corpus, GPTConfig, draw_batches
 
 from halfstep import GradScaler, autocast
 from halfstep._common.machine import device_name
-from halfstep._scaler.scale_state import ScaleState, next_state
-from halfstep._scaler.schedules import Dynamic, Schedule, Static
+from halfstep._scaler.scale_state import Dynamic, ScaleState, Schedule, Static, next_state
 
 Batch = tuple[Tensor, Tensor]
 COMPARE_EVERY = 10

@@ -21,8 +21,7 @@ from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.engine import scale_on
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.schedules import Dynamic, Schedule
+from halfstep._scaler.scale_state import Dynamic, ScaleState, Schedule
 
 pytestmark = [
     pytest.mark.slow,

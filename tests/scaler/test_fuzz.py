@@ -32,8 +32,7 @@ from torch import Tensor
 
 from halfstep._common.numbers import power
 from halfstep._scaler import GradScaler
-from halfstep._scaler.scale_state import Reason, ScaleState, next_state
-from halfstep._scaler.schedules import Dynamic, Static
+from halfstep._scaler.scale_state import Dynamic, Reason, ScaleState, Static, next_state
 from halfstep.errors import CallOrderError, SkippedStepsError
 
 pytestmark = pytest.mark.slow

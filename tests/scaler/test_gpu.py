@@ -12,8 +12,7 @@ from halfstep._gradients.norms import largest_magnitudes, sums_of_squares
 from halfstep._scaler import GradScaler
 from halfstep._scaler.engine import scale_on
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.scale_state import ScaleState, next_state
-from halfstep._scaler.schedules import Dynamic, Static
+from halfstep._scaler.scale_state import Dynamic, ScaleState, Static, next_state
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

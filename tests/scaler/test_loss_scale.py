@@ -14,12 +14,10 @@ from tests.device import DEVICE
 from halfstep._gradients import scalars
 from halfstep._gradients.scalars import LARGEST_SCALE, SMALLEST_SCALE
 from halfstep._scaler import device_scale
-from halfstep._scaler.device_scale import DeviceScale
+from halfstep._scaler.device_scale import LAG, DeviceScale, Kernel, Number
 from halfstep._scaler.engine import scale_on
 from halfstep._scaler.loss_scale import LossScale, state_of
-from halfstep._scaler.scale_state import ScaleState, next_state
-from halfstep._scaler.schedules import Dynamic, Static
-from halfstep._scaler.updates import LAG, Kernel, Number
+from halfstep._scaler.scale_state import Dynamic, ScaleState, Static, next_state
 
 CPU = torch.device("cpu")
 

@@ -82,7 +82,7 @@ def test_bfloat16_keeps_torch_promotion() -> None:
         ("loss", r"outputs is 'loss' \(str\)"),
         ([one(), None], r"outputs\[1\] is None \(NoneType\)"),
         ({"a": [one(), {"b": 3}]}, r"outputs\['a'\]\[1\]\['b'\] is 3 \(int\)"),
-        (["x" * 100], r"outputs\[0\] is 'x{36}\.\.\. \(str\)"),
+        (["x" * 100], r"outputs\[0\] is str: "),
     ],
 )
 def test_anything_else_is_refused_by_place(scaler: GradScaler, outputs: object, words: str) -> None:

@@ -26,8 +26,7 @@ from tests.device import DEVICE, seeded
 from torch.nn.utils import clip_grad_norm_
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.scale_state import TORCH_KEYS, ScaleState, next_state
-from halfstep._scaler.schedules import Dynamic
+from halfstep._scaler.scale_state import TORCH_KEYS, Dynamic, ScaleState, next_state
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from tests.scaler.containers import Wrapper
 from tests.training import assert_same, batches, closure_of, fused_or_not
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.schedules import Dynamic, Static
+from halfstep._scaler.scale_state import Dynamic, Static
 from halfstep.errors import CallOrderError
 
 

@@ -15,8 +15,7 @@ from tests.scaler.saved import closed, opened
 from halfstep._scaler import GradScaler
 from halfstep._scaler.engine import scale_on
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.scale_state import ScaleState, next_state
-from halfstep._scaler.schedules import Dynamic, Static
+from halfstep._scaler.scale_state import Dynamic, ScaleState, Static, next_state
 from halfstep.errors import CallOrderError
 
 

@@ -15,7 +15,7 @@ from tests.training import mlp, quiet
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from halfstep._scaler.schedules import Dynamic
+from halfstep._scaler.scale_state import Dynamic
 
 NUM_STEPS = 200
 

@@ -20,8 +20,7 @@ from halfstep._gradients.scalars import (
     float32_bits,
     float32_from_bits,
 )
-from halfstep._scaler.scale_state import Reason, ScaleState, reason
-from halfstep._scaler.schedules import Dynamic, Static
+from halfstep._scaler.scale_state import Dynamic, Reason, ScaleState, Static, reason
 
 scales = st.floats(SMALLEST_SCALE, LARGEST_SCALE, width=32)
 counts = st.integers(0, 10) | st.integers(0, LARGEST_COUNT)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from halfstep import GradScaler
-from halfstep._scaler.schedules import SCHEDULES, Dynamic, Schedule, Static, schedule_from_dict
+from halfstep._scaler.scale_state import SCHEDULES, Dynamic, Schedule, Static, schedule_from_dict
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.training import fused_or_not
 import halfstep
 from halfstep._scaler import GradScaler
 from halfstep._scaler.alarm import Alarm, SkipReport
-from halfstep._scaler.schedules import Dynamic, Static
+from halfstep._scaler.scale_state import Dynamic, Static
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 
 

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from tests.device import seeded
 
 from halfstep._gradients.scalars import LARGEST_SCALE
-from halfstep._scaler.scale_state import Reason, ScaleState, changed, next_state, reason
-from halfstep._scaler.schedules import Dynamic, Schedule, Static
+from halfstep._scaler.scale_state import (
+    Dynamic,
+    Reason,
+    ScaleState,
+    Schedule,
+    Static,
+    changed,
+    next_state,
+    reason,
+)
 
 
 def iterate(state: ScaleState, found: Iterable[int | bool]) -> tuple[list[float], ScaleState]:

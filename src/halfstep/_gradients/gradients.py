@@ -61,10 +61,10 @@ class Gradients:
     dtypes: Set[torch.dtype]  # dtypes of values
 
     def by_device(self) -> Mapping[torch.device, Sequence[int]]:
-        devices = dict.fromkeys(device for device, _ in self.by_kind)
-        if len(devices) == 1:
-            return {device: range(len(self.values)) for device in devices}
-        found: dict[torch.device, list[int]] = {device: [] for device in devices}
+        if len(self.by_kind) == 1:
+            ((device, _),) = self.by_kind
+            return {device: range(len(self.values))}
+        found = defaultdict[torch.device, list[int]](list)
         for index, values in enumerate(self.values):
             found[values.device].append(index)
         return found
@@ -116,13 +116,9 @@ class Gradients:
         such as bfloat16 on CUDA, takes another read and five more ops, but no write for a factor of
         exactly 1.
 
-        Args:
-            factor: The number.
-            was_just_read: Whether another pass has just read them. The last ones are then still in
-                the cache, so the order is reversed.
-
-        Returns:
-            Device to float32 scalar: 1 if a gradient on it was inf or NaN before, else 0.
+        ``was_just_read``: whether another pass has just read them. The last ones are then still in
+        the cache, so the order is reversed. Returns by device a float32 scalar: 1 if a gradient on
+        it was inf or NaN before, else 0.
         """
         found_inf: dict[torch.device, Tensor] = {}
         factors: dict[torch.device, Tensor] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from halfstep._gradients.scalars import (
     READABLE,
     Scalar,
     as_tensor,
+    flag_nonfinite,
     is_nonfinite,
     reciprocal,
     root,
@@ -43,8 +45,8 @@ class Norms(NamedTuple):
     """The number by which the gradients were multiplied when measured; None if unscaled."""
     squares: Scalar = math.nan
     """The sum of all squares, over all ranks, once it was formed."""
-    found_inf: Tensor | None = None
-    """1 if that is inf or NaN, else 0, on the device of the scale."""
+    found_inf: Tensor = None  # type: ignore[assignment]
+    """1 if that is inf or NaN, else 0, on the device of the scale; once it was formed."""
 
     @property
     def norm(self) -> Scalar:
@@ -79,23 +81,30 @@ class Norms(NamedTuple):
         return norms
 
 
-def norms_of(gradients: Gradients, scale: Scalar | None) -> Norms:
+def norms_of(
+    gradients: Gradients, scale: Scalar | None, device: torch.device | None = None
+) -> Norms:
     """Return the norms of gradients that are multiplied by ``scale``. One read (1 G).
 
     A norm is inf or NaN if and only if the gradient has such an entry, so this is also a check.
+    With a ``device``, that of the scale, the sum of all squares is formed there.
     """
     on_device = {}
     is_grad_enabled = torch.is_grad_enabled()
     set_grad_enabled(False)
     try:
-        for device, positions in gradients.by_device().items():
+        for where, positions in gradients.by_device().items():
             values = gradients.values
             if len(positions) < len(values):
                 values = [values[position] for position in positions]
-            on_device[device] = positions, sums_of_squares(values)
+            on_device[where] = positions, sums_of_squares(values)
     finally:
         set_grad_enabled(is_grad_enabled)
-    return Norms(gradients.params, on_device, scale)
+    norms = Norms(gradients.params, on_device, scale)
+    if device is None:
+        return norms
+    squares = scalar(norms.sum_of_squares(device))
+    return norms._replace(squares=squares, found_inf=flag_nonfinite(squares, device))
 
 
 @torch.no_grad()
@@ -169,12 +178,10 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     sums = torch.stack(norms_of_each(shortened, 2, dtype=dtype)).square_()
     if dtype is torch.float32:
         return sums  # an overflow of the sum is one of the gradients, which could not be clipped
-    largest = torch.finfo(dtype).max
-    dtypes = {tensor.dtype for tensor in tensors}
-    may_exceed = any(torch.finfo(each).max > math.sqrt(largest) for each in dtypes)
+    may_exceed = torch.float64 in map(attrgetter("dtype"), tensors)
     if may_exceed and not (device.type in READABLE and sums.isfinite().all()):
         is_finite = largest_magnitudes(tensors).isfinite()
-        sums = torch.where(is_finite, sums.clamp(max=largest), sums)
+        sums = torch.where(is_finite, sums.clamp(max=torch.finfo(dtype).max), sums)
     return sums
 
 

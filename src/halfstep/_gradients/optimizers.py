@@ -114,10 +114,8 @@ class Replacements:
     They are replaced on the instance, as schedulers and accelerate do it. Step hooks are not enough
     for what must also be done after a step that raises.
 
-    Args:
-        optimizer: The optimizer.
-        feature: The function that replaces them, for the error.
-        harm: What the original ``step`` would do, for the error.
+    ``feature`` and ``harm``, for the error: the function that replaces them, and what the original
+    ``step`` would do.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, feature: str, harm: str) -> None:
@@ -149,7 +147,6 @@ class Replacements:
         return self._num_calls > 0
 
     def allow_original(self) -> None:
-        """Allow the original ``step`` from now on."""
         self._num_calls += 1
         if self._hook is not None:
             self._hook.remove()
@@ -199,7 +196,6 @@ class Names:
             self._modules.append(weakref.ref(module))
 
     def modules(self) -> list[torch.nn.Module]:
-        """Return the watched modules that still exist."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
     def of(self, params: Iterable[Tensor], optimizer: torch.optim.Optimizer | None) -> list[str]:

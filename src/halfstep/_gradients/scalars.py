@@ -210,13 +210,6 @@ def to_single(value: Scalar) -> Scalar:
     return value.float() if isinstance(value, Tensor) else c_float(value).value
 
 
-def where(flag: Scalar, then: Scalar, otherwise: float) -> Scalar:
-    """Return ``then`` if the flag is set, else ``otherwise``."""
-    if isinstance(flag, Tensor):
-        return torch.where(flag > 0, then, otherwise)
-    return then if flag else otherwise
-
-
 def describe(tensor: Tensor) -> str:
     """Return dtype, shape and device: ``float16[4, 8] on cpu``."""
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -173,36 +173,6 @@ def to_host(tensor: torch.Tensor) -> Transfer:
     return Transfer(values, arrival)
 
 
-class HostCopy:
-    """The newest copy of a small tensor that has arrived on the host.
-
-    A CPU tensor is used directly. An accelerator's is copied asynchronously and arrives some steps
-    later. Sync: none, except as in :func:`to_host`.
-    """
-
-    def __init__(self) -> None:
-        self._values: torch.Tensor | None = None
-        self._under_way: Transfer | None = None
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """Start a copy; do nothing while an earlier one is still in flight."""
-        if tensor.device.type == "cpu":
-            self._values = tensor
-            return
-        self._receive()
-        if self._under_way is None and not is_capturing(tensor.device):
-            self._under_way = to_host(tensor)
-
-    def latest(self) -> torch.Tensor | None:
-        """Return the newest copy on the CPU, None if none has arrived."""
-        self._receive()
-        return self._values
-
-    def _receive(self) -> None:
-        if self._under_way is not None and self._under_way.has_arrived():
-            self._values, self._under_way = self._under_way.values, None
-
-
 def is_capturing(device: torch.device) -> bool:
     """Return whether ops on a device are recorded for a CUDA graph."""
     # In a graph, the copy would be repeated at every replay, and the event could not be queried.

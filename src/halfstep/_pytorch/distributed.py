@@ -145,6 +145,11 @@ def has_process_group() -> bool:
 _c10d: Any = getattr(torch.distributed, "distributed_c10d", None)
 
 
+def key_of(params: Iterable[torch.Tensor]) -> int:
+    """Return a number that changes with the parameters, their order, and the ranks of the job."""
+    return hash((id(_c10d and _c10d._world._default_pg), *map(id, params)))
+
+
 def world() -> torch.distributed.ProcessGroup:
     """Return the process group of all ranks, where there is one."""
     group: torch.distributed.ProcessGroup = torch.distributed.distributed_c10d._get_default_group()

@@ -3,14 +3,13 @@
 Other rooms know these names, and :mod:`halfstep._scaler.access`.
 """
 
-from halfstep._scaler.after_step import DueSchedules, backup_of
-from halfstep._scaler.closures import UnusableEvaluationError
 from halfstep._scaler.guard import Guard, GuardScaler, guard, is_guarded
+from halfstep._scaler.journal import DueSchedules
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome, pack, unpack
-from halfstep._scaler.scale_state import Reason
+from halfstep._scaler.scale_state import Dynamic, Reason, Static
 from halfstep._scaler.scaler import GradScaler
-from halfstep._scaler.schedules import Dynamic, Static
+from halfstep._scaler.undo import UnusableEvaluationError, backup_of
 
 __all__ = [
     "DueSchedules",

@@ -6,14 +6,18 @@ backward pass, adds its own checks.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.gradients import Gradients, parameters
-from halfstep._scaler.iteration import Stage
-from halfstep._scaler.ledger import Check, Entry
+from halfstep._scaler.engine import Engine
+from halfstep._scaler.iteration import Check, Entry
 from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scaler import GradScaler
 
 
@@ -23,7 +27,9 @@ def begin_anew(scaler: GradScaler, scale: float | None) -> None:
     It decides alone from then on, since other ranks do not replay its step. ``scale``: the scale of
     the losses; None keeps theirs.
     """
-    scaler._engine = scaler._engine.copy_alone(scale)
+    state = scaler._engine.loss_scale.read()
+    state = state if scale is None else replace(state, scale=scale)
+    scaler._engine = Engine(state, Ranks("local"), scaler)
 
 
 def watch_names(scaler: GradScaler, model: torch.nn.Module) -> None:
@@ -41,15 +47,10 @@ def loss_scale(scaler: GradScaler) -> LossScale:
     return scaler._engine.loss_scale
 
 
-def has_stepped(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer was stepped or unscaled since the last ``update``."""
-    return scaler._engine.iteration.step_of(optimizer) is not None
-
-
 def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the gradients of an optimizer were unscaled or used by a step."""
     step = scaler._engine.iteration.step_of(optimizer)
-    return step is not None and step.stage is not Stage.SCALED
+    return step is not None and step.stage is not OptState.READY
 
 
 def add_check(
@@ -63,9 +64,8 @@ def add_check(
     ``found_inf``: device to float32 scalar, 1 if a gradient on the device is inf or NaN.
     """
     engine = scaler._engine
-    check = Check(engine.loss_scale, found_inf)
     ranks = engine.ranks_of("step", optimizer, parameters(optimizer))
-    check.agreement = ranks.agree_on(check)
+    check = Check(found_inf, agreement=ranks.agree_on(engine.loss_scale, found_inf))
     return engine.iteration.ledger.mark(gradients, check)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 from weakref import ref
 
 import torch
@@ -215,11 +215,8 @@ class Layout:
 # --- who decides ----------------------------------------------------------------------------------
 
 
-class Findings(Protocol):
-    """What a rank has found in some gradients."""
-
-    scale: LossScale
-    found_here: dict[torch.device, Tensor]
+Flags: TypeAlias = dict[torch.device, Tensor]
+"""Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0."""
 
 
 @dataclass(eq=False)
@@ -231,10 +228,10 @@ class Alone:
 
     is_together: ClassVar[Literal[False]] = False
 
-    def agree_on(self, found: Findings, *, has_gradients: bool = True) -> None:
+    def agree_on(self, scale: LossScale, found: Flags, *, has_gradients: bool = True) -> None:
         """Return None: what this rank has found holds. The methods are those of `Together`."""
         if not self.sees_all_losses:
-            found.scale.agree_on_loss(None)
+            scale.agree_on_loss(None)
 
 
 ALONE = Alone()
@@ -254,12 +251,12 @@ class Together:
         self.group, self._layout, self.call = layout.group, layout, call
         self.has_scale, self.next_number = has_scale, next_number
 
-    def agree_on(self, found: Findings, *, has_gradients: bool = True) -> Agreement:
+    def agree_on(self, scale: LossScale, found: Flags, *, has_gradients: bool = True) -> Agreement:
         """Return the combined result of all ranks, which arrives asynchronously. Sync: none.
 
         ``has_gradients``: whether this check or an earlier one has gradients.
         """
-        return Agreement(self, found, has_gradients)
+        return Agreement(self, scale, found, has_gradients)
 
     def start_norm(
         self, norms: Norms, gradients: Gradients, device: torch.device
@@ -280,11 +277,13 @@ class Agreement:
     Sync: none, except :meth:`verify`; on the CPU the first access waits for the other ranks.
     """
 
-    def __init__(self, ranks: Together, found: Findings, has_gradients: bool) -> None:
-        self._ranks, self._loss_scale = ranks, found.scale
+    def __init__(
+        self, ranks: Together, scale: LossScale, found: Flags, has_gradients: bool
+    ) -> None:
+        self._ranks, self._loss_scale = ranks, scale
         self._has_gradients = has_gradients
         self._number = ranks.next_number()
-        values = _values(ranks, found, has_gradients)
+        values = _values(ranks, scale, found, has_gradients)
         self._reduction: Reduction | None = Reduction(
             ranks.group, values, distributed.ReduceOp.MAX, f"{ranks.call}: found_inf"
         )
@@ -361,13 +360,10 @@ class Agreement:
             )
 
 
-def _values(ranks: Together, findings: Findings, has_gradients: bool) -> Tensor:
+def _values(ranks: Together, scale: LossScale, found_here: Flags, has_gradients: bool) -> Tensor:
     """Return this rank's findings for the others, an int32 vector. Sync: none."""
-    scale, group = findings.scale, ranks.group
-    device = scale.device
-    found = torch.zeros((), device=device)
-    if findings.found_here:
-        found = any_of(findings.found_here.values(), device)
+    group, device = ranks.group, scale.device
+    found = any_of(found_here.values(), device) if found_here else torch.zeros((), device=device)
     # Earlier ranks send larger numbers, so the maximum identifies the first rank with a finding.
     flags = torch.stack([found, scale.loss_flag()])
     first, is_bad = (flags * (len(group.ranks) - group.place)).int()

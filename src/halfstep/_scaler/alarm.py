@@ -207,7 +207,7 @@ def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
     reasons = [outcome.reason for outcome in skipped if outcome.reason] or [Reason.OVERFLOW]
     return SkipReport(
         skipped_in_a_row=state.skipped_in_a_row,
-        since=state.num_taken + state.num_skipped - state.skipped_in_a_row + 1,
+        since=state.since,
         reason=Reason.NON_FINITE if Reason.NON_FINITE in reasons else reasons[-1],
         scale=state.scale,
         culprits=tuple(culprit for outcome in skipped for culprit in outcome.find_culprits()),

@@ -20,7 +20,7 @@ from halfstep._common.text import warn
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import is_optimizer, name, require_optimizer
 from halfstep._gradients.scalars import checked_number
-from halfstep._pytorch.devices import HostCopy
+from halfstep._pytorch.devices import Transfer, is_capturing, to_host
 
 
 def checked_max_norm(max_norm: object) -> float:
@@ -98,8 +98,7 @@ class EarlyClipping:
         self.is_over = False
         self._num_steps = 0
         self._rows: list[Tensor] = []  # of each step: norm, largest magnitude, scale
-        self._arriving = HostCopy()
-        self._is_sent = False
+        self._sent: Transfer | None = None
 
     def see(
         self, optimizer: torch.optim.Optimizer, measured: tuple[Tensor, Tensor, Tensor] | None
@@ -117,17 +116,16 @@ class EarlyClipping:
         if not self._rows:
             self.is_over = True
             return
-        is_here = self._rows[0].device.type == "cpu"
-        if is_here or not (self.is_measuring or self._is_sent):
-            self._arriving.send(torch.stack(self._rows))
-            self._is_sent = True
-        arrived = self._arriving.latest()
-        if arrived is None:
+        device = self._rows[0].device
+        is_due = device.type == "cpu" or not (self.is_measuring or self._sent)
+        if is_due and not is_capturing(device):
+            self._sent = to_host(torch.stack(self._rows))
+        if self._sent is None or not self._sent.has_arrived():
             return
-        rows = [row for row in arrived.tolist() if math.isfinite(row[0])]
+        rows = [row for row in self._sent.values.tolist() if math.isfinite(row[0])]
         if self.is_measuring and len(rows) < NUM_STEPS:
             return
-        self.is_measuring, self.is_over, self._rows = False, True, []
+        self.is_measuring, self.is_over, self._rows, self._sent = False, True, [], None
         limit = limit_of(rows)
         if limit is not None:
             (what, value), factor = limit, power(rows[-1][2])

@@ -17,8 +17,7 @@ from halfstep._scaler.engine import Engine, scale_on
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.schedules import Static
+from halfstep._scaler.scale_state import ScaleState, Static
 from halfstep._scaler.step import clip_
 from halfstep.errors import RanksError
 

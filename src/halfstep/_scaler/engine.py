@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from halfstep._common.nested import like, tensors_in
-from halfstep._common.text import warn
+from halfstep._common.text import shown, warn
 from halfstep._gradients.buffers import Buffers
 from halfstep._gradients.optimizers import Names, name
 from halfstep._gradients.scalars import READABLE
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.device_scale import DeviceScale
-from halfstep._scaler.iteration import Iteration, Stage, Step
+from halfstep._scaler.iteration import Iteration, Step
 from halfstep._scaler.journal import OBSERVERS, Journal
 from halfstep._scaler.loss_scale import LossScale, Snapshot
 from halfstep._scaler.outcome import Outcome
@@ -72,7 +72,7 @@ class Engine:
         self.is_usual = False
         if self.taken is not None:
             (_, _, _, step), self.taken = self.taken, None
-            self.current.keep(step(), Stage.STEPPED)
+            self.current.keep(step(), OptState.STEPPED)
         return self.current
 
     @iteration.setter
@@ -161,16 +161,15 @@ class Engine:
                 "update(new_scale=65536.0). (torch.amp says: No inf checks were recorded prior to "
                 "update.)"
             )
-        known = [check.on_host() for check in iteration.checks]
-        later = [look.on_host() for look in iteration.looks]
-        found_inf: bool | list[Tensor] = any(known)
-        went_bad: bool | list[Tensor] = any(later)
-        if None in known or None in later:
-            found_inf = [flag for each in iteration.checks for flag in each.found_inf.values()]
-            went_bad = [flag for each in iteration.looks for flag in each.found_inf.values()]
+        both = iteration.checks, iteration.looks
+        is_here = self.loss_scale.is_here
+        known = [[check.on_host(is_here) for check in checks] for checks in both]
+        found: list[bool] | list[list[Tensor]] = [any(flags) for flags in known]
+        if any(None in flags for flags in known):
+            found = [[f for each in checks for f in each.found_inf.values()] for checks in both]
         unused = self.unused.before_change(iteration)
         self._left_out = self._left_out_by_caller() if OBSERVERS else []
-        self.loss_scale.update(found_inf, went_bad)
+        self.loss_scale.update(*found)
         self.unused.after_change(unused)
         self.end_iteration()
 
@@ -231,7 +230,7 @@ class Engine:
         """Return outcomes of optimizers that were unscaled and not stepped: ``if finite: step``."""
         found = []
         for step in self.iteration.steps.values():
-            if step.stage is Stage.UNSCALED and step.optimizer is not None and step.checks:
+            if step.stage is OptState.UNSCALED and step.optimizer is not None and step.checks:
                 found.append(self.outcome_of(step.decide()))
                 found[-1].is_left_out = True
         return found
@@ -240,13 +239,6 @@ class Engine:
         """Return the outcome of a decided step of the long road."""
         before, num_losses = self.loss_scale.snapshot(), self.iteration.num_losses
         return Outcome(step, self.names, before, is_fused=is_fused, num_losses=num_losses)
-
-    def copy_alone(self, scale: float | None) -> Engine:
-        """Return a new engine with this scale, or with ``scale``, for this rank alone."""
-        state = self.loss_scale.read()
-        if scale is not None:
-            state = replace(state, scale=scale)
-        return Engine(state, Ranks("local"), self.owner())
 
 
 # --- losses in containers -------------------------------------------------------------------------
@@ -268,13 +260,8 @@ def for_each(function: Callable[[Tensor], Tensor], outputs: Any, where: str = "o
         return like(outputs, items)
     if isinstance(outputs, str | bytes) or not isinstance(outputs, Iterable):
         raise TypeError(
-            f"{where} is {_shortly(outputs)} ({type(outputs).__name__}): scale() takes a "
-            "tensor, or a list, tuple, mapping or other iterable of tensors"
+            f"{where} is {shown(outputs)}: scale() takes a tensor, or a list, tuple, mapping or "
+            "other iterable of tensors"
         )
     values = [for_each(function, v, f"{where}[{index}]") for index, v in enumerate(outputs)]
     return like(outputs, values)
-
-
-def _shortly(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

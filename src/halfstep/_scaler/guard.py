@@ -25,8 +25,8 @@ from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
 from halfstep._scaler.clipping import checked_max_norm
 from halfstep._scaler.journal import THIS_THREAD
 from halfstep._scaler.outcome import Counts, Outcome
+from halfstep._scaler.scale_state import Static
 from halfstep._scaler.scaler import GradScaler
-from halfstep._scaler.schedules import Static
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:

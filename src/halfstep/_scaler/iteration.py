@@ -1,32 +1,250 @@
-"""The steps and gradient checks between two calls of ``update``."""
+"""What is known of the gradients between two calls of ``update``: checks, the ledger, the steps.
+
+The ledger says what each checked gradient is multiplied by. A backward pass is what makes an entry
+stale, not the version of a gradient: users change unscaled gradients in place. The versions only
+say which gradients a step must check again. Sync: none, but for :meth:`Check.on_host`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.utils.hooks import RemovableHandle
 
 from halfstep._common.numbers import things
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import NONE, Gradients, parameters
+from halfstep._gradients.gradients import NONE, Gradients, parameters, version_of
 from halfstep._gradients.norms import Norms
 from halfstep._gradients.optimizers import name
 from halfstep._gradients.scalars import Scalar
-from halfstep._scaler.agreement import ALONE, Agreement, Alone, Together
-from halfstep._scaler.ledger import Check, Ledger
+from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.devices import to_device
+from halfstep._scaler.agreement import ALONE, Agreement, Alone, Flags, Together
 from halfstep._scaler.loss_scale import LossScale
 from halfstep.errors import NothingCheckedError
 
 
-class Stage(Enum):
-    """The stage of an optimizer in the current iteration."""
+@dataclass(eq=False, slots=True)
+class Check:
+    """A check of gradients that share one scale; the result updates that scale.
 
-    SCALED = "its gradients are still multiplied by the scale"
-    UNSCALED = "its gradients have already been unscaled"
-    STEPPED = "step() has already been called"
+    Attributes:
+        found_here: What was found on this rank.
+        first: The unscaled norm and largest magnitude, measured if the step is one of the first.
+        read: Whether a step has read inf or NaN in the flags, and their versions at that time.
+        agreement: The combined result of all ranks, if several decide.
+        all_param_ids: In that case, the ids of all parameters of the check. A rank may have no
+            gradients for them, but must still find the check.
+    """
+
+    found_here: Flags
+    first: tuple[Scalar, Tensor] | None = None
+    read: tuple[bool, list[int]] | None = None
+    agreement: Agreement | None = None
+    all_param_ids: frozenset[int] = frozenset()
+
+    @property
+    def found_inf(self) -> Flags:
+        """What was found on any rank."""
+        if self.agreement is None:
+            return self.found_here
+        found = self.agreement.found_inf()
+        return {device: to_device(found, device) for device in self.found_here or [found.device]}
+
+    def note(self, found_inf: bool) -> None:
+        """Note what a step has read in the flags, which existing code may still change."""
+        self.read = found_inf, [flag._version for flag in self.found_here.values()]
+
+    def on_host(self, is_here: bool) -> bool | None:
+        """Return whether inf or NaN was found, None if only a device knows.
+
+        Sync: none; one for flags on a device if the scale is on the CPU (``is_here``).
+        """
+        if self.read is not None:
+            found_inf, versions = self.read
+            if versions == [flag._version for flag in self.found_here.values()]:
+                return found_inf
+        found_inf = False
+        for device, flag in self.found_inf.items():
+            if not is_here and device.type not in scalars.READABLE:
+                return None
+            found_inf |= flag.item() != 0.0
+        return found_inf
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """Gradients that were multiplied by one scale.
+
+    Attributes:
+        gradients: Referenced until the iteration ends, so that the ``id`` of a gradient is not
+            reused.
+        check: Their check.
+        left_scaled_by: Whether the step that made the check has left them scaled, and the number by
+            which they are multiplied in that case; None if they are unscaled.
+        versions: Those of the gradients when the scaler has written to them last.
+    """
+
+    gradients: Gradients
+    check: Check
+    left_scaled_by: tuple[Scalar, Scalar] | None
+    versions: list[int]
+
+    def unscale_what_was_left(self) -> None:
+        """Divide the gradients if a skipped step of another optimizer left them scaled."""
+        if self.left_scaled_by is not None:
+            is_left, multiplier = self.left_scaled_by
+            factor = scalars.reciprocal(multiplier)
+            if isinstance(is_left, Tensor):
+                factor = torch.where(is_left > 0, factor, 1.0)
+            elif not is_left:
+                factor = 1.0
+            noted, before = self.versions, _versions(self.gradients)
+            self.gradients.multiply_(factor)
+            rows = zip(noted, before, _versions(self.gradients), strict=True)
+            # Those that somebody else has written to must still be checked again.
+            self.versions = [now if was == seen else seen for seen, was, now in rows]
+            self.left_scaled_by = None
+
+    def release(self) -> None:
+        self.gradients, self.versions = NONE, []
+
+
+def _versions(gradients: Gradients) -> list[int]:
+    return list(map(version_of, gradients.grads))
+
+
+class Ledger:
+    """What the gradients are multiplied by: by 1 if a check has unscaled them, else by the scale.
+
+    ``hooks`` detect a backward pass that adds to checked gradients.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._hooks: list[RemovableHandle] = []
+        self._num_watched = 0
+        # Built only for a second optimizer, since it is slow for thousands of gradients.
+        self._by_gradient: dict[int, Entry] = {}
+        self._num_indexed = 0
+        # By parameter, the id of its gradient if backward has added to it since the check.
+        self._fresh: dict[int, int] = {}
+        self._in_doubt: dict[int, Tensor] = {}  # referenced, so that no id is reused
+
+    def mark(
+        self,
+        gradients: Gradients,
+        check: Check,
+        left_scaled_by: tuple[Scalar, Scalar] | None = None,
+    ) -> Entry:
+        """Record that gradients were checked, and unscaled unless ``left_scaled_by`` is given."""
+        entry = Entry(gradients, check, left_scaled_by, _versions(gradients))
+        self.entries.append(entry)
+        if self._fresh:
+            for param in gradients.params:
+                self._fresh.pop(id(param), None)
+        return entry
+
+    def of(self, param: Tensor) -> Entry | None:
+        """Return the entry of a gradient, None if it is multiplied by the scale."""
+        return None if self.is_fresh(param) else self._index().get(id(param.grad))
+
+    def split(
+        self, gradients: Gradients, all_param_ids: frozenset[int] = frozenset()
+    ) -> tuple[Gradients, list[Entry]]:
+        """Return the gradients that are still scaled, and the entries of the others, in order.
+
+        A parameter that is in two optimizers, or in an optimizer and a wrapper of it, is unscaled
+        only once. If several ranks decide, ``all_param_ids`` are the ids of all parameters: the
+        entries are then the same on all of them, whichever ranks have gradients.
+        """
+        if not self.entries:
+            return gradients, []
+        index = self._index()
+        seen = index.keys() & set(map(id, gradients.grads))
+        if self._fresh:
+            seen -= {id(param.grad) for param in gradients.params if self.is_fresh(param)}
+        scaled = gradients.without(seen)
+        if all_param_ids:
+            entries = [each for each in self.entries if each.check.all_param_ids & all_param_ids]
+            return scaled, entries
+        found = {index[key] for key in seen}
+        return scaled, [entry for entry in self.entries if entry in found]  # a set is unordered
+
+    def written(self, gradients: Gradients) -> Gradients:
+        """Return the gradients that were written to, replaced or added since their check.
+
+        A write that bumps no version is not seen: through ``.data``, in NumPy, by a collective.
+        """
+        checked: set[tuple[int, int]] = set()
+        for entry in self.entries:
+            checked.update(zip(map(id, entry.gradients.grads), entry.versions, strict=True))
+        now = zip(map(id, gradients.grads), _versions(gradients), strict=True)
+        same = {key for key, _ in checked.intersection(now)}
+        if len(same) == len(gradients.grads):
+            return NONE
+        return gradients.without(same) if same else gradients
+
+    def is_fresh(self, param: Tensor) -> bool:
+        """Return whether a backward pass has added to the gradient since it was checked."""
+        return self._fresh.get(id(param)) == id(param.grad)
+
+    def doubt(self, gradients: Gradients) -> None:
+        """Record that it is not known what these gradients are multiplied by."""
+        self._in_doubt.update(zip(map(id, gradients.grads), gradients.grads, strict=True))
+
+    def is_in_doubt(self, params: Iterable[Tensor]) -> bool:
+        """Return whether it is not known what any of the gradients is multiplied by."""
+        return bool(self._in_doubt) and any(id(param.grad) in self._in_doubt for param in params)
+
+    def forget(self, checks: Iterable[Check]) -> None:
+        """Forget checks: their gradients count as scaled."""
+        forgotten = set(checks)
+        self.entries = [entry for entry in self.entries if entry.check not in forgotten]
+        self._by_gradient, self._num_indexed, self._num_watched = {}, 0, 0
+
+    @keep_out_of_graphs
+    def watch(self) -> None:
+        """Detect backward passes that add to checked gradients: what they add is still scaled.
+
+        ``zero_grad(set_to_none=False)``, buckets and flat buffers reuse the same gradient tensor.
+        """
+        for entry in self.entries[self._num_watched :]:
+            for param in entry.gradients.params:
+                if param.is_leaf and param.requires_grad:
+                    hook = param.register_post_accumulate_grad_hook(self._note_fresh)  # type: ignore[no-untyped-call]
+                    self._hooks.append(hook)
+        self._num_watched = len(self.entries)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note_fresh(self, param: Tensor) -> None:
+        self._fresh[id(param)] = id(param.grad)
+
+    def _index(self) -> dict[int, Entry]:
+        # Built on demand, which never happens with one optimizer.
+        for entry in self.entries[self._num_indexed :]:
+            self._by_gradient.update(dict.fromkeys(map(id, entry.gradients.grads), entry))
+        self._num_indexed = len(self.entries)
+        return self._by_gradient
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+STAGES = {
+    OptState.READY: "its gradients are still multiplied by the scale",
+    OptState.UNSCALED: "its gradients have already been unscaled",
+    OptState.STEPPED: "step() has already been called",
+}
+"""The stages of an optimizer in an iteration, which are torch.amp's."""
 
 
 class Step(NamedTuple):
@@ -68,7 +286,7 @@ class Step(NamedTuple):
     ranks: Alone | Together = ALONE
     all_param_ids: frozenset[int] = frozenset()
     is_first: bool = False
-    stage: Stage = Stage.SCALED
+    stage: OptState = OptState.READY
     num_losses: int = 0
     skip: Scalar | None = None
     found_inf: Scalar | None = None
@@ -95,16 +313,14 @@ class Step(NamedTuple):
         return [check.agreement for check in checks if check.agreement is not None]
 
     def decide(self) -> Step:
-        """Decide whether the step must be skipped, unless that is known. Sync: none.
+        """Decide whether the step must be skipped, unless that is known.
 
         Raises:
             NothingCheckedError: There was no gradient to check.
         """
         if self.skip is not None:
             return self
-        flags = [flag for check in self.earlier for flag in check.found_inf.values()]
-        if self.own is not None:
-            flags += self.own.found_inf.values()
+        flags = [flag for check in self.checks for flag in check.found_inf.values()]
         if not flags:
             raise nothing_checked(self.optimizer)
         if len(flags) == 1 and not self.earlier:  # a new one, which no user can have modified
@@ -117,7 +333,7 @@ class Step(NamedTuple):
         return self._replace(skip=scalars.combine([*flags, *later], device), found_inf=found_inf)
 
 
-def found_inf_by_device(checks: Sequence[Check]) -> dict[torch.device, Tensor]:
+def found_inf_by_device(checks: Sequence[Check]) -> Flags:
     """Return, by device, 1 if a gradient there is inf or NaN, else 0."""
     if len(checks) == 1:
         return checks[0].found_inf  # no copy: users may all-reduce the flags
@@ -149,7 +365,7 @@ class Iteration:
     """The steps of all optimizers and the checks of all gradients since the last ``update``.
 
     A step is kept only once work has been done for its optimizer, so that a failed call leaves no
-    trace. Sync: none.
+    trace.
 
     Attributes:
         steps: The step of the last call for each optimizer, by ``id`` of the optimizer. The step
@@ -174,7 +390,7 @@ class Iteration:
         """Return the step of the last call for an optimizer, None if nothing has been done."""
         return self.steps.get(id(optimizer))
 
-    def keep(self, step: Step, stage: Stage) -> None:
+    def keep(self, step: Step, stage: OptState) -> None:
         """Record the checks and the stage of a call; without a check there is nothing to record."""
         skip, multiplier = step.skip, step.multiplier
         if step.own is not None:
@@ -189,7 +405,7 @@ class Iteration:
                 ranks=step.ranks,
                 stage=stage,
                 num_losses=self.num_losses,
-                skip=step.skip if stage is Stage.STEPPED else None,
+                skip=step.skip if stage is OptState.STEPPED else None,
             )
 
     def forget(self, key: int) -> None:

@@ -1,4 +1,4 @@
-"""The outcomes of all steps, their observers, and what is remembered of an optimizer."""
+"""The outcomes of all steps, who follows them, and what is remembered of an optimizer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
@@ -18,14 +19,17 @@ from halfstep._gradients.optimizers import (
     members,
     name,
 )
+from halfstep._pytorch.distributed import key_of
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.clipping import EarlyClipping
 from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
-from halfstep._scaler.ranks import key_of
 from halfstep.errors import CallOrderError
 
 HISTORY_LENGTH = 10_000
 """Maximum number of outcomes in the history; each takes a few hundred bytes on the device."""
+
+NUM_UNREAD = 64
+"""Maximum number of outcomes that stay on the device unread for a schedule."""
 
 
 class Plan:
@@ -129,13 +133,75 @@ class Journal:
 
 
 def _forget(journal: weakref.ref[Journal], key: int, plan: Plan) -> None:
-    """Forget an optimizer that no longer exists."""
     if plan.outcome is not None:
         plan.outcome._kept = None
         plan.outcome = None
     alive = journal()
     if alive is not None:
         alive.plans.pop(key, None)
+
+
+# --- schedules that follow them -------------------------------------------------------------------
+
+
+@dataclass
+class _TakenSteps:
+    """The number of steps of an optimizer, and the number of the last taken one that is known."""
+
+    count: int = 0
+    _last_taken: int = 0
+    _unread: list[tuple[int, Outcome]] = field(default_factory=list)
+
+    def add(self, taken: bool | Outcome) -> None:
+        self.count += 1
+        if isinstance(taken, Outcome):
+            self._unread.append((self.count, taken))
+            if len(self._unread) >= NUM_UNREAD:
+                self.last_taken()
+        elif taken:
+            self._last_taken = self.count
+
+    def last_taken(self) -> int:
+        """Return the number of the last taken step. Sync: one if it is not known yet."""
+        found = (number for number, outcome in reversed(self._unread) if outcome.taken)
+        self._last_taken = next(found, self._last_taken)
+        self._unread = []
+        return self._last_taken
+
+
+class DueSchedules:
+    """The schedules that may advance: not if all steps since their last move were skipped."""
+
+    def __init__(self) -> None:
+        self._steps: weakref.WeakKeyDictionary[Any, _TakenSteps] = weakref.WeakKeyDictionary()
+        self._moved: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def note(self, optimizer: Any, taken: bool | Outcome) -> None:
+        """Record a step; an outcome is read only when a schedule needs it. Sync: none.
+
+        A step of a container counts for all its members.
+        """
+        for member in members(optimizer):
+            self._steps.setdefault(member, _TakenSteps()).add(taken)
+
+    def note_move(self, scheduler: Any) -> None:
+        self._moved[scheduler] = self._count(scheduler)
+
+    def try_move(self, scheduler: Any) -> bool:
+        """Record that a schedule advances, if it may now; return whether it may.
+
+        Sync: one if the outcome of a step is not known yet.
+        """
+        before = self._moved.get(scheduler, 0)
+        has_stepped = self._count(scheduler) > before
+        if has_stepped and self._steps[scheduler.optimizer].last_taken() <= before:
+            return False
+        self.note_move(scheduler)
+        return True
+
+    def _count(self, scheduler: Any) -> int:
+        steps = self._steps.get(scheduler.optimizer)
+        return 0 if steps is None else steps.count
 
 
 # --- who is shown them ----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ takes the place of a :class:`LossScale`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,19 +27,35 @@ from halfstep._gradients.scalars import (
 from halfstep._pytorch.amp import increment_version
 from halfstep._pytorch.devices import to_device
 from halfstep._pytorch.modes import is_inside_functorch
-from halfstep._scaler.scale_state import ScaleState, changed, counted, next_state, num_calm
-from halfstep._scaler.schedules import Schedule
-from halfstep._scaler.updates import PendingUpdate
+from halfstep._scaler.scale_state import (
+    ScaleState,
+    Schedule,
+    changed,
+    counted,
+    next_state,
+    num_calm,
+)
 from halfstep.errors import CallOrderError
 
-Snapshot: TypeAlias = tuple[ScaleState, int] | PendingUpdate
+
+class Pending(Protocol):
+    """An update whose flags are on their way to the host. Sync: one, unless they have arrived."""
+
+    def after(self) -> ScaleState:
+        """Return the state after it."""
+
+    def during(self) -> tuple[ScaleState, bool]:
+        """Return the state in its iteration, and whether the losses were finite."""
+
+
+Snapshot: TypeAlias = tuple[ScaleState, int] | Pending
 """The state at one point in time: a state and the number of calm steps since, or the last update
 before it."""
 
 
 def state_of(snapshot: Snapshot) -> ScaleState:
     """Return the state in a snapshot. Sync: one if it is on its way."""
-    return counted(*snapshot) if isinstance(snapshot, tuple) else snapshot.states()[1]
+    return counted(*snapshot) if isinstance(snapshot, tuple) else snapshot.after()
 
 
 class LossScale:
@@ -244,8 +260,8 @@ class LossScale:
         self._num_calm -= 1  # type: ignore[operator]
         self.is_quiet = True
         increment_version((self.tensor,))  # backward of a loss from before must raise
-        self._agreed_loss = self._loss_is_finite = None
-        self.has_loss = False
+        if self.has_loss:  # else nothing is known of them
+            self.forget_losses()
         return self._state, self._num_counted
 
     def update(self, found_inf: bool | list[Tensor], went_bad: bool | list[Tensor] = False) -> None:

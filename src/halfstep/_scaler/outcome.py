@@ -24,7 +24,6 @@ from halfstep._scaler.agreement import Agreement
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import Snapshot, state_of
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
-from halfstep._scaler.updates import PendingUpdate
 from halfstep.errors import CallOrderError
 
 NUM_WITNESSES = 512
@@ -153,15 +152,7 @@ class Outcome:
         is_fused: bool = False,
         num_losses: int = 0,
     ) -> None:
-        """Keep the results of a decided step; parameters instead of gradients, to save memory.
-
-        Args:
-            step: The step as it ended.
-            names: Names of parameters.
-            before: The state of the scale.
-            is_fused: Whether the optimizer divides by the scale and skips by itself.
-            num_losses: Number of losses that had been scaled in the iteration.
-        """
+        """Keep the results of a decided step; parameters instead of gradients, to save memory."""
         optimizer, skip = step.optimizer, step.skip
         assert optimizer is not None
         assert skip is not None
@@ -173,7 +164,9 @@ class Outcome:
         self._loss_is_finite: bool | None = None
         if not isinstance(skip, Tensor):
             self._loss_is_finite = not skip or step.loss_scale.loss_is_finite()
-        self._found_inf, self._found_before = skip, step.found_inf
+        # Whether inf or NaN was found, also before the second look.
+        self._found_inf = skip
+        self._found_before = 1.0 if step.found_inf is None else step.found_inf
         self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
         self._is_fused = is_fused
         # Those that were measured: gradients may have been replaced since clip_grad_norm_().
@@ -181,7 +174,7 @@ class Outcome:
         params, grads = step.gradients.params, step.gradients.grads
         # The sum of squares as measured, and what the gradients were multiplied by.
         self._squares = None if norms is None else norms.squares
-        self._measured_scale = None if norms is None else norms.scale
+        self._measured_scale = 1.0 if norms is None or norms.scale is None else norms.scale
         # Used to detect zero_grad() and a new backward(), which affect almost all gradients. If
         # norms were measured, the gradients are not read again, and the first one suffices.
         measured = params if norms is None else norms.params
@@ -311,8 +304,8 @@ class Outcome:
         """Return the state during the step, and whether the loss was finite."""
         if self._loss_is_finite is not None:
             return state_of(self._before), self._loss_is_finite
-        if isinstance(self.after, PendingUpdate):
-            return self.after.states()[0], self.after.found()[1]["loss_is_finite"]
+        if not (self.after is None or isinstance(self.after, tuple)):
+            return self.after.during()
         is_finite = self.has_ended or not found_inf or self.loss_scale.loss_is_finite()
         return state_of(self._before), is_finite
 
@@ -388,10 +381,8 @@ def has_its_gradients(outcome: Outcome) -> bool:
 
 
 def _numbers(outcome: Outcome) -> list[Scalar]:
-    """Return whether inf or NaN was found, also before the second look; sum of squares; scale."""
-    before, squares = outcome._found_before, outcome._squares
-    defaults = (before, 1.0), (squares, math.nan), (outcome._measured_scale, 1.0)
-    return [outcome._found_inf, *(default if n is None else n for n, default in defaults)]
+    squares = math.nan if outcome._squares is None else outcome._squares
+    return [outcome._found_inf, outcome._found_before, squares, outcome._measured_scale]
 
 
 def pack(outcome: Outcome) -> Tensor:

@@ -13,9 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep._pytorch.distributed import (
     has_comm_hook,
-    has_process_group,
     has_ranks,
     is_dtensor,
+    key_of,
     reduced_by,
 )
 from halfstep._scaler.agreement import ALONE, Alone, Group, Layout, Together, listed, ranks_of
@@ -144,11 +144,6 @@ class Ranks:
             f"{call}: there are {num_ranks} ranks, and {what}: nothing says which ranks step "
             f"together, and each would decide by its own gradients whether to step.\n{CURE}"
         )
-
-
-def key_of(params: Sequence[Tensor]) -> int:
-    """Return a number that changes with the parameters, their order, and the ranks of the job."""
-    return hash((id(distributed.group.WORLD) if has_process_group() else 0, *map(id, params)))
 
 
 def _given(process_group: Any, device_mesh: Any) -> Group | None:

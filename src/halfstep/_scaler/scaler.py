@@ -6,6 +6,7 @@ arXiv:1710.03740). :mod:`halfstep._scaler.engine` and :mod:`halfstep._scaler.ste
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
@@ -27,21 +28,28 @@ from halfstep._gradients.optimizers import (
 from halfstep._gradients.scalars import checked_count, checked_device
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler import clipping, disabled, step, torch_amp, usual
-from halfstep._scaler.after_step import Count, attempts, step_quietly
 from halfstep._scaler.alarm import Alarm, OnSkips
-from halfstep._scaler.closures import step_with_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.journal import THIS_THREAD
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
-from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.schedules import DEFAULT_SCALE, Dynamic, Schedule, scale_and_schedule
+from halfstep._scaler.scale_state import (
+    DEFAULT_SCALE,
+    Dynamic,
+    ScaleState,
+    Schedule,
+    scale_and_schedule,
+)
 from halfstep._scaler.torch_amp import TorchAttributes
+from halfstep._scaler.undo import attempts, step_with_closure
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+Count = Literal["updates", "attempts"]
 
 
 class GradScaler(TorchAttributes):
@@ -380,7 +388,7 @@ class GradScaler(TorchAttributes):
         """Return the numbers of taken and skipped iterations. Sync: one."""
         state = self._engine.loss_scale.read()
         in_a_row = state.skipped_in_a_row
-        since = state.num_taken + state.num_skipped - in_a_row + 1 if in_a_row else None
+        since = state.since if in_a_row else None
         return Counts(state.num_taken, state.num_skipped, in_a_row, since)
 
     def watch(self, module: torch.nn.Module) -> None:
@@ -472,7 +480,7 @@ class GradScaler(TorchAttributes):
         """
         if not hasattr(scheduler, "optimizer"):
             raise TypeError(f"step_scheduler({type(scheduler).__name__}): pass a schedule")
-        step = partial(step_quietly, scheduler, *args)
+        step = partial(_step_quietly, scheduler, *args)
         return GradScaler.after_step(self, scheduler.optimizer, step, count)
 
     # --- accessors --------------------------------------------------------------------------------
@@ -643,3 +651,13 @@ AS_MADE = {
 _NONE: frozenset[str] = frozenset()
 _hooks_of = attrgetter(*AS_MADE)
 _AS_MADE = tuple(AS_MADE.values())
+
+
+def _step_quietly(scheduler: Any, *args: Any) -> None:
+    """Call ``scheduler.step(*args)`` without PyTorch's warning about the order of calls."""
+    with warnings.catch_warnings():
+        # PyTorch's schedulers count calls of optimizer.step and mistake a skipped first step for a
+        # forgotten call.
+        for message in ("Detected call of `lr_scheduler", "Seems like `optimizer"):
+            warnings.filterwarnings("ignore", message, UserWarning)
+        scheduler.step(*args)

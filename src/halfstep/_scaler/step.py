@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import NONE, Gradients, collect, parameters, refuse_float16
@@ -41,9 +42,16 @@ from halfstep._pytorch.distributed import has_process_group
 from halfstep._scaler import clipping
 from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Iteration, Stage, Step, nothing_checked
+from halfstep._scaler.iteration import (
+    STAGES,
+    Check,
+    Entry,
+    Iteration,
+    Ledger,
+    Step,
+    nothing_checked,
+)
 from halfstep._scaler.journal import Plan
-from halfstep._scaler.ledger import Check, Entry, Ledger
 from halfstep.errors import CallOrderError, RanksError
 
 
@@ -60,7 +68,7 @@ def take(
 
     ``is_fused``: whether ``optimizer.step`` divides by the scale and skips by itself.
     """
-    require_not_stepped(engine.iteration.step_of(optimizer))
+    require_in_time(engine, "step", optimizer)
     step = gather(engine, "step", optimizer, parameters(optimizer), optimizer, needs_one=True)
     plan = engine.journal.plan(optimizer)
     # Looked up on the instance: accelerate replaces `step` there to detect whether it was called.
@@ -128,14 +136,14 @@ def failed(engine: Engine, plan: Plan, step: Step, error: BaseException) -> None
 
 def unscale(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Divide the gradients of an optimizer by the scale; see ``GradScaler.unscale_``."""
-    require_scaled(optimizer, engine.iteration.step_of(optimizer))
+    require_in_time(engine, "unscale_", optimizer)
     step = gather(engine, "unscale_", optimizer, parameters(optimizer), optimizer)
     refuse_half(engine, step)
     if step.is_first and step.multiplier is not None:
         step = multiply_(measure(step))._replace(norms=None)
     else:
         step = unscale_(step)
-    engine.iteration.keep(step, Stage.UNSCALED)
+    engine.iteration.keep(step, OptState.UNSCALED)
 
 
 def clip_grad_norm_(
@@ -143,16 +151,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Unscale and clip gradients; see ``GradScaler.clip_grad_norm_``. Sync: none."""
     optimizer, params = clipping.target(owner)
-    earlier = None if optimizer is None else engine.iteration.step_of(optimizer)
-    if earlier is not None and earlier.stage is Stage.STEPPED:
-        raise CallOrderError(
-            f"clip_grad_norm_({name(optimizer)}): {earlier.stage.value} since the last "
-            "update(). Clip before step()"
-        )
+    require_in_time(engine, "clip_grad_norm_", optimizer)
     step = gather(engine, "clip_grad_norm_", owner, params, optimizer)
     refuse_half(engine, step)
     norm, clipped = clip_(step, max_norm)
-    engine.iteration.keep(clipped, Stage.UNSCALED)
+    engine.iteration.keep(clipped, OptState.UNSCALED)
     return norm
 
 
@@ -170,23 +173,27 @@ def clip_(step: Step, max_norm: float) -> tuple[Tensor, Step]:
     return scalars.as_float32(step.norms.norm, scale.device), multiply_(step, coefficient)
 
 
-def require_scaled(optimizer: torch.optim.Optimizer, earlier: Step | None) -> None:
-    """Raise CallOrderError if ``unscale_`` comes too late for an optimizer."""
-    if earlier is not None and earlier.stage is not Stage.SCALED:
-        raise CallOrderError(
-            f"unscale_({name(optimizer)}): {earlier.stage.value} since the last update(). Call "
-            "unscale_() at most once an iteration, after the last backward() and before step(); "
-            "call update() at the end of the iteration"
-        )
+IN_TIME = {
+    "unscale_": (
+        "Call unscale_() at most once an iteration, after the last backward() and before step(); "
+        "call update() at the end of the iteration"
+    ),
+    "clip_grad_norm_": "Clip before step()",
+    "step": "Call update() once at the end of each iteration, after step() of every optimizer",
+}
 
 
-def require_not_stepped(earlier: Step | None) -> None:
-    """Raise CallOrderError if the optimizer has stepped since the last ``update``."""
-    if earlier is not None and earlier.stage is Stage.STEPPED:
+def require_in_time(
+    engine: Engine, call: str, optimizer: torch.optim.Optimizer | None
+) -> Step | None:
+    """Raise CallOrderError if a call comes too late for an optimizer; return its last step."""
+    earlier = engine.iteration.steps.get(id(optimizer))
+    stage = OptState.READY if earlier is None else earlier.stage
+    if stage is OptState.STEPPED or (stage is OptState.UNSCALED and call == "unscale_"):
         raise CallOrderError(
-            f"step({name(earlier.optimizer)}): {earlier.stage.value} since the last update(). "
-            "Call update() once at the end of each iteration, after step() of every optimizer"
+            f"{call}({name(optimizer)}): {STAGES[stage]} since the last update(). {IN_TIME[call]}"
         )
+    return earlier
 
 
 def require_known(ledger: Ledger, call: str, params: list[Tensor]) -> None:
@@ -222,7 +229,7 @@ def gather(
     """
     iteration, ledger = engine.iteration, engine.iteration.ledger
     earlier = iteration.steps.get(id(optimizer))
-    if earlier is not None and earlier.stage is Stage.SCALED:
+    if earlier is not None and earlier.stage is OptState.READY:
         earlier = None
     if engine.unused.by_param:
         engine.unused.use(f"{call}({name(owner)})", params)
@@ -323,30 +330,24 @@ def _nonfinite(gradients: Gradients, device: torch.device) -> list[Tensor]:
     """Return flags, 1 if there is inf or NaN, from the faster of two kernels. Sync: none."""
     if not gradients.is_measured_fast():
         return list(gradients.check().values())
-    return [scalars.flag_nonfinite(norms_of(gradients, None).total(device), device)]
+    return [norms_of(gradients, None, device).found_inf]
 
 
 def measure(step: Step) -> Step:
     """Measure the norms; check the gradients too, which is free. 1 G. Sync: none."""
     if not step.has_gradients:
         return step
-    device, multiplier, own = step.loss_scale.device, step.multiplier, None
-    norms = norms_of(step.gradients, multiplier)
-    if not step.ranks.is_together:
-        squares = scalars.scalar(norms.sum_of_squares(device))
-        found = scalars.flag_nonfinite(squares, device)
-        if multiplier is not None:
-            own = _joined_check(step, [found])
-    else:
-        finish = step.ranks.start_norm(norms, step.gradients, device)
-        if multiplier is not None:
-            # The flags of the other ranks are reduced at the same time as their norms.
-            own = _joined_check(step, [scalars.flag_nonfinite(norms.total(device), device)])
+    device, multiplier, ranks = step.loss_scale.device, step.multiplier, step.ranks
+    needs_own = multiplier is not None or not ranks.is_together
+    norms = norms_of(step.gradients, multiplier, device if needs_own else None)
+    finish = ranks.start_norm(norms, step.gradients, device) if ranks.is_together else None
+    # The flags of the other ranks are reduced at the same time as their norms.
+    own = None if multiplier is None else _joined_check(step, [norms.found_inf])
+    if finish is not None:
         squares = finish()
-        found = scalars.flag_nonfinite(squares, device)
-    norms = norms._replace(squares=squares, found_inf=found)
+        norms = norms._replace(squares=squares, found_inf=scalars.flag_nonfinite(squares, device))
     if multiplier is None or own is None:
-        return step._replace(norms=norms, look=Check(step.loss_scale, {device: found}))
+        return step._replace(norms=norms, look=Check({device: norms.found_inf}))
     if step.is_first:
         own.first = norms.norm, largest(step.gradients, multiplier, device)
     return step._replace(norms=norms, own=own)
@@ -362,10 +363,10 @@ def _joined_check(step: Step, found: list[Tensor]) -> Check:
 
 def new_check(step: Step, found_inf: dict[torch.device, Tensor]) -> Check:
     """Return a check, shared with the other ranks if several decide."""
-    own = Check(step.loss_scale, found_inf, all_param_ids=step.all_param_ids)
+    own = Check(found_inf, all_param_ids=step.all_param_ids)
     if step.ranks is not ALONE:
         has_gradients = len(step.gradients.grads) + len(step.earlier) > 0
-        own.agreement = step.ranks.agree_on(own, has_gradients=has_gradients)
+        own.agreement = step.ranks.agree_on(step.loss_scale, found_inf, has_gradients=has_gradients)
     return own
 
 
@@ -478,7 +479,7 @@ def remember(
     if step.ranks is not ALONE:
         step.loss_scale.forget_later_losses()
     engine.journal.add(plan, engine.outcome_of(step, is_fused=is_fused))
-    engine.iteration.keep(step, Stage.STEPPED)
+    engine.iteration.keep(step, OptState.STEPPED)
     if step.look is not None:
         engine.iteration.looks.append(step.look)
     if engine.buffers.watched:
@@ -494,7 +495,7 @@ def remember(
 def remember_failure(iteration: Iteration, step: Step) -> None:
     """Record the state of the gradients after a step that raised. Sync: some."""
     if step.multiplier is None:
-        iteration.keep(step, Stage.UNSCALED)
+        iteration.keep(step, OptState.UNSCALED)
     elif step.own is not None:
         before = step.unclipped
         # Do they have the values that were measured? Via repr, since NaN != NaN.

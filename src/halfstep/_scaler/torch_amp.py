@@ -26,30 +26,23 @@ from halfstep._pytorch import amp
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import (
-    Stage,
+    Check,
     Step,
     found_inf_by_device,
     nothing_checked,
 )
-from halfstep._scaler.ledger import Check
 from halfstep._scaler.step import (
     gather,
     new_check,
     refuse_half,
     remember,
     remember_failure,
+    require_in_time,
     require_known,
-    require_not_stepped,
-    require_scaled,
 )
 from halfstep.errors import CallOrderError
 
 READY = OptState.READY
-STAGES = {
-    Stage.SCALED: READY,
-    Stage.UNSCALED: OptState.UNSCALED,
-    Stage.STEPPED: OptState.STEPPED,
-}
 
 
 class OptimizerState(Mapping[str, Any]):
@@ -59,10 +52,9 @@ class OptimizerState(Mapping[str, Any]):
         self._engine, self._key = engine, key
 
     def __getitem__(self, key: str) -> Any:
-        """Return the stage, or the found_inf flags by device."""
         step = self._engine.iteration.steps.get(self._key)
         if key == "stage":
-            return STAGES[Stage.SCALED if step is None else step.stage]
+            return READY if step is None else step.stage
         if key == "found_inf_per_device":
             return MappingProxyType({} if step is None else found_inf_by_device(step.checks))
         raise KeyError(key)
@@ -71,14 +63,13 @@ class OptimizerState(Mapping[str, Any]):
         """Accept a stage or flags from a subclass with its own step."""
         iteration = self._engine.iteration
         step = iteration.steps.get(self._key)
-        stages = [ours for ours, theirs in STAGES.items() if value in (theirs, theirs.value)]
-        if value == {} or (key == "stage" and stages == [Stage.SCALED]):
+        stages = [stage for stage in OptState if value in (stage, stage.value)]
+        if value == {} or (key == "stage" and stages == [READY]):
             iteration.forget(self._key)
         elif key == "found_inf_per_device" and isinstance(value, Mapping):
             optimizer = None if step is None else step.optimizer
-            scale = self._engine.scale_of_iteration("step", optimizer)
-            check = Check(scale, flags_of(value))
-            _keep_check(self._engine, self._key, optimizer, check)
+            self._engine.scale_of_iteration("step", optimizer)  # raises before the first loss
+            _keep_check(self._engine, self._key, optimizer, Check(flags_of(value)))
         elif key == "stage" and step is not None and stages:
             step = step._replace(stage=stages[0], num_losses=iteration.num_losses)
             iteration.steps[self._key] = step
@@ -90,11 +81,9 @@ class OptimizerState(Mapping[str, Any]):
             )
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the two keys."""
         return iter(("stage", "found_inf_per_device"))
 
     def __len__(self) -> int:
-        """Return 2."""
         return 2
 
 
@@ -117,11 +106,9 @@ class OptimizerStates(dict[int, OptimizerState]):
         self._engine = engine
 
     def __missing__(self, key: int) -> OptimizerState:
-        """Return the state of an unused optimizer."""
         return OptimizerState(self._engine, key)
 
     def __delitem__(self, key: int) -> None:
-        """Forget what was found for an optimizer."""
         self.pop(key)
 
     def pop(self, key: int, *default: Any) -> Any:
@@ -130,7 +117,6 @@ class OptimizerStates(dict[int, OptimizerState]):
         return super().pop(key, *default)
 
     def clear(self) -> None:
-        """Forget what was found for all optimizers."""
         for key in list(self):
             del self[key]
 
@@ -264,8 +250,8 @@ class TorchAttributes:
         if scale.can_amplify and self._per_optimizer_states[id(optimizer)]["stage"] is READY:
             for flag in overflows_when_divided(gradients, number):
                 found[flag.device].clamp_(min=flag)
-        check = Check(scale, found)
-        check.agreement = ranks.agree_on(check, has_gradients=bool(gradients.grads))
+        agreed = ranks.agree_on(scale, found, has_gradients=bool(gradients.grads))
+        check = Check(found, agreement=agreed)
         _keep_check(engine, id(optimizer), optimizer, check)
         return check.found_inf
 
@@ -316,8 +302,7 @@ def refuse(scaler: Any, call: str, cure: str) -> None:
 def unscale_(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Divide the gradients of an optimizer with the overridden ``_unscale_grads_``."""
     engine = scaler._engine
-    earlier = engine.iteration.step_of(optimizer)
-    require_scaled(optimizer, earlier)
+    require_in_time(engine, "unscale_", optimizer)
     scaler._check_scale_growth_tracker("unscale_")
     step = gather(engine, "unscale_", optimizer, parameters(optimizer), optimizer)
     if step.multiplier is None:
@@ -332,7 +317,7 @@ def unscale_(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     found = scaler._unscale_grads_(optimizer, amp.reciprocal_of(scale), found_inf, False)
     if found or step.ranks.is_together:
         step = step._replace(multiplier=None, own=new_check(step, flags_of(found)))
-        engine.iteration.keep(step, Stage.UNSCALED)
+        engine.iteration.keep(step, OptState.UNSCALED)
 
 
 def flags_of(found: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
@@ -350,7 +335,7 @@ def step(
 ) -> Any:
     """Step like torch.amp; see ``GradScaler.step``."""
     engine, params = scaler._engine, parameters(optimizer)
-    require_not_stepped(engine.iteration.step_of(optimizer))
+    require_in_time(engine, "step", optimizer)
     require_known(engine.iteration.ledger, "step", params)
     engine.unused.use(f"step({name(optimizer)})", params)
     scaler._check_scale_growth_tracker("step")
@@ -383,13 +368,12 @@ def step(
 def _step_fused(
     scaler: Any, make_step: Callable[[], Any], step: Step, *, is_scaled: bool
 ) -> tuple[Any, Step]:
-    """Let the optimizer divide and skip by itself."""
     optimizer: Any = step.optimizer
     scale, found = step.loss_scale, found_inf_by_device(step.checks)
     divisor = None
     if is_scaled:  # it will divide these gradients, and they are divided only once
         multiplier, divisor = scale.number(), scaler._get_scale_async()
-        step = step._replace(scaled_by=multiplier, multiplier=multiplier, own=Check(scale, found))
+        step = step._replace(scaled_by=multiplier, multiplier=multiplier, own=Check(found))
     flag = scalars.as_tensor(scalars.combine(found.values(), scale.device), scale.device)
     try:
         return step_with_scale(optimizer, make_step, divisor, flag), step

@@ -15,6 +15,7 @@ from operator import or_
 from typing import Any
 
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from halfstep._gradients.gradients import Seen, is_as_seen, is_nonzero, parameters, seen
@@ -23,7 +24,7 @@ from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.autograd import after_backward
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.devices import to_device
-from halfstep._scaler.iteration import Iteration, Stage, Step
+from halfstep._scaler.iteration import Iteration, Step
 from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import has_its_gradients
@@ -88,7 +89,7 @@ class UnusedGradients:
     ) -> list[tuple[Tensor, Unused]]:
         """Return what is unused if the scale changes now. Sync: none."""
         steps, plans = iteration.steps, self._journal.plans
-        stepped = [step for step in steps.values() if step.stage is Stage.STEPPED]
+        stepped = [step for step in steps.values() if step.stage is OptState.STEPPED]
         done = {id(s.optimizer) for s in stepped if s.num_losses == iteration.num_losses}
         if len(done) == len(steps) == len(plans) or not self._loss_scale.is_created:
             return []

@@ -18,11 +18,11 @@ from halfstep._gradients.gradients import collect
 from halfstep._gradients.norms import clip_coefficient, norms_of
 from halfstep._gradients.optimizers import HANDLES_SCALE, step_with_scale
 from halfstep._gradients.scalars import Scalar
+from halfstep._pytorch.distributed import key_of
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.journal import Plan
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.ranks import key_of
 from halfstep._scaler.step import divisor_of, failed, finish, new_check
 
 NOT_USUAL = object()
@@ -55,13 +55,9 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
     scale: Scalar = before[0].scale if is_known else loss_scale.number()  # type: ignore[index]
     norms = norm = coefficient = None
     if max_norm is not None or (is_fused and gradients.is_measured_fast()):
-        norms = norms_of(gradients, scale)
-        squared = norms.sum_of_squares(device)
-        squares: Scalar = squared.item() if is_here else squared
-        flag = scalars.flag_nonfinite(squares, device)
-        norms = norms._replace(squares=squares, found_inf=flag)
-        norm = None if max_norm is None else norms.norm
-        skip: Scalar = float(not math.isfinite(squares)) if is_here else flag
+        norms = norms_of(gradients, scale, device)
+        flag, norm = norms.found_inf, None if max_norm is None else norms.norm
+        skip: Scalar = float(not math.isfinite(norms.squares)) if is_here else flag
     else:
         (flag,) = gradients.multiply_(1.0 if is_fused else scalars.reciprocal(scale)).values()
         skip = flag.item() if is_here else flag

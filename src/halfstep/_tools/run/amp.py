@@ -202,7 +202,7 @@ class ScaledSteps:
         if found is None:
             return self._take_unscaled(original, optimizer, args, kwargs)
         self._script.note_step(optimizer)
-        if access.has_stepped(self._scaler, optimizer):
+        if access.is_unscaled(self._scaler, optimizer):
             self._scaler.update()
         entry = access.add_check(self._scaler, optimizer, *found)
         result = self._scaler.step(optimizer, *args, **kwargs)

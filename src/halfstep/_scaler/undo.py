@@ -1,19 +1,37 @@
-"""Steps with a closure: scale, backward, unscale and check inside every evaluation."""
+"""Steps that may have to be undone: those with a closure, and the attempts of a retry.
+
+With a closure, every evaluation scales a loss, runs backward, unscales and checks.
+"""
 
 from __future__ import annotations
 
+import copy
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
+from halfstep._common.machine import RandomStates
 from halfstep._gradients.gradients import is_nonzero, parameters
-from halfstep._gradients.optimizers import Closure, handles_scale, is_pytorchs, name, with_closure
-from halfstep._scaler.after_step import backup_of
+from halfstep._gradients.optimizers import (
+    Closure,
+    evaluates_first,
+    handles_scale,
+    is_pytorchs,
+    members,
+    name,
+    with_closure,
+)
+from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.modules import buffers_of
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.iteration import Stage, Step
+from halfstep._scaler.iteration import STAGES, Step
 from halfstep._scaler.outcome import has_its_gradients
+from halfstep._scaler.scale_state import Reason
 from halfstep._scaler.step import (
     clip_coefficient_of,
     gather,
@@ -23,7 +41,7 @@ from halfstep._scaler.step import (
     read,
     refuse_half,
     remember,
-    require_not_stepped,
+    require_in_time,
     unscale_,
 )
 from halfstep.errors import CallOrderError
@@ -91,7 +109,7 @@ def step_with_closure(
         with torch.enable_grad():
             loss = closure()
         step = iteration.step_of(optimizer)
-        if engine.iteration is not iteration or (step and step.stage is Stage.STEPPED):
+        if engine.iteration is not iteration or (step and step.stage is OptState.STEPPED):
             raise broken(
                 "the closure called step() or update()", "; call update() once, after the step"
             )
@@ -107,14 +125,15 @@ def step_with_closure(
         use()
         return loss.detach() if isinstance(loss, Tensor) else loss
 
-    earlier = iteration.step_of(optimizer)
-    require_not_stepped(earlier)
+    earlier = require_in_time(engine, "step", optimizer)
     if earlier is not None and is_pytorchs(optimizer):
         raise broken(
-            f"{earlier.stage.value} since the last update(), and the closure makes new ones",
+            f"{STAGES[earlier.stage]} since the last update(), and the closure makes new ones",
             "; call unscale_() or clip_grad_norm_() in it, or step() without a closure",
         )
-    _drop_used(engine, optimizer)
+    last = engine.journal.last(optimizer)
+    if last is not None and has_its_gradients(last):
+        drop_gradients(optimizer)
     grads = [(param, param.grad) for param in parameters(optimizer) if param.grad is not None]
     before, result = backup_of(optimizer), None
     try:
@@ -145,13 +164,6 @@ def step_with_closure(
     return result
 
 
-def _drop_used(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Drop the gradients that are still those of the last step."""
-    outcome = engine.journal.last(optimizer)
-    if outcome is not None and has_its_gradients(outcome):
-        drop_gradients(optimizer)
-
-
 def _checked(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Step:
     """Return the step with the present gradients, checked and decided. Sync: one."""
     params = parameters(optimizer)
@@ -167,6 +179,84 @@ def _checked(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float |
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Set all gradients of an optimizer to None."""
     for param in parameters(optimizer):
         param.grad = None
+
+
+# --- retries --------------------------------------------------------------------------------------
+
+
+@keep_out_of_graphs
+def attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
+    """Yield the attempts: 0, and more while a smaller scale may help; see ``GradScaler.retry``."""
+    modules = engine.names.modules()
+    params = [*parameters(optimizer), *(p for module in modules for p in module.parameters())]
+    randomness = RandomStates({p.device for p in params})
+    # As dicts: a module may replace a buffer by another tensor or None.
+    held = [buffers_of(part) for module in modules for part in module.modules()]
+    tensors = [buffer for each in held for buffer in each.values() if buffer is not None]
+    buffers = Backup(tensors, [(each, dict(each)) for each in held])
+    for attempt in itertools.count():
+        seen = engine.journal.last(optimizer)
+        yield attempt
+        outcome = engine.journal.last(optimizer)
+        if outcome is None or outcome is seen or not outcome.has_ended:
+            raise CallOrderError(
+                f"retry({name(optimizer)}): the loop must call scaler.step(optimizer) and "
+                "scaler.update() for this optimizer, so that it is known whether the step was taken"
+            )
+        if attempt == times or outcome.reason not in (Reason.OVERFLOW, Reason.LOSS):
+            return
+        if outcome.scale_after >= outcome.scale:
+            return  # a static or tolerant scale, or the smallest one: it would overflow again
+        randomness.restore()
+        buffers.restore()
+        optimizer.zero_grad()
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+class Backup:
+    """Copies of tensor values and of the contents of dicts. Sync: none."""
+
+    def __init__(
+        self, tensors: Iterable[Tensor], dicts: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]
+    ) -> None:
+        self._values = [
+            (tensor, tensor.detach().clone()) for tensor in tensors if _is_writable(tensor)
+        ]
+        self._dicts = list(dicts)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for held, before in self._dicts:
+            held.clear()
+            held.update(before)
+        for tensor, value in self._values:
+            tensor.copy_(value)
+
+
+def backup_of(optimizer: torch.optim.Optimizer) -> Backup:
+    """Return a backup of parameters, state and groups, to be restored once.
+
+    It copies all of them; nothing for an optimizer that evaluates its closure before it changes
+    anything.
+    """
+    if evaluates_first(optimizer):
+        return Backup([], [])
+    params, each_of = parameters(optimizer), members(optimizer)
+    groups = [group for each in each_of for group in each.param_groups]
+    states = [getattr(each, "state", None) for each in each_of]
+    # A wrapper may have no state, and a container's state may be a view of other states.
+    held = [*(state for state in states if isinstance(state, dict)), *groups]
+    memo = {id(each): each for each in [*params, *(group["params"] for group in groups)]}
+    return Backup(
+        params,
+        [(each, {key: copy.deepcopy(value, memo) for key, value in each.items()}) for each in held],
+    )
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    # An expanded tensor cannot be written to, so it has not changed.
+    return tensor.layout is not torch.strided or 0 not in tensor.stride() or tensor.numel() < 2
