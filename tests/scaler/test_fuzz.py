@@ -572,7 +572,9 @@ class World:
                 param.is_mixed = False
 
     def op_unscale(self) -> None:
-        opt = self.rng.choice(self.opts)
+        self.unscale(self.rng.choice(self.opts))
+
+    def unscale(self, opt: Opt) -> None:
         self.log.append(f"unscale_({opt.name})")
         try:
             if opt.stage != "scaled":
@@ -790,8 +792,11 @@ class World:
         if self.looks:
             self.op_update()
         opt = self.rng.choice(self.opts)
+        after_unscale = [self.op_write, self.op_torch_clip, self.op_inject, self.op_look]
+        unscales = self.rng.choice([[], [lambda: self.unscale(opt)]])
         for _ in range(self.rng.randint(5, 12) if self.is_between else 0):
-            self.iteration(opt, self.rng.choice([None] * 9 + [math.inf]))
+            more = [self.rng.choice(after_unscale)] if unscales and self.rng.random() < 0.3 else []
+            self.iteration(opt, self.rng.choice([None] * 9 + [math.inf]), [*unscales, *more])
 
     def op_cadences(self) -> None:
         """One optimizer steps in every iteration, another one accumulates over them."""
@@ -808,11 +813,15 @@ class World:
         self.has_cadences = False
         self.step(rarely)
 
-    def iteration(self, opt: Opt, bad: float | None = None) -> None:
+    def iteration(
+        self, opt: Opt, bad: float | None = None, between: Iterable[Callable[[], None]] = ()
+    ) -> None:
         self.drop_all()
         self.backward(opt.params)
         if bad is not None:
             self.inject(opt.params[0], bad)
+        for operation in between:
+            operation()
         self.step(opt, self.rng.choice([None, None, 0.5, math.inf]))
         self.op_update()
 

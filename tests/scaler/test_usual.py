@@ -8,42 +8,65 @@ import pytest
 import torch
 from tests.device import DEVICE
 
-from halfstep._scaler import GradScaler, engine
+from halfstep._scaler import GradScaler, engine, usual
 
 
-def loop(cls: Any, kwargs: Any, num: int, event: str, clips: bool) -> list[Any]:
-    """Return scale, growth tracker and parameters after each of ``num`` iterations."""
+def loop(cls: Any, kwargs: Any, event: str, clips: str) -> list[Any]:
+    """Return scale, growth tracker and parameters after some of 50 iterations."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **kwargs)
     scaler, seen = cls(DEVICE, growth_interval=7, init_scale=8.0), []
-    for k in range(num):
+    is_ours = cls is GradScaler
+    for k in range(50):
+        now = event if k == 23 else ""
         optimizer.zero_grad()
         scaler.scale(model(torch.randn(4, 3).to(DEVICE)).square().mean()).backward()
-        if k == 23 and event == "inf":
+        if now == "inf":
             model.weight.grad[0, 0] = math.inf
-        if k == 23 and event == "written scale":
+        if now == "written scale":
             scaler._scale.data.fill_(2.0)  # bumps no version, and the loss was multiplied by 64
-        if clips and cls is torch.amp.GradScaler:
+        if clips == "unscale_" or (clips and not is_ours):
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-        scaler.step(optimizer, **({"max_norm": 1e9} if clips and cls is GradScaler else {}))
+        if now == "NaN after unscale_":
+            model.weight.grad[0, 0] = math.nan
+        if now == "replaced after unscale_":
+            model.bias.grad = torch.full_like(model.bias, math.inf)
+        scaler.step(optimizer, **({"max_norm": 1e9} if clips == "step" and is_ours else {}))
         scaler.update()
-        if k % 5 == 0 or k == num - 1:  # read now and then: reading folds what was counted
+        if k % 5 == 0 or k == 49:  # read now and then: reading folds what was counted
             state = scaler.state_dict()
             seen.append((state["scale"], state["_growth_tracker"]))
             seen += [param.detach().clone() for param in model.parameters()]
-    return seen
+    return [*seen, *map(repr, scaler.history() if is_ours else ())]
 
 
-@pytest.mark.parametrize("kwargs", [{"foreach": False}, {"fused": True}])
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("event", ["", "inf", "written scale"])
-def test_usual_steps_are_those_of_torch(kwargs: Any, clips: bool, event: str) -> None:
-    ours = loop(GradScaler, kwargs, 50, event, clips)
-    theirs = loop(torch.amp.GradScaler, kwargs, 50, event, clips)
-    for mine, other in zip(ours, theirs, strict=True):
+def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
+    for mine, other in zip(ours, theirs, strict=False):  # torch.amp has no history
         assert torch.equal(mine, other) if torch.is_tensor(mine) else mine == other
+
+
+KINDS = [{"foreach": False}, {"fused": True}]
+
+
+@pytest.mark.parametrize("kwargs", KINDS)
+@pytest.mark.parametrize("clips", ["", "step", "unscale_"])
+@pytest.mark.parametrize("event", ["", "inf", "written scale"])
+def test_usual_steps_are_those_of_torch(kwargs: Any, clips: str, event: str) -> None:
+    assert_equal(*(loop(cls, kwargs, event, clips) for cls in (GradScaler, torch.amp.GradScaler)))
+
+
+@pytest.mark.parametrize("kwargs", KINDS)
+@pytest.mark.parametrize("event", ["inf", "NaN after unscale_", "replaced after unscale_"])
+def test_usual_steps_are_those_of_the_long_road(
+    kwargs: Any, event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_plan = loop(GradScaler, kwargs, event, "unscale_")
+    monkeypatch.setattr(usual, "_gather", lambda *_: None)
+    by_hand = loop(GradScaler, kwargs, event, "unscale_")
+    assert_equal(by_plan, by_hand)
+    assert sum("taken=False" in line for line in by_plan[-50:]) == 1
 
 
 class Setup:

@@ -47,9 +47,9 @@ class Engine:
     Attributes:
         current: What ``iteration`` returns, which stays usual.
         is_usual: Whether nothing but usual steps needed the iteration so far.
-        taken: The usual step of this iteration: its flag, and the version at which the host has
-            read 0 there, None if only the device knows; its outcome, and what makes a step for the
-            long road of it.
+        taken: The usual step of this iteration: its flags, and the version at which the host has
+            read 0 in the first one, None if only the device knows; its outcome, and what returns
+            the step for the long road.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
@@ -59,7 +59,7 @@ class Engine:
         self.loss_scale = LossScale(first)
         self.current = Iteration()
         self.is_usual = True
-        self.taken: tuple[Tensor, int | None, Outcome, Callable[[], Step]] | None = None
+        self.taken: tuple[list[Tensor], int | None, Outcome, Callable[[], Step]] | None = None
         self.journal = Journal()
         self.names = Names()
         self.buffers = Buffers()
@@ -177,19 +177,21 @@ class Engine:
         """End an iteration of one usual step, unless the host has to do more than count."""
         if self.taken is None or OBSERVERS:
             return False
-        flag, version, outcome, _ = self.taken
+        flags, version, outcome, _ = self.taken
         if version is None:
             if len(self.journal.plans) > 1:  # another optimizer may have unused gradients
                 return False
-            self.loss_scale.update([flag])
+            self.loss_scale.update(flags[:1], flags[1:])
             after: Snapshot | None = self.loss_scale.snapshot()
         else:
-            # A fused optimizer may have changed it.
+            flag = flags[0]  # a fused optimizer may have changed it
             is_zero = flag.item() == 0.0 if self.loss_scale.is_here else flag._version == version
             after = self.loss_scale.count() if is_zero else None
         if after is None:
             return False
         self.taken, self.current.num_losses = None, 0
+        if self.current.steps:  # of unscale_
+            self.current = Iteration()
         if self.buffers.watched:
             self.buffers.end()
         outcome.after = after

@@ -396,6 +396,8 @@ class Iteration:
         if step.own is not None:
             left = None if skip is None or multiplier is None else (skip, multiplier)
             self.ledger.mark(step.gradients, step.own, left_scaled_by=left)
+        if step.look is not None and stage is OptState.STEPPED:
+            self.looks.append(step.look)
         if step.checks and step.optimizer is not None:
             self.steps[id(step.optimizer)] = Step(
                 step.optimizer,

@@ -182,7 +182,7 @@ class GradScaler(TorchAttributes):
         require_optimizer("unscale_", optimizer)
         if "_unscale_grads_" in self._overridden():
             torch_amp.unscale_(self, optimizer)
-        else:
+        elif not usual.unscale_(self._engine, optimizer):
             step.unscale(self._engine, optimizer)
 
     @keep_out_of_graphs

@@ -480,8 +480,6 @@ def remember(
         step.loss_scale.forget_later_losses()
     engine.journal.add(plan, engine.outcome_of(step, is_fused=is_fused))
     engine.iteration.keep(step, OptState.STEPPED)
-    if step.look is not None:
-        engine.iteration.looks.append(step.look)
     if engine.buffers.watched:
         engine.buffers.restore(step.skip)
     if not plan.early_clipping.is_over:

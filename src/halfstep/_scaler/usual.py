@@ -1,20 +1,23 @@
 """A usual step, by a plan that is made once for an optimizer.
 
-Usual is one step of one optimizer in an iteration, whose first steps are over, at a scale that only
-counts, or that the device moves. Anything else takes the long road of :mod:`halfstep._scaler.step`;
-so does a usual step from where it finds inf or NaN. Both give the same numbers, bit for bit.
+Usual is one step of one optimizer in an iteration, also after ``unscale_``, whose first steps are
+over, at a scale that only counts, or that the device moves. Anything else takes the long road of
+:mod:`halfstep._scaler.step`; so does a usual step that finds inf or NaN, from there on. Both give
+the same numbers, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import collect
+from halfstep._gradients.gradients import Gradients, collect
 from halfstep._gradients.norms import clip_coefficient, norms_of
 from halfstep._gradients.optimizers import HANDLES_SCALE, step_with_scale
 from halfstep._gradients.scalars import Scalar
@@ -22,11 +25,30 @@ from halfstep._pytorch.distributed import key_of
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.journal import Plan
+from halfstep._scaler.loss_scale import Snapshot
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.step import divisor_of, failed, finish, new_check
+from halfstep._scaler.step import divisor_of, failed, finish, look, new_check, read
 
 NOT_USUAL = object()
 USUAL_DTYPES = {torch.float32, torch.bfloat16, torch.float64}
+
+
+def unscale_(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
+    """Divide gradients by the scale; return False, with nothing done, if that is not usual.
+
+    Sync: none.
+    """
+    found = None if engine.current.steps else _gather(engine, optimizer)
+    if found is None:
+        return False
+    plan, _, gradients = found
+    loss_scale, device = engine.loss_scale, engine.loss_scale.device
+    scale = loss_scale.state.scale if loss_scale.is_here else loss_scale.tensor
+    (flag,) = gradients.multiply_(scalars.reciprocal(scale)).values()
+    step = Step(optimizer, loss_scale, gradients, ranks=plan.ranks)
+    step = step._replace(own=new_check(step, {device: flag}))
+    engine.current.keep(step, OptState.UNSCALED)
+    return True
 
 
 def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | None) -> Any:
@@ -34,23 +56,17 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
 
     Sync: one on an accelerator, none for an optimizer that handles the scale itself.
     """
-    plan, loss_scale = engine.journal.plans.get(id(optimizer)), engine.loss_scale
-    if plan is None or plan.key is None or not engine.is_usual:
+    found = _gather(engine, optimizer)
+    if found is None:
         return NOT_USUAL
-    before = loss_scale.calm(is_fused=plan.is_fused)
-    if before is None or engine.taken is not None or engine.unused.by_param:
-        return NOT_USUAL
-    params = _params(plan, optimizer)
-    if params is None:
-        plan.key = None
-        return NOT_USUAL
-    device, gradients = loss_scale.device, collect(params)
-    if not gradients.by_kind:
-        return NOT_USUAL
-    for where, dtype in gradients.by_kind:
-        if where != device or dtype not in USUAL_DTYPES:
+    plan, before, gradients = found
+    if engine.current.steps:
+        (earlier,) = engine.current.steps.values()
+        if earlier.optimizer is not optimizer or max_norm is not None:
             return NOT_USUAL
-    is_fused, is_here, make_step = plan.is_fused, loss_scale.is_here, optimizer.step
+        return _take_unscaled(engine, *found, earlier)
+    loss_scale, is_fused, make_step = engine.loss_scale, plan.is_fused, optimizer.step
+    device, is_here = loss_scale.device, loss_scale.is_here
     is_known = is_here or not is_fused  # does the host learn whether to skip?
     scale: Scalar = before[0].scale if is_known else loss_scale.number()  # type: ignore[index]
     norms = norm = coefficient = None
@@ -84,8 +100,8 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
         return scaled._replace(multiplier=scale if is_scaled else None, own=own)
 
     if is_known and skip != 0.0:
-        found = step(is_fused or norms is not None)
-        return finish(engine, plan, make_step, found, max_norm, is_fused=is_fused)
+        start = step(is_fused or norms is not None)
+        return finish(engine, plan, make_step, start, max_norm, is_fused=is_fused)
     if norm is not None and max_norm is not None:
         coefficient = clip_coefficient(norm, max_norm, flag)
     try:
@@ -100,25 +116,84 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
     except BaseException as error:
         failed(engine, plan, step(is_fused), error)
         raise
-
-    num_losses = engine.current.num_losses
-    if not is_known:
-        before = loss_scale.snapshot()
-        if engine.buffers.watched:
-            engine.buffers.restore(skip)
-    outcome = Outcome(scaled, engine.names, before, is_fused=is_fused, num_losses=num_losses)
-    engine.journal.add(plan, outcome)
-    engine.taken = flag, version if is_known else None, outcome, step
+    _remember(engine, plan, before, scaled, step, [flag])
     return result
 
 
-def _params(plan: Plan, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
-    """Return the parameters of an optimizer, None if the plan is not for it as it is now."""
+def _take_unscaled(
+    engine: Engine, plan: Plan, before: Snapshot, gradients: Gradients, earlier: Step
+) -> Any:
+    """Take a step whose gradients ``unscale_`` has divided; see :func:`take`."""
+    optimizer, loss_scale, is_fused = earlier.optimizer, engine.loss_scale, plan.is_fused
+    assert optimizer is not None
+    make_step = optimizer.step
+    step = Step(optimizer, loss_scale, gradients, earlier=earlier.checks, ranks=plan.ranks)
+    step = look(engine.current.ledger, step)
+    checks = step.checks if step.look is None else (*step.checks, step.look)
+    flags = [check.found_here[loss_scale.device] for check in checks]
+    flag, found_inf = flags[0], None if step.look is None else flags[0]
+    if loss_scale.is_here:
+        skip = float(any(flag.item() for flag in flags))
+        step = step._replace(skip=skip, found_inf=None if found_inf is None else flag.item())
+    elif is_fused:
+        flag = scalars.any_of(flags, loss_scale.device)
+        step = step._replace(skip=flag, found_inf=found_inf)
+    else:
+        step, _ = read(step._replace(skip=flags[-1], found_inf=found_inf))
+        step = step._replace(skip=float(bool(step.skip or step.found_inf)))
+    is_known = not isinstance(step.skip, Tensor)
+    if is_known and (step.skip or loss_scale.snapshot() != before):
+        return finish(engine, plan, make_step, step, None, is_fused=is_fused)
+    try:
+        result = step_with_scale(optimizer, make_step, None, flag) if is_fused else make_step()
+    except BaseException as error:
+        failed(engine, plan, step, error)
+        raise
+    _remember(engine, plan, before, step, lambda: step, flags)
+    return result
+
+
+def _remember(
+    engine: Engine,
+    plan: Plan,
+    before: Snapshot,
+    step: Step,
+    long: Callable[[], Step],
+    flags: list[Tensor],
+) -> None:
+    """Record a usual step; ``long`` returns what the long road goes on from."""
+    version: int | None = flags[0]._version
+    if isinstance(step.skip, Tensor):  # only the device knows
+        before, version = step.loss_scale.snapshot(), None
+        if engine.buffers.watched:
+            engine.buffers.restore(step.skip)
+    num_losses, is_fused = engine.current.num_losses, plan.is_fused
+    outcome = Outcome(step, engine.names, before, is_fused=is_fused, num_losses=num_losses)
+    engine.journal.add(plan, outcome)
+    engine.taken = flags, version, outcome, long
+
+
+def _gather(
+    engine: Engine, optimizer: torch.optim.Optimizer
+) -> tuple[Plan, Snapshot, Gradients] | None:
+    """Return the plan, the state and the gradients of a usual step; None if it is not one."""
+    plan, loss_scale = engine.journal.plans.get(id(optimizer)), engine.loss_scale
+    if plan is None or plan.key is None or not engine.is_usual:
+        return None
+    before = loss_scale.calm(is_fused=plan.is_fused)
+    if before is None or engine.taken is not None or engine.unused.by_param:
+        return None
     params: list[Tensor] = []
     is_fused = plan.is_fused
     for group in optimizer.param_groups:
         params += group["params"]
         is_fused = is_fused and group.get("fused", True)
     flag = getattr(optimizer, HANDLES_SCALE, None)
-    is_same = is_fused is plan.is_fused and flag is plan.flag and key_of(params) == plan.key
-    return params if is_same else None
+    if is_fused is not plan.is_fused or flag is not plan.flag or key_of(params) != plan.key:
+        plan.key = None  # it was made for other groups
+        return None
+    gradients = collect(params)
+    for device, dtype in gradients.by_kind:
+        if device != loss_scale.device or dtype not in USUAL_DTYPES:
+            return None
+    return (plan, before, gradients) if gradients.grads else None
