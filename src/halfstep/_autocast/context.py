@@ -4,7 +4,6 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 import torch
@@ -323,12 +322,7 @@ class use_policy:
         return self
 
     @compiler.do_not_compile_alone
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._ambient is None:
             raise CallOrderError(f"{self!r} is left and was not entered")
         with _lock:
