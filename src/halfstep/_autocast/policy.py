@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from halfstep._autocast import products, written
+from halfstep._autocast import sums, written
 from halfstep._autocast.rule import (
     DTYPE_NAMES,
     HALVES,
@@ -382,9 +382,9 @@ def _check_one(rule: Rule) -> None:
             "it needs an op with an optional dtype argument, such as softmax or sum; use the "
             "action 'fp32'"
         )
-    if rule.action == "fp32-out" and not meant <= {f"{op}.default" for op in products.OPS}:
+    if rule.action == "fp32-out" and not meant <= {f"{op}.default" for op in sums.PRODUCTS}:
         raise ValueError(
-            f"it is for matrix products: {', '.join(products.OPS)}; use the action 'fp32'"
+            f"it is for matrix products: {', '.join(sums.PRODUCTS)}; use the action 'fp32'"
         )
 
 
