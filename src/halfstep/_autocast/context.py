@@ -153,7 +153,7 @@ def _settle(
     if enabled is True and cache_enabled is None and module is None and dtype is not None:
         # weight_cache.is_on(), without the call.
         keeps = weight_cache.used.is_on or torch.is_autocast_cache_enabled()
-        key = device_type, dtype, keeps, policy, kernels.native
+        key = device_type, dtype, keeps, policy
         try:
             return _settled[key]
         except (KeyError, TypeError):  # TypeError: unhashable, and rejected below

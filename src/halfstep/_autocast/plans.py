@@ -29,7 +29,6 @@ class PolicyOnDevice:
     policy: Policy
     device: str
     module: str
-    native: bool
     number: int
     only_observed: bool
 
@@ -85,7 +84,7 @@ class PolicyOnDevice:
         return [self.plan_for(dtype, phase) for dtype in LOWER_PRECISIONS for phase in phases]
 
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
-        kernels = {op: self._kernel(op, dtype, phase, self.native) for op in sorted(self.table())}
+        kernels = {op: self._kernel(op, dtype, phase, native=True) for op in sorted(self.table())}
         return {op: kernel for op, kernel in kernels.items() if kernel is not None}
 
     def _kernel(self, op: str, dtype: torch.dtype, phase: Phase, native: bool) -> Kernel | None:
