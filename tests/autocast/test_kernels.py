@@ -320,12 +320,11 @@ def test_norms_without_a_dtype_argument() -> None:
         assert torch.ops.aten.norm.ScalarOpt_dim(x, None, [0], True).shape == (1, 4)
 
 
-def test_pytorchs_kernels_do_what_they_agree_on_unless_ops_are_observed() -> None:
+def test_pytorchs_kernels_do_what_they_agree_on() -> None:
     torchs, standard = (prepared(prepare(preset(name), "cpu")) for name in ("torch", "standard"))
     plan = torchs.plan_for(BF16, "train")
     assert {preset("torch").action(op, "cpu", BF16) for op in plan} == {"lower"}
     assert "avg_pool3d.default" not in plan
-    assert torchs.observed_kernel("avg_pool3d.default", BF16, "train") is not None
     assert "softmax.int" in standard.plan_for(BF16, "train")
     assert prepare(preset("torch"), "cpu") != prepare(preset("torch"), "cuda")
 

@@ -33,7 +33,6 @@ from halfstep.errors import CallOrderError
 
 # --- preparing ------------------------------------------------------------------------------------
 
-
 _numbers: dict[tuple[Policy, str, tuple[Rule, ...], bool], int] = {}
 _prepared: list[PolicyOnDevice] = []
 _lock = threading.Lock()
@@ -176,10 +175,8 @@ def observe_ops(observer: OpObserver) -> Iterator[None]:
         _observer = None
 
 
-def _run_observed(
-    observer: OpObserver, policy: PolicyOnDevice, name: str, pytorch: Kernel
-) -> Kernel:
-    kernel = policy.observed_kernel(name, *policy.now()) or pytorch
+def _run_observed(observer: OpObserver, policy: PolicyOnDevice, name: str) -> Kernel:
+    kernel = policy.observed_kernel(name, *policy.now())
     rule = policy.rule(name)
     if rule is None:
         return kernel
@@ -266,7 +263,7 @@ def _kernel(name: str, device: str) -> Kernel:
         if policy is None:
             return pytorch(keys, *args, **kwargs)
         if _observer is not None:
-            return _run_observed(_observer, policy, name, pytorch)(keys, *args, **kwargs)
+            return _run_observed(_observer, policy, name)(keys, *args, **kwargs)
         phase = policy.phase() if policy.has_phases else "train"
         plan = policy.plan_for(lower_precision(device), phase)
         found = plan.get(name, pytorch)
