@@ -109,7 +109,7 @@ def test_an_error_says_what_to_pass(call, message: str) -> None:
 
 def test_what_a_person_prints_says_what_it_is() -> None:
     assert repr(halfstep.guard(sgd(), 1.0)) == "Guard(SGD, max_norm=1.0)"
-    assert repr(halfstep.lost_updates(sgd())) == "LostUpdates(SGD)"
+    assert repr(halfstep.lost_updates(sgd())) == "lost_updates(SGD)"
 
 
 @pytest.mark.slow

@@ -1,8 +1,12 @@
 """Each test begins like a process: with halfstep's kernels of products, and nothing seen."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+
 import pytest
 
 from halfstep._autocast import native
+from halfstep._autocast.kernels import observe_ops
 from halfstep._pytorch import dispatch
 
 
@@ -15,3 +19,10 @@ def _new_watches() -> None:
         products._lasting.remove()
         products._lasting = dispatch.PythonKernels()
         products.settle()
+
+
+@pytest.fixture(params=["native", "ours"])
+def both_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Apply rules by PyTorch's kernels where they agree, then by halfstep's alone, as traces do."""
+    with observe_ops(lambda *_: nullcontext()) if request.param == "ours" else nullcontext():
+        yield

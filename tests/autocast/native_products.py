@@ -44,7 +44,7 @@ def _only_standard() -> Iterator[None]:
                 products = {op: kernels._kernel(op, device) for op in policy.products()}
                 native.products[device].add(products, policy.ops())
 
-    register(lambda policy: policy.native and policy.policy == preset("standard"))
+    register(lambda policy: policy.policy == preset("standard"))
     yield
     register(lambda policy: True)
 
@@ -363,7 +363,7 @@ def test_the_change_of_kernels_compiles_nothing_anew() -> None:
 @pytest.fixture
 def entered() -> Iterator[Counter[str]]:
     """Count the ops that enter Python by CUDA's rules, at the Autocast key of the CPU."""
-    policy = PolicyOnDevice(preset("standard"), "cuda", "", True, 0, False)
+    policy = PolicyOnDevice(preset("standard"), "cuda", "", 0, only_observed=False)
     counts: Counter[str] = Counter()
     ours = dispatch.PythonKernels()
     for op in policy.ops():

@@ -1,11 +1,9 @@
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.device import DEVICE
 
-from halfstep._autocast import autocast, kernels
+from halfstep._autocast import autocast
 from halfstep._autocast.casts import ToPromote, cast, widest
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -43,10 +41,8 @@ def test_the_widest_dtype() -> None:
     assert cast(number, "cpu", BF16) is number
 
 
-@pytest.mark.parametrize("ours", [False, True])
-def test_an_error_of_the_op_is_the_only_one(ours: bool) -> None:
-    with kernels.only_our_kernels() if ours else nullcontext():
-        context = autocast(DEVICE, BF16)
-    with context, pytest.raises(RuntimeError) as raised:
+@pytest.mark.usefixtures("both_kernels")
+def test_an_error_of_the_op_is_the_only_one() -> None:
+    with autocast(DEVICE, BF16), pytest.raises(RuntimeError) as raised:
         F.linear(torch.ones(4, 8, dtype=FP64), torch.ones(16, 32))
     assert raised.value.__context__ is None

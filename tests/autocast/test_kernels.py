@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
 from halfstep._autocast import Policy, Rule, autocast, preset
-from halfstep._autocast.kernels import only_our_kernels, prepare, prepared
+from halfstep._autocast.kernels import observe_ops, prepare, prepared
 from halfstep._pytorch import dispatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")
@@ -156,9 +157,7 @@ CPU_CALLS = {op: call for op, call in CPU_CALLS.items() if has_op(op.partition("
 def test_ours_does_what_pytorch_does_on_the_cpu(op: str) -> None:
     with torch.autocast(DEVICE, BF16):
         expected = CPU_CALLS[op]()
-    with only_our_kernels():
-        context = autocast(DEVICE, BF16, policy="torch")
-    with context:
+    with observe_ops(lambda *_: nullcontext()), autocast(DEVICE, BF16, policy="torch"):
         result = CPU_CALLS[op]()
 
     assert result.dtype == expected.dtype
@@ -246,15 +245,9 @@ def test_promote_takes_the_widest(first, second, expected):
 # --- what autocast never touches ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["native", "ours"])
-def test_integers_complex_and_float64_stay(ours: bool) -> None:
-    policy = preset("standard") | Rule("sin", "fp32")
-    if ours:
-        with only_our_kernels():
-            context = autocast(DEVICE, BF16, policy=policy)
-    else:
-        context = autocast(DEVICE, BF16, policy=policy)
-    with context:
+@pytest.mark.usefixtures("both_kernels")
+def test_integers_complex_and_float64_stay() -> None:
+    with autocast(DEVICE, BF16, policy=preset("standard") | Rule("sin", "fp32")):
         assert torch.mm(rand(2, 2, dtype=FP64), rand(2, 2, dtype=FP64)).dtype == FP64
         assert (
             torch.mm(torch.ones(2, 2, dtype=torch.int64), torch.eye(2, dtype=torch.int64)).dtype
@@ -327,18 +320,12 @@ def test_norms_without_a_dtype_argument() -> None:
         assert torch.ops.aten.norm.ScalarOpt_dim(x, None, [0], True).shape == (1, 4)
 
 
-def test_pytorchs_kernels_do_what_they_agree_on_unless_told_otherwise() -> None:
-    def plan(policy: str) -> dict[str, object]:
-        return dict(prepared(prepare(preset(policy), "cpu")).plan_for(BF16, "train"))
-
-    assert {preset("torch").action(op, "cpu", BF16) for op in plan("torch")} == {"lower"}
-    assert "avg_pool3d.default" not in plan("torch")
-    assert "softmax.int" in plan("standard")
-    with only_our_kernels():
-        assert "avg_pool3d.default" in plan("torch")
-    with pytest.raises(KeyError), only_our_kernels():
-        raise KeyError
-    assert "avg_pool3d.default" not in plan("torch")
+def test_pytorchs_kernels_do_what_they_agree_on() -> None:
+    torchs, standard = (prepared(prepare(preset(name), "cpu")) for name in ("torch", "standard"))
+    plan = torchs.plan_for(BF16, "train")
+    assert {preset("torch").action(op, "cpu", BF16) for op in plan} == {"lower"}
+    assert "avg_pool3d.default" not in plan
+    assert "softmax.int" in standard.plan_for(BF16, "train")
     assert prepare(preset("torch"), "cpu") != prepare(preset("torch"), "cuda")
 
 
@@ -423,8 +410,7 @@ def test_plain_autocast_is_unchanged_after_ours() -> None:
         "before = run()\n"
         "for policy in ('standard', 'torch-cuda'):\n"
         "  with h.autocast('cpu', torch.bfloat16, policy=policy): torch.softmax(x, -1)\n"
-        "with h.kernels.only_our_kernels(): h.autocast('cpu', policy='torch')\n"
-        "after = run()\n"
+        "with h.kernels.observe_ops(print): after = run()\n"
         "print(all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(before, after)))\n"
     )
 

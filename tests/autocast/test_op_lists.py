@@ -5,7 +5,6 @@ cast by hand: the slow obvious reference for policies, plans and kernels togethe
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +13,6 @@ from tests.device import DEVICE
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
 from halfstep._autocast import autocast
-from halfstep._autocast.kernels import only_our_kernels
 from halfstep._autocast.sums import are_products_rounded, is_left_to_pytorch
 from halfstep._pytorch.dispatch import has_onednn
 
@@ -113,12 +111,10 @@ def cases() -> Iterator[Any]:
                 yield pytest.param(policy, half, entry, id=name)
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["native", "ours"])
+@pytest.mark.usefixtures("both_kernels")
 @pytest.mark.parametrize(("policy", "half", "entry"), list(cases()))
-def test_an_op_is_what_it_is_on_arguments_cast_by_hand(policy, half, entry, ours):
-    with only_our_kernels() if ours else nullcontext():
-        context = autocast(DEVICE, half, policy=policy)
-    with context:
+def test_an_op_is_what_it_is_on_arguments_cast_by_hand(policy, half, entry):
+    with autocast(DEVICE, half, policy=policy):
         results = entry(entry.args)
 
     promotes_itself = "builtin_promote" in entry.group
@@ -140,11 +136,10 @@ def test_an_op_is_what_it_is_on_arguments_cast_by_hand(policy, half, entry, ours
             assert result == expected
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["native", "ours"])
+@pytest.mark.usefixtures("both_kernels")
 @pytest.mark.parametrize("policy", ["standard", "torch-cuda"])
-def test_banned_ops_say_what_to_use(policy: str, ours: bool) -> None:
-    with only_our_kernels() if ours else nullcontext():
-        context = autocast(DEVICE, torch.float16, policy=policy)
+def test_banned_ops_say_what_to_use(policy: str) -> None:
+    context = autocast(DEVICE, torch.float16, policy=policy)
     for op, args, module in AutocastTestLists(torch.device(DEVICE)).banned:
         with context, pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
             getattr(module, op)(*args)

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 import halfstep
 from halfstep import Policy, autocast, preset
-from halfstep._autocast import products
+from halfstep._autocast import sums
 from halfstep._autocast.rule import HALVES
 from halfstep._pytorch import dispatch
 
@@ -326,7 +326,7 @@ def test_the_kernel_of_cuda_equals_the_reference(name: str, dtype: torch.dtype) 
 def test_cuda_multiplies_in_lower_precision() -> None:
     a, b = (each.detach().cuda().bfloat16() for each in inputs("mm"))
     with torch.profiler.profile() as profile:
-        products.with_fp32_result("mm.default", [a, b], {})
+        sums.with_fp32_result("mm.default", [a, b], {})
     assert "aten::_to_copy" not in {event.key for event in profile.key_averages()}
 
 

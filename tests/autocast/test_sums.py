@@ -368,7 +368,7 @@ def test_masks_repeat_no_entry_and_need_nothing() -> None:
 
 
 def test_what_cuda_adds_in_float32_is_left_to_it() -> None:
-    policy = PolicyOnDevice(preset("standard"), "cuda", "", True, 0, False)
+    policy = PolicyOnDevice(preset("standard"), "cuda", "", 0, only_observed=False)
     assert "embedding.default" not in policy.ops()
     assert "index_select.default" in policy.ops()
 

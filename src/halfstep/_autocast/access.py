@@ -64,16 +64,3 @@ def named(model: nn.Module | None, policy: Policy) -> Iterator[None]:
             if isinstance(module, Wrapped):
                 module._path = path
                 unwrap(module)
-
-
-@contextmanager
-def names_removed(model: nn.Module | None) -> Iterator[None]:
-    """After the block, remove the module names that a policy has set in it."""
-    modules = [] if model is None else [m for m in model.modules() if not isinstance(m, Wrapped)]
-    try:
-        yield
-    finally:
-        for module in modules:
-            if isinstance(module, Wrapped):
-                module._path = ""
-                unwrap(module)

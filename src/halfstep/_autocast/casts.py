@@ -5,17 +5,17 @@ A kernel calls its op with the Autocast key excluded, so that component ops are 
 
 from __future__ import annotations
 
-import linecache
 import operator
 import re
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
+from traceback import extract_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast import native, products, sums, weight_cache
+from halfstep._autocast import native, sums, weight_cache
 from halfstep._autocast.rule import HALVES, Rule, is_in_place
 from halfstep._autocast.written import rules_of
 from halfstep._common.nested import map_tensors, tensors_in
@@ -352,7 +352,7 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Round the factors of a product to lower precision, but neither its result nor its sum."""
     if dtype not in HALVES:
         return _cast_to(name, device, torch.float32)
-    autocast, factors = autocast_keys(device), products.factors_of(name)
+    autocast, factors = autocast_keys(device), sums.factors_of(name)
 
     def multiply(keys: Keys, /, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
@@ -363,7 +363,7 @@ def _multiply_to_fp32(name: str, device: str, dtype: torch.dtype) -> Kernel:
                     else cast(arg, device, torch.float32)
                     for i, arg in enumerate(args)
                 ]
-                return products.with_fp32_result(name, casts, kwargs)
+                return sums.with_fp32_result(name, casts, kwargs)
             except Detour as raised:
                 met = type(raised)
         return _detour(met, name, device, keys, args, kwargs)
@@ -397,7 +397,7 @@ def _add_in_fp32(name: str, device: str) -> Kernel:
                 return found
             if modes.has_transforms():
                 return add_in_forward(keys, x, *args, **kwargs)
-            if products.is_plain((x, *args)):
+            if sums.is_plain((x, *args)):
                 call = with_backward
         with dispatch.exclude_keys(autocast):
             return call(x, *args, **kwargs)
@@ -508,20 +508,8 @@ def explain_number(error: RuntimeError) -> None:
     is_known = hasattr(error, "__notes__")  # an inner context has explained it
     if is_known or not re.search(r"c10::(Half|BFloat16) without overflow", str(error)):
         return
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    line = (
-        "" if last is None else linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno)
-    )
-    ops = {
-        "pad",
-        *(
-            name.partition(".")[0]
-            for name in WITH_NUMBERS
-            if not is_in_place(name.partition(".")[0])
-        ),
-    }
+    line = "".join(frame.line or "" for frame in extract_tb(error.__traceback__, limit=-1))
+    ops = {"pad", *(name.partition(".")[0] for name in WITH_NUMBERS)}
     called = [op for op in re.findall(r"\b(\w+)\(", line) if op.removesuffix("_") in ops]
     fits = "torch.finfo(x.dtype).min (or .max) fits"
     rule = f'policy="standard; {next(iter(called), "masked_fill")}:fp32" computes it in float32'

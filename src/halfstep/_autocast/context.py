@@ -4,7 +4,6 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 import torch
@@ -154,12 +153,27 @@ def _settle(
     if enabled is True and cache_enabled is None and module is None and dtype is not None:
         # weight_cache.is_on(), without the call.
         keeps = weight_cache.used.is_on or torch.is_autocast_cache_enabled()
-        key = device_type, dtype, keeps, policy, kernels.native
+        key = device_type, dtype, keeps, policy
         try:
             return _settled[key]
         except (KeyError, TypeError):  # TypeError: unhashable, and rejected below
             pass
-    settings = _checked(device_type, dtype, enabled, cache_enabled, policy, module)
+    device = _device(device_type, enabled)
+    lower = _lower_precision(dtype, device, enabled)
+    if cache_enabled is None:
+        cache_enabled = weight_cache.is_on()
+    for name, value in (("enabled", enabled), ("cache_enabled", cache_enabled)):
+        if not isinstance(value, int):  # a bool is one
+            raise TypeError(f"autocast: {name} is True or False, got {value!r}")
+    number = None
+    if enabled:
+        _check_device(device, lower)
+        settled = settled_policy(policy)
+        if settled.module_rules:
+            name_modules(module, settled)
+        number = kernels.prepare(settled, device)
+    switches = amp.Switches(device, lower, bool(enabled), bool(cache_enabled))
+    settings = Settings(switches, number, inherit=policy is None)
     if key is not None:
         _settled[key] = settings
     return settings
@@ -168,41 +182,21 @@ def _settle(
 _settled: dict[tuple[object, ...], Settings] = {}
 
 
-def _checked(
-    device_type: str | None,
-    dtype: torch.dtype | None,
-    enabled: bool,
-    cache_enabled: bool | None,
-    policy: Policy | str | None,
-    module: nn.Module | None,
-) -> Settings:
-    device = _device(device_type, enabled)
+def _lower_precision(dtype: torch.dtype | None, device: str, enabled: bool) -> torch.dtype:
+    """Return the dtype of a context, which matters if it is enabled."""
     is_unused = not enabled and isinstance(dtype, torch.dtype) and dtype not in LOWER_PRECISIONS
     if dtype is None or is_unused:
         dtype = torch.get_autocast_dtype(device)
-    if dtype not in LOWER_PRECISIONS:
-        word = str(dtype).removeprefix("torch.")
-        meant = DTYPE_NAMES.get(word, getattr(torch, word, None))
-        cure = "to run a block without autocast: autocast(enabled=False)"
-        if meant in LOWER_PRECISIONS:
-            cure = f"write dtype={meant}"
-        raise ValueError(
-            f"autocast lowers to torch.float16 or torch.bfloat16, got dtype={dtype!r}; {cure}"
-        )
-    if cache_enabled is None:
-        cache_enabled = weight_cache.is_on()
-    for name, value in (("enabled", enabled), ("cache_enabled", cache_enabled)):
-        if not isinstance(value, int):  # a bool is one
-            raise TypeError(f"autocast: {name} is True or False, got {value!r}")
-    number = None
-    if enabled:
-        _check_device(device, dtype)
-        settled = settled_policy(policy)
-        if settled.module_rules:
-            name_modules(module, settled)
-        number = kernels.prepare(settled, device)
-    switches = amp.Switches(device, dtype, bool(enabled), bool(cache_enabled))
-    return Settings(switches, number, inherit=policy is None)
+    if dtype in LOWER_PRECISIONS:
+        return dtype
+    word = str(dtype).removeprefix("torch.")
+    meant = DTYPE_NAMES.get(word, getattr(torch, word, None))
+    cure = "to run a block without autocast: autocast(enabled=False)"
+    if meant in LOWER_PRECISIONS:
+        cure = f"write dtype={meant}"
+    raise ValueError(
+        f"autocast lowers to torch.float16 or torch.bfloat16, got dtype={dtype!r}; {cure}"
+    )
 
 
 def _device(device_type: str | None, enabled: bool) -> str:
@@ -323,12 +317,7 @@ class use_policy:
         return self
 
     @compiler.do_not_compile_alone
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._ambient is None:
             raise CallOrderError(f"{self!r} is left and was not entered")
         with _lock:

@@ -25,15 +25,11 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class Found(NamedTuple):
-    """The tensors of a module.
+    """The tensors of a module."""
 
-    Attributes:
-        dtypes: The dtypes of its floating-point parameters and buffers.
-        stand_ins: Tensors that are cast like parameters: those in place of parameters, in
-            ``torch.func.functional_call`` and as attributes; the buffers of parametrizations.
-    """
-
-    dtypes: frozenset[torch.dtype]
+    dtypes: frozenset[torch.dtype]  # of its floating-point parameters and buffers
+    # Tensors that are cast like parameters: those in place of parameters, in
+    # torch.func.functional_call and as attributes; the buffers of parametrizations.
     stand_ins: tuple[Tensor, ...]
 
 

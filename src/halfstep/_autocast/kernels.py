@@ -33,26 +33,7 @@ from halfstep.errors import CallOrderError
 
 # --- preparing ------------------------------------------------------------------------------------
 
-
-@contextmanager
-def only_our_kernels() -> Iterator[None]:
-    """Make contexts created in the block apply every rule with halfstep's kernels.
-
-    This is for tests and comparisons: PyTorch's kernels are faster and equivalent. It affects the
-    whole process.
-    """
-    global native
-    before, native = native, False
-    try:
-        yield
-    finally:
-        native = before
-
-
-native = True
-"""Whether PyTorch's kernels apply the rules that they agree with; part of the cache key."""
-
-_numbers: dict[tuple[Policy, str, bool, tuple[Rule, ...], bool], int] = {}
+_numbers: dict[tuple[Policy, str, tuple[Rule, ...], bool], int] = {}
 _prepared: list[PolicyOnDevice] = []
 _lock = threading.Lock()
 
@@ -73,12 +54,12 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
     Raises:
         ValueError: a rule names an op that does not exist.
     """
-    key = (policy, device, native, rules_within(policy, module), only_observed)
+    key = (policy, device, rules_within(policy, module), only_observed)
     with _lock:
         if key not in _numbers:
             check(policy.rules)
             number = len(_prepared)
-            on_device = PolicyOnDevice(policy, device, module, native, number, only_observed)
+            on_device = PolicyOnDevice(policy, device, module, number, only_observed)
             here = native_products.setdefault(device, Products(device))
             if not only_observed:
                 _register(_permanent, on_device.ops(), _kernel, device)
@@ -194,10 +175,8 @@ def observe_ops(observer: OpObserver) -> Iterator[None]:
         _observer = None
 
 
-def _run_observed(
-    observer: OpObserver, policy: PolicyOnDevice, name: str, pytorch: Kernel
-) -> Kernel:
-    kernel = policy.observed_kernel(name, *policy.now()) or pytorch
+def _run_observed(observer: OpObserver, policy: PolicyOnDevice, name: str) -> Kernel:
+    kernel = policy.observed_kernel(name, *policy.now())
     rule = policy.rule(name)
     if rule is None:
         return kernel
@@ -284,7 +263,7 @@ def _kernel(name: str, device: str) -> Kernel:
         if policy is None:
             return pytorch(keys, *args, **kwargs)
         if _observer is not None:
-            return _run_observed(_observer, policy, name, pytorch)(keys, *args, **kwargs)
+            return _run_observed(_observer, policy, name)(keys, *args, **kwargs)
         phase = policy.phase() if policy.has_phases else "train"
         plan = policy.plan_for(lower_precision(device), phase)
         found = plan.get(name, pytorch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 
 import torch
 
@@ -29,7 +29,6 @@ class PolicyOnDevice:
     policy: Policy
     device: str
     module: str
-    native: bool
     number: int
     only_observed: bool
 
@@ -37,8 +36,7 @@ class PolicyOnDevice:
         self.is_pytorchs = self.policy == preset("torch")
         self.has_phases = any(rule.phase is not None for rule in self.policy.rules)
         self.plan_for = cache(self._plan)  # not a method: a cache hit makes no Python call
-        # Even where PyTorch's kernel does the same, because that one could not be observed.
-        self.observed_kernel = cache(partial(self._kernel, native=False))
+        self.observed_kernel = cache(self._observed_kernel)
         self._ruled = meant_by(self.policy.rules)
 
     @cached_property
@@ -85,21 +83,24 @@ class PolicyOnDevice:
         return [self.plan_for(dtype, phase) for dtype in LOWER_PRECISIONS for phase in phases]
 
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
-        kernels = {op: self._kernel(op, dtype, phase, self.native) for op in sorted(self.table())}
+        kernels = {op: self._kernel(op, dtype, phase) for op in sorted(self.table())}
         return {op: kernel for op, kernel in kernels.items() if kernel is not None}
 
-    def _kernel(self, op: str, dtype: torch.dtype, phase: Phase, native: bool) -> Kernel | None:
+    def _kernel(self, op: str, dtype: torch.dtype, phase: Phase) -> Kernel | None:
+        """Return what runs an op by its rule, None if PyTorch's own kernel does."""
         rule = self._rule(op, dtype, phase) or _leaving(op)
         theirs = _action_of_pytorch(op, self.device, dtype)
-        if (native and _is_native(rule, theirs)) or (rule.action, theirs) == ("leave", "leave"):
+        is_left = (rule.action, theirs) == ("fp32-sums", "leave")
+        if _is_native(rule, theirs) or (is_left and sums.adds_nothing_rounded(op, self.device)):
             return None
-        is_left = native and (rule.action, theirs) == ("fp32-sums", "leave")
-        if is_left and sums.adds_nothing_rounded(op, self.device):
-            return None
-        is_native = native and rule.action == theirs == "lower"
+        is_native = rule.action == theirs == "lower"
         if is_native and lower_unlike_pytorch(rule, op, self.device, dtype) is None:
             return lower_with_pytorch(rule, op, self.device, dtype)
         return carry_out(rule, op, self.device, dtype)
+
+    def _observed_kernel(self, op: str, dtype: torch.dtype, phase: Phase) -> Kernel:
+        """Return halfstep's kernel: one of PyTorch's that does the same could not be observed."""
+        return carry_out(self._rule(op, dtype, phase) or _leaving(op), op, self.device, dtype)
 
 
 @cache

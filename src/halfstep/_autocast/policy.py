@@ -7,16 +7,30 @@ printed and saved without running anything.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from halfstep._autocast import comparison, products, written
-from halfstep._autocast.comparison import Explanation, PolicyDiff
-from halfstep._autocast.rule import Action, Phase, Rule, holds_where, holds_within, is_in_place
+from halfstep._autocast import sums, written
+from halfstep._autocast.rule import (
+    DTYPE_NAMES,
+    HALVES,
+    PHASES,
+    Action,
+    Phase,
+    Rule,
+    holds_where,
+    holds_within,
+    is_in_place,
+)
 from halfstep._autocast.written import PRESETS, rules_of
+from halfstep._common.module_names import around
 from halfstep._common.text import did_you_mean, preformatted, shown
 from halfstep._pytorch import compiler, dispatch
 from halfstep._pytorch.dispatch import overload
@@ -206,7 +220,7 @@ class Policy:
         """
         if not isinstance(other, Policy):
             raise TypeError(f"diff(): got {shown(other)}; pass a policy, such as preset('torch')")
-        return comparison.diff(self, other, meant_by([*self.rules, *other.rules]), devices)
+        return _diff(self, other, devices)
 
     def explain(
         self, op: str, devices: Sequence[str] = DEVICES, *, module: str = ""
@@ -229,7 +243,7 @@ class Policy:
         """
         asked = Rule(op, "leave")
         _check_one(asked)
-        return comparison.explain(self, meant_by([asked]), devices, module)
+        return _explain(self, meant_by([asked]), devices, module)
 
     # --- being a value ----------------------------------------------------------------------------
 
@@ -368,9 +382,9 @@ def _check_one(rule: Rule) -> None:
             "it needs an op with an optional dtype argument, such as softmax or sum; use the "
             "action 'fp32'"
         )
-    if rule.action == "fp32-out" and not meant <= {f"{op}.default" for op in products.OPS}:
+    if rule.action == "fp32-out" and not meant <= {f"{op}.default" for op in sums.PRODUCTS}:
         raise ValueError(
-            f"it is for matrix products: {', '.join(products.OPS)}; use the action 'fp32'"
+            f"it is for matrix products: {', '.join(sums.PRODUCTS)}; use the action 'fp32'"
         )
 
 
@@ -449,3 +463,196 @@ def _near(rule_op: str) -> str:
     op = rule_op.partition(".")[0]
     known = dispatch.aten_overloads()
     return did_you_mean(rule_op, [f"{op}.{o}" for o in known[op]] if op in known else known)
+
+
+# --- differences between policies, and explanations of one ----------------------------------------
+
+_HALVES = {name: dtype for name, dtype in DTYPE_NAMES.items() if dtype in HALVES}
+
+
+class Case(NamedTuple):
+    """A combination of conditions under which an op may run."""
+
+    device: str
+    dtype: str
+    """The lower precision, ``"fp16"`` or ``"bf16"``."""
+    phase: Phase
+
+
+def _cases(devices: Sequence[str]) -> list[Case]:
+    return [Case(*each) for each in product(devices, _HALVES, PHASES)]
+
+
+def _arguments(case: Case) -> tuple[str, torch.dtype, Phase]:
+    """Return a case as the arguments of :meth:`Policy.rule`."""
+    return case.device, _HALVES[case.dtype], case.phase
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One op that two policies treat differently.
+
+    Attributes:
+        op: The op; a single overload if the overloads of the op differ in different ways.
+        before: The action of the first policy.
+        after: The action of the second policy.
+        cases: The cases in which they differ.
+    """
+
+    op: str
+    before: Action
+    after: Action
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True)
+class PolicyDiff:
+    """The result of :meth:`halfstep.Policy.diff`; its ``str()`` is a table.
+
+    Attributes:
+        differences: Differences by op, outside of modules that have rules.
+        devices: The compared device types.
+        only_before: Rules for modules that only the first policy has.
+        only_after: Rules for modules that only the second policy has.
+    """
+
+    differences: tuple[Difference, ...]
+    devices: tuple[str, ...]
+    only_before: tuple[Rule, ...]
+    only_after: tuple[Rule, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.differences or self.only_before or self.only_after)
+
+    def __str__(self) -> str:
+        width = max((len(difference.op) for difference in self.differences), default=0)
+        lines = [
+            f"{each.op:{width}}  {each.before:>10} -> {each.after:10}"
+            f"  {_where(each.cases, self.devices)}".rstrip()
+            for each in self.differences
+        ]
+        lines += [f"- {rule}" for rule in self.only_before]
+        return "\n".join([*lines, *(f"+ {rule}" for rule in self.only_after)])
+
+
+def _where(cases: Sequence[Case], devices: Sequence[str]) -> str:
+    """Describe some cases briefly; empty if they are all cases."""
+    if set(cases) == set(_cases(devices)):
+        return ""
+    known: tuple[Sequence[str], ...] = (devices, tuple(_HALVES), PHASES)
+    seen = [dict.fromkeys(values) for values in zip(*cases, strict=True)]
+    return ", ".join("/".join(s) for s, k in zip(seen, known, strict=True) if len(s) < len(k))
+
+
+def _diff(before: Policy, after: Policy, devices: Sequence[str]) -> PolicyDiff:
+    ops = meant_by([*before.rules, *after.rules])
+    found: dict[tuple[str, Action, Action], list[Case]] = {}
+    for op, case in product(sorted(ops), _cases(devices)):
+        one, other = (policy.action(op, *_arguments(case)) for policy in (before, after))
+        if one != other:
+            found.setdefault((op, one, other), []).append(case)
+    differences = [Difference(*key, tuple(cases)) for key, cases in found.items()]
+    return PolicyDiff(
+        tuple(_merged(differences, ops)),
+        tuple(devices),
+        tuple(rule for rule in before.module_rules if rule not in after.module_rules),
+        tuple(rule for rule in after.module_rules if rule not in before.module_rules),
+    )
+
+
+def _merged(differences: Sequence[Difference], ops: frozenset[str]) -> Iterator[Difference]:
+    """Replace overloads by their op if all of them differ in the same way."""
+    num_overloads = Counter(op.rpartition(".")[0] for op in ops)
+    of_op = [replace(difference, op=difference.op.rpartition(".")[0]) for difference in differences]
+    num_alike = Counter(of_op)
+    seen = set()
+    for each, merged in zip(differences, of_op, strict=True):
+        if num_alike[merged] < num_overloads[merged.op]:
+            yield each
+        elif merged not in seen:
+            seen.add(merged)
+            yield merged
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decision of a policy for overloads of an op that are all treated alike.
+
+    Attributes:
+        overloads: Their names.
+        rules: The deciding rule in each case, None if no rule applies.
+        overruled: Rules that name them but never decide, last one first.
+    """
+
+    overloads: tuple[str, ...]
+    rules: tuple[tuple[Case, Rule | None], ...]
+    overruled: tuple[Rule, ...]
+
+    def __str__(self) -> str:
+        lines = [", ".join(self.overloads)]
+        for rule, where in _by_rule(self.rules, _devices(self.rules)):
+            what = "leave: no rule is about it" if rule is None else f"{rule.action}: by {rule}"
+            lines.append(f"  {where + ': ' if where else ''}{what}")
+        return "\n".join([*lines, *(f"  overruled: {rule}" for rule in self.overruled)])
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The result of :meth:`halfstep.Policy.explain`; its ``str()`` is text.
+
+    Attributes:
+        decisions: Decisions for all overloads that the name includes.
+        islands: The rules that make the module, or one around it, an island. There autocast is off,
+            and no other rule applies.
+    """
+
+    decisions: tuple[Decision, ...]
+    islands: tuple[tuple[Case, Rule], ...]
+
+    def __str__(self) -> str:
+        devices = _devices(case for each in self.decisions for case in each.rules)
+        islands = (
+            f"on an island in float32: by {rule}  {where}".rstrip()
+            for rule, where in _by_rule(self.islands, devices)
+        )
+        return "\n".join([*islands, *map(str, self.decisions)])
+
+
+_Decided = tuple[Case, Rule | None]
+"""The rule that decides in a case."""
+
+
+def _devices(decided: Iterable[_Decided]) -> list[str]:
+    return list(dict.fromkeys(case.device for case, _ in decided))
+
+
+def _by_rule(
+    decided: Iterable[_Decided], devices: Sequence[str]
+) -> Iterator[tuple[Rule | None, str]]:
+    """Yield each rule with the cases in which it decides, described."""
+    by_rule: dict[Rule | None, list[Case]] = {}
+    for case, rule in decided:
+        by_rule.setdefault(rule, []).append(case)
+    for rule, cases in by_rule.items():
+        yield rule, _where(cases, devices)
+
+
+def _explain(
+    policy: Policy, ops: Iterable[str], devices: Sequence[str], module: str
+) -> Explanation:
+    """Find the rules that decide for overloads in a module."""
+    cases = [(case, _arguments(case)) for case in _cases(devices)]
+    alike: dict[tuple[tuple[_Decided, ...], tuple[Rule, ...]], list[str]] = {}
+    for op in sorted(ops):
+        rules = tuple((case, policy.rule(op, *where, module)) for case, where in cases)
+        deciding = {rule for _, rule in rules}
+        named = (rule for rule in reversed(policy.rules) if rule.names(op))
+        about = [rule for rule in named if holds_within(rule, module)]
+        overruled = tuple(rule for rule in about if rule not in deciding)
+        alike.setdefault((rules, overruled), []).append(op)
+    decisions = tuple(Decision(tuple(names), *key) for key, names in alike.items())
+    islands = (
+        (case, next(filter(None, (policy.island(name, *where) for name in around(module))), None))
+        for case, where in cases
+    )
+    return Explanation(decisions, tuple((case, rule) for case, rule in islands if rule is not None))

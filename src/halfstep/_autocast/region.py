@@ -1,8 +1,7 @@
 """Entering and exiting of validated autocast contexts, also in torch.compile's graphs."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -27,7 +26,7 @@ class Region:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._traced: list[AbstractContextManager[None]] = []
+        self._traced: list[Any] = []  # contexts that torch.compile traces
 
     @compiler.do_not_compile_alone
     def __enter__(self) -> Self:
@@ -49,21 +48,12 @@ class Region:
         return self
 
     @compiler.do_not_compile_alone
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # Use the length for torch.compile of 2.11; test it first, since it is faster.
         if len(self._traced) and torch.compiler.is_compiling():
             self._traced.pop().__exit__(kind, error, traceback)
             return
-        if (
-            kind is not None
-            and isinstance(error, RuntimeError)
-            and self._settings.policy is not None
-        ):
+        if isinstance(error, RuntimeError) and self._settings.policy is not None:
             native.explain(error, self._settings.switches.device)
             casts.explain_number(error)
         scope = scopes.thread.state.scope

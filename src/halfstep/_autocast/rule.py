@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -248,22 +248,6 @@ def canonical(name: str) -> str:
                 name = {"fold": "col2im", "unfold": "im2col"}.get(name, name)
             break
     return _ALIASES.get(name, name)
-
-
-class Rules(Protocol):
-    """What a policy decides; :class:`halfstep.Policy` documents the methods."""
-
-    @property
-    def rules(self) -> tuple[Rule, ...]: ...
-    @property
-    def module_rules(self) -> tuple[Rule, ...]: ...
-    def rule(
-        self, op: str, device: str, dtype: torch.dtype, phase: Phase, module: str, /
-    ) -> Rule | None: ...
-    def action(self, op: str, device: str, dtype: torch.dtype, phase: Phase, /) -> Action: ...
-    def island(
-        self, module: str, device: str, dtype: torch.dtype, phase: Phase = ..., /
-    ) -> Rule | None: ...
 
 
 def is_in_place(op: str) -> bool:

@@ -49,36 +49,23 @@ ambient = NO_POLICIES
 
 
 class Settings(NamedTuple):
-    """The settings of a context, all constants, so that torch.compile can put them into a graph.
-
-    Attributes:
-        switches: the values for PyTorch's switches.
-        policy: the number that ``kernels.prepare`` gave the policy, None if autocast is off.
-        inherit: whether the policy of an outer context takes precedence.
-    """
+    """The settings of a context, all constants, so that torch.compile can put them into a graph."""
 
     switches: amp.Switches
-    policy: int | None
-    inherit: bool
+    policy: int | None  # the number that ``kernels.prepare`` gave it; None if autocast is off
+    inherit: bool  # whether the policy of an outer context takes precedence
 
 
 class Scope(NamedTuple):
-    """The active policies and switches of a thread.
-
-    Attributes:
-        outer: the scope outside this one, None for the scope of a thread outside of all contexts.
-        context: the autocast, or use_policy, that was entered; None for other scopes.
-        settings: the settings of an autocast.
-        switches: PyTorch's autocast switches outside of it.
-        nesting: for a scope entered by a compiled graph, its autocast nesting depth. If tracing is
-            aborted, such a scope is left behind; the depth reveals it.
-    """
+    """The active policies and switches of a thread."""
 
     policies: Policies
-    outer: "Scope | None" = None
-    context: object = None
-    settings: Settings | None = None
-    switches: amp.Switches | None = None
+    outer: "Scope | None" = None  # None outside of all contexts
+    context: object = None  # the autocast, or use_policy, that was entered; None for other scopes
+    settings: Settings | None = None  # of an autocast
+    switches: amp.Switches | None = None  # PyTorch's outside of it
+    # The autocast nesting depth if a compiled graph entered it. If tracing is aborted, such a scope
+    # is left behind; the depth reveals it.
     nesting: int | None = None
 
 

@@ -28,30 +28,21 @@ SMALL = 2**17
 # --- the casts of one weight ----------------------------------------------------------------------
 
 
-class _Marks(NamedTuple):
-    """Values that change when a weight may have changed."""
-
-    version: int
-    """Version counter; ignores writes through ``.data`` or to the storage itself."""
-    storage: int
-    """Address of the storage object; like the next three it changes with ``weight.data = ...``."""
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    stream: int
-    """The stream that made the cast; other streams do not wait for it."""
+_Marks = tuple[object, ...]
 
 
 def _marks(weight: Tensor) -> _Marks:
-    marks = (
-        weight._version,
+    """Return values that change when a weight may have changed."""
+    return (
+        weight._version,  # ignores writes through ``.data`` or to the storage itself
+        # Like the next three it changes with ``weight.data = ...``.
         storages.number_of(weight.untyped_storage()),
         weight.storage_offset(),
         weight.shape,
         weight.stride(),
+        # The stream that made the cast; other streams do not wait for it.
         0 if weight.is_cpu else storages.stream_of(weight),
     )
-    return tuple.__new__(_Marks, marks)  # takes half the time of _Marks(...)
 
 
 class _Kept(NamedTuple):

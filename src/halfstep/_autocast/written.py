@@ -89,7 +89,8 @@ def rules_of(preset: str) -> tuple[Rule, ...]:
         )
     match preset:
         case "torch":
-            return tuple(filter(_has_kernel, _read("torch")))
+            read = _read("torch")
+            return tuple(rule for rule in read if rule.op in _with_autocast_kernel(rule.device))
         case "torch-cuda":
             cuda = (rule for rule in rules_of("torch") if rule.device == "cuda")
             return tuple(replace(rule, device=None) for rule in cuda)
@@ -104,15 +105,10 @@ def _read(preset: str) -> list[Rule]:
     return [*(rules_of(base) if base else ()), *rules]
 
 
-def _has_kernel(rule: Rule) -> bool:
-    """Return whether the running PyTorch has an autocast kernel for the op of a rule."""
-    assert rule.device is not None
-    return rule.op in _with_autocast_kernel(rule.device)
-
-
 @cache
-def _with_autocast_kernel(device: str) -> frozenset[str]:
-    """Return the overloads, and the ops."""
+def _with_autocast_kernel(device: str | None) -> frozenset[str]:
+    """Return the overloads, and the ops, that the running PyTorch's autocast casts on a device."""
+    assert device is not None
     overloads = dispatch.overloads_with_autocast_kernel(device)
     return overloads | {name.rpartition(".")[0] for name in overloads}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -168,15 +168,36 @@ class OpenSteps:
         self._open.clear()
 
 
-class LostUpdates:
-    """The shares of lost updates in a block; see :func:`lost_updates`.
+class lost_updates:
+    """Count the updates that are lost to rounding in a block with at least one step.
 
     An update is lost if its gradient is nonzero and the weight does not change, because the update
-    was smaller than half a unit in the last place of the weight. Sync: one for each parameter when
-    a share is read.
+    was smaller than half a unit in the last place of the weight. ``share`` and, by parameter,
+    ``shares`` are the shares, 0 to 1, of the entries with a nonzero gradient. Steps that a
+    GradScaler skips, steps with a learning rate of 0, and sparse gradients do not count. With a
+    closure, the last gradients count; for DTensors, the entries on this rank.
+
+    Args:
+        optimizer: Any optimizer with PyTorch's interface, or a wrapper or container of such. With
+            master weights, the float32 weights are inspected, which lose almost no updates.
+        module: The model, for the names of the parameters.
+
+    Raises:
+        TypeError: ``optimizer`` is not an optimizer.
+
+    Memory: a copy of the weights during a step. Sync: one for each parameter when a share is read.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        >>> model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        >>> with lost_updates(optimizer, model) as lost:
+        ...     optimizer.step()
+        >>> lost.share > 0.9, sorted(lost.shares)
+        (True, ['bias', 'weight'])
     """
 
-    def __init__(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
+    def __init__(self, optimizer: Optimizer, module: torch.nn.Module | None = None) -> None:
         require_optimizer("lost_updates", optimizer)
         self._optimizer = optimizer
         self._names = Names()
@@ -188,9 +209,9 @@ class LostUpdates:
         self._dtypes: set[torch.dtype] = set()
 
     def __repr__(self) -> str:
-        return f"LostUpdates({type(self._optimizer).__name__})"
+        return f"lost_updates({type(self._optimizer).__name__})"
 
-    def __enter__(self) -> LostUpdates:
+    def __enter__(self) -> Self:
         """Start counting."""
         # Global hooks, since wrappers and containers of optimizers may have none of their own.
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -236,34 +257,6 @@ class LostUpdates:
         for name, each in zip(names, counted, strict=True):
             self._counts[name] = each.counts + self._counts.get(name, 0)
             self._dtypes.add(each.dtype)
-
-
-def lost_updates(optimizer: Optimizer, module: torch.nn.Module | None = None) -> LostUpdates:
-    """Count the updates that are lost to rounding in a block with at least one step.
-
-    Args:
-        optimizer: Any optimizer with PyTorch's interface, or a wrapper or container of such. With
-            master weights, the float32 weights are inspected, which lose almost no updates.
-        module: The model, for the names of the parameters.
-
-    Returns:
-        A context manager with ``share`` and, by parameter, ``shares``: of the entries with a
-        nonzero gradient, the share, 0 to 1, whose weight did not change. Steps that a GradScaler
-        skips, steps with a learning rate of 0, and sparse gradients do not count. With a closure,
-        the last gradients count; for DTensors, the entries on this rank.
-
-    Memory: a copy of the weights during a step. Sync: none until the shares are read.
-
-    Example:
-        >>> model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        >>> model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
-        >>> with lost_updates(optimizer, model) as lost:
-        ...     optimizer.step()
-        >>> lost.share > 0.9, sorted(lost.shares)
-        (True, ['bias', 'weight'])
-    """
-    return LostUpdates(optimizer, module)
 
 
 def _share(counts: Tensor) -> float:

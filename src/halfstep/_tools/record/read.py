@@ -8,25 +8,29 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from reprlib import repr as shown
 from statistics import fmean
-from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from halfstep._common.numbers import count, power, step_list
 from halfstep._tools.diagnose.diagnosis import Diagnosis
-from halfstep._tools.json import Count, decoded
+from halfstep._tools.json import decoded
 from halfstep._tools.record.files import files_in, has_checksum, is_being_written, require_schema
 from halfstep._tools.record.run import (
+    LINES,
     NOT_WRITTEN,
     RANKS_DISAGREE,
     BadBuffers,
     Culprits,
     Device,
     Diagnosed,
+    DiagnosisLine,
     End,
     Header,
     Measured,
@@ -49,28 +53,8 @@ _Values = TypeVar("_Values", bound=Struct)
 _Dated = TypeVar("_Dated", Sample, Culprits, BadBuffers, Diagnosed)
 
 
-class _Diagnosis(Struct, frozen=True, tag_field="event", tag="diagnosis"):
-    """The step of a diagnosis; the rest of the line is a :class:`Diagnosis`."""
-
-    step: Count
-
-
-_Line: TypeAlias = (
-    Step
-    | Sample
-    | Culprits
-    | BadBuffers
-    | _Diagnosis
-    | Header
-    | Device
-    | Model
-    | PolicySeen
-    | RulesActed
-    | Products
-    | Note
-    | End
-)
-_KNOWN = {kind.__struct_config__.tag for kind in get_args(_Line)}
+_LINE: Any = reduce(or_, LINES)
+_KNOWN = {kind.__struct_config__.tag for kind in LINES}
 
 
 class _LineHead(Struct, frozen=True):
@@ -153,7 +137,7 @@ class RankRecord:
         """Return the event of a line, None for one of a later version; ValueError if damaged."""
         is_checked = has_checksum(line)
         try:
-            event: Struct = decoded(_Line, line)  # type: ignore[arg-type]  # mypy: no type
+            event: Struct = decoded(_LINE, line)
         except ValueError:
             beginning = _line_head(line)
             if beginning is not None and beginning.event not in _KNOWN:
@@ -161,7 +145,7 @@ class RankRecord:
             raise
         if self.header.crc is not None and not (is_checked or isinstance(event, Header)):
             raise ValueError("it has lost its checksum")
-        if isinstance(event, _Diagnosis):
+        if isinstance(event, DiagnosisLine):
             return Diagnosed(self.number, event.step, decoded(Diagnosis, line))
         return event
 

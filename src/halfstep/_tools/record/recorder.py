@@ -217,11 +217,11 @@ class Recorder:
                 # Unknown if the optimizer unscaled the gradients itself, or if they are gone.
                 with suppress(CallOrderError):
                     norm = torch.tensor(outcome.norm, dtype=torch.float32)
-            self._add_step(self.num_steps, outcome.optimizer, outcome, loss, norm)
+            self._add_step(outcome.optimizer, outcome, loss, norm)
             # Without a wait: whether the newest state on the host ends with skips.
             if outcome.loss_scale.state.skipped_in_a_row > 0:
                 self._write_culprits(outcome)
-                self._write_buffers(self.num_steps)
+                self._write_buffers()
         self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
 
     @_aside
@@ -241,7 +241,7 @@ class Recorder:
         if norm is None and self._sampler.is_open:
             norm = _norm_of_gradients(optimizer)
         self.num_steps += self._rounds.add(optimizer)
-        self._add_step(self.num_steps, optimizer, None, self._loss, norm)
+        self._add_step(optimizer, None, self._loss, norm)
         self._stepped.add(id(optimizer))
         self._end_iteration(1.0)
 
@@ -309,7 +309,7 @@ class Recorder:
         self._discard_sample()
         try:
             self._write_steps(self._waiting.take_all())
-            self._write_buffers(self.num_steps)
+            self._write_buffers()
         except Exception as failure:  # a device error may have ended the run
             self.say(f"the last steps could not be read: {failure}")
         if self._dropped:
@@ -388,7 +388,6 @@ class Recorder:
 
     def _add_step(
         self,
-        step: int,
         optimizer: torch.optim.Optimizer | None,
         outcome: Outcome | None,
         loss: Tensor | None,
@@ -397,7 +396,8 @@ class Recorder:
         name = type(optimizer).__name__ if outcome is None else outcome.optimizer_name
         number = self._number_of(optimizer)
         lost = self._updates.share_lost(optimizer)
-        self._waiting.add(PendingStep(step, self._time(), name, number, outcome, loss, norm, lost))
+        step = PendingStep(self.num_steps, self._time(), name, number, outcome, loss, norm, lost)
+        self._waiting.add(step)
 
     def _end_iteration(self, scale: float) -> None:
         self._num_ended += 1
@@ -448,23 +448,20 @@ class Recorder:
         tensors = self._updates.end(self._sampler.end(), self._models.parameters())
         for event in self._models.events(self.num_steps):
             self._write(event)
-        self._write_buffers(self.num_steps)
+        self._write_buffers()
         if not len(self._models):
             self.say(NO_MODEL)
         for device, policy in self._sampler.policies.items():
             if self._policies.get(device) != policy:
                 dtype, text = self._policies[device] = policy
-                event = {"event": "policy", "step": self.num_steps, "device": device}
-                self._write(event | {"dtype": dtype, "text": text})
+                self._write_of_step("policy", device=device, dtype=dtype, text=text)
         if self._products:
-            self._write({"event": "products", "step": self.num_steps, "num": dict(self._products)})
+            self._write_of_step("products", num=dict(self._products))
             self.seen.products += self._products
             self._products.clear()
         if self._sampler.acted:
-            calls = self._sampler.acted
-            self._write({"event": "rules", "step": self.num_steps, "calls": calls})
+            self._write_of_step("rules", calls=self._sampler.acted)
         if tensors:
-            event = {"event": "sample", "step": self.num_steps, "scale": scale}
             weights = (each.dtype for each in tensors if each.kind == "parameter")
             self.seen.has_low_weights |= not FORMATS_BY_DTYPE.keys().isdisjoint(weights)
             scalars, num, tensors = sample_scalars(tensors), len(tensors), bounded(tensors)
@@ -475,7 +472,7 @@ class Recorder:
                 | structs.asdict(tensor)
                 for tensor in tensors
             ]
-            self._write(event | {"tensors": rows})
+            self._write_of_step("sample", scale=scale, tensors=rows)
             self._log(self.num_steps, scalars)
 
     # --- writing ----------------------------------------------------------------------------------
@@ -534,31 +531,31 @@ class Recorder:
         own = _ids_of_gradients(outcome.optimizer)
         is_clipped = not all(own.isdisjoint(ids) for ids, _ in self._norms)
         is_there = not is_clipped and any(each.num_entries for each in counted)
-        self._write(
-            {
-                "event": "culprits",
-                "step": self.num_steps,
-                "optimizer": outcome.optimizer_name,
-                "began_in": None if outcome.reason in BEGAN_ELSEWHERE else began_in,
-                "parameters": names[:NUM_CULPRITS],
-                "num_parameters": len(found),
-                "num_nan": sum(each.num_nan for each in counted) if is_there else None,
-                "num_inf": sum(each.num_inf for each in counted) if is_there else None,
-            }
+        self._write_of_step(
+            "culprits",
+            optimizer=outcome.optimizer_name,
+            began_in=None if outcome.reason in BEGAN_ELSEWHERE else began_in,
+            parameters=names[:NUM_CULPRITS],
+            num_parameters=len(found),
+            num_nan=sum(each.num_nan for each in counted) if is_there else None,
+            num_inf=sum(each.num_inf for each in counted) if is_there else None,
         )
 
-    def _write_buffers(self, step: int) -> None:
+    def _write_buffers(self) -> None:
         """Write which buffers are inf or NaN, if others are than before. Sync: some."""
         bad = self._models.bad_buffers()
         if bad == self.seen.bad_buffers:
             return
-        self.seen.bad_buffers, shown = bad, bad[:NUM_CULPRITS]
-        self._write({"event": "buffers", "step": step, "names": shown, "num_buffers": len(bad)})
+        self.seen.bad_buffers = bad
+        self._write_of_step("buffers", names=bad[:NUM_CULPRITS], num_buffers=len(bad))
         if bad and RUINED not in self._said:
             self._said.add(RUINED)
             more = ", ..." if len(bad) > MOST_NAMED else ""
             names = ", ".join(bad[:MOST_NAMED]) + more
-            _warn(f"halfstep.record: {RUINED.format(step=step, names=names)}")
+            _warn(f"halfstep.record: {RUINED.format(step=self.num_steps, names=names)}")
+
+    def _write_of_step(self, kind: str, **values: Any) -> None:
+        self._write({"event": kind, "step": self.num_steps} | values)
 
     def _write(self, event: Event) -> bool:
         """Write an event; return whether that was possible."""

@@ -187,6 +187,12 @@ class Diagnosed(Struct, frozen=True):
     diagnosis: Diagnosis
 
 
+class DiagnosisLine(_Event, tag="diagnosis", frozen=True):
+    """The step of a diagnosis; the rest of the line is a :class:`Diagnosis`."""
+
+    step: Count
+
+
 class Note(_Event, tag="note", frozen=True):
     """A note by the recorder."""
 
@@ -200,6 +206,10 @@ class End(_Event, tag="end", frozen=True):
     error: str | None  # the error that ended it; None if it ended normally
     steps: Count | None = None  # that were made, which may be more than were written
     time: Seconds | None = None  # since the first segment of the record began
+
+
+LINES = tuple(_Event.__subclasses__())
+"""What the lines of a record may be."""
 
 
 def ran_lower(products: Mapping[str, int]) -> bool | None:

@@ -31,6 +31,7 @@ from halfstep._tools.measure import measure
 from halfstep._tools.record.models import Models
 from halfstep._tools.record.run import KINDS, Kind, Measured
 from halfstep._tools.statistics import Statistics, merged
+from halfstep._tools.trace.rows import grouped
 from halfstep.events import PolicyOnDevice, active_policies, count_rules, observe_contexts
 
 OUTERMOST = "(model)"
@@ -229,18 +230,14 @@ class Sampler:
 class _ForwardHook:
     """A hook that is not copied or saved with its module."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., None] = lambda *args: None) -> None:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _ForwardHook, (_do_nothing,)
-
-
-def _do_nothing(*args: Any) -> None:
-    pass
+        return _ForwardHook, ()
 
 
 def _is_traced() -> bool:
@@ -291,9 +288,8 @@ def bounded(measured: Sequence[Measured]) -> list[Measured]:
             rest = [number for number in range(len(found)) if number not in chosen]
             rest.sort(key=lambda number: _badness(found[number]), reverse=True)
             chosen.update(rest[: MOST_ROWS - num_by_name])
-            others: dict[str, list[Measured]] = {}
-            for each in (each for number, each in enumerate(found) if number not in chosen):
-                others.setdefault(each.dtype, []).append(each)
+            left = (each for number, each in enumerate(found) if number not in chosen)
+            others = grouped(left, lambda each: each.dtype)
             found = [found[number] for number in sorted(chosen)]
             found += [Measured.of(kind, OTHERS, d, merged(of)) for d, of in others.items()]
         rows += found

@@ -267,14 +267,6 @@ def _cells(run: Run, column_of: Sequence[int], summary: Summary) -> _Cells:
     return found
 
 
-def _least_headroom(cell: _Cell) -> float | None:
-    return min((h for each in cell if (h := each.headroom) is not None), default=None)
-
-
-def _most_lost(cell: _Cell) -> float:
-    return max(each.share_lost for each in cell)
-
-
 def _tab(kind: Kind, summary: Summary, cells: _Cells, num_columns: int) -> Tab:
     numbered = [(n, layer) for n, layer in enumerate(summary.layers) if layer.kind == kind]
     names = [layer.name for _, layer in numbered]
@@ -289,8 +281,8 @@ def _tab(kind: Kind, summary: Summary, cells: _Cells, num_columns: int) -> Tab:
             for index in labelled(names, row_height)
         ],
         [
-            _map(HEADROOM, of_layers, num_columns, _least_headroom),
-            _map(LOST, of_layers, num_columns, _most_lost),
+            _map(HEADROOM, of_layers, num_columns, lambda each: each.headroom, min),
+            _map(LOST, of_layers, num_columns, lambda each: each.share_lost, max),
         ],
         sum(_is_troubled(layer, summary) for _, layer in numbered),
     )
@@ -300,18 +292,19 @@ def _map(
     levels: Levels,
     rows: Iterable[Mapping[int, _Cell]],
     num_columns: int,
-    value_of: Callable[[_Cell], float | None],
+    value_of: Callable[[SampledTensor], float | None],
+    worst: Callable[[Iterable[float]], float],
 ) -> HeatMap:
     lines: list[bytes] = []
     not_finite: list[tuple[float, float]] = []
     for number, row in enumerate(rows):
         line = bytearray([NO_VALUE]) * num_columns
         for column, cell in row.items():
-            value = value_of(cell)
+            values = [value for each in cell if (value := value_of(each)) is not None]
             if any(each.measured.nan or each.measured.inf for each in cell):
                 line[column] = NOT_FINITE
-            elif value is not None:
-                line[column] = FIRST_LEVEL + levels.level(value)
+            elif values:
+                line[column] = FIRST_LEVEL + levels.level(worst(values))
         lines.append(bytes(line))
         if NOT_FINITE in line:
             not_finite.append((line.index(NOT_FINITE) + 0.5, number + 0.5))

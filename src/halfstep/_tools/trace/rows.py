@@ -211,12 +211,11 @@ def promoted(values: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     return found.pop() if len(found) == 1 else "float32"  # float16 and bfloat16
 
 
-def computed_in(inputs: Iterable[Value], outputs: tuple[Value, ...]) -> str:
+def computed_in(inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> str:
     """Return the widest floating dtype among inputs and first output, otherwise any dtype.
 
     Empty without tensors.
     """
-    inputs = tuple(inputs)
     given = promoted((value.dtype, value.shape) for value in inputs)
     # A 0-dim output still counts, such as the result of a sum.
     widest = promoted((dtype, (1,)) for dtype in (given, *(v.dtype for v in outputs[:1])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TypeAlias, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from halfstep._autocast import Policy
-from halfstep._autocast.access import names_removed
+from halfstep._autocast.access import named
 from halfstep._common.formats import dtype_name
 from halfstep._tools.trace.rows import Row
 from halfstep._tools.trace.trace import trace
@@ -228,9 +228,10 @@ class Measurer:
 
     @contextmanager
     def _runner(self, islands: Islands, number: int) -> Iterator[StepRunner]:
-        lowering = replace(self.lowering, policy=with_islands(self.lowering.policy, islands))
+        model, policy = self.task.model, with_islands(self.lowering.policy, islands)
+        lowering = replace(self.lowering, policy=policy)
         step = step_runner(self.task, self.batches[number], lowering)
-        with names_removed(self.task.model if islands else None), step as runner:
+        with named(model, policy) if islands else nullcontext(), step as runner:
             yield runner
 
 

@@ -22,23 +22,14 @@ from halfstep._tools.trace.rows import grouped, short
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of one or more tensors from float32; ``+`` adds differences.
+    """The difference of one or more tensors from float32; ``+`` adds differences."""
 
-    Attributes:
-        size: Number of compared entries.
-        square_error: Sum of the squared errors of the entries that are finite in both.
-        square_norm: Sum of the squares of the float32 values of these entries.
-        overflow: Number of entries that are inf or NaN, but finite in float32.
-        flushed: Number of entries that are zero, but not in float32.
-        nonzero: Number of entries that are not zero in float32.
-    """
-
-    size: int = 0
-    square_error: float = 0.0
-    square_norm: float = 0.0
-    overflow: int = 0
-    flushed: int = 0
-    nonzero: int = 0
+    size: int = 0  # number of compared entries
+    square_error: float = 0.0  # sum over the entries that are finite in both
+    square_norm: float = 0.0  # sum of the squares of the float32 values of these entries
+    overflow: int = 0  # number of entries that are inf or NaN, but finite in float32
+    flushed: int = 0  # number of entries that are zero, but not in float32
+    nonzero: int = 0  # number of entries that are not zero in float32
 
     def __add__(self, other: Difference) -> Difference:
         return Difference(*map(sum, zip(astuple(self), astuple(other), strict=True)))

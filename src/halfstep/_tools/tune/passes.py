@@ -235,13 +235,13 @@ def module_hooks(task: Task, before: OnCall, after: OnCall) -> Iterator[None]:
     def is_recomputed() -> bool:  # in a backward pass, only checkpointing calls modules
         return autograd.backward_number() >= 0
 
-    def enter(name: str, args: Any, kwargs: Any) -> None:
+    def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         if not is_recomputed():
             call = calls[name] = calls.get(name, -1) + 1
             running.append((name, call))
             before(name, call, (args, kwargs))
 
-    def leave(name: str, output: Any) -> None:
+    def leave(name: str, _: nn.Module, args: Any, output: Any) -> None:
         if not is_recomputed():
             opened, call = running.pop()
             while opened != name:  # an inner call raised an error that was caught
@@ -250,14 +250,9 @@ def module_hooks(task: Task, before: OnCall, after: OnCall) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name, module in task.named_modules():
-            hooks = (
-                module.register_forward_pre_hook(
-                    lambda _, args, kwargs, name=name: enter(name, args, kwargs), with_kwargs=True
-                ),
-                module.register_forward_hook(lambda _, __, output, name=name: leave(name, output)),
-            )
-            for hook in hooks:
-                stack.callback(hook.remove)
+            hook = module.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+            stack.callback(hook.remove)
+            stack.callback(module.register_forward_hook(partial(leave, name)).remove)
         yield
 
 

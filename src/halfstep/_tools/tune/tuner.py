@@ -347,30 +347,17 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class Island:
-    """The cost and effect of one island.
+    """The cost and effect of one island."""
 
-    Attributes:
-        name: The name of the module; for an op in a module, ``"softmax@blocks.0.attn"``; for an op
-            everywhere, ``"cross_entropy_loss@"``.
-        kind: The class of the module; empty for an op everywhere.
-        loses_to: Its problem in lower precision.
-        error_without: The worst error of any module with all islands except this one.
-        error_with: The worst error with all islands.
-        seconds_lowered: The seconds of the module's forward pass in lower precision.
-        seconds: The seconds of its forward pass as an island.
-        num_casts: The number of casts that it adds to a step, negative if there are fewer.
-        cast_bytes: The bytes that these casts read and write.
-    """
-
-    name: str
-    kind: str
-    loses_to: str
-    error_without: BoundedError
-    error_with: BoundedError
-    seconds_lowered: float
-    seconds: float
-    num_casts: int
-    cast_bytes: int
+    name: str  # as in :data:`Islands`
+    kind: str  # the class of the module; empty for an op everywhere
+    loses_to: str  # its problem in lower precision
+    error_without: BoundedError  # the worst error of any module with all islands except this one
+    error_with: BoundedError  # the worst error with all islands
+    seconds_lowered: float  # of the module's forward pass in lower precision
+    seconds: float  # of its forward pass as an island
+    num_casts: int  # that it adds to a step, negative if there are fewer
+    cast_bytes: int  # that these casts read and write
 
 
 @dataclass(frozen=True)
