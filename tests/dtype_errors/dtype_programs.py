@@ -126,13 +126,9 @@ def judge(program: Hostile, folder: Path) -> Judged:
     missing = [part for part in said if part not in str(found)]
     ran = set()
     for number, cure in enumerate(found.cures):
-        for only_last in (False, True):
-            (file := folder / f"{number} {only_last}.py").write_text(
-                pasted(text, marks["!"], cure, only_last=only_last)
-            )
-            if raised_by(file) is None:  # else the next call may have the same problem
-                ran.add(cure)
-                break
+        (file := folder / f"{number}.py").write_text(pasted(text, marks["!"], cure))
+        if raised_by(file) is None:
+            ran.add(cure)
     is_cured = (bool(ran) and ran.issuperset(program.cures)) if program.is_curable else None
     return Judged(has_line, missing, is_cured, {*found.cures[:1]} <= ran, str(found))
 
@@ -150,11 +146,11 @@ def runs(file: Path) -> None:
     exec(compile(file.read_text(), str(file), "exec"), {"__name__": "__main__"})
 
 
-def pasted(text: str, line: int, cure: str, *, only_last: bool = False) -> str:
-    """Return a program with a cure at a line: wherever a tensor stands, or only once."""
+def pasted(text: str, line: int, cure: str) -> str:
+    """Return a program with a cure at a line."""
     if "; " in cure and "policy=" not in cure:  # the second change is at a later line
         cure, _, more = cure.partition("; ")
-        text = pasted(text, line, more, only_last=only_last)
+        text = pasted(text, line, more)
     lines = text.split("\n")
     if at := re.search(r" at line (\d+)$", cure):
         line, cure = int(at[1]), cure[: at.start()]
@@ -177,15 +173,16 @@ def pasted(text: str, line: int, cure: str, *, only_last: bool = False) -> str:
         indent = " " * statement.col_offset
         lines[first:last] = ["    " + each for each in lines[first:last]]
         lines.insert(first, f"{indent}with halfstep.{re.split(r'inside (?:halfstep.)?', cure)[1]}:")
+    found = {}
     for new, old in re.findall(
         r"(?:^|, )(\S.*?) in place of (.*?)(?=, [^ ]+ in place of |$)", cure
     ):
         inside = [n for n in ast.walk(statement) if isinstance(n, ast.expr)]
-        same = [n for n in inside if ast.unparse(n) == old and not is_target(n)]
-        same.sort(key=lambda n: (-n.lineno, -n.col_offset))
-        for n in same[:1] if only_last else same:
-            row = lines[n.lineno - 1]
-            lines[n.lineno - 1] = row[: n.col_offset] + new + row[n.end_col_offset :]
+        found |= {n: new for n in inside if ast.unparse(n) == old and not is_target(n)}
+    within = {n for outer in found for n in ast.walk(outer) if n is not outer}
+    for n in sorted(found.keys() - within, key=lambda n: (-n.lineno, -n.col_offset)):
+        row = lines[n.lineno - 1]
+        lines[n.lineno - 1] = row[: n.col_offset] + found[n] + row[n.end_col_offset :]
     return "\n".join(lines)
 
 

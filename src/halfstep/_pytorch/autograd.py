@@ -231,9 +231,10 @@ def saved_by(node: Any) -> dict[str, torch.Tensor]:
 
 
 def function_without_autocast(context: object) -> type | None:
-    """Return the ``autograd.Function`` of a ``ctx``; None if ``custom_fwd`` has marked it."""
+    """Return the user's ``autograd.Function`` of a ``ctx``; None if ``custom_fwd`` marked it."""
     function: type | None = getattr(type(context), "_forward_cls", None)
-    return None if hasattr(context, "_fwd_used_autocast") else function
+    is_marked = function is None or hasattr(context, "_fwd_used_autocast")
+    return None if is_marked or _is_ours(function.__module__) else function
 
 
 def functions_of(roots: Iterable[torch.Tensor]) -> list[type]:

@@ -168,10 +168,10 @@ def _without_hooks(export: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 
 
 def can_be_called_again(module: torch.nn.Module) -> bool:
-    """Return whether a module is one of PyTorch whose call has no effect: no buffers, no hooks."""
+    """Return whether a module is one of PyTorch whose call changes its buffers at most."""
     parts = [*module.modules()]
     return all(type(part).__module__.startswith("torch.nn.modules.") for part in parts) and not any(
-        part._buffers or has_forward_hooks(part) for part in parts
+        map(has_forward_hooks, parts)
     )
 
 

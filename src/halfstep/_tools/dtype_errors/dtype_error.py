@@ -18,39 +18,28 @@ import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
-from halfstep._autocast import autocast, current_policy
+from halfstep._autocast import autocast, current_policy, custom_bwd, custom_fwd
 from halfstep._common.formats import dtype_name
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._pytorch import autograd
 from halfstep._tools.dtype_errors.failing_call import (
+    ABOUT_DTYPES,
     Call,
     Context,
     Named,
+    called,
     calls_of,
     contexts_of,
     member_of,
     nodes_of,
     origin_of,
 )
-from halfstep._tools.dtype_errors.rest import Cure, cast_text, ordered
+from halfstep._tools.dtype_errors.rest import Cure, cast_cure, ordered
 from halfstep._tools.user_code import is_same_view
 
-_ABOUT_DTYPES = re.compile(
-    r"must have the same (dtype|scalar type)|to have (the )?same dtype|should be the same"
-    r"|expected scalar type|[Ee]xpected .*dtype|Found dtype .* expected|to have scalar type"
-    r"|[Dd]types (match|must be the same)"
-    r"|self.dtype to be equal to|Type promoting not supported|not the same dtype"
-    r"|does not match weight dtype|parameter types mismatch"
-    r"|not implemented for '(Half|BFloat16)'|Low precision dtypes not supported"
-    r"|Unsupported dtype (Half|BFloat16)|must be either float or double dtype"
-    r"|to have the same type as|Expected both inputs to be|unsupported ScalarType BFloat16"
-    r"|to type c10::(Half|BFloat16) without overflow"
-    r"|assign a gradient with dtype|can't be cast to the desired output type"
-    r"|could not create a primitive descriptor"  # of oneDNN, for a state in another dtype
-)
 _ABOUT_ONE = re.compile(
     "not implemented for|weight dtype|Low precision|Unsupported dtype|float or double dtype"
-    "|Expected both inputs|unsupported ScalarType|without overflow"
+    "|Expected both inputs|unsupported ScalarType|without overflow|only supported for"
 )
 _ABOUT_INTEGERS = re.compile(r"unsigned char|long int|\b(Long|Int|Byte)\b")
 _DTYPES = {
@@ -116,7 +105,7 @@ def explain(error: BaseException) -> DtypeError | None:
     dtypes. Sync: that of the call.
     """
     is_of_torch = isinstance(error, (RuntimeError, TypeError, ValueError))
-    if is_of_torch and _ABOUT_DTYPES.search(str(error)) and not is_explained(error):
+    if is_of_torch and ABOUT_DTYPES.search(str(error)) and not is_explained(error):
         with suppress(Exception), ExitStack() as stack:  # of the user's objects that are read
             stack.callback(RandomStates(accelerators()).restore)
             return _explained(error)
@@ -164,8 +153,9 @@ def _explained(error: BaseException) -> DtypeError | None:
             again = _again(inner[0])
         if again is not None:
             tried += _cures(again, made or own, operands, function, hidden)
-        is_here = made is None and own is user
-    cures = ordered(tried, calls, user) if is_here else [each.text for each in tried]
+            tried.sort(key=lambda cure: not cure.text.startswith("@"))  # for all of its lines
+    is_ordered = made is not None or own is user
+    cures = ordered(tried, calls, user, made or user) if is_ordered else [c.text for c in tried]
     if made is not None and isinstance(made.other, ast.Call):
         cures = [f"{cure} at line {made.other.lineno}" for cure in cures]
     where, text = _told(own)
@@ -378,11 +368,13 @@ def _cures(
             continue
         if changed:
             is_offered = True
-            text = ", ".join(f"{cast_text(o.name, wanted)} in place of {o.name}" for o in changed)
-            yield Cure(text, {operand.name: wanted for operand in changed})
+            yield cast_cure({operand.name: wanted for operand in changed}, line)
         if function is not None and not function.is_backward and is_on:
             arguments = f'device_type="{device}", cast_inputs={wanted}'
-            yield Cure(f"@halfstep.custom_fwd({arguments}) on {function.name}.forward")
+            yield Cure(
+                f"@halfstep.custom_fwd({arguments}) on {function.name}.forward",
+                decorators={"forward": partial(custom_fwd, device_type=device, cast_inputs=wanted)},
+            )
     lower = next((d for d in dtypes if d in (torch.float16, torch.bfloat16)), None)
     rule = f"{policy}; {again.name}:fp32"
     for rules in (None, rule)[: 0 if lower is None else 2 if is_on and policy else 1]:
@@ -402,7 +394,11 @@ def _cures(
         if function is not None and function.is_backward:
             yield Cure(
                 f'@halfstep.custom_fwd(device_type="{device}") on {function.name}.forward, '
-                f'@halfstep.custom_bwd(device_type="{device}") on {function.name}.backward'
+                f'@halfstep.custom_bwd(device_type="{device}") on {function.name}.backward',
+                decorators={
+                    "forward": partial(custom_fwd, device_type=device),
+                    "backward": partial(custom_bwd, device_type=device),
+                },
             )
 
 
@@ -451,7 +447,9 @@ def _again(failing: Call) -> _Again | None:
                     return type(value)(map(changed, value))
                 return change(value) if isinstance(value, Tensor) else value
 
-            return function(*map(changed, args), **{k: changed(v) for k, v in named.items()})
+            return called(
+                function, [*map(changed, args)], {k: changed(v) for k, v in named.items()}
+            )
 
         def call_and_backward(change: _Change) -> None:
             with torch.enable_grad():

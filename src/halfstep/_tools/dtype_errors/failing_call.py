@@ -6,6 +6,7 @@ import ast
 import builtins
 import functools
 import operator
+import re
 import textwrap
 import threading
 import warnings
@@ -20,7 +21,6 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Method
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 from torch.nn.utils.rnn import PackedSequence
@@ -52,18 +52,49 @@ _BINDING = (
     ast.withitem,
 )
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_OPERATORS: dict[type[ast.operator | ast.cmpop], Callable[[Any, Any], Any]] = {
+ABOUT_DTYPES = re.compile(
+    r"\bsame (dtypes?|scalar type|type|datatype)\b|should be the same"
+    r"|expected scalar type|expect.*\bdtype|Found dtype .* expected|to have scalar type"
+    r"|[Dd]types (match|must be the same)"
+    r"|self.dtype to be equal to|Type promoting not supported"
+    r"|does not match (weight|mat2|input|b) dtype|parameter types mismatch|different dtypes"
+    r"|not implemented for '(Half|BFloat16)'|Low precision dtypes not supported"
+    r"|Unsupported dtype (Half|BFloat16)|must be either float or double dtype"
+    r"|Expected both inputs to be|unsupported ScalarType BFloat16"
+    r"|only supported for half, float and double"
+    r"|to type c10::(Half|BFloat16) without overflow"
+    r"|assign a gradient with dtype|can't be cast to the desired output type"
+    r"|could not create a primitive descriptor",  # of oneDNN, for a state in another dtype
+    re.IGNORECASE,
+)
+_OPERATORS: dict[type[ast.operator | ast.unaryop | ast.cmpop], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
     ast.MatMult: operator.matmul,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.USub: operator.neg,
+    ast.Invert: operator.invert,
+    ast.Not: operator.not_,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
+    ast.In: lambda key, of: key in of,
+    ast.NotIn: lambda key, of: key not in of,
 }
+_BUILTINS = (len, range, enumerate, zip, isinstance, int, float, tuple, list, min, max, sum, dict)
+_READ = (nn.Module.parameters, nn.Module.named_parameters, nn.Module.buffers)
+_PURE = ("torch.functional", "torch.nn.functional", "torch.sparse", "torch.distributions")
 
 
 class Named(NamedTuple):
@@ -136,16 +167,21 @@ class Call:
                 return self.value(body if self.value(test) else other)
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
                 return _OPERATORS[type(op)](self.value(left), self.value(right))
-            case ast.UnaryOp(op=ast.USub(), operand=of):
-                return -self.value(of)
-            case ast.UnaryOp(op=ast.Invert(), operand=of):
-                return ~self.value(of)
+            case ast.UnaryOp(op=op, operand=of) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](self.value(of))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 return _OPERATORS[type(op)](self.value(left), self.value(right))
-            case ast.Call(func=func) if has_no_effects(self.value(func)):
-                args, named = self.arguments(node)
-                return self.value(func)(*args, **named)
+            case ast.Call(func=func):
+                if self.can_call(node, function := self.value(func)):
+                    args, named = self.arguments(node)
+                    return called(function, args, named)
         raise LookupError(node)
+
+    def can_call(self, node: ast.Call, function: Any) -> bool:
+        """Return whether a call has no effects; a function of Python consumes no iterator."""
+        given = [self.value(arg) for arg in node.args if isinstance(arg, ast.Name)]
+        is_consumed = function in _BUILTINS and any(isinstance(each, Iterator) for each in given)
+        return has_no_effects(function) and not is_consumed
 
     def arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []
@@ -204,19 +240,30 @@ class Call:
 
 
 def has_no_effects(function: Any) -> bool:
-    """Return whether a function is one of PyTorch that changes no tensor and no module."""
+    """Return whether a call changes no tensor and no module: of PyTorch, or of Python."""
     if isinstance(function, nn.Module):
         return modules.can_be_called_again(function)
-    if function is torch.finfo:
+    if function in (torch.finfo, torch.autograd.grad, *_BUILTINS):
         return True
     if getattr(function, "__name__", "_").endswith("_"):
         return False
+    module = getattr(function, "__module__", None) or ""
     if isinstance(function, BuiltinFunctionType):
-        is_torchs = any(getattr(of, function.__name__, None) is function for of in (torch, F))
-        return is_torchs or isinstance(function.__self__, Tensor)
+        is_torchs = getattr(torch, function.__name__, None) is function
+        return is_torchs or module.startswith("torch._C._") or isinstance(function.__self__, Tensor)
     if isinstance(function, MethodType) and isinstance(function.__self__, Tensor):
-        return function.__name__ in {"unflatten", "split", "norm", "unique"}  # in Python
-    return isinstance(function, FunctionType) and function.__module__ == "torch.nn.functional"
+        return function.__name__ in {"unflatten", "split", "norm", "unique", "stft"}  # in Python
+    if isinstance(function, MethodType) and function.__func__ in _READ:
+        return True
+    return isinstance(function, FunctionType | MethodType | type) and module.startswith(_PURE)
+
+
+def called(function: Any, args: list[Any], named: dict[str, Any]) -> Any:
+    """Call a function without effects; a module has copies of its buffers."""
+    if isinstance(function, nn.Module):
+        buffers = {name: buffer.clone() for name, buffer in function.named_buffers()}
+        return torch.func.functional_call(function, buffers, tuple(args), named)
+    return function(*args, **named)
 
 
 def calls_of(traceback: TracebackType | None) -> list[Call]:
