@@ -49,12 +49,15 @@ class _Heard:
 _Listeners = tuple[Callable[..., None], ...]
 
 
-def _backward(
-    original: Any, listeners: _Listeners, /, tensors: Any, *args: Any, **kwargs: Any
-) -> None:
-    for listener in listeners:
-        listener(tensors)
-    original(tensors, *args, **kwargs)
+def _before(given: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls listeners with what ``given`` returns, then the original."""
+
+    def call(original: Any, listeners: _Listeners, /, *args: Any, **kwargs: Any) -> Any:
+        for listener in listeners:
+            listener(given(*args, **kwargs))
+        return original(*args, **kwargs)
+
+    return call
 
 
 def _norm(
@@ -83,8 +86,11 @@ def _scaler_step(
     return original(scaler, *args, **kwargs)
 
 
-_backwards = _Heard(torch.autograd, "backward", _backward)
+_backwards = _Heard(torch.autograd, "backward", _before(lambda tensors, *_, **__: tensors))
 _norms = _Heard(clip_grad, "_get_total_norm", _norm)
+_clippings = _Heard(
+    clip_grad, "_clip_grads_with_norm_", _before(lambda _, max_norm, *__, **___: float(max_norm))
+)
 _scaler_steps = _Heard(torch.amp.GradScaler, "step", _scaler_step)
 
 
@@ -96,12 +102,13 @@ def listening_to_backward(listener: Callable[[Any], None]) -> AbstractContextMan
 def listening_to_norms(
     listener: Callable[[list[torch.Tensor], torch.Tensor], None],
 ) -> AbstractContextManager[None]:
-    """Call ``listener`` with the gradients and the norm that clip_grad_norm_ measures.
-
-    The norm is the L2 norm, a scalar. This covers every reference to
-    ``torch.nn.utils.clip_grad_norm_``.
-    """
+    """Call ``listener`` with the gradients and the L2 norm that any clip_grad_norm_ measures."""
     return _norms.by(listener)
+
+
+def listening_to_clipping(listener: Callable[[float], None]) -> AbstractContextManager[None]:
+    """Call ``listener`` with the norm to which clip_grad_norm_ clips, before it does."""
+    return _clippings.by(listener)
 
 
 def listening_to_torch_scaler(listener: Callable[[], None]) -> AbstractContextManager[None]:

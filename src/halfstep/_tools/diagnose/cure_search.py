@@ -14,16 +14,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from textwrap import dedent
+from typing import Any
 
 import torch
 from torch import nn
 
 from halfstep._autocast import Policy, autocast, preset
 from halfstep._common.module_names import without_wrappers
-from halfstep._common.numbers import number, power
+from halfstep._common.numbers import power
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, stands
 from halfstep._tools.diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of
-from halfstep._tools.diagnose.source import Change, edited_lines, in_words
+from halfstep._tools.diagnose.several_steps import Change
+from halfstep._tools.diagnose.source import Change as Edited
+from halfstep._tools.diagnose.source import edited_lines, in_words
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import Edits, UserCall, UserCalls, call_of
@@ -64,7 +67,10 @@ def of_scale(scale: float, *, is_finite: bool | None = None) -> Cure:
 
 
 def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) -> Cure | None:
-    """Return a cure for values out of range: rules, another dtype, or casts in the code."""
+    """Return a cure for values out of range: rules, another dtype, or casts in the code.
+
+    The first that trains is returned; if none does, the first.
+    """
     is_rounded = not bad.is_beyond_its_dtype
     if not trial.entered:
         if is_rounded:
@@ -72,22 +78,33 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
         cure = _of_half_model(trial) or in_float32(trial, blame, call)
         text = f"compute {bad.forward_op or bad.op} there in float32: pass x.float()"
         return cure or Cure("code", text)
-    entered = trial.entered[0]
-    policy = entered.policy or preset("standard")
-    cure = _of_origin(trial, blame, policy) if is_rounded else None
-    cure = cure or _of_rules(trial, blame, policy)
-    if cure is not None:
-        return cure
+    first: Cure | None = None
+    for cure in filter(None, _of_autocast(trial, blame, call, is_rounded=is_rounded)):
+        if cure.is_finite:
+            return cure
+        first = first or cure
+    return first
+
+
+def _of_autocast(
+    trial: CureTrial, blame: Blame, call: UserCall | None, *, is_rounded: bool
+) -> Iterator[Cure | None]:
+    """Yield cures of a step under autocast, the narrowest first."""
+    entered, standard = trial.entered[0], preset("standard")
+    for policy in dict.fromkeys((entered.policy or standard, standard)):
+        yield _of_origin(trial, blame, policy) if is_rounded else None
+        yield _of_rules(trial, blame, policy)
     if entered.dtype is not torch.bfloat16 and trial.is_finite(dtype=torch.bfloat16):
         text = f'halfstep.autocast("{entered.device}", dtype=torch.bfloat16)'
-        return Cure("dtype", text, is_finite=True, dtype="bfloat16")
+        cure = Cure("dtype", text, is_finite=True, dtype="bfloat16")
+        yield trial.judged(cure, dtype=torch.bfloat16)
     edited = None if call is None else _of_edits(trial, blame, call, lambda _: IN_FLOAT32)
-    if edited is not None and edited.is_finite:
-        return edited
+    yield edited if edited is not None and edited.is_finite else None
     if trial.is_finite(dtype=torch.float32):
         text = f'halfstep.autocast("{entered.device}", enabled=False)  # float32'
-        return Cure("dtype", text, is_finite=True, dtype="float32")
-    return in_float32(trial, blame, call)
+        cure = Cure("dtype", text, is_finite=True, dtype="float32")
+        yield trial.judged(cure, dtype=torch.float32)
+    yield in_float32(trial, blame, call)
 
 
 def _of_half_model(trial: CureTrial) -> Cure | None:
@@ -118,7 +135,8 @@ def _of_half_model(trial: CureTrial) -> Cure | None:
         f'with halfstep.autocast("{device}", dtype={dtype}{given}):'
         "  # around the model and the loss, not around backward"
     )
-    return Cure("dtype", text, is_finite=True, policy=policy)
+    rules: dict[str, Any] = {} if policy is None else {"policy": Policy.parse(policy)}
+    return inner.judged(Cure("dtype", text, is_finite=True, policy=policy), **rules)
 
 
 def of_swallowed(trial: CureTrial, first: Blame, call: UserCall | None) -> Cure | None:
@@ -146,7 +164,7 @@ def _of_origin(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
     rules = dict.fromkeys(next(_rules_for(o.place, o.op, trial.model), "") for o in origins)
     for policy in islice(filter(None, (_with_rules(base, [r]) for r in rules)), MOST_ORIGINS):
         if trial.is_finite(policy=policy):
-            return _of_policy(policy, trial, is_finite=True)
+            return trial.judged(_of_policy(policy, trial, is_finite=True), policy=policy)
     return None
 
 
@@ -159,11 +177,11 @@ def _of_rules(trial: CureTrial, blame: Blame, base: Policy, most: int = MOST_RUL
             if policy is None or rule in rules:
                 continue
             after = trial.blame(policy=policy)
-            if after is None:
-                return _of_policy(policy, trial, is_finite=True)
-            is_moved = after.phase == "backward" != blame.phase
-            if is_moved and (scale := _scale_with(trial, policy)) is not None:
-                return _of_policy(policy, trial, scale, is_finite=True)
+            is_moved = after is not None and after.phase == "backward" != blame.phase
+            scale = _scale_with(trial, policy) if is_moved else None
+            if after is None or scale is not None:
+                cure = _of_policy(policy, trial, scale, is_finite=True)
+                return trial.judged(cure, policy=policy, scale=scale or trial.scale)
             if after.where != blame.where:  # one rule is not enough
                 rules.append(rule)
                 blame = after
@@ -283,10 +301,8 @@ def _of_formulas(
 
 def _of_forms(trial: CureTrial, forms: list[StableForm]) -> Cure:
     roots = [form.root for form in forms]
-    cure, losses = _of_changes([f.rewrite for f in forms]), trial.losses(lambda: Formulas(roots))
-    if not cure.edits:
-        trial.exact = lambda: Formulas(roots)
-    return replace(cure, is_finite=True, losses=losses)
+    cure = replace(_of_changes([form.rewrite for form in forms]), is_finite=True)
+    return trial.judged(cure, lambda: Formulas(roots))
 
 
 def _first_that_learns(trial: CureTrial, cures: Iterable[Cure | None]) -> Cure | None:
@@ -300,7 +316,8 @@ def _first_that_learns(trial: CureTrial, cures: Iterable[Cure | None]) -> Cure |
 
 
 def _is_good(trial: CureTrial, cure: Cure) -> bool:
-    return not stands(cure.losses) and trial.is_usual(cure.losses)
+    is_usual = not cure.losses or trial.usual.is_like(cure.losses[0])
+    return cure.is_finite is not False and is_usual and not stands(cure.losses)
 
 
 MOST_MAKERS = 3
@@ -352,7 +369,8 @@ def _of_edits(
         best = best or tried.calls
         scale = _scale_of_edits(trial, now, blame, tried.blame)
         if scale is not None:
-            return _of_placed(tried.calls, scale, is_finite=True)
+            placed = _of_placed(tried.calls, scale, is_finite=True)
+            return placed and trial.judged(placed, _made(trial, now), scale=scale)
         after = call_of(tried.calls, tried.blame)
         if after is not None and not after.is_at(call) and len(now) < MOST_EDITS:
             found = _of_edits(trial, tried.blame, after, edits_for, now)
@@ -371,21 +389,18 @@ def _of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
 
 
 def _of_finite(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
-    """Return edits as the cure, with the losses of some steps with them."""
+    """Return edits as the cure, after several steps with them."""
     cure = _of_placed(calls, is_finite=True)
     if cure is None:
         return None
     if calls.has_clamped_parameter and (of := re.search(r"(\w+)\.clamp_min", cure.text)):
         return Cure("code", OF_PARAMETER.format(of[1]))
-    losses = trial.losses(lambda: UserCalls(trial.replayer.num_ops, edits).active())
-    remarks = calls.remarks()
-    if not trial.is_usual(losses):
-        usual = trial.replayer.usual_loss
-        remarks += (
-            f"the loss of this batch is {number(losses[0])} with it; those before it were about "
-            f"{number(usual)}",
-        )
-    return replace(cure, losses=losses, remarks=remarks)
+    cure = replace(cure, remarks=calls.remarks())
+    return trial.judged(cure, _made(trial, edits))
+
+
+def _made(trial: CureTrial, edits: Edits) -> Change:
+    return lambda: UserCalls(trial.replayer.num_ops, edits).active()
 
 
 def _scale_of_edits(trial: CureTrial, edits: Edits, before: Blame, after: Blame) -> float | None:
@@ -407,7 +422,7 @@ def _of_placed(
     return replace(cure, is_finite=is_finite)
 
 
-def _of_changes(changes: Sequence[Change]) -> Cure:
+def _of_changes(changes: Sequence[Edited]) -> Cure:
     lines = edited_lines(changes)
     if lines is None:
         return Cure("code", in_words(changes))

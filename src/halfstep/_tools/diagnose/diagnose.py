@@ -32,6 +32,7 @@ from halfstep._tools.diagnose.inspect_op import (
     named_by,
 )
 from halfstep._tools.diagnose.optimizer_step import STEP_IN_FLOAT32, fault_of_step
+from halfstep._tools.diagnose.several_steps import UNKNOWN, Usual
 from halfstep._tools.diagnose.trials import CureTrial
 from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
@@ -92,14 +93,14 @@ def diagnosis_of(
     model: nn.Module | None,
     *,
     is_kept: bool = False,
-    usual_loss: float | None = None,
+    usual: Usual = UNKNOWN,
     seconds: float = SECONDS,
 ) -> Diagnosis:
     """Replay a step, which repeats kept calls if ``is_kept``, until cause and cure are known."""
     replayer = Replayer(step, model, is_kept=is_kept)
-    replayer.usual_loss, replayer.limit = usual_loss, seconds
+    replayer.limit = seconds
     with observe_ops(replayer.observe):
-        found = _found(replayer)
+        found = _found(replayer, usual)
     model = replayer.model
     if model is not None and any(map(compiler.is_compiled, model.modules())):
         replayer.notes.append(COMPILED)
@@ -118,7 +119,7 @@ def diagnosis_of_calls(
     root: Made | None,
     scale: float | None,
     model: nn.Module | None,
-    usual_loss: float | None = None,
+    usual: Usual = UNKNOWN,
     seconds: float = SECONDS,
 ) -> tuple[Diagnosis | None, str]:
     """Replay the calls of a loop; return the diagnosis, or None and the reason why there is none.
@@ -131,7 +132,7 @@ def diagnosis_of_calls(
     try:
         with replaying(), outside_of_contexts():  # also hides the scaler that step_of makes
             step = step_of(calls, root, scale)
-            found = diagnosis_of(step, model, is_kept=True, usual_loss=usual_loss, seconds=seconds)
+            found = diagnosis_of(step, model, is_kept=True, usual=usual, seconds=seconds)
     except RanksError:
         return None, "the model or the loss waits for other ranks"
     except Exception as error:  # raised by the user's code
@@ -202,7 +203,7 @@ def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
     return Diagnosis("data", None, name, found.ends, found.run.scale, cure)
 
 
-def _found(replayer: Replayer) -> Diagnosis:
+def _found(replayer: Replayer, usual: Usual) -> Diagnosis:
     model = replayer.model
     tracker = None if model is None else InspectingTracker(model, is_replay=True)
     calls = UserCalls(replayer.num_ops)
@@ -231,8 +232,9 @@ def _found(replayer: Replayer) -> Diagnosis:
         cure = of_data(bad, tensor, is_of_batch=inspection.is_of_batch, rows=rows)
         return Diagnosis("data", bad, tensor, found.ends, scale, cure)
     try:
-        swallowed = _of_swallowed(replayer, found, blame, bad, calls)
-        return swallowed or judge(replayer, found, blame, bad, inspection.call)
+        trial = CureTrial(replayer, found.run, usual)
+        swallowed = _of_swallowed(trial, found, blame, bad, calls)
+        return swallowed or judge(trial, found, blame, bad, inspection.call)
     except OutOfTime:
         _note_end(replayer)
         verdict, untested = judge_alone(bad, blame, scale, model)
@@ -247,7 +249,7 @@ def _note_end(replayer: Replayer) -> None:
 
 
 def _of_swallowed(
-    replayer: Replayer, found: Scan, blame: Blame, bad: BadOp, calls: UserCalls
+    trial: CureTrial, found: Scan, blame: Blame, bad: BadOp, calls: UserCalls
 ) -> Diagnosis | None:
     """Return the diagnosis of an earlier overflow that an op made finite, such as 1 / inf.
 
@@ -256,15 +258,15 @@ def _of_swallowed(
     first, scale = found.first, found.run.scale
     if first is None or not 0 <= first.number < blame.reader or bad.is_beyond_its_dtype:
         return None
-    inspection = inspect(replayer, first, scale)
+    inspection = inspect(trial.replayer, first, scale)
     needs, limit = inspection.bad.needs, inspection.bad.limit
     if needs is None or limit is None or needs <= limit:
         return None  # not an overflow, but such as log(0)
     call = call_of(calls, first)
-    cure = cure_search.of_swallowed(CureTrial(replayer, found.run), first, call)
+    cure = cure_search.of_swallowed(trial, first, call)
     if cure is None:
         return None
-    replayer.notes.append(f"an op makes finite numbers of it, and {bad.op} then goes bad")
+    trial.replayer.notes.append(f"an op makes finite numbers of it, and {bad.op} then goes bad")
     verdict: Verdict = "range" if inspection.bad.is_beyond_its_dtype else "maths"
     return Diagnosis(verdict, named_by(call, inspection.bad), None, found.ends, scale, cure)
 
@@ -273,11 +275,11 @@ def _of_swallowed(
 
 
 def judge(
-    replayer: Replayer, found: Scan, blame: Blame, bad: BadOp, call: UserCall | None
+    trial: CureTrial, found: Scan, blame: Blame, bad: BadOp, call: UserCall | None
 ) -> Diagnosis:
     """Return the diagnosis of a step in which an op is to blame, after replays with changes."""
+    replayer, run = trial.replayer, found.run
     replayer.drop_bad_gradients()
-    run, trial = found.run, CureTrial(replayer, found.run)
     wide: Scan | None = None
     if run.entered:
         wide = scan(replayer, Variant(torch.float32, scale=run.scale))
@@ -290,13 +292,14 @@ def judge(
     if run.scale is not None and may_be_scale:
         smaller = cure_search.smaller_scale(trial, run.scale, bad)
         if smaller is not None:
-            cure: Cure | None = cure_search.of_scale(smaller, is_finite=True)
-            return Diagnosis("scale", bad, None, found.ends, run.scale, cure)
+            scaled = trial.judged(cure_search.of_scale(smaller, is_finite=True), scale=smaller)
+            return Diagnosis("scale", bad, None, found.ends, run.scale, scaled)
     if not is_wide_finite and bad.is_beyond_its_dtype:
         _note_range_alone(replayer, blame, wide)
     is_same = wide is not None and wide.blame is not None and wide.blame.where == blame.where
     in_float32 = True if is_wide_finite else False if is_same else None
     is_range = is_wide_finite or bad.is_beyond_its_dtype
+    cure: Cure | None = None
     try:
         if is_range:
             cure = cure_search.of_range(trial, blame, bad, call)
@@ -304,7 +307,6 @@ def judge(
             cure = cure_search.of_maths(trial, blame, call)
     except OutOfTime:
         _note_end(replayer)
-        cure = None
     verdict: Verdict = "range" if is_range else "maths"
     return Diagnosis(
         verdict, bad, None, found.ends, run.scale, cure, is_finite_in_float32=in_float32

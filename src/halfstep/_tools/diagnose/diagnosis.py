@@ -135,13 +135,15 @@ class Cure:
     Attributes:
         kind: The kind of change: a policy, a scale, a dtype, the code, or the data.
         text: The code to paste, or the action to take.
-        is_finite: Whether a replay of the step with it was finite; None if it was not replayed.
+        is_finite: Whether a replay of the step with it, and its trial, were finite; None if it was
+            not replayed.
         policy: The text of the policy, if the cure has one.
         scale: The scale, if the cure has one.
         dtype: The name of the autocast dtype, if the cure changes it.
         edits: The statements to replace; empty if ``text`` is not source code of the user's.
-        losses: The losses on the batch of the step before and after each of some small steps with
-            the cure; empty if they were not tried.
+        trial: The steps that were taken with it in replays, such as ``"20 steps of Adam on this
+            batch"``; empty if there were none.
+        losses: The losses of the batch before each of these steps on it, and after the last.
         remarks: What it changes, and how its loss compares with those of the run.
     """
 
@@ -152,6 +154,7 @@ class Cure:
     scale: float | None = None
     dtype: str | None = None
     edits: tuple[LineEdit, ...] = ()
+    trial: str = ""
     losses: tuple[Finite, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -363,12 +366,12 @@ def _cure(cure: Cure) -> list[str]:
     heads = {
         True: "cure (replayed: finite)",
         False: "tried, and not enough (replayed: not finite)",
-        None: "cure (not replayed)",
+        None: "cure (not tried)",
     }
     where = ", ".join(f"{short_path(e.file)}:{e.first}" for e in cure.edits)
     head = heads[cure.is_finite] + (f", in place of {where}:" if where else ":")
     said = (*cure.text.splitlines(), *cure.remarks)
-    return [head, *(f"  {text}" for text in said), *_learned(cure.losses)]
+    return [head, *(f"  {text}" for text in said), *_tried(cure)]
 
 
 _STANDS = 1e-4
@@ -385,14 +388,17 @@ def stands(losses: tuple[float, ...]) -> bool:
     return bool(losses) and max(losses) - min(losses) <= _STANDS * abs(losses[0])
 
 
-def _learned(losses: tuple[float, ...]) -> list[str]:
-    """Describe small steps with a cure; one that rises may have been too long, and says nothing."""
-    if not (stands(losses) or fall(losses) > 0):
+def _tried(cure: Cure) -> list[str]:
+    """Describe the trial of a cure; a small step may be too long, so that its rise says nothing."""
+    if not cure.trial:
         return []
-    first, last, count = _number(losses[0]), _number(losses[-1]), len(losses) - 1
-    if stands(losses):
-        return [f"  with it, {count} small steps leave the loss of this batch at {first}"]
-    return [f"  with it, {count} small steps on this batch take the loss from {first} to {last}"]
+    said = f"  tried for {cure.trial}"
+    first, last = _number(cure.losses[0]), _number(cure.losses[-1])
+    if stands(cure.losses):
+        return [f"{said}: the loss stays at {first}"]
+    if fall(cure.losses) > 0:
+        return [f"{said}: the loss falls from {first} to {last}"]
+    return [said if "small" in cure.trial else f"{said}: the loss rises from {first} to {last}"]
 
 
 MOST_OF_AN_ERROR = 160

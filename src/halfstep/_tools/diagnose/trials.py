@@ -1,4 +1,4 @@
-"""Trials of a bad step: replays with changes, and small steps on its batch with a change.
+"""Trials of a bad step: replays with changes, of one step and of several.
 
 One replay finds the ops whose rounding spoils a later op: an op counts if its result, computed in
 float32 from the inputs as they are, is another.
@@ -6,36 +6,48 @@ float32 from the inputs as they are, is another.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep._autocast import HALVES
 from halfstep._common.formats import FORMATS_BY_DTYPE, dtype_name
-from halfstep._pytorch import modes
 from halfstep._pytorch.storages import ByMemory
-from halfstep._tools.diagnose.diagnosis import short_error
+from halfstep._tools.diagnose.diagnosis import Cure, short_error
 from halfstep._tools.diagnose.inspect_op import in_wider
+from halfstep._tools.diagnose.several_steps import (
+    UNKNOWN,
+    Change,
+    SeveralSteps,
+    Usual,
+    failures_of,
+    name_of,
+    signs_of,
+)
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm
 from halfstep._tools.diagnose.user_calls import Edits, NotApplicable, UserCall, UserCalls
 from halfstep._tools.replay.blame import OUTSIDE, Blame, scan
 from halfstep._tools.replay.observer import OpCall, OpObserver
-from halfstep._tools.replay.replay import Replayer, StepRun
+from halfstep._tools.replay.replay import OutOfTime, Replayer, StepRun
 from halfstep._tools.replay.variant import EnteredAutocast, Variant
 from halfstep._tools.trace.ops import OpPlace, makes_no_values
 
 _OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
 """The blame for a replay that was not completed."""
 
-Change = Callable[[], AbstractContextManager[object]]
-"""A function that returns a context in which the user's code is changed."""
+SHARE, MOST_SECONDS = 0.1, 3.0
+"""The longest time for several steps, as a share of that for all replays and in seconds."""
+NOT_TRIED = "not tried over several steps"
+CLIPPED = (
+    "clip the gradients before each step, too: torch.nn.utils.clip_grad_norm_(model.parameters(), "
+    "{limit}); without that {why}"
+)
 
 
 class Tried(NamedTuple):
@@ -48,12 +60,10 @@ class Tried(NamedTuple):
 class CureTrial:
     """Replays of a bad step, each with changes; ``run`` is the replay without changes."""
 
-    def __init__(self, replayer: Replayer, run: StepRun) -> None:
-        self.replayer = replayer
+    def __init__(self, replayer: Replayer, run: StepRun, usual: Usual = UNKNOWN) -> None:
+        self.replayer, self.usual = replayer, usual
         self.model, self.entered, self.scale = replayer.model, run.entered, run.scale
         self._around: Change = nullcontext
-        # A stable form that cannot be pasted: its losses judge others.
-        self.exact: Change | None = None
 
     def inside(
         self, around: Callable[[], AbstractContextManager[object]], entered: EnteredAutocast
@@ -106,41 +116,44 @@ class CureTrial:
             return _OUTSIDE
         return found.blame
 
-    def losses(self, change: Change) -> tuple[float, ...]:
-        """Return the loss before and after each of some steps of gradient descent on the batch.
+    def judged(self, cure: Cure, change: Change = nullcontext, **changes: Any) -> Cure:
+        """Return a cure with what several steps with it show, with clipping if they need that."""
+        usual, remarks = self.usual, list(cure.remarks)
+        try:
+            steps = self._several_steps(change, usual, changes)
+            failures = failures_of(steps)
+            signs = signs_of(steps, usual)
+            if failures and usual.max_norm is None:
+                limit = float(f"{steps.norm_before:.0e}") if steps.norm_before > 0 else 1.0
+                clipped = self._several_steps(change, replace(usual, max_norm=limit), changes)
+                if clipped.num and not failures_of(clipped):
+                    remarks.append(CLIPPED.format(limit=f"{limit:g}", why=failures[0]))
+                    steps, failures = clipped, []
+        except OutOfTime:
+            return replace(cure, remarks=(*remarks, f"{NOT_TRIED}: the time was over"))
+        remarks += [*failures, *signs]
+        if not steps.num:
+            return replace(cure, remarks=(*remarks, f"{NOT_TRIED}: {steps.why_not}"))
+        return replace(
+            cure,
+            is_finite=not failures,
+            trial=name_of(steps),
+            losses=tuple(steps.losses),
+            remarks=tuple(remarks),
+        )
 
-        The code of the user is changed in them. Each parameter moves against its gradient by a
-        hundredth of its norm, so that neither the scale nor the size of the loss matters. Nothing
-        is left of it: each step is a replay. Empty if a loss is not finite, or if there is no loss
-        or no parameter to move.
-        """
-        moves: dict[int, tuple[Tensor, Tensor]] = {}
-        losses: list[float] = []
-        for _ in range(STEPS + 1):
-            ends = self._ends(change, moves)
-            judged = ends if self.exact is None else self._ends(self.exact, moves)
-            if ends.has_failed or judged.has_failed or not math.isfinite(judged.loss):
-                return ()
-            losses.append(judged.loss)
-            with modes.unseen_by_modes(), torch.no_grad(), suppress(Exception):
-                for leaf, gradient in ends.gradients.values():
-                    move = _move(leaf, gradient)
-                    before = moves.get(id(leaf), (leaf, torch.zeros_like(move)))[1]
-                    moves[id(leaf)] = leaf, before + move
-            if not moves:
-                return ()
-        return tuple(losses)
-
-    def _ends(self, change: Change, moves: dict[int, tuple[Tensor, Tensor]]) -> _Ends:
-        ends, around = _Ends(), _in_all(_moved(moves), self._around(), change())
-        with self.replayer.run(Variant(scale=self.scale), ends, around) as run:
-            ends.has_failed = run.error is not None
-        return ends
-
-    def is_usual(self, losses: tuple[float, ...]) -> bool:
-        """Return whether the loss with a cure is like those of the run, as far as is known."""
-        usual = self.replayer.usual_loss
-        return usual is None or not losses or abs(losses[0]) <= FAR * max(usual, _SMALL_LOSS)
+    def _several_steps(self, change: Change, usual: Usual, changes: dict[str, Any]) -> SeveralSteps:
+        replayer = self.replayer
+        seconds = min(replayer.limit * SHARE, MOST_SECONDS)
+        steps = SeveralSteps(change, usual, seconds, steps_itself=replayer.has_steps)
+        before, replayer.takes_steps = (replayer.takes_steps, replayer.has_steps), True
+        variant = Variant(**{"scale": self.scale, **changes})
+        try:
+            with replayer.run(variant, steps, self._around(), steps.take):
+                pass
+        finally:
+            replayer.takes_steps, replayer.has_steps = before
+        return steps
 
     def edited(self, edits: Edits, scale: float | None) -> Tried:
         replayer = self.replayer
@@ -160,52 +173,6 @@ def _in_all(*contexts: AbstractContextManager[object]) -> Iterator[None]:
         for each in contexts:
             stack.enter_context(each)
         yield
-
-
-# --- small steps ----------------------------------------------------------------------------------
-
-FAR = 10.0
-"""The factor by which the loss of a batch may exceed the usual one of the run."""
-_SMALL_LOSS = 1e-3
-STEPS = 4
-"""The number of steps."""
-_RATE = 0.01
-"""The length of a step, as a share of the norm of a parameter."""
-_LEAST_SIZE = 0.01
-"""The size of the entries of a parameter that is smaller, such as a bias of zeros."""
-
-
-class _Ends(OpObserver):
-    """Observer of the first loss of a step, and of the gradients of its parameters."""
-
-    def __init__(self) -> None:
-        self.loss, self.has_failed = math.nan, False
-        self.gradients: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def see_loss(self, loss: Tensor) -> None:
-        if math.isnan(self.loss) and loss.numel() == 1:  # the scaler shows it before it is scaled
-            self.loss = float(loss.detach())
-
-    def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
-        if isinstance(leaf, nn.Parameter):
-            self.gradients[id(leaf)] = leaf, gradient.detach().clone()
-
-
-def _move(leaf: Tensor, gradient: Tensor) -> Tensor:
-    """Return the step of a parameter. Entries of its gradient that are not finite do not move."""
-    direction = gradient.float().nan_to_num(0.0, 0.0, 0.0)
-    size = max(float(leaf.detach().float().norm()), _LEAST_SIZE * leaf.numel() ** 0.5)
-    norm = float(direction.norm())
-    return direction * (-_RATE * size / norm) if norm else torch.zeros_like(direction)
-
-
-@contextmanager
-def _moved(moves: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Move parameters for the time of a replay, which restores them."""
-    with torch.no_grad():
-        for leaf, move in moves.values():
-            leaf.add_(move)
-    yield
 
 
 # --- rounding -------------------------------------------------------------------------------------

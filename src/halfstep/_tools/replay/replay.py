@@ -44,6 +44,7 @@ class StepRun:
     """Record of one run of a step."""
 
     scale: float | None = None  # scale of the losses; None if they were not scaled
+    backoff: float = 1.0  # by which the scale is multiplied in the next of several steps
     # The autocast regions that the step entered.
     entered: list[EnteredAutocast] = field(default_factory=list)
     error: Exception | None = None  # exception that ended the step, if any
@@ -81,7 +82,6 @@ class Replayer:
         self.num_replays = 0
         # Whether replays carry out the steps of optimizers, if it has_steps.
         self.takes_steps = self.has_steps = False
-        self.usual_loss: float | None = None
         self.limit = math.inf  # seconds, after which no replay but the first two begins
         self.notes: list[str] = []
         self._begun = time.perf_counter()
@@ -119,11 +119,12 @@ class Replayer:
         variant: Variant,
         observer: OpObserver,
         around: AbstractContextManager[object] | None = None,
+        take: Callable[[Callable[[], object], StepRun], object] = lambda step, _: step(),
     ) -> Iterator[StepRun]:
         """Run the step, inside ``around`` if given, and show its ops to an observer.
 
-        The results can be read inside the block. Everything is restored when it ends. Raises
-        ``OutOfTime`` if the limit is reached.
+        ``take`` may run it several times. The results can be read inside the block. Everything is
+        restored when it ends. Raises ``OutOfTime`` if the limit is reached.
         """
         if self.num_replays >= _ALWAYS and self.seconds > self.limit:
             raise OutOfTime
@@ -157,7 +158,7 @@ class Replayer:
                 stack.enter_context(mode.active())
                 try:
                     with around or nullcontext():
-                        result = self._step()
+                        result = take(self._step, run)
                     _see_ends(observer, result)
                 except _Settled:
                     pass
@@ -363,7 +364,7 @@ def _scaled(
             with modes.unseen_by_modes():  # keeps op numbers equal in all replays
                 run.scale = scaler.get_scale() if scale is None else scale
                 restart = amp.restart_scaler if isinstance(scaler, TorchGradScaler) else begin_anew
-                restart(scaler, scale)
+                restart(scaler, scale if scale is None else scale * run.backoff)
         _see_losses(mode.observer, args[:1])
         if may_end_early and mode.observer.is_settled:
             raise _Settled

@@ -49,7 +49,7 @@ class UndoLog:
         self._born: ByMemory[bool] = ByMemory()
         self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._modules: dict[nn.Module, type[nn.Module]] = {}
-        self._data: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        self._data: dict[int, tuple[Tensor, Tensor, bool, int]] = {}
         self._held: dict[int, tuple[object, Callable[[], object]]] = {}
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._random = RandomStates(accelerators())
@@ -110,7 +110,8 @@ class UndoLog:
             self.note_grads(module.parameters(recurse=False))
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 with modes.no_function_modes():  # see note_grads
-                    self._data.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))
+                    found = tensor, tensor.data, tensor.requires_grad, autograd.version_of(tensor)
+                    self._data.setdefault(id(tensor), found)
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Save the groups and the state of an optimizer, and the ``grad`` of its parameters."""
@@ -244,11 +245,12 @@ def _restore_container(value: Any, before: Any) -> None:
         value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
 
 
-def _restore_data(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
-    """Restore the memory that ``tensor.data = ...`` replaced without an op."""
+def _restore_data(tensor: Tensor, data: Tensor, requires_grad: bool, version: int) -> None:
+    """Restore the memory that ``tensor.data = ...`` replaced without an op, and was written to."""
     one, other = storages.memory_of(tensor), storages.memory_of(data)
     if one is not None and other is not None and one.cdata != other.cdata:
         tensor.data = data
+        autograd.set_version(tensor, version)
     if tensor.requires_grad != requires_grad and tensor.is_leaf:
         tensor.requires_grad_(requires_grad)
 

@@ -54,11 +54,11 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     return True
 
 
-def sizes_of(losses: Iterable[Tensor]) -> list[float]:
-    """Return the magnitudes of losses, NaN for a bad one of several values. Sync: one for each."""
+def values_of(losses: Iterable[Tensor]) -> list[float]:
+    """Return losses; of one with several values, 0 or NaN if it is bad. Sync: one for each."""
     with modes.unseen_by_modes(), torch.no_grad():
         return [
-            abs(float(each.detach()))
+            float(each.detach())
             if type(each) is Tensor and each.numel() == 1
             else (0.0 if are_finite([each]) else math.nan)
             for each in losses

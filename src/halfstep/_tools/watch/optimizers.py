@@ -24,6 +24,7 @@ from halfstep._pytorch import distributed, modes
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import is_unscaled
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
+from halfstep._tools.diagnose.several_steps import Usual
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code, names_in
 from halfstep._tools.user_code import user_line
@@ -119,15 +120,17 @@ class Growth:
         self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOWS[0])
 
     def note_loss(self, loss: float, step: int) -> None:
-        """Note the loss of a step; of several, the largest counts."""
+        """Note the loss of a step; of several, the one that is farthest from 0 counts."""
         if self._losses and self._losses[-1][0] == step:
-            loss = max(abs(loss), self._losses.pop()[1])
-        self._losses.append((step, abs(loss)))
+            loss = max(loss, self._losses.pop()[1], key=abs)
+        self._losses.append((step, loss))
 
-    def usual_loss(self) -> float | None:
-        """Return the median of the last losses; None if there are few."""
+    def usual(self, max_norm: float | None, before: Callable[[], object] | None) -> Usual:
+        """Return what is known of the last steps: their losses, unless they are few."""
         last = [loss for _, loss in self._losses][-50:]
-        return median(last) if len(last) >= 3 else None
+        if len(last) < 3:
+            return Usual(None, None, max_norm, before)
+        return Usual(median(last), median(map(abs, last)), max_norm, before)
 
     def before_step(
         self, optimizer: Optimizer, step: int, model: Callable[[], nn.Module | None]
@@ -202,7 +205,7 @@ class Growth:
             return None  # not an overflow
         for length in _WINDOWS:
             window = [*self._losses][-length:]
-            if _grew([loss for _, loss in window]):
+            if _grew([abs(loss) for _, loss in window]):
                 break
         else:
             return None

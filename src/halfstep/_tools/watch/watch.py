@@ -27,6 +27,7 @@ from halfstep._common.nested import tensors_in
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import split_closure, with_closure
 from halfstep._pytorch import autograd, distributed, modes, optim
+from halfstep._pytorch.listeners import listening_to_clipping
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._tools.diagnose.diagnose import (
     INNOCENT,
@@ -53,7 +54,9 @@ from halfstep._tools.replay.kept_calls import (
     copied_from,
     is_model,
     needed_for,
+    step_of,
     weights_of,
+    why_not_again,
 )
 from halfstep._tools.rounds import Rounds
 from halfstep._tools.user_code import user_line
@@ -62,7 +65,7 @@ from halfstep._tools.watch.bad_steps import (
     are_finite,
     has_nan,
     have_finite_values,
-    sizes_of,
+    values_of,
 )
 from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
@@ -209,6 +212,7 @@ class Watch:
         # if it has counted none.
         self.number, self._is_counted = number, False
         self._loss_scaler: GradScaler | None = None
+        self._max_norm: float | None = None  # to which the loop has clipped gradients
         self._stack = ExitStack()
         self._pid, self._thread = os.getpid(), threading.get_ident()
 
@@ -221,6 +225,7 @@ class Watch:
             self._capture.install(patches)
             stack.enter_context(self._capture.keeping())
             stack.enter_context(observe(self))
+            stack.enter_context(listening_to_clipping(self._note_clipping))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             self._stack = stack.pop_all()
@@ -287,6 +292,9 @@ class Watch:
         with self._about(is_counted=True):
             self._end_step(scale, is_bad=bool(bad))
 
+    def _note_clipping(self, max_norm: float) -> None:
+        self._max_norm = max_norm if self._is_here() else self._max_norm
+
     @contextmanager
     def _about(self, *, is_counted: bool, is_leaving: bool = False) -> Iterator[None]:
         """Number the step that the block is about: a record has counted it, the loop drops it."""
@@ -307,14 +315,14 @@ class Watch:
         given = list(tensors_in([roots]))
         losses, step.losses = step.losses or given, []
         step.roots = WeakTensorKeyDictionary(dict.fromkeys(given))
-        sizes = sizes_of(losses)
-        if all(map(math.isfinite, sizes)):
-            if sizes:
-                self._growth.note_loss(max(sizes), self._step)
+        values = values_of(losses)
+        if all(map(math.isfinite, values)):
+            if values:
+                self._growth.note_loss(max(values, key=abs), self._step)
             if self._taken is not None:
                 self._taken.gradients = []
             return
-        if step.searches and not any(map(math.isnan, sizes)):
+        if step.searches and not any(map(math.isnan, values)):
             return  # a trial that went too far
         if step.num_calls and self._check_weights():
             step.is_bad = True
@@ -535,8 +543,11 @@ class Watch:
         if not self._may_look():
             return
         is_left_out = root is not None
-        calls, usual = needed_for(ends), self._growth.usual_loss()
+        calls, before = needed_for(ends), needed_for(self._running.ends_before)
         model, seconds = self._model_of(calls), self._seconds
+        is_known = why_not_again(before) is None and self._was_finite
+        again = step_of(before, None, scale) if is_known else None
+        usual = self._growth.usual(self._max_norm, again)
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()

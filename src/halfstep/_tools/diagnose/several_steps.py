@@ -1,0 +1,243 @@
+"""Trial of a change over several steps of training, in one replay, which is undone afterwards."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep._autocast import HALVES
+from halfstep._common.numbers import listed, number, things
+from halfstep._gradients.gradients import parameters
+from halfstep._gradients.optimizers import members
+from halfstep._pytorch import modes, optim
+from halfstep._tools.replay.observer import OpObserver
+from halfstep._tools.replay.replay import StepRun
+
+Change = Callable[[], AbstractContextManager[object]]
+"""A function that returns a context in which the user's code is changed."""
+Step = Callable[[], object]
+
+MOST_STEPS = 20
+"""The largest number of steps."""
+FAR = 10.0
+"""The factor by which the loss of a batch may exceed the usual one of the run."""
+FAR_GRADIENT = 100.0
+"""The factor by which the first gradient may exceed that of the step before."""
+_SMALL_LOSS = 1e-3
+_RATE = 0.01
+"""The length of a small step, as a share of the norm of a parameter."""
+_LEAST_SIZE = 0.01
+"""The size of the entries of a parameter that is smaller, such as a bias of zeros."""
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What is known of the steps of a run before a bad one.
+
+    ``loss`` and ``size`` are the median of the last losses and of their magnitudes.
+    """
+
+    loss: float | None = None
+    size: float | None = None
+    max_norm: float | None = None  # to which the run clips gradients
+    step: Step | None = None  # repeats the calls of the step before
+
+    def is_like(self, loss: float) -> bool:
+        """Return whether a loss is like those of the run, as far as is known."""
+        if self.loss is None or self.size is None:
+            return True
+        return abs(loss - self.loss) <= FAR * max(self.size, _SMALL_LOSS)
+
+
+UNKNOWN = Usual()
+
+
+class SeveralSteps(OpObserver):
+    """Steps on the batch of a bad step, in turn with the batch before it if that is known.
+
+    The optimizers of the weights take them, with the clipping of the run. A small step of gradient
+    descent, by which neither the scale nor the size of the loss matters, stands in for one that is
+    not known, or that needs a closure.
+    """
+
+    def __init__(self, change: Change, usual: Usual, seconds: float, *, steps_itself: bool) -> None:
+        self._change, self._usual, self._steps_itself = change, usual, steps_itself
+        self._end = time.perf_counter() + seconds
+        self._owners: list[Optimizer] | None = None
+        self._seen: list[float] = []
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        self.losses: list[float] = []  # of the batch, before each step on it and after the last
+        self.others: list[float] = []  # of the batch before
+        self.num, self.fails_at = 0, 0  # steps; the number of the one that went bad
+        self.norm, self.norm_before = math.nan, math.nan  # of the first gradient, and the last one
+        self.takers: dict[str, None] = {}  # names of the optimizers
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def see_loss(self, loss: Tensor) -> None:
+        if loss.numel() == 1:
+            self._seen.append(float(loss.detach()))
+
+    def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
+        self._gradients[id(leaf)] = leaf, gradient
+
+    def see_step(self, optimizer: Optimizer) -> None:
+        self.takers[type(optimizer).__name__] = None
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def take(self, step: Step, run: StepRun) -> None:
+        """Take steps until one goes bad, none can be taken, or the time is over."""
+        batches, before = [(step, self.losses)], self._usual.step
+        if before is not None and self._is_finite(before, self.others):
+            batches.append((before, self.others))
+            self.norm_before = self._norm(run)
+        while self.num < MOST_STEPS and time.perf_counter() < self._end:
+            if not self._is_finite(*batches[self.num % len(batches)]):
+                self.fails_at = self.num and self.num + 1
+                return
+            if not self._advance(run):
+                return
+            self.num += 1
+        if not all(self._is_finite(*each) for each in batches):
+            self.fails_at = self.num + 1
+
+    @property
+    def why_not(self) -> str:
+        """Why no step was taken."""
+        return "no weight of it can be moved" if self.losses else "it has no finite loss to follow"
+
+    def _is_finite(self, step: Step, losses: list[float]) -> bool:
+        """Run a step without that of an optimizer; note its loss, and return whether it is finite.
+
+        Its first loss counts: a scaler shows it before it is scaled.
+        """
+        for leaf, _ in self._gradients.values():
+            leaf.grad = None
+        self._seen, self._gradients = [], {}
+        with self._change():
+            step()
+        is_finite = all(map(math.isfinite, self._seen))
+        losses += self._seen[:1] if is_finite else []
+        return is_finite and bool(self._seen)
+
+    def _norm(self, run: StepRun) -> float:
+        with modes.unseen_by_modes(), torch.no_grad():
+            norms = [float(grad.float().norm()) for _, grad in self._gradients.values()]
+            return math.hypot(*norms) / _scale_of(run)
+
+    def _advance(self, run: StepRun) -> bool:
+        """Take the step; return whether one was taken."""
+        if self._steps_itself:
+            return True
+        scale, norm = _scale_of(run), self._norm(run)
+        self.norm = self.norm if self.num else norm
+        if run.scale is not None and not math.isfinite(norm):
+            run.backoff /= 16  # a scaler skips it
+            return scale > 1
+        if self._owners is None:
+            self._owners = _optimizers_of(leaf for leaf, _ in self._gradients.values())
+        limit = self._usual.max_norm
+        factor = (1.0 if limit is None or norm <= limit else limit / norm) / scale
+        with torch.no_grad():
+            if self._step_optimizers(factor):
+                return True
+            moves = [_move(leaf, gradient) for leaf, gradient in self._gradients.values()]
+            return any(moves)
+
+    def _step_optimizers(self, factor: float) -> bool:
+        try:
+            for leaf, _ in self._gradients.values():
+                if factor != 1 and leaf.grad is not None:
+                    leaf.grad = leaf.grad * factor
+            for optimizer in self._owners or ():
+                self.undo.note_optimizer(optimizer)
+                _widen(optimizer)
+                optimizer.step()
+        except Exception:  # it needs a closure, or cannot be repeated
+            self._owners = []
+            self.takers.clear()
+        return bool(self._owners)
+
+
+def _scale_of(run: StepRun) -> float:
+    return 1.0 if run.scale is None else run.scale * run.backoff
+
+
+def _optimizers_of(leaves: Iterable[Tensor]) -> list[Optimizer]:
+    """Return the optimizers of weights; of one inside another, the outer one."""
+    wanted = set(map(id, leaves))
+    found = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), Optimizer)
+        and optim.is_whole(each)
+        and wanted.intersection(map(id, parameters(each)))
+    ]
+    inner = {id(value) for each in found for value in vars(each).values()}
+    return [each for each in found if id(each) not in inner]
+
+
+def _widen(optimizer: Optimizer) -> None:
+    """Cast the state of weights that a change has cast to float32, as if they always had been."""
+    for member in members(optimizer):
+        for weight, state in getattr(member, "state", {}).items():
+            for key, value in state.items():
+                is_narrow = isinstance(value, Tensor) and value.dtype in HALVES
+                if is_narrow and weight.dtype is torch.float32:
+                    state[key] = value.float()
+
+
+def _move(leaf: Tensor, gradient: Tensor) -> bool:
+    """Move a parameter by a small step; entries of its gradient that are not finite do not move."""
+    if not isinstance(leaf, nn.Parameter):
+        return False
+    with modes.unseen_by_modes():
+        direction = gradient.float().nan_to_num(0.0, 0.0, 0.0)
+        size = max(float(leaf.detach().float().norm()), _LEAST_SIZE * leaf.numel() ** 0.5)
+        norm = float(direction.norm())
+    leaf.add_(direction * (-_RATE * size / norm if norm else 0.0))
+    return True
+
+
+# --- what they show -------------------------------------------------------------------------------
+
+
+def failures_of(steps: SeveralSteps) -> list[str]:
+    """Return why a run with a change does not train; empty if it may."""
+    found = []
+    if steps.fails_at:
+        found.append(f"the loss is inf or NaN in step {steps.fails_at} with it")
+    for losses, of in ((steps.losses, "this batch"), (steps.others, "the batch before it")):
+        if losses and losses[-1] - losses[0] > FAR * max(abs(losses[0]), _SMALL_LOSS):
+            found.append(f"the loss of {of} rises from {number(losses[0])} to {number(losses[-1])}")
+    return found
+
+
+def signs_of(steps: SeveralSteps, usual: Usual) -> list[str]:
+    """Return how the first step with a change differs from those before it."""
+    found = []
+    if steps.norm > FAR_GRADIENT * steps.norm_before > 0:
+        times = number(steps.norm / steps.norm_before)
+        found.append(f"the gradient of the first step with it is {times} times the last one")
+    if steps.losses and not usual.is_like(steps.losses[0]):
+        found.append(
+            f"the loss of this batch is {number(steps.losses[0])} with it; those before it were "
+            f"about {number(usual.loss)}"
+        )
+    return found
+
+
+def name_of(steps: SeveralSteps) -> str:
+    """Return the number of steps, who took them, and on which batches."""
+    of = f" of {listed([*steps.takers])}" if steps.takers else ""
+    both = " and the one before" if steps.others else ""
+    return f"{things(steps.num, 'step' if of else 'small step')}{of} on this batch{both}"
