@@ -67,8 +67,9 @@ class Dynamic:
         refill: When the allowance is refilled: ``"growth"``: after every ``growth_interval``
             consecutive steps; ``"step"``: after every taken step.
         trials: Whether a scale that was not to blame is restored: after skips whose losses were inf
-            or NaN, and after a skip at ``min_scale``. False: the scale only grows and backs off, as
-            torch.amp's; it ends at ``min_scale``, and skips with a bad loss lower it for good.
+            or NaN, that have brought it below 1, or at ``min_scale``. False: the scale only grows
+            and backs off, as torch.amp's; it ends at ``min_scale``, and skips with a bad loss lower
+            it for good.
 
     Raises:
         TypeError: A value has the wrong type.
