@@ -56,7 +56,7 @@ def test_every_skip_is_in_a_mark():
 
 
 def test_each_reason_has_its_shape():
-    reasons = ["overflow", "loss", "non-finite at any scale", "norm"]
+    reasons = ["overflow", "loss", "non-finite down to min_scale", "norm"]
     steps = [step(n, reason=reason) for n, reason in enumerate(reasons, start=1)]
     lanes = curves({"": steps}).lanes
     assert [lane.reason for lane in lanes] == reasons

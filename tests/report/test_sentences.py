@@ -121,7 +121,7 @@ LOSSY = counted({-30: 330, -5: 670})
 FLUSHED = counted({0: 90}, zeros=10, flushed=10)
 BUFFERS = "bn.running_mean", "bn.running_var"
 BAD_LOSS = {"reason": "loss", "loss": math.nan}
-SMALLEST = "non-finite at any scale"
+OVERFLOW, SMALLEST = "overflow", "non-finite down to min_scale"
 NO_SUCH = "standard; @nosuch:fp32; exp@head:fp32"
 IDLE = "the policy's rule @nosuch:fp32 never acted: no module of this GPT is named like it"
 ACTED = [{"@nosuch:fp32": 0, "exp@head:fp32": 2}, {"@nosuch:fp32": 0, "exp@head:fp32": 0}]
@@ -223,6 +223,18 @@ RUNS = {
     "twenty skips": run(*map(skip, range(50, 70))),
     "skips that do not end": run(*map(skip, range(91, 101))),
     "a skip at the smallest scale": run(skip(50, 1.0, reason=SMALLEST)),
+    "skips from the first step to the last, twice down to the smallest scale": short(
+        *(
+            skip(n, 2.0 ** (16 - (n - 1) % 17), SMALLEST if n > 16 else OVERFLOW)
+            for n in range(1, 33)
+        )
+    ),
+    "a scale of 2^-7, and a trial": short(
+        *(skip(n, 2.0 ** (17 - n), scale_after=2.0 ** (16 - n)) for n in range(1, 24)),
+        step(24, scale=2.0**-7, scale_after=2.0**16),
+        skip(25, 2.0**16, scale_after=2.0**-7),
+        *(taken(n, 2.0**-7) for n in range(26, 101)),
+    ),
     "skips in bf16": run(skip(50), skip(60), policy=records.policy("bfloat16")),
     "a scale that fell to its floor": run(step(1, scale=1024.0), taken(100, 1.0)),
     "a scale that came back": run(step(50, scale=2048.0)),

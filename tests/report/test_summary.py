@@ -19,7 +19,7 @@ from halfstep._tools.record.read import read_run
 from halfstep._tools.report.summarize import summarize
 
 GRADIENT = "parameter_gradient"
-STUCK = "non-finite at any scale"
+STUCK = "non-finite down to min_scale"
 
 
 def written(*events):

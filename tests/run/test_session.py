@@ -281,8 +281,8 @@ def with_bad_steps(*steps):
         (Seen(first_scale=1.0, scale=1.0), []),  # of a guard
         (
             Seen(first_scale=65536.0, scale=2.0**-126),
-            ["the scale fell from 6.554e+04 to 1.175e-38; "
-             "halfstep run G keeps it at 1, and skips steps that need a smaller one"],
+            ["the scale fell from 2^16 to 2^-126; "
+             "halfstep run G brings it back once gradients are finite at a larger one"],
         ),
     ],
 )  # fmt: skip

@@ -881,7 +881,7 @@ def test_a_scale_below_one(max_norm: float | None) -> None:
     assert loss is None
     assert torch.equal(param, torch.full((2,), 2.0**-20))
     scaler.update()
-    assert scaler.outcome(optimizer).reason == "non-finite at any scale"
+    assert scaler.outcome(optimizer).reason == "overflow"
 
 
 def test_no_hook_stays_after_a_closure_that_unscales_before_its_last_loss() -> None:

@@ -17,7 +17,7 @@ from halfstep._scaler import device_scale
 from halfstep._scaler.device_scale import LAG, DeviceScale, Kernel, Number
 from halfstep._scaler.engine import scale_on
 from halfstep._scaler.loss_scale import LossScale, state_of
-from halfstep._scaler.scale_state import Dynamic, ScaleState, Static, next_state
+from halfstep._scaler.scale_state import LOWEST, Dynamic, ScaleState, Static, next_state
 
 CPU = torch.device("cpu")
 
@@ -124,9 +124,9 @@ def test_in_a_cuda_graph_the_scale_keeps_its_floor(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(device_scale, "is_capturing", lambda _: True)
     with waiting_device():
         scale = made(ScaleState.first(2.0**16, Dynamic(hysteresis=2)))
-        for _ in range(30):
+        for _ in range(50):
             launch(scale, True)
-        assert scale.value() == scale.read().scale == 1.0
+        assert scale.value() == scale.read().scale == LOWEST
         assert scale.read().num_skipped == 0
 
 

@@ -203,10 +203,10 @@ def overflow(param: Any) -> torch.Tensor:
     ("make", "kwargs", "attempts", "reason"),
     [
         (bad_loss, {}, 11, "loss"),
-        (bad_loss, {"init_scale": 1.0}, 1, "loss"),
+        (bad_loss, {"init_scale": 1.0, "min_scale": 1.0}, 1, "loss"),
         (bad_loss, {"schedule": Static()}, 1, "loss"),
-        (overflow, {"init_scale": 1.0}, 1, "non-finite at any scale"),
-        (overflow, {"init_scale": 4.0}, 3, "non-finite at any scale"),
+        (overflow, {"init_scale": 1.0, "min_scale": 1.0}, 1, "non-finite down to min_scale"),
+        (overflow, {"init_scale": 4.0, "min_scale": 1.0}, 3, "non-finite down to min_scale"),
         (overflow, {"schedule": Static()}, 1, "overflow"),
         (overflow, {"schedule": Dynamic(hysteresis=2)}, 1, "overflow"),
         (torch.sum, {}, 1, None),

@@ -20,7 +20,7 @@ from halfstep._gradients.scalars import (
     float32_bits,
     float32_from_bits,
 )
-from halfstep._scaler.scale_state import Dynamic, Reason, ScaleState, Static, reason
+from halfstep._scaler.scale_state import LOWEST, Dynamic, Reason, ScaleState, Static, reason
 
 scales = st.floats(SMALLEST_SCALE, LARGEST_SCALE, width=32)
 counts = st.integers(0, 10) | st.integers(0, LARGEST_COUNT)
@@ -77,7 +77,7 @@ FIRST = ScaleState.first(4.0, Dynamic(2.0, 0.25, growth_interval=2))
         ("scale", True, TypeError, r"^scale is True \(bool\): pass a number"),
         ("scale", "4", TypeError, r"^scale is '4' \(str\): pass a number"),
         ("scale", None, TypeError, r"^scale is None \(NoneType\): pass a number"),
-        ("scale", 0.5, ValueError, "^min_scale is 1.0, above scale, which is 0.5"),
+        ("scale", 1e-9, ValueError, "^min_scale is 5.96.*e-08, above scale, which is 9.9"),
         ("max_scale", 3.0, ValueError, "^scale is 4.0, above max_scale, which is 3.0$"),
         ("min_scale", 5.0, ValueError, "^min_scale is 5.0, above scale, which is 4.0"),
         ("max_scale", math.inf, ValueError, "^max_scale is inf"),
@@ -145,12 +145,12 @@ def test_bits_are_those_of_a_float32_tensor(bits: int) -> None:
 # --- the first one, and limits --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("scale", "floor"), [(65536.0, 1.0), (1.0, 1.0), (0.25, 0.25)])
+@pytest.mark.parametrize(("scale", "floor"), [(65536.0, LOWEST), (2.0**-30, 2.0**-30)])
 def test_the_floor_is_no_higher_than_the_first_scale(scale: float, floor: float) -> None:
     state = ScaleState.first(scale, Dynamic(hysteresis=3))
     assert (state.min_scale, state.max_scale) == (floor, LARGEST_SCALE)
     assert state.hysteresis_left == 3
-    assert state.can_amplify == (floor < 1)
+    assert state.can_amplify == (scale < 1)
 
 
 @pytest.mark.parametrize(
@@ -241,10 +241,10 @@ def test_the_dict_has_the_keys_of_torch_and_one_more() -> None:
     assert ours["version"] == 1
     numbers = {"hysteresis": 1, "refill": "growth", "trials": True}
     assert ours["schedule"] == {"name": "dynamic"} | numbers
-    assert (ours["min_scale"], ours["max_scale"]) == (1.0, LARGEST_SCALE)
+    assert (ours["min_scale"], ours["max_scale"]) == (LOWEST, LARGEST_SCALE)
 
 
-@pytest.mark.parametrize(("scale", "min_scale"), [(65536.0, 1.0), (0.25, 0.25)])
+@pytest.mark.parametrize(("scale", "min_scale"), [(65536.0, LOWEST), (2.0**-30, 2.0**-30)])
 def test_a_state_of_torch_loads(scale: float, min_scale: float) -> None:
     theirs = torch.amp.GradScaler(DEVICE, scale, 3.0, 0.25, 7)
     theirs.scale(torch.ones(()))
@@ -270,7 +270,7 @@ def test_torch_loads_a_state_of_ours() -> None:
         ({"scale": 0.0}, "cannot be used: scale is 0.0.*Correct it in the dict"),
         ({"scale": math.nan}, "cannot be used: scale is nan"),
         ({"scale": "big"}, "cannot be used: scale is 'big'"),
-        ({"scale": 0.5}, "cannot be used: min_scale is 1.0, above scale, which is 0.5"),
+        ({"scale": 1e-9}, "cannot be used: min_scale is 5.96.*e-08, above scale, which is 9.9"),
         ({"growth_interval": 0}, "cannot be used: growth_interval is 0"),
         ({"_growth_tracker": -1}, "cannot be used: growth_tracker is -1"),
         ({"backoff_factor": -1.0}, "cannot be used: backoff_factor is -1.0"),
@@ -324,7 +324,7 @@ def test_a_missing_key_is_named() -> None:
         ({"reached_floor": True}, True, True, Reason.NON_FINITE),
         ({"reached_floor": True}, True, False, Reason.LOSS),
         ({"reached_floor": True}, False, True, None),
-        ({"scale": 1.0}, True, True, Reason.NON_FINITE),
+        ({"scale": LOWEST}, True, True, Reason.NON_FINITE),
         ({"schedule": Static()}, True, True, Reason.OVERFLOW),
     ],
 )

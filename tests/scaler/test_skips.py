@@ -11,7 +11,7 @@ from tests.training import fused_or_not
 import halfstep
 from halfstep._scaler import GradScaler
 from halfstep._scaler.alarm import Alarm, SkipReport
-from halfstep._scaler.scale_state import Dynamic, Static
+from halfstep._scaler.scale_state import LOWEST, Dynamic, Static
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 
 
@@ -80,9 +80,9 @@ def test_a_run_that_no_scale_helps_leaves_the_scale_where_it_was(fused: bool) ->
     training = Training(fused)
     training.step()
     scales = [training.step("bad gradient") for _ in range(200)]
-    assert scales[:18] == [2.0**k for k in range(15, -1, -1)] + [65536.0, 32768.0]
-    assert min(scales) == 1.0
-    assert str(training.scaler.outcome(training.optimizer).reason) == "non-finite at any scale"
+    assert scales[:42] == [2.0**k for k in range(15, -25, -1)] + [65536.0, 32768.0]
+    assert min(scales) == LOWEST
+    assert str(training.scaler.outcome(training.optimizer).reason) == "non-finite down to min_scale"
     assert training.scaler.counts() == (1, 200, 200, 2)
     assert [training.step() for _ in range(2)] == [65536.0] * 2
     assert training.is_finite()
@@ -92,12 +92,12 @@ def test_a_run_that_no_scale_helps_leaves_the_scale_where_it_was(fused: bool) ->
 def test_at_the_floor(fused: bool) -> None:
     """A guard at scale 1: the first bad step is told, then the 2nd, 4th, 8th bad run."""
     reports: list[SkipReport] = []
-    training = Training(fused, init_scale=1.0, on_skips=reports.append)
+    training = Training(fused, init_scale=LOWEST, on_skips=reports.append)
     for _ in range(10):
         training.step("bad gradient")
         training.step()
     assert [report.since for report in reports] == [1, 3, 7, 15]
-    assert training.scaler.get_scale() == 1.0
+    assert training.scaler.get_scale() == LOWEST
     assert str(training.scaler.outcome(training.optimizer).reason) == "None"
 
 
@@ -140,8 +140,8 @@ def test_never_the_same_warning_every_step(fused: bool) -> None:
     training = Training(fused, max_consecutive_skips=5, on_skips=reports.append)
     for _ in range(100):
         training.step("bad loss")
-    # The 17th is at the smallest scale.
-    assert [report.skipped_in_a_row for report in reports] == [5, 10, 17, 34, 68]
+    # After the 17th the scale is below 1, and the 41st is at the smallest.
+    assert [report.skipped_in_a_row for report in reports] == [5, 10, 17, 34, 41, 82]
     assert {str(report.reason) for report in reports} == {"loss"}
     training.step()
     for _ in range(5):
@@ -164,13 +164,13 @@ def test_raise(fused: bool) -> None:
 @fused_or_not
 def test_raise_when_the_floor_was_tried_in_vain(fused: bool) -> None:
     training = Training(fused, on_skips="raise", max_consecutive_skips=1000)
-    for _ in range(16):
-        training.step("bad gradient")
-    assert training.scaler.get_scale() == 1.0
-    with pytest.raises(SkippedStepsError, match=r"non-finite at any scale; the scale is now 2\^16"):
+    with pytest.warns(SkippedStepsWarning, match=r"steps 1 to 17 .* now 2\^-1\n(.|\n)*below 1"):
+        scales = [training.step("bad gradient") for _ in range(40)]
+    assert scales[-1] == LOWEST
+    with pytest.raises(SkippedStepsError, match=r"down to min_scale; the scale is now 2\^16"):
         training.step("bad gradient")
     # At a scale that began at the floor one bad step proves nothing.
-    training = Training(fused, on_skips="raise", init_scale=1.0, max_consecutive_skips=3)
+    training = Training(fused, on_skips="raise", init_scale=LOWEST, max_consecutive_skips=3)
     with pytest.warns(SkippedStepsWarning, match="step 1 was skipped"):
         training.step("bad gradient")
     training.step("bad gradient")
@@ -219,10 +219,10 @@ class Thing:
 
 def test_alarm_says_when() -> None:
     alarm, scale = Alarm(3, "warn"), Thing()
-    said = [n for n in range(1, 30) if alarm.note(scale, n, at_floor=False)]
+    said = [n for n in range(1, 30) if alarm.note(scale, n, depth=0)]
     assert said == [3, 6, 12, 24]
-    assert not alarm.note(scale, 0, at_floor=False)
-    said = [n for n in range(1, 30) if alarm.note(scale, n, at_floor=n >= 2)]
-    assert said == [2, 4, 8, 16]
+    assert not alarm.note(scale, 0, depth=0)
+    said = [n for n in range(1, 30) if alarm.note(scale, n, depth=(n >= 2) + (n >= 5))]
+    assert said == [2, 4, 5, 10, 20]
     other = Thing()
-    assert [n for n in range(1, 30) if alarm.note(other, n, at_floor=False)] == [3, 6, 12, 24]
+    assert [n for n in range(1, 30) if alarm.note(other, n, depth=0)] == [3, 6, 12, 24]

@@ -92,7 +92,7 @@ UNUSUAL: dict[str, Callable[[Setup], Any]] = {
         s.iterate(),
     ),
     "growth is due": lambda s: (s.scaler.set_growth_interval(1), s.iterate()),
-    "the scale is written": lambda s: (s.scaler._scale.fill_(4.0), s.iterate()),
+    "the scale is written": lambda s: (s.scaler._scale.fill_(64.0), s.iterate()),
     "a read flag": lambda s: (
         s.scaler.scale(torch.stack(s.params).sum()).backward(),
         s.scaler.step(s.optimizer),

@@ -30,6 +30,12 @@ def test_the_start_ends_when_a_scale_is_usable() -> None:
     assert kinds((64, False), *taken(32), (32, False)) == ["start", "fall"]
 
 
+def test_a_trial_that_overflows_belongs_to_the_skips_before_it() -> None:
+    down_and_trial = [(64, False), (32, False), (16, True), (64, False)]
+    assert kinds(*down_and_trial, (16, False), *taken(8)) == ["start"] * 4
+    assert kinds(*taken(64), *down_and_trial, *taken(16)) == ["fall"] * 3
+
+
 @pytest.mark.parametrize("late", [1, 5, 1000])
 def test_an_overflow_after_growth_counts_however_late_it_is(late: int) -> None:
     assert kinds(*taken(16), *taken(32, late), (32, False), *taken(16), (16, False)) == [

@@ -39,7 +39,7 @@ CURES = {
         f"start at a smaller init_scale. {WHICH_OP}"
     ),
     Reason.NON_FINITE: (
-        "the gradients were inf or NaN at the smallest scale too, while the loss was finite. Check "
+        "the gradients were inf or NaN at min_scale too, while the loss was finite. Check "
         "the backward pass for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by where() or "
         "masked_fill(), values too large for float16, and NaN in the parameters. "
         f"{WHICH_OP}"
@@ -51,7 +51,13 @@ CURES = {
     ),
 }
 
-
+BELOW_1 = (
+    "the scale has fallen below 1, since gradients were inf or NaN at all larger ones that were "
+    "tried. If steps are taken now, the loss is likely too large for float16: average it where it "
+    "is a sum, divide it by a constant, or use bfloat16. If none is, the backward pass makes inf "
+    f"or NaN at any scale. {WHICH_OP}"
+)
+"""Advice about overflows while the scale falls below 1."""
 UNSCALED = (
     "check the batch, the parameters for inf and NaN, and log(), division and sqrt() at 0; "
     "clip (max_norm), or lower the learning rate. halfstep run --diagnose names the op"
@@ -106,6 +112,8 @@ class SkipReport:
             if len(self.culprits) > NUM_NAMED:
                 lines.append(f"  and {len(self.culprits) - NUM_NAMED} more")
         cure = UNSCALED if self.scale is None else CURES[self.reason]
+        if self.reason is Reason.OVERFLOW and self.scale is not None and self.scale < 1.0:
+            cure = BELOW_1
         lines.append(f"What to try: {DIAGNOSED if self.is_diagnosing else cure}.")
         return "\n".join(lines)
 
@@ -116,17 +124,16 @@ OnSkips: TypeAlias = Literal["warn", "raise"] | Callable[[SkipReport], object]
 @dataclass
 class _Run:
     next_length: int  # number of consecutive skips at which to speak next
-    is_counted: bool = False  # whether this run is counted in num_at_floor
-    num_at_floor: int = 0  # number of runs that have reached the floor
+    depth: int = 0  # how far this run has come: 1: below a scale of 1, 2: to min_scale
+    num_deep: int = 0  # how often runs have come to a new depth
 
 
 class Alarm:
     """The alarm about skipped steps: never silent, and never repeated at every step.
 
-    It is due when a step was skipped at the smallest scale too, and after
-    ``max_consecutive_skips`` in a row. Within a run of skips it is due at the first of these
-    moments, and again each time the run has doubled in length. Single skips at the floor are
-    reported at the 1st, 2nd, 4th, 8th, ...
+    In a run of skips it is due when the scale has fallen below 1, when a step was skipped at
+    ``min_scale`` too, after ``max_consecutive_skips``, and each time the run has doubled in length.
+    The first two are reported at the 1st, 2nd, 4th, 8th, ... time over all runs.
     """
 
     def __init__(self, max_consecutive_skips: int, on_skips: OnSkips) -> None:
@@ -155,7 +162,8 @@ class Alarm:
         the same one. Sync: none unless the alarm is due.
         """
         state = scale.state
-        if not self.note(scale, state.skipped_in_a_row, state.reached_floor):
+        depth = 2 if state.reached_floor else int(state.is_below_1 and state.has_backed_off)
+        if not self.note(scale, state.skipped_in_a_row, depth):
             return
         step = state.num_taken + state.num_skipped
         skipped = [
@@ -163,39 +171,40 @@ class Alarm:
             for outcome in journal.newest(NUM_SEARCHED)
             if outcome.loss_scale is scale and outcome.skipped and outcome._entry.step == step
         ]
-        began_at_floor = state.run_scale <= state.min_scale
-        self.speak(_report(state, skipped), began_at_floor=began_at_floor)
+        # A step at a scale that never was above the floor proves no defect.
+        is_proven = state.reached_floor and state.run_scale > state.min_scale
+        self.speak(_report(state, skipped), is_proven=is_proven)
 
-    def note(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
+    def note(self, scale: object, skipped_in_a_row: int, depth: int) -> bool:
         """Note an iteration of a scale; return whether the alarm is due."""
         if skipped_in_a_row == 0 and scale not in self._runs:
             return False
         run = self._runs.setdefault(scale, _Run(self.max_consecutive_skips))
         if skipped_in_a_row == 0:
             run.next_length = self.max_consecutive_skips
-            run.is_counted = False
+            run.depth = 0
             return False
         is_due = skipped_in_a_row >= run.next_length
-        if at_floor and not run.is_counted:
-            run.is_counted = True
-            run.num_at_floor += 1
-            is_due |= run.num_at_floor.bit_count() == 1
+        if depth > run.depth:
+            run.depth = depth
+            run.num_deep += 1
+            is_due |= run.num_deep.bit_count() == 1
         if is_due:
             run.next_length = max(run.next_length, 2 * skipped_in_a_row)
         return is_due
 
-    def speak(self, report: SkipReport, *, began_at_floor: bool) -> None:
+    def speak(self, report: SkipReport, *, is_proven: bool) -> None:
         """Warn, raise or call, as the user chose.
 
         "raise" only warns in two cases: if the script left out the steps itself, and up to
-        ``max_consecutive_skips`` at a scale that never was above the floor, which proves no defect.
+        ``max_consecutive_skips`` unless all scales down to ``min_scale`` were tried in vain.
         """
         if callable(self.on_skips):
             self.on_skips(report)
         elif (
             self.on_skips == "raise"
             and report.optimizers
-            and not (began_at_floor and report.skipped_in_a_row < self.max_consecutive_skips)
+            and (is_proven or report.skipped_in_a_row >= self.max_consecutive_skips)
         ):
             raise SkippedStepsError(str(report))
         else:

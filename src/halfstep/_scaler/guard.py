@@ -121,15 +121,15 @@ class _Alarm(Alarm):
 
     _last = 0  # the last reported step
 
-    def note(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
+    def note(self, scale: object, skipped_in_a_row: int, depth: int) -> bool:
         return skipped_in_a_row > 0
 
-    def speak(self, report: SkipReport, *, began_at_floor: bool) -> None:
+    def speak(self, report: SkipReport, *, is_proven: bool) -> None:
         last = report.since + report.skipped_in_a_row - 1
         if last == self._last:  # no newer state has arrived on the host
             return
         self._last = last
-        super().speak(replace(report, scale=None), began_at_floor=False)
+        super().speak(replace(report, scale=None), is_proven=True)
 
 
 class _Inner:

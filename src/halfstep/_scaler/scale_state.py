@@ -76,8 +76,9 @@ class Dynamic:
         refill: When the allowance is refilled: ``"growth"``: after every ``growth_interval``
             consecutive steps; ``"step"``: after every taken step.
         trials: Whether a scale that was not to blame is restored: after skips whose losses were inf
-            or NaN, and after a skip at ``min_scale``. False: the scale only grows and backs off, as
-            torch.amp's; it ends at ``min_scale``, and skips with a bad loss lower it for good.
+            or NaN, that have brought it below 1, or at ``min_scale``. False: the scale only grows
+            and backs off, as torch.amp's; it ends at ``min_scale``, and skips with a bad loss lower
+            it for good.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -187,6 +188,9 @@ TORCH_KEYS = ("scale", *TORCH_SCHEDULE_KEYS, TORCH_TRACKER)
 MOST_UNKNOWN = 3
 """Number of updates that may be unknown to the host when the next one is launched."""
 
+LOWEST = 2.0**-24
+"""The default lower limit of a scale, the smallest float16 number: gradients below it are 0."""
+
 NO_RUN = {"run_scale": 0.0, "resume_scale": 0.0, "has_backed_off": False, "reached_floor": False}
 
 
@@ -196,7 +200,8 @@ class Reason(StrEnum):
     Attributes:
         OVERFLOW: A gradient is inf or NaN; a smaller scale may help.
         LOSS: The loss was inf or NaN before it was scaled.
-        NON_FINITE: A gradient is inf or NaN, as it was at ``min_scale``.
+        NON_FINITE: A gradient is inf or NaN, and since the last taken step one was at
+            ``min_scale`` too.
         AFTER_UNSCALE: The gradients were finite when they were unscaled, and code between
             ``unscale_`` and ``step`` made one inf or NaN. No scale is to blame.
         LEFT_OUT: The gradients are finite, and the caller unscaled them and did not step. Only
@@ -205,7 +210,7 @@ class Reason(StrEnum):
 
     OVERFLOW = "overflow"
     LOSS = "loss"
-    NON_FINITE = "non-finite at any scale"
+    NON_FINITE = "non-finite down to min_scale"
     AFTER_UNSCALE = "non-finite after unscale_"
     LEFT_OUT = "left out by the script"
 
@@ -214,11 +219,12 @@ class Reason(StrEnum):
 class ScaleState:
     """The complete state of one scale from one iteration to the next.
 
-    A *run* begins with an overflow and ends with the next taken step. A skip at ``min_scale`` shows
-    that no scale helps: the scale is where the run began again. If all losses of the run were inf
-    or NaN, or no scale helped, one more iteration is a *trial* of the scale at which the run began.
-    If it is skipped, the scale was too large, and the lower one stays. After non-finite losses the
-    earlier scale is remembered until the scale grows, and tried again after the next such run.
+    A *run* begins with an overflow and ends with the next taken step. After a skip at ``min_scale``
+    the scale is where the run began again. If all losses of the run were inf or NaN, or it reached
+    ``min_scale``, or fell below 1, one more iteration is a *trial* of the scale at which the run
+    began. If it is skipped, the scale was too large, and the lower one stays. After non-finite
+    losses the earlier scale is remembered until the scale grows, and below 1 until it is 1 again;
+    it is tried again after the next such run.
 
     Attributes:
         scale: The factor of the loss, rounded to float32, as on the device.
@@ -243,9 +249,9 @@ class ScaleState:
         ValueError: A value is out of range or inconsistent with another; the message names it.
 
     Example:
-        >>> state = ScaleState.first(65536.0, Dynamic())
-        >>> state.min_scale, state.with_scale(0.25).min_scale
-        (1.0, 0.25)
+        >>> state = ScaleState.first(65536.0, Dynamic(), min_scale=1.0)
+        >>> state.with_scale(0.25).min_scale
+        0.25
     """
 
     scale: float
@@ -307,9 +313,7 @@ class ScaleState:
     ) -> ScaleState:
         """Return the initial state of a scaler."""
         scale = checked_scale("init_scale", init_scale)
-        # At a scale >= 1, unscaling cannot overflow. A smaller init_scale is allowed, but the scale
-        # never goes below 1 by itself.
-        low = min(1.0, scale) if min_scale is None else checked_scale("min_scale", min_scale)
+        low = min(LOWEST, scale) if min_scale is None else checked_scale("min_scale", min_scale)
         high = LARGEST_SCALE if max_scale is None else checked_scale("max_scale", max_scale)
         check_ascending(min_scale=low, max_scale=high)
         check_ascending(min_scale=low, init_scale=scale, max_scale=high)
@@ -328,6 +332,11 @@ class ScaleState:
     def since(self) -> int:
         """The number of the first step of a run of skips, from 1."""
         return self.num_taken + self.num_skipped - self.skipped_in_a_row + 1
+
+    @property
+    def is_below_1(self) -> bool:
+        """Whether overflows have brought the scale from 1 or more to below 1, as few losses do."""
+        return self.schedule.trials and self.scale < 1.0 <= self.run_scale
 
     @property
     def is_trial(self) -> bool:
@@ -427,8 +436,8 @@ def reason(state: ScaleState, found_inf: bool, loss_is_finite: bool = True) -> R
         return None
     if not loss_is_finite:
         return Reason.LOSS
-    no_scale_helps = state.reached_floor or state.scale <= state.min_scale
-    return Reason.NON_FINITE if no_scale_helps else Reason.OVERFLOW
+    was_at_floor = state.reached_floor or state.scale <= state.min_scale
+    return Reason.NON_FINITE if was_at_floor else Reason.OVERFLOW
 
 
 # --- the next state -------------------------------------------------------------------------------
@@ -492,7 +501,8 @@ def _after_overflow(state: ScaleState) -> ScaleState:
 
 def _after_step(state: ScaleState) -> ScaleState:
     schedule, scale = state.schedule, state.scale
-    is_restored = state.has_backed_off and (state.may_restore or state.reached_floor)
+    may_be_blameless = state.may_restore or state.reached_floor or state.is_below_1
+    is_restored = state.has_backed_off and may_be_blameless
     ends_interval = state.growth_tracker + 1 >= schedule.growth_interval
     is_growing = ends_interval and not (state.is_trial or is_restored)
     refills = is_growing or schedule.refill == "step"
@@ -507,7 +517,8 @@ def _after_step(state: ScaleState) -> ScaleState:
     if is_growing:
         grown = round_to_float32(scale * schedule.growth_factor)
         scale = grown if grown <= state.max_scale else scale
-    elif state.may_restore and not (state.reached_floor or state.is_trial):
+    remembers = state.may_restore and not (is_growing or state.reached_floor or state.is_trial)
+    if remembers or changed(state, scale=scale).is_below_1:
         counts["run_scale"] = state.run_scale
     return changed(
         state,

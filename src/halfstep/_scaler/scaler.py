@@ -57,9 +57,9 @@ class GradScaler(TorchAttributes):
 
     The scale follows the gradients: when one is inf or NaN, the optimizer's step is skipped and the
     scale is multiplied by ``backoff_factor``; after ``growth_interval`` consecutive steps it is
-    multiplied by ``growth_factor``. If a step is skipped at the smallest scale too, the scale
-    returns to where it was and a warning is raised. After skips with a non-finite loss it is
-    restored for a trial, and stays if that step is taken.
+    multiplied by ``growth_factor``. If a step is skipped at ``min_scale`` too, the scale returns to
+    where it was and a warning is raised. After skips with a non-finite loss, and after those that
+    have brought it below 1, it is restored for a trial, and stays if that step is taken.
 
     It has every method of ``torch.amp.GradScaler``; docs/coming_from.md lists the intended
     differences.
@@ -74,11 +74,12 @@ class GradScaler(TorchAttributes):
             ``optimizer.step``. To skip inf and NaN without a scale, use :func:`halfstep.guard`.
         schedule: How the scale changes, in place of the three numbers above: ``Dynamic`` or
             ``Static``.
-        min_scale: Lower limit of the scale. Default: 1, or ``init_scale`` if that is smaller.
+        min_scale: Lower limit of the scale. Default: 2^-24, or ``init_scale`` if that is smaller.
         max_scale: Upper limit for growth. Default: the largest float32 number.
         max_consecutive_skips: Number of consecutive skipped steps that triggers ``on_skips``, >= 1.
         on_skips: ``"warn"``, ``"raise"`` (:class:`halfstep.errors.SkippedStepsError`), or a
-            function that takes the report. Also triggered by a skip at the smallest scale.
+            function that takes the report. Also triggered by a skip at ``min_scale``, and the last
+            two by a scale that falls below 1; ``"raise"`` warns then.
         module: The trained module: it names the parameters, and a skipped step restores its
             buffers; see :meth:`watch`.
         process_group: The ranks that step together and agree on inf and NaN, norms and the scale;

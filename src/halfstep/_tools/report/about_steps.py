@@ -27,6 +27,7 @@ from halfstep._tools.report.summary import FEW, BadPlace, Curve, Facts, Origin, 
 from halfstep._tools.watch.skips import ENDLESS, MANY
 
 _DEFAULT_SCALE = 2.0**16
+_AVERAGE = "average the loss where it is a sum, as over pixels, or divide it by a constant;"
 MANIFOLD = 10.0
 """The factor from which on a loss has risen, whatever the training."""
 NEVER_ACTED = "never acted"
@@ -188,8 +189,8 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
         )
         yield say(
             "bad",
-            "The gradients were inf or NaN even at the smallest scale, while the loss was finite "
-            f"({where}).",
+            f"The gradients were inf or NaN at the smallest scale too ({power(scale.stuck_at)}), "
+            f"while the loss was finite ({where}).",
             cure=() if summary.bad_places else (cure,),
             evidence="skips",
             follows=summary.follows_from(scale.stuck[0]),
@@ -358,6 +359,8 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     is_possible = gradients is None or not gradients.window.is_empty
     yield " What helps:"
     overflowed_at = None if scale is None else scale.overflowed_at
+    if overflowed_at is not None and overflowed_at <= 1:
+        yield f" {_AVERAGE}"
     if is_possible and overflowed_at is not None and overflowed_at > 1:
         if not is_scaled_by_run(summary.facts):
             below = power_below(overflowed_at)
@@ -390,11 +393,12 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
         yield say(
             "bad",
             f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "
-            "no gradient from underflow. Overflow at every scale is not caused by the scale.",
+            "no gradient from underflow.",
             cure=(
-                " Check where the skips began, keep that module in float32, or",
+                f" What helps: {_AVERAGE} check where the skips began, keep that module in "
+                "float32, or",
                 *in_bf16(summary.facts),
-                *_guarded(summary.facts, "brings the scale back once the skips end"),
+                *_guarded(summary.facts, "brings it back once a larger one is usable"),
             ),
             evidence="steps",
             follows=summary.went_bad_at is not None or summary.steps.num_skipped_later > 0,

@@ -32,7 +32,7 @@ TITLES: dict[Key, str] = {
     "share_lost_updates": "Lost updates",
 }
 
-SHAPES = {"overflow": "triangle", "loss": "circle", "non-finite at any scale": "square"}
+SHAPES = {"overflow": "triangle", "loss": "circle", "non-finite down to min_scale": "square"}
 """The markers of skips by reason; other reasons have a diamond."""
 
 

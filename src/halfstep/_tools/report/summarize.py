@@ -36,7 +36,7 @@ from halfstep._tools.watch.skips import ENDLESS, ScaleSearch, Search, are_a_star
 
 RECENT = 20
 """The number of steps that recent values average over."""
-_OVERFLOW, _STUCK = "overflow", "non-finite at any scale"  # values of halfstep.Reason
+_OVERFLOW, _STUCK = "overflow", "non-finite down to min_scale"  # values of halfstep.Reason
 _NUM_PARAMETERS = 20
 
 
@@ -128,7 +128,9 @@ def _steps(run: Run) -> StepCounts:
         (iteration[0].step, not all(step.taken for step in iteration)) for iteration in iterations
     ]
     scalers = _by_scaler(iterations, run.starts)
+    at_end = [step for step, _ in takewhile(lambda each: each[1], reversed(skipped))]
     others = {each.step for each in run.diagnoses if each.diagnosis.verdict in OTHER_CAUSES}
+    others.update(at_end if len(at_end) >= ENDLESS else ())  # a search ends with a taken step
     kinds = [
         (step, kind) for scaler in scalers for step, kind in _search(scaler) if step not in others
     ]
@@ -142,7 +144,6 @@ def _steps(run: Run) -> StepCounts:
     later = [is_skipped and step not in normal for step, is_skipped in skipped]
     num, num_skipped = len(iterations), sum(is_skipped for _, is_skipped in skipped)
     reasons = {(step.step, str(step.reason)): None for step in run.skipped}
-    at_end = takewhile(lambda each: each[1], reversed(skipped))
     return StepCounts(
         num=num,
         num_taken=num - num_skipped,
@@ -159,7 +160,7 @@ def _steps(run: Run) -> StepCounts:
         num_skipped_later=sum(later),
         share_skipped_later=sum(later) / num if num else 0.0,
         longest_in_a_row=max((sum(alike) for _, alike in groupby(later)), default=0),
-        skipped_at_end=len(list(at_end)),
+        skipped_at_end=len(at_end),
     )
 
 
@@ -228,12 +229,14 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
         by_optimizer.setdefault(step.optimizer, {})[step.step] = scale, step.taken
     kept = [x for used in by_optimizer.values() for x in _without_single([*used.values()])]
     seen = [scale for _, scale in scaled]
-    # A loss that was bad before, as with a guard, is not caused by the backward pass.
-    stuck = (
-        step
-        for step, _ in scaled
+    # A loss that was bad before, as with a guard, is not caused by the backward pass. Later steps
+    # of a run of skips have the reason too, at scales from its beginning on.
+    stuck = {
+        step.step: scale
+        for step, scale in scaled
         if step.reason == _STUCK and (step.loss is None or math.isfinite(step.loss))
-    )
+    }
+    stuck_at = min(stuck.values(), default=None)
     return ScaleCourse(
         first=seen[0],
         last=last,
@@ -241,7 +244,8 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
         min=min(*kept, last),
         max=max(*seen, last),
         overflowed_at=overflowed_at,
-        stuck=tuple(dict.fromkeys(step.step for step in stuck)),
+        stuck_at=stuck_at,
+        stuck=tuple(step for step, scale in stuck.items() if scale == stuck_at),
     )
 
 

@@ -139,7 +139,9 @@ class ScaleCourse:
             it rises again.
         overflowed_at: The smallest scale at which a step was skipped for overflow; None without
             overflow.
-        stuck: The iterations with inf or NaN even at the smallest scale, and a finite loss.
+        stuck_at: The lower limit of the scale, at which gradients were inf or NaN and the loss
+            was finite; None if that was not seen.
+        stuck: The iterations at that scale.
     """
 
     first: float
@@ -148,6 +150,7 @@ class ScaleCourse:
     min: float
     max: float
     overflowed_at: float | None
+    stuck_at: float | None
     stuck: tuple[int, ...]
 
 

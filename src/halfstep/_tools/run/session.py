@@ -24,7 +24,7 @@ import torch
 
 from halfstep import Policy, record
 from halfstep._common import machine
-from halfstep._common.numbers import at_steps, count, number, percent, things
+from halfstep._common.numbers import at_steps, count, percent, power, things
 from halfstep._common.text import names, outside, tell
 from halfstep._pytorch import listeners
 from halfstep._tools.diagnose.diagnosis import Diagnosis, predicate
@@ -467,8 +467,8 @@ def findings(seen: Seen, *, guard: str, masters: str) -> Iterator[str]:
         does = _prevents(guard, "skips those whose gradients are inf or NaN, too")
         yield f"an optimizer stepped although the loss was inf or NaN, in {when}{does}"
     if seen.scale is not None and seen.scale < 1 <= seen.first_scale:
-        fell = f"from {number(seen.first_scale)} to {number(seen.scale)}"
-        does = _prevents(guard, "keeps it at 1, and skips steps that need a smaller one")
+        fell = f"from {power(seen.first_scale)} to {power(seen.scale)}"
+        does = _prevents(guard, "brings it back once gradients are finite at a larger one")
         yield f"the scale fell {fell}{does}"
 
 

@@ -29,6 +29,7 @@ class ScaleSearch:
     scale, and no ten iterations in a row were taken. ``"growth"``: it brings the scale back to a
     value from which it has grown, however long ago. ``"fall"``: it brings the scale below that, as
     larger gradients do, and not many times with fewer than ten taken iterations in a row between.
+    A trial of the scale from before belongs to the skips before it.
     """
 
     def __init__(self) -> None:
@@ -49,8 +50,9 @@ class ScaleSearch:
         """
         before, self._before = self._before, self._before if scale is None else scale
         # In a trial, the scale comes back to a far larger one.
-        most = 2 * before if self._follows_skip and before is not None else math.inf
-        if before is not None and scale is not None and before < scale <= most:
+        rise = 1.0 if before is None or scale is None else scale / before
+        is_trial = rise > 2.0 and self._follows_skip
+        if before is not None and rise > 1.0 and not is_trial:
             self._grown_from.append(before)
         self._follows_skip, self._was_skipped = self._was_skipped, not is_taken
         if is_taken:
@@ -65,6 +67,8 @@ class ScaleSearch:
         if scale is None or not is_overflow:
             self.is_starting = False
             return None
+        if is_trial:
+            return "start" if self.is_starting else "fall"
         self.is_starting &= scale <= self._lowest
         self._lowest = min(self._lowest, scale)
         if self.is_starting:
