@@ -55,31 +55,45 @@ def made(tmp_path_factory):
     return made
 
 
+@pytest.fixture(scope="module")
+def pages(browser):
+    """A page with script and one without: to make a page takes longer than most tests do."""
+    return {has_script: watched(browser, has_script) for has_script in (True, False)}
+
+
 @pytest.fixture
-def opened(browser, made):
-    """Open a page by name; it must ask for nothing but itself, and have nothing to say."""
+def opened(pages, made):
+    """Open a report by name; it must ask for nothing but itself, and have nothing to say."""
     visits = []
 
-    def open_page(name="with_skips", **how):
-        page, noticed = visit(browser, made[name].url, **how)
-        visits.append((page, noticed))
+    def open_page(name="with_skips", *, has_script=True, width=1280, **media):
+        page, noticed = pages[has_script]
+        page.set_viewport_size({"width": width, "height": 720})
+        page.emulate_media(**{"color_scheme": "light", "media": "null"} | media)
+        page.mouse.move(0, 0)
+        noticed.clear()
+        page.goto(made[name].url)
+        visits.append((made[name].url, noticed))
         return page
 
     yield open_page
-    for page, noticed in visits:
-        url = page.url.partition("#")[0]
-        page.close()
+    for url, noticed in visits:
         assert noticed == [url]
 
 
-def visit(browser, url, **how):
-    """Open a page; also a list of what it asks for, writes to the console and does wrong."""
-    page = browser.new_page(**how)
+def watched(browser, has_script=True):
+    """Make a page; also a list of what it asks for, writes to the console and does wrong."""
+    page = browser.new_page(java_script_enabled=has_script)
     page.set_default_timeout(10_000)
     noticed = []
     page.on("request", lambda request: noticed.append(request.url))
     page.on("console", lambda message: noticed.append(message.text))
     page.on("pageerror", lambda error: noticed.append(error.message))
+    return page, noticed
+
+
+def visit(browser, url):
+    page, noticed = watched(browser)
     page.goto(url)
     return page, noticed
 
@@ -120,7 +134,7 @@ def test_an_error_on_a_page_would_be_noticed(browser, tmp_path):
 @pytest.mark.parametrize("width", [400, 1600])
 @pytest.mark.parametrize("name", ["with_skips", "hostile"])
 def test_the_page_itself_never_scrolls_sideways(opened, name, width):
-    page = opened(name, viewport={"width": width, "height": 900})
+    page = opened(name, width=width)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.locator(".curves").bounding_box()["width"] > 300
 
@@ -264,7 +278,7 @@ def test_layers_can_be_filtered_by_name(opened):
 
 def test_there_is_no_other_name_in_the_window(opened):
     names = "Object.getOwnPropertyNames(window).filter(name => !/^\\d+$/.test(name))"
-    blank = opened(java_script_enabled=False)
+    blank = opened(has_script=False)
     assert set(opened().evaluate(names)) == set(blank.evaluate(names))
 
 
@@ -364,7 +378,7 @@ def test_the_table_is_copied_as_csv(browser, made):
 
 @pytest.mark.parametrize("width", [360, 1400])
 def test_the_table_of_layers_fits(opened, width):
-    page = opened(viewport={"width": width, "height": 900})
+    page = opened(width=width)
     region = page.get_by_role("region", name="Table of layers")
     assert region.evaluate("element => element.scrollWidth <= element.clientWidth")
     page.get_by_label("all columns").check()
@@ -382,8 +396,7 @@ def test_no_heading_stands_at_the_foot_of_a_printed_page(opened):
 
 
 def test_no_word_at_the_head_of_a_printed_column_is_broken(opened):
-    page = opened(viewport={"width": 500, "height": 900})
-    page.emulate_media(media="print")
+    page = opened(width=500, media="print")
     lines = """all => all.filter(head => !head.textContent.includes(" ")).map(head => {
         const range = document.createRange();
         range.selectNodeContents(head);
@@ -396,7 +409,7 @@ def test_no_word_at_the_head_of_a_printed_column_is_broken(opened):
 
 
 def test_without_script_all_is_there(opened, made):
-    page = opened(java_script_enabled=False)
+    page = opened(has_script=False)
     expect(page.locator(".tip")).to_have_count(0)
     expect(page.locator("body")).to_contain_text("of 100 steps were skipped", use_inner_text=True)
     assert len(column(page, 1)) == len(made["with_skips"].summary.layers)
@@ -404,7 +417,7 @@ def test_without_script_all_is_there(opened, made):
 
 
 def test_without_script_tabs_and_kinds_work(opened):
-    page = opened(java_script_enabled=False)
+    page = opened(has_script=False)
     box = page.locator(".box:visible")
     expect(box).to_have_class("box panel-parameter_gradient")
     page.locator("[for=tab-output]").click()
@@ -414,6 +427,6 @@ def test_without_script_tabs_and_kinds_work(opened):
 
 
 def test_without_script_marks_have_titles(opened):
-    page = opened(java_script_enabled=False)
+    page = opened(has_script=False)
     assert page.locator(".lane title").first.text_content() == "step 1: skipped: overflow"
     assert page.locator(".rows title").first.text_content().startswith("embed\n")
