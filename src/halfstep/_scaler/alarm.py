@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -113,13 +112,6 @@ class SkipReport:
 OnSkips: TypeAlias = Literal["warn", "raise"] | Callable[[SkipReport], object]
 
 
-@dataclass
-class _Run:
-    next_length: int  # number of consecutive skips at which to speak next
-    is_counted: bool = False  # whether this run is counted in num_at_floor
-    num_at_floor: int = 0  # number of runs that have reached the floor
-
-
 class Alarm:
     """The alarm about skipped steps: never silent, and never repeated at every step.
 
@@ -139,14 +131,9 @@ class Alarm:
                 "SkipReport"
             )
         self.on_skips = on_skips
-        self._runs: weakref.WeakKeyDictionary[object, _Run] = weakref.WeakKeyDictionary()
-
-    def __getstate__(self) -> dict[str, object]:
-        # A copy restarts the counts.
-        return self.__dict__ | {"_runs": None}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__ |= state | {"_runs": weakref.WeakKeyDictionary()}
+        self._next_length = self.max_consecutive_skips  # of a run of skips at which to speak next
+        self._is_counted = False  # whether this run is counted in the next number
+        self._num_at_floor = 0  # number of runs that have reached the floor
 
     def sound(self, scale: LossScale, journal: Journal) -> None:
         """Raise the alarm if it is due; call this after an iteration.
@@ -155,33 +142,29 @@ class Alarm:
         the same one. Sync: none unless the alarm is due.
         """
         state = scale.state
-        if not self.note(scale, state.skipped_in_a_row, state.reached_floor):
+        if not self.note(state.skipped_in_a_row, state.reached_floor):
             return
         step = state.num_taken + state.num_skipped
         skipped = [
             outcome
             for outcome in journal.newest(NUM_SEARCHED)
-            if outcome.loss_scale is scale and outcome.skipped and outcome._entry.step == step
+            if outcome.skipped and outcome._entry.step == step
         ]
         began_at_floor = state.run_scale <= state.min_scale
         self.speak(_report(state, skipped), began_at_floor=began_at_floor)
 
-    def note(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
-        """Note an iteration of a scale; return whether the alarm is due."""
-        if skipped_in_a_row == 0 and scale not in self._runs:
-            return False
-        run = self._runs.setdefault(scale, _Run(self.max_consecutive_skips))
+    def note(self, skipped_in_a_row: int, at_floor: bool) -> bool:
+        """Note an iteration; return whether the alarm is due."""
         if skipped_in_a_row == 0:
-            run.next_length = self.max_consecutive_skips
-            run.is_counted = False
+            self._next_length, self._is_counted = self.max_consecutive_skips, False
             return False
-        is_due = skipped_in_a_row >= run.next_length
-        if at_floor and not run.is_counted:
-            run.is_counted = True
-            run.num_at_floor += 1
-            is_due |= run.num_at_floor.bit_count() == 1
+        is_due = skipped_in_a_row >= self._next_length
+        if at_floor and not self._is_counted:
+            self._is_counted = True
+            self._num_at_floor += 1
+            is_due |= self._num_at_floor.bit_count() == 1
         if is_due:
-            run.next_length = max(run.next_length, 2 * skipped_in_a_row)
+            self._next_length = max(self._next_length, 2 * skipped_in_a_row)
         return is_due
 
     def speak(self, report: SkipReport, *, began_at_floor: bool) -> None:

@@ -121,7 +121,7 @@ class _Alarm(Alarm):
 
     _last = 0  # the last reported step
 
-    def note(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
+    def note(self, skipped_in_a_row: int, at_floor: bool) -> bool:
         return skipped_in_a_row > 0
 
     def speak(self, report: SkipReport, *, began_at_floor: bool) -> None:
