@@ -213,16 +213,10 @@ def test_arguments(kwargs: dict[str, Any], error: type[Exception], words: str) -
         GradScaler(**kwargs)
 
 
-class Thing:
-    """Stands for a scale."""
-
-
 def test_alarm_says_when() -> None:
-    alarm, scale = Alarm(3, "warn"), Thing()
-    said = [n for n in range(1, 30) if alarm.note(scale, n, depth=0)]
+    alarm = Alarm(3, "warn")
+    said = [n for n in range(1, 30) if alarm.note(n, depth=0)]
     assert said == [3, 6, 12, 24]
-    assert not alarm.note(scale, 0, depth=0)
-    said = [n for n in range(1, 30) if alarm.note(scale, n, depth=(n >= 2) + (n >= 5))]
+    assert not alarm.note(0, depth=0)
+    said = [n for n in range(1, 30) if alarm.note(n, depth=(n >= 2) + (n >= 5))]
     assert said == [2, 4, 5, 10, 20]
-    other = Thing()
-    assert [n for n in range(1, 30) if alarm.note(other, n, depth=0)] == [3, 6, 12, 24]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -45,7 +45,6 @@ class Buffers:
 
     def __init__(self) -> None:
         self.watched: list[_Watched] = []
-        self._removers: list[Callable[[], object]] = []
 
     def watch(self, module: torch.nn.Module) -> None:
         """Save the buffers of a module, if it has any, at its first call of each iteration."""
@@ -54,15 +53,14 @@ class Buffers:
             watched = _Watched(module)
             self.watched.append(watched)
             handle = module.register_forward_pre_hook(watched)
-            remove = weakref.finalize(self, handle.remove)
-            remove.atexit = False
-            self._removers.append(remove)
+            watched.remove = weakref.finalize(self, handle.remove)
+            watched.remove.atexit = False
 
     def unwatch(self) -> None:
         """Remove all hooks and copies."""
+        for each in self.watched:
+            each.remove()
         self.watched = []
-        while self._removers:
-            self._removers.pop()()
 
     def restore(self, skip: Scalar) -> None:
         """Restore the modules whose buffers became NaN, if ``skip`` is not 0."""
@@ -98,6 +96,8 @@ class _Watched:
         has_loss: Whether a loss has been scaled since it was made.
         is_first: Whether there was no ``update`` yet.
     """
+
+    remove: weakref.finalize[..., Buffers]
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = weakref.ref(module)

@@ -6,6 +6,7 @@ backward pass, adds its own checks.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -30,6 +31,7 @@ def begin_anew(scaler: GradScaler, scale: float | None) -> None:
     state = scaler._engine.loss_scale.read()
     state = state if scale is None else replace(state, scale=scale)
     scaler._engine = Engine(state, Ranks("local"), scaler)
+    scaler._alarm = copy(scaler._alarm)
 
 
 def watch_names(scaler: GradScaler, model: torch.nn.Module) -> None:

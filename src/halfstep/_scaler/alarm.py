@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -121,13 +120,6 @@ class SkipReport:
 OnSkips: TypeAlias = Literal["warn", "raise"] | Callable[[SkipReport], object]
 
 
-@dataclass
-class _Run:
-    next_length: int  # number of consecutive skips at which to speak next
-    depth: int = 0  # how far this run has come: 1: below a scale of 1, 2: to min_scale
-    num_deep: int = 0  # how often runs have come to a new depth
-
-
 class Alarm:
     """The alarm about skipped steps: never silent, and never repeated at every step.
 
@@ -146,14 +138,9 @@ class Alarm:
                 "SkipReport"
             )
         self.on_skips = on_skips
-        self._runs: weakref.WeakKeyDictionary[object, _Run] = weakref.WeakKeyDictionary()
-
-    def __getstate__(self) -> dict[str, object]:
-        # A copy restarts the counts.
-        return self.__dict__ | {"_runs": None}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__ |= state | {"_runs": weakref.WeakKeyDictionary()}
+        self._next_length = self.max_consecutive_skips  # of a run of skips at which to speak next
+        self._depth = 0  # how far this run has come
+        self._num_deep = 0  # how often runs have come to a new depth
 
     def sound(self, scale: LossScale, journal: Journal) -> None:
         """Raise the alarm if it is due; call this after an iteration.
@@ -163,34 +150,33 @@ class Alarm:
         """
         state = scale.state
         depth = 2 if state.reached_floor else int(state.is_below_1 and state.has_backed_off)
-        if not self.note(scale, state.skipped_in_a_row, depth):
+        if not self.note(state.skipped_in_a_row, depth):
             return
         step = state.num_taken + state.num_skipped
         skipped = [
             outcome
             for outcome in journal.newest(NUM_SEARCHED)
-            if outcome.loss_scale is scale and outcome.skipped and outcome._entry.step == step
+            if outcome.skipped and outcome._entry.step == step
         ]
         # A step at a scale that never was above the floor proves no defect.
         is_proven = state.reached_floor and state.run_scale > state.min_scale
         self.speak(_report(state, skipped), is_proven=is_proven)
 
-    def note(self, scale: object, skipped_in_a_row: int, depth: int) -> bool:
-        """Note an iteration of a scale; return whether the alarm is due."""
-        if skipped_in_a_row == 0 and scale not in self._runs:
-            return False
-        run = self._runs.setdefault(scale, _Run(self.max_consecutive_skips))
+    def note(self, skipped_in_a_row: int, depth: int) -> bool:
+        """Note an iteration; return whether the alarm is due.
+
+        ``depth``: how far the run of skips has come: 1: below a scale of 1, 2: to ``min_scale``.
+        """
         if skipped_in_a_row == 0:
-            run.next_length = self.max_consecutive_skips
-            run.depth = 0
+            self._next_length, self._depth = self.max_consecutive_skips, 0
             return False
-        is_due = skipped_in_a_row >= run.next_length
-        if depth > run.depth:
-            run.depth = depth
-            run.num_deep += 1
-            is_due |= run.num_deep.bit_count() == 1
+        is_due = skipped_in_a_row >= self._next_length
+        if depth > self._depth:
+            self._depth = depth
+            self._num_deep += 1
+            is_due |= self._num_deep.bit_count() == 1
         if is_due:
-            run.next_length = max(run.next_length, 2 * skipped_in_a_row)
+            self._next_length = max(self._next_length, 2 * skipped_in_a_row)
         return is_due
 
     def speak(self, report: SkipReport, *, is_proven: bool) -> None:

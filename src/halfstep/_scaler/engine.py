@@ -75,10 +75,6 @@ class Engine:
             self.current.keep(step(), OptState.STEPPED)
         return self.current
 
-    @iteration.setter
-    def iteration(self, iteration: Iteration) -> None:
-        self.current = iteration
-
     # --- losses -----------------------------------------------------------------------------------
 
     @keep_out_of_graphs
@@ -220,7 +216,7 @@ class Engine:
                 if step.skip is None and (skip := step.decide().skip) is not None:
                     self.buffers.restore(skip)
             self.buffers.end()
-        self.iteration, self.is_usual = Iteration(), True
+        self.current, self.is_usual = Iteration(), True
         outcomes, self.journal.open = self.journal.open, []
         left_out, self._left_out = self._left_out, []
         for outcome in [*outcomes, *left_out]:

@@ -121,7 +121,7 @@ class _Alarm(Alarm):
 
     _last = 0  # the last reported step
 
-    def note(self, scale: object, skipped_in_a_row: int, depth: int) -> bool:
+    def note(self, skipped_in_a_row: int, depth: int) -> bool:
         return skipped_in_a_row > 0
 
     def speak(self, report: SkipReport, *, is_proven: bool) -> None:

@@ -36,7 +36,6 @@ class Plan:
     """What outlives an iteration of an optimizer: its last outcome, and how its usual steps go.
 
     Attributes:
-        number: That of its last step in the order of all steps.
         key: A number that changes with the parameters and the ranks; None: no usual steps.
         flag: The flag by which the optimizer says that it handles the scale.
         is_fused: Whether it does.
@@ -48,9 +47,8 @@ class Plan:
     ranks: Alone
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = weakref.ref(optimizer)
+        self.optimizer, self.id = weakref.ref(optimizer), id(optimizer)
         self.outcome: Outcome | None = None
-        self.number = 0
         self.early_clipping = EarlyClipping()
         self.key: int | None = None
 
@@ -69,11 +67,11 @@ class Journal:
     """The outcomes in the order of the steps. Sync: none, except :meth:`entries`."""
 
     def __init__(self) -> None:
-        # By id of the optimizer, until it no longer exists: data classes are not hashable.
+        # By id of the optimizer, until it no longer exists: data classes are not hashable. In the
+        # order of their last steps.
         self.plans: dict[int, Plan] = {}
         self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
         self.open: list[Outcome] = []  # of the iteration that has not ended
-        self._num_steps = 0
 
     def plan(self, optimizer: torch.optim.Optimizer) -> Plan:
         """Return the plan of an optimizer, a new one if it is not known."""
@@ -89,8 +87,8 @@ class Journal:
         if plan.outcome is not None:
             plan.outcome._kept = None
         plan.outcome = outcome
-        self._num_steps += 1
-        plan.number = self._num_steps
+        self.plans.pop(plan.id, None)
+        self.plans[plan.id] = plan
         self._all.append(outcome)
         self.open.append(outcome)
 
@@ -116,16 +114,10 @@ class Journal:
 
     def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
         """Return the outcome of the last step of an optimizer, None if there was none."""
-        own = self.plans.get(id(optimizer))
-        if own is not None and own.number == self._num_steps:  # as with one optimizer
-            return own.outcome
-        newest = None
-        for plan in self.plans.values():
-            stepped = plan.optimizer()
-            is_newer = newest is None or plan.number > newest.number
-            if plan.outcome is not None and is_newer and makes_step_of(stepped, optimizer):
-                newest = plan
-        return None if newest is None else newest.outcome
+        for plan in [*self.plans.values()][::-1]:
+            if plan.outcome is not None and makes_step_of(plan.optimizer(), optimizer):
+                return plan.outcome
+        return None
 
     def entries(self) -> list[HistoryEntry]:
         """Return all outcomes as history entries, oldest first. Sync: one."""
