@@ -35,8 +35,7 @@ import halfstep
 from baseline import measure, ratio, seconds, synchronize
 from halfstep._common.machine import device_name
 from halfstep._common.nested import tensors_reached
-from halfstep._master_weights.exchange import Exchange, Scratch, chunks_of
-from halfstep._master_weights.stores import STORES
+from halfstep._master_weights.exchange import STORES, Exchange, Scratch, chunks_of
 
 FLOAT32, PLAIN = "torch.autocast of float32", "no masters"
 EIGHT_BITS, EIGHT_BITS_SPLIT = "torchao, 8 bits", "split, torchao, 8 bits"

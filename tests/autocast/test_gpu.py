@@ -182,7 +182,7 @@ def kept_weight() -> nn.Parameter:
 
 def kept_cast(weight: nn.Parameter) -> Any:
     [entry] = weight_cache._used.casts[id(weight)][1].values()
-    return entry.kept
+    return entry.cast
 
 
 def test_a_cast_is_kept_and_a_change_is_seen() -> None:

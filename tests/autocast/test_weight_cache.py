@@ -115,7 +115,7 @@ def test_the_end_of_a_context_frees_its_casts() -> None:
         for _ in range(3):
             apply(weight)
         [entry] = in_context(weight)
-        alive = weakref.ref(entry.kept.cast)
+        alive = weakref.ref(entry.cast)
         del entry
         assert alive() is not None
     assert alive() is None
@@ -230,7 +230,7 @@ def test_what_is_not_kept(make: Callable[[], nn.Parameter]) -> None:
     weight = make()
     with autocast(DEVICE, BF16):
         [entry] = in_context(used(weight))
-        assert (entry.kept is None) == (weight.data_ptr() == ALIASED.data_ptr())
+        assert (entry.cast is None) == (weight.data_ptr() == ALIASED.data_ptr())
 
 
 def test_nothing_is_kept_or_served_in_inference_mode(casts: list[torch.dtype]) -> None:
@@ -249,7 +249,7 @@ def test_nothing_is_kept_or_served_when_the_cache_is_switched_off(casts: list[to
         with autocast(DEVICE, BF16, cache_enabled=False):
             weight.data.fill_(3)
             assert apply(weight).tolist() == [[6, 6]]
-        assert entry.kept is not None
+        assert entry.cast is not None
     assert len(casts) == 1
 
 

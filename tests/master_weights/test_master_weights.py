@@ -26,8 +26,7 @@ import halfstep
 from halfstep import lost_updates, master_weights
 from halfstep._master_weights import exchange
 from halfstep._master_weights import master_weights as module
-from halfstep._master_weights.exchange import _flat
-from halfstep._master_weights.stores import Split, new_memory
+from halfstep._master_weights.exchange import Split, _flat, new_memory
 from halfstep._pytorch import distributed
 from halfstep.errors import CallOrderError
 

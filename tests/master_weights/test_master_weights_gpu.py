@@ -10,7 +10,7 @@ from torch import nn
 
 import halfstep
 from halfstep import master_weights
-from halfstep._master_weights.stores import STORES, Split, Store, new_memory
+from halfstep._master_weights.exchange import STORES, Split, Store, new_memory
 
 pytestmark = [
     pytest.mark.gpu,

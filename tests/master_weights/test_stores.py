@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep._master_weights import stores
-from halfstep._master_weights.stores import PIECE, STORES, Float32, Split, Store, new_memory
+from halfstep._master_weights import exchange
+from halfstep._master_weights.exchange import PIECE, STORES, Float32, Split, Store, new_memory
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SPECIAL = [
@@ -132,7 +132,7 @@ def test_looking_for_special_numbers_changes_nothing(store, is_special, monkeypa
             with monkeypatch.context() as patch:
                 if not looks:
                     for name in ("_may_hold_nan", "_may_differ"):
-                        patch.setattr(stores, name, lambda *_: True)
+                        patch.setattr(exchange, name, lambda *_: True)
                 param, kept = narrowed(store, weight, dtype)
                 param[::7] *= 2  # somebody writes to it
                 found.append((param, widened(store, param, kept)))

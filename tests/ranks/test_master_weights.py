@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
 from halfstep import master_weights
-from halfstep._master_weights.exchange import chunks_of
-from halfstep._master_weights.stores import STORES
+from halfstep._master_weights.exchange import STORES, chunks_of
 from halfstep._pytorch.distributed import in_place_of, is_dtensor, local_part
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,22 +44,15 @@ def _marks(weight: Tensor) -> _Marks:
     )
 
 
-class _Kept(NamedTuple):
-    """A cast, with the marks of its weight at that time."""
-
-    marks: _Marks
-    cast: Tensor
-    storage: object  # a weak reference, which keeps the address from being reused
-
-
 class _Entry:
     """The cast of a weight to one dtype."""
 
-    __slots__ = ("kept", "last")
+    __slots__ = ("cast", "marks", "storage")
 
     def __init__(self) -> None:
-        self.kept: _Kept | None = None
-        self.last: _Marks | None = None  # at the last cast
+        self.marks: _Marks | None = None  # of the weight at the last cast
+        self.cast: Tensor | None = None  # if it was kept
+        self.storage: object = None  # a weak reference, which keeps the address from being reused
 
 
 class Casts(dict[torch.dtype, _Entry]):
@@ -84,10 +76,8 @@ class Casts(dict[torch.dtype, _Entry]):
         if self._is_captured:
             return None
         entry = self.setdefault(dtype, _Entry())
-        marks, kept = _marks(weight), entry.kept
-        if kept is not None and kept.marks == marks and storages.is_used_once(weight):
-            cast = kept.cast
-        else:
+        marks, cast = _marks(weight), entry.cast
+        if cast is None or entry.marks != marks or not storages.is_used_once(weight):
             cast = self._cast_anew(entry, weight, dtype, marks)
         return storages.computed_from(weight, cast) if torch.is_grad_enabled() else cast
 
@@ -101,11 +91,11 @@ class Casts(dict[torch.dtype, _Entry]):
         self, entry: _Entry, weight: Tensor, dtype: torch.dtype, marks: _Marks
     ) -> Tensor:
         """Cast without gradient; keep the cast if the weight is the same as at the last one."""
-        is_unchanged = entry.last in (None, marks)
-        entry.kept, entry.last = None, marks
+        is_unchanged = entry.marks in (None, marks)
+        entry.marks, entry.cast, entry.storage = marks, None, None
         cast = weight.detach().to(dtype)
         if is_unchanged and _is_its_own(weight):
-            entry.kept = _Kept(marks, cast, storages.memory_of(weight))
+            entry.cast, entry.storage = cast, storages.memory_of(weight)
         return cast
 
 

@@ -21,14 +21,7 @@ A file expresses the same in tables:
     phase = "train"
     module = "blocks.*"  # without ops: the module as a whole
 
-The presets:
-
-* ``standard``: one table for every device, the default.
-* ``torch``: the lists of the running PyTorch version, a different one for each device.
-* ``torch-2.11`` to ``torch-2.15``: the lists of that version, whichever is running.
-* ``torch-cuda``: PyTorch's list for CUDA, on every device.
-* ``bf16-lean``: standard, but norms, softmax and losses stay in bfloat16.
-* ``fp32``: no rules, so nothing is lowered.
+docs/policies.md says what each preset is for.
 """
 
 from __future__ import annotations

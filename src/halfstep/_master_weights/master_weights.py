@@ -29,13 +29,15 @@ from halfstep._gradients.optimizers import (
 )
 from halfstep._gradients.scalars import describe
 from halfstep._master_weights.exchange import (
+    STORES,
     Exchange,
     Scratch,
+    Split,
+    Store,
     float32_weight,
     step_in_chunks,
     steps_one_at_a_time,
 )
-from halfstep._master_weights.stores import STORES, Split, Store
 from halfstep._pytorch.distributed import (
     has_process_group,
     is_dtensor,

@@ -76,15 +76,11 @@ class LayerTable(NamedTuple):
 
 def layer_table(summary: Summary) -> LayerTable:
     axis = exponents_of(summary.layers)
-    rows = []
-    num_histograms = 0
-    for index, layer in sorted(enumerate(summary.layers), key=lambda each: badness(each[1])):
-        path = None
-        if layer.histogram and num_histograms < MOST_HISTOGRAMS:
-            path = histogram(layer, axis)
-            num_histograms += 1
-        rows.append(LayerRow(index, layer, path))
-    return LayerTable(rows, axis, num_histograms)
+    worst_first = sorted(enumerate(summary.layers), key=lambda each: badness(each[1]))
+    drawn = [index for index, layer in worst_first if layer.histogram][:MOST_HISTOGRAMS]
+    paths = {index: histogram(summary.layers[index], axis) for index in drawn}
+    rows = [LayerRow(index, layer, paths.get(index)) for index, layer in worst_first]
+    return LayerTable(rows, axis, len(drawn))
 
 
 def badness(layer: Layer) -> tuple[float, ...]:
