@@ -201,7 +201,7 @@ def _of_kinds(options: argparse.Namespace) -> bool:
 def _of_dtypes(verbose: bool) -> bool:
     """Print the score of errors about dtypes; return whether all is right but known misses."""
     judged = {}
-    for name, program in dtype_programs.ALL.items():
+    for name, program in (dtype_programs.ALL | dtype_programs.REST).items():
         # A folder for each: Python keeps the lines of a file by its name.
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(None):
             judged[name] = dtype_programs.judge(program, Path(folder))
@@ -224,6 +224,7 @@ def _dtype_shares(judged: dict[str, Any], names: Iterable[str]) -> str:
         "line": [each.has_line for each in some],
         "tensors and origins": [not each.missing for each in some],
         "a cure that runs": [each.is_cured for each in some if each.is_cured is not None],
+        "first": [each.does_first for each in some if each.is_cured is not None],
     }
     return ", ".join(f"{name} {sum(right)} of {len(right)}" for name, right in parts.items())
 

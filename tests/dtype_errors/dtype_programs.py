@@ -130,7 +130,7 @@ def judge(program: Hostile, folder: Path) -> Judged:
         if raised_by(file) is None:
             ran.add(cure)
     is_cured = (bool(ran) and ran.issuperset(program.cures)) if program.is_curable else None
-    return Judged(has_line, missing, is_cured, {*found.cures[:1]} <= ran, str(found))
+    return Judged(has_line, missing, is_cured, not ran.isdisjoint(found.cures[:1]), str(found))
 
 
 def raised_by(file: Path) -> Exception | None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -263,3 +264,9 @@ class PythonKernels:
 
 # Files of Python code that passes calls of ops on: in modes, under a default device, in kernels.
 DISPATCHER_FILES = (torch._ops.__file__, torch.overrides.__file__, torch.utils._device.__file__)
+
+
+def is_torchs(function: BuiltinFunctionType) -> bool:
+    """Return whether a function in C++ is one of ``torch``, ``F``, ``torch.linalg`` or such."""
+    is_in_part = (function.__module__ or "").startswith("torch._C._")
+    return is_in_part or getattr(torch, function.__name__, None) is function

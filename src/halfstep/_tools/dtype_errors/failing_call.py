@@ -249,8 +249,7 @@ def has_no_effects(function: Any) -> bool:
         return False
     module = getattr(function, "__module__", None) or ""
     if isinstance(function, BuiltinFunctionType):
-        is_torchs = getattr(torch, function.__name__, None) is function
-        return is_torchs or module.startswith("torch._C._") or isinstance(function.__self__, Tensor)
+        return dispatch.is_torchs(function) or isinstance(function.__self__, Tensor)
     if isinstance(function, MethodType) and isinstance(function.__self__, Tensor):
         return function.__name__ in {"unflatten", "split", "norm", "unique", "stft"}  # in Python
     if isinstance(function, MethodType) and function.__func__ in _READ:
