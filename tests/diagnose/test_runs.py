@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -52,3 +53,19 @@ def test_what_was_found_until_the_limit_is_returned() -> None:
     assert (found.verdict, found.bad and found.bad.op) == ("maths", "log")
     assert found.num_replays == 2
     assert any("none began after 0 s" in note for note in found.notes)
+
+
+def test_several_steps_of_an_optimizer_leave_all_as_it_was() -> None:
+    model, x = torch.nn.Linear(4, 1).half(), torch.ones(8, 4).half().requires_grad_()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)
+
+    def loss_of(gain: float) -> torch.Tensor:
+        return (torch.exp(model(x).abs() + gain) * torch.exp(-model(x).abs() - gain)).sum()
+
+    loss_of(0.0).backward()
+    optimizer.step()
+    loss, before = loss_of(0.0), copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    found = halfstep.diagnose(lambda: loss_of(12.0).backward())
+    assert found.cure.trial == "20 steps of Adam on this batch"
+    torch.testing.assert_close([model.state_dict(), optimizer.state_dict()], before, rtol=0, atol=0)
+    loss.backward()  # what it has saved has the same version

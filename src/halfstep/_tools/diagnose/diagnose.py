@@ -298,19 +298,18 @@ def judge(
         _note_range_alone(replayer, blame, wide)
     is_same = wide is not None and wide.blame is not None and wide.blame.where == blame.where
     in_float32 = True if is_wide_finite else False if is_same else None
-    is_range = is_wide_finite or bad.is_beyond_its_dtype
-    cure: Cure | None = None
+    verdict: Verdict = "range" if is_wide_finite or bad.is_beyond_its_dtype else "maths"
+    judged = Diagnosis(verdict, bad, None, found.ends, run.scale, is_finite_in_float32=in_float32)
+    grown = trial.usual.explain(judged)
+    if grown is not None:
+        return grown
     try:
-        if is_range:
-            cure = cure_search.of_range(trial, blame, bad, call)
-        else:
-            cure = cure_search.of_maths(trial, blame, call)
+        if verdict == "range":
+            return replace(judged, cure=cure_search.of_range(trial, blame, bad, call))
+        return replace(judged, cure=cure_search.of_maths(trial, blame, call))
     except OutOfTime:
         _note_end(replayer)
-    verdict: Verdict = "range" if is_range else "maths"
-    return Diagnosis(
-        verdict, bad, None, found.ends, run.scale, cure, is_finite_in_float32=in_float32
-    )
+    return judged
 
 
 def _note_range_alone(replayer: Replayer, blame: Blame, wide: Scan | None) -> None:

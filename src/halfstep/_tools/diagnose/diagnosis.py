@@ -393,6 +393,8 @@ def _tried(cure: Cure) -> list[str]:
     if not cure.trial:
         return []
     said = f"  tried for {cure.trial}"
+    if not cure.losses:
+        return [f"{said}: the weights stay finite" if cure.is_finite else said]
     first, last = _number(cure.losses[0]), _number(cure.losses[-1])
     if stands(cure.losses):
         return [f"{said}: the loss stays at {first}"]

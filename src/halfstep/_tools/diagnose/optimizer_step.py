@@ -155,7 +155,7 @@ def _of_setting(
     if trial.blame(changed()) is not None:
         return None
     text = f"{type(optimizer).__name__}(..., {key}={value!r})"
-    return Cure("code", text, is_finite=True, remarks=remarks)
+    return trial.judged(Cure("code", text, is_finite=True, remarks=remarks), changed)
 
 
 # --- a step that was taken ------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from halfstep._common.numbers import listed, number, things
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import members
 from halfstep._pytorch import modes, optim
+from halfstep._tools.diagnose.diagnosis import Diagnosis
+from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.observer import OpObserver
 from halfstep._tools.replay.replay import StepRun
 
@@ -27,6 +29,8 @@ Step = Callable[[], object]
 
 MOST_STEPS = 20
 """The largest number of steps."""
+LARGEST = 2**31
+"""The largest size in bytes of all weights that are moved."""
 FAR = 10.0
 """The factor by which the loss of a batch may exceed the usual one of the run."""
 FAR_GRADIENT = 100.0
@@ -49,6 +53,8 @@ class Usual:
     size: float | None = None
     max_norm: float | None = None  # to which the run clips gradients
     step: Step | None = None  # repeats the calls of the step before
+    # Returns the diagnosis of a step in another way, as of weights that grew, or None.
+    explain: Callable[[Diagnosis], Diagnosis | None] = lambda _: None
 
     def is_like(self, loss: float) -> bool:
         """Return whether a loss is like those of the run, as far as is known."""
@@ -79,6 +85,7 @@ class SeveralSteps(OpObserver):
         self.num, self.fails_at = 0, 0  # steps; the number of the one that went bad
         self.norm, self.norm_before = math.nan, math.nan  # of the first gradient, and the last one
         self.takers: dict[str, None] = {}  # names of the optimizers
+        self.why_not = "it has no finite loss to follow"  # if no step was taken
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -91,6 +98,8 @@ class SeveralSteps(OpObserver):
 
     def see_step(self, optimizer: Optimizer) -> None:
         self.takers[type(optimizer).__name__] = None
+        if self._steps_itself and not all(map(is_finite, parameters(optimizer))):
+            self._seen.append(math.nan)
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -110,11 +119,6 @@ class SeveralSteps(OpObserver):
         if not all(self._is_finite(*each) for each in batches):
             self.fails_at = self.num + 1
 
-    @property
-    def why_not(self) -> str:
-        """Why no step was taken."""
-        return "no weight of it can be moved" if self.losses else "it has no finite loss to follow"
-
     def _is_finite(self, step: Step, losses: list[float]) -> bool:
         """Run a step without that of an optimizer; note its loss, and return whether it is finite.
 
@@ -125,26 +129,32 @@ class SeveralSteps(OpObserver):
         self._seen, self._gradients = [], {}
         with self._change():
             step()
-        is_finite = all(map(math.isfinite, self._seen))
-        losses += self._seen[:1] if is_finite else []
-        return is_finite and bool(self._seen)
+        if not all(map(math.isfinite, self._seen)):
+            return False
+        losses += self._seen[:1]
+        return bool(self._seen or self.takers)
 
     def _norm(self, run: StepRun) -> float:
         with modes.unseen_by_modes(), torch.no_grad():
             norms = [float(grad.float().norm()) for _, grad in self._gradients.values()]
-            return math.hypot(*norms) / _scale_of(run)
+            return math.hypot(*norms) / ((run.scale or 1.0) * run.backoff)
 
     def _advance(self, run: StepRun) -> bool:
         """Take the step; return whether one was taken."""
         if self._steps_itself:
             return True
-        scale, norm = _scale_of(run), self._norm(run)
+        leaves = [leaf for leaf, _ in self._gradients.values()]
+        self.why_not = "no weight of it can be moved"
+        if sum(leaf.nbytes for leaf in leaves) > LARGEST:  # a replay copies them, and states
+            self.why_not = f"its weights take more than {LARGEST >> 30} GiB"
+            return False
+        scale, norm = (run.scale or 1.0) * run.backoff, self._norm(run)
         self.norm = self.norm if self.num else norm
         if run.scale is not None and not math.isfinite(norm):
             run.backoff /= 16  # a scaler skips it
             return scale > 1
         if self._owners is None:
-            self._owners = _optimizers_of(leaf for leaf, _ in self._gradients.values())
+            self._owners = _optimizers_of(leaves)
         limit = self._usual.max_norm
         factor = (1.0 if limit is None or norm <= limit else limit / norm) / scale
         with torch.no_grad():
@@ -166,10 +176,6 @@ class SeveralSteps(OpObserver):
             self._owners = []
             self.takers.clear()
         return bool(self._owners)
-
-
-def _scale_of(run: StepRun) -> float:
-    return 1.0 if run.scale is None else run.scale * run.backoff
 
 
 def _optimizers_of(leaves: Iterable[Tensor]) -> list[Optimizer]:
@@ -215,7 +221,8 @@ def failures_of(steps: SeveralSteps) -> list[str]:
     """Return why a run with a change does not train; empty if it may."""
     found = []
     if steps.fails_at:
-        found.append(f"the loss is inf or NaN in step {steps.fails_at} with it")
+        what = "loss is" if steps.losses else "weights are"
+        found.append(f"the {what} inf or NaN in step {steps.fails_at} with it")
     for losses, of in ((steps.losses, "this batch"), (steps.others, "the batch before it")):
         if losses and losses[-1] - losses[0] > FAR * max(abs(losses[0]), _SMALL_LOSS):
             found.append(f"the loss of {of} rises from {number(losses[0])} to {number(losses[-1])}")
@@ -239,5 +246,5 @@ def signs_of(steps: SeveralSteps, usual: Usual) -> list[str]:
 def name_of(steps: SeveralSteps) -> str:
     """Return the number of steps, who took them, and on which batches."""
     of = f" of {listed([*steps.takers])}" if steps.takers else ""
-    both = " and the one before" if steps.others else ""
-    return f"{things(steps.num, 'step' if of else 'small step')}{of} on this batch{both}"
+    both = " on this batch and the one before" if steps.others else " on this batch"
+    return f"{things(steps.num, 'step' if of else 'small step')}{of}{both if steps.losses else ''}"

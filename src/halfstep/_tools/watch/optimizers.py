@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -125,12 +126,15 @@ class Growth:
             loss = max(loss, self._losses.pop()[1], key=abs)
         self._losses.append((step, loss))
 
-    def usual(self, max_norm: float | None, before: Callable[[], object] | None) -> Usual:
-        """Return what is known of the last steps: their losses, unless they are few."""
+    def usual(
+        self, step: int, max_norm: float | None, before: Callable[[], object] | None
+    ) -> Usual:
+        """Return what is known of the steps before one: their losses, unless they are few."""
         last = [loss for _, loss in self._losses][-50:]
-        if len(last) < 3:
-            return Usual(None, None, max_norm, before)
-        return Usual(median(last), median(map(abs, last)), max_norm, before)
+        loss = size = None
+        if len(last) >= 3:
+            loss, size = median(last), median(map(abs, last))
+        return Usual(loss, size, max_norm, before, partial(self.explain, step=step))
 
     def before_step(
         self, optimizer: Optimizer, step: int, model: Callable[[], nn.Module | None]
@@ -152,21 +156,15 @@ class Growth:
         return None
 
     def explain(self, found: Diagnosis, step: int) -> Diagnosis | None:
-        """Return the diagnosis of a step, changed if its weights have exploded or its loss grew.
+        """Return the diagnosis of a step whose weights have exploded or whose loss grew, or None.
 
-        A clamp hides that, and a wider dtype delays it. A later step that follows from the same
-        explosion has no diagnosis. Sync: one for each optimizer.
+        A clamp hides that, and a wider dtype delays it. Sync: one for each optimizer.
         """
         by_losses = self._by_losses(found)
         explained = by_losses
         if by_losses is not None or found.verdict == "maths":
             explained = self._by_weights(found, step, by_losses) or by_losses
-        if explained is None:
-            return found
-        if self.was_explained:
-            return None
-        self.was_explained = True
-        return replace(explained, verdict="growth")
+        return explained and replace(explained, verdict="growth")
 
     def _by_weights(
         self, found: Diagnosis, step: int, by_losses: Diagnosis | None

@@ -547,7 +547,7 @@ class Watch:
         model, seconds = self._model_of(calls), self._seconds
         is_known = why_not_again(before) is None and self._was_finite
         again = step_of(before, None, scale) if is_known else None
-        usual = self._growth.usual(self._max_norm, again)
+        usual = self._growth.usual(self._step, self._max_norm, again)
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
@@ -558,10 +558,10 @@ class Watch:
         if found is not None:
             if found.verdict == "data":
                 self._note_writes(calls)
-            elif found.verdict in ("maths", "range"):
-                found = self._growth.explain(found, self._step)
-                if found is None:
+            elif found.verdict == "growth":
+                if self._growth.was_explained:  # it follows from the same explosion
                     return
+                self._growth.was_explained = True
             self._report(found)
             return
         if why_not == WAS_FINITE and distributed.has_ranks():  # as of gradients they have summed
