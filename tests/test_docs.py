@@ -59,6 +59,14 @@ def test_python_blocks_of_a_page(block: str, capsys: pytest.CaptureFixture[str])
     assert printed == re.findall(r"print\(.*\)  # (.+)$", block, re.M)
 
 
+def test_messages_name_files_and_sections_that_exist() -> None:
+    for file in [each for each in (ROOT / "src").rglob("*") if each.suffix in (".py", ".toml")]:
+        for path, section in re.findall(r"\b(docs/\w+\.\w+)(?:#([\w-]+))?", file.read_text()):
+            heads = re.findall(r"^#+ (.+)", (ROOT / path).read_text(), re.M)
+            slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert section in {"", *slugs}, f"{file.name} names {path}#{section}"
+
+
 def test_consoles_of_the_pages() -> None:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()

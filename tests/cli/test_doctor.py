@@ -74,7 +74,12 @@ def test_the_exit_code_says_whether_something_is_wrong(tmp_path, capsys, source,
         assert first.startswith(f"bad: {script}:4: `optimizer.step()` takes gradients")
         assert first.endswith("[scaler-bypassed]")
         assert "        scaler.step(optimizer)" in rest
-        assert rest[-1] == "see docs/doctor.md#scaler-bypassed"
+        assert rest[-1] == "see docs/doctor.toml [scaler-bypassed]"
+
+
+def test_findings_come_before_the_machine(tmp_path, capsys) -> None:
+    (script := tmp_path / "train.py").write_text(BAD)
+    assert doctor(capsys, script)[1].startswith(f"bad: {script}:4: ")
 
 
 def test_the_worst_of_several_files_comes_first(tmp_path, capsys, quick) -> None:

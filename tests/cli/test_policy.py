@@ -60,8 +60,9 @@ def test_a_file_with_a_mistake_is_an_error_that_names_its_line(capsys, tmp_path)
     ("argv", "message"),
     [
         (["show", "standart"], "did you mean 'standard'?"),
+        (["show", "mull:fp32"], "there is no op 'mull'; did you mean 'mul'"),
+        (["show", "mul:fp32"], "got 'mul:fp32'; did you mean 'standard; mul:fp32'?"),
         (["show", "standard", "--op", "sofmax"], "policy: there is no op 'sofmax'; did you mean"),
-        (["diff", "standard", "nothing.toml"], "nothing.toml: No such file or directory"),
     ],
 )
 def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
@@ -71,10 +72,18 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: list[str], messa
     assert message in err
 
 
-def test_a_policy_without_a_verb_is_told_the_verb(capsys):
+@pytest.mark.parametrize(
+    ("argv", "end"),
+    [
+        (["policy", "standard; exp:leave"], "halfstep policy show 'standard; exp:leave'\n"),
+        (["policy", "check", "mine.toml"], "choose one of show, diff\n"),
+        (["diagnose", "train.py"], "; did you mean 'halfstep run --diagnose'?\n"),
+    ],
+)
+def test_a_verb_that_is_none_is_a_policy_or_an_option_of_run(capsys, argv, end):
     with pytest.raises(SystemExit):
-        called(capsys, "policy", "standard; exp:leave")
-    assert "; to see a policy: halfstep policy show 'standard; exp" in capsys.readouterr().err
+        called(capsys, *argv)
+    assert capsys.readouterr().err.endswith(end)
 
 
 def test_a_file_that_does_not_exist_is_looked_for(capsys, tmp_path):

@@ -91,6 +91,7 @@ def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
         (["--policy", "no-such-preset", "train.py"], "'no-such-preset'"),
         (["--policy", "no-such.toml", "train.py"], "no-such.toml: No such file"),
         (["no-such.py"], "can't open file 'no-such.py': No such file or directory"),
+        (["--guard", "1.0", "a.py"], "; if it is the value of --guard: --guard=1.0"),
         (["--amp", "fp16", "--guard", "train.py"], "leave --guard and --masters out, or use --amp"),
         (["--masters", "--amp=fp16", "train.py"], "leave --guard and --masters out, or use --amp"),
         (["--guard-ranks=alone", "train.py"], "ranks of --guard decide: add --guard"),

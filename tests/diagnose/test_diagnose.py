@@ -116,7 +116,7 @@ def test_accumulation_names_the_batch_that_is_bad() -> None:
     assert found.verdict == "data"
     assert found.tensor is not None
     assert "batches[1] in" in found.tensor
-    assert found.bad.call == 1
+    assert found.bad.call == 2
 
 
 def test_a_parameter_that_was_bad_before() -> None:

@@ -8,7 +8,7 @@ import torch
 
 import halfstep
 from halfstep._tools.doctor.doctor import check_source
-from halfstep._tools.doctor.finding import CATALOG
+from halfstep._tools.doctor.finding import CATALOG, Finding
 
 FILE = Path(__file__).parents[2] / "docs" / "doctor.toml"
 FINDINGS = tomllib.loads(FILE.read_text(encoding="utf-8"))
@@ -31,6 +31,8 @@ def test_every_id_has_its_entry_in_the_order_of_the_catalog() -> None:
     for id, entry in FINDINGS.items():
         assert entry.keys() <= {"text", "wrong", "right"}, id
         assert 10 <= len(entry["text"].split()) <= 90, id
+        file, section = Finding(id, "", "").docs.split(" ")
+        assert f"\n{section}\n" in (FILE.parents[1] / file).read_text(encoding="utf-8")
 
 
 def test_all_but_the_process_have_examples() -> None:

@@ -52,4 +52,4 @@ def test_json_holds_everything() -> None:
     assert values["worst"] == "bad"
     (finding,) = values["findings"]
     assert finding["id"] == "fp16-without-scaler"
-    assert finding["docs"] == "docs/doctor.md#fp16-without-scaler"
+    assert finding["docs"] == "docs/doctor.toml [fp16-without-scaler]"

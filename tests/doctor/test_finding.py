@@ -14,7 +14,7 @@ NOTICE = Finding("torch-scaler", "seen", "cure")
 
 
 def test_a_finding_knows_how_bad_it_is_and_where_it_is_explained() -> None:
-    assert (BAD.severity, BAD.docs) == ("bad", "docs/doctor.md#clip-before-unscale")
+    assert (BAD.severity, BAD.docs) == ("bad", "docs/doctor.toml [clip-before-unscale]")
     assert BAD.place == "b.py:7"
     assert NOTICE.place == ""
 
@@ -68,7 +68,7 @@ def test_the_text_has_place_id_cure_code_and_docs() -> None:
         "        b = 2",
         "notice: seen [torch-scaler]",
         "    cure: cure",
-        "see docs/doctor.md#clip-before-unscale, docs/doctor.md#torch-scaler",
+        "see docs/doctor.toml [clip-before-unscale], docs/doctor.toml [torch-scaler]",
     ]
     assert str(Checkup()) == "good: nothing found"
 

@@ -128,7 +128,7 @@ def bad_op(**values: Any) -> BadOp:
         "op": "addmm",
         "name": "linear",
         "module": "blocks.1.mlp",
-        "call": 0,
+        "call": 1,
         "phase": "forward",
         "rule": "linear:lower",
         "line": Line("/home/me/model.py", 31, "forward", "x = self.mlp(x)"),

@@ -323,6 +323,8 @@ def _preset(name: str) -> Policy:
 
 @cache  # called each time autocast(policy="...") is entered
 def _parsed(text: str) -> Policy:
+    if ":" in text.partition(";")[0]:  # a rule, which is an error; so may be its op
+        check(written.parse_rules(text))
     name, rules = written.parse(text)
     return preset(name) | _checked(rules)
 

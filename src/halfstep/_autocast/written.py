@@ -48,7 +48,7 @@ from halfstep._autocast.rule import (
     Rule,
     unknown_action,
 )
-from halfstep._common.text import did_you_mean
+from halfstep._common.text import did_you_mean, suggestion
 from halfstep._pytorch import amp, dispatch
 
 _MEANINGS = {
@@ -144,9 +144,10 @@ def parse(text: str) -> tuple[str, list[Rule]]:
     """
     preset, *parts = _parts(text) or [""]
     if preset not in PRESETS:
+        near = suggestion([f"standard; {text}"]) if ":" in preset else did_you_mean(preset, PRESETS)
         raise ValueError(
             f"policy {text!r}: it must start with a preset ({', '.join(PRESETS)}); got "
-            f"{preset!r}{did_you_mean(preset, PRESETS)}"
+            f"{preset!r}{near}"
         )
     return preset, [rule for part in parts for rule in _rules(part)]
 

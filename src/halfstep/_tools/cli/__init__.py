@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -86,24 +87,27 @@ class _Parser(argparse.ArgumentParser):
         """Take an optional value only after ``=``: in ``run --guard train.py`` a target follows."""
         words, index = list(sys.argv[1:] if args is None else args), 0
         while index < len(words) and words[index].startswith("-") and words[index] != "--":
-            action = self._option_string_actions.get(words[index])
-            if action is not None and action.nargs == "?":
-                words[index] += f"={action.const}"
-            index += 2 if self.takes_value(words[index]) else 1
+            if self.num_values(words[index]) == "?":
+                words[index] += f"={self._option_string_actions[words[index]].const}"
+            index += 2 if self.num_values(words[index]) is None else 1
         found: tuple[argparse.Namespace, list[str]] = super().parse_known_args(words, namespace)
         return found
 
-    def takes_value(self, word: str) -> bool:
-        """Return whether a word is an option whose value is the next word."""
+    def num_values(self, word: str) -> int | str | None:
+        """Return None if a word is an option with a value, ``"?"`` if that may be left out."""
         action = self._option_string_actions.get(word)
-        return action is not None and action.nargs is None
+        return 0 if action is None else action.nargs
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            near = did_you_mean(str(value), action.choices)
-            if action.dest == "verb" and not near:  # of policy: perhaps a policy, to be shown
+        known: Any = action.choices
+        if known is not None and value not in known:
+            near = did_you_mean(str(value), known)
+            is_policy = re.search(r"[.;:]|^(standard|torch|fp32|bf16)", value)
+            if action.dest == "verb" and is_policy:
                 near = f"; to see a policy: halfstep policy show {shlex.quote(value)}"
-            choices = ", ".join(map(str, action.choices))
+            elif action.dest == "command" and f"--{value}" in options_of(known["run"]):
+                near = f"; did you mean 'halfstep run --{value}'?"
+            choices = ", ".join(map(str, known))
             raise argparse.ArgumentError(action, f"{value!r}: choose one of {choices}{near}")
 
     def error(self, message: str) -> NoReturn:

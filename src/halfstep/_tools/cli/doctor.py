@@ -32,7 +32,7 @@ Exit code: 0 if there is no bad finding and no warning, 1 if there is, 2 if a
 file cannot be read.
 
 examples:
-  halfstep doctor train.py                 the machine and a script
+  halfstep doctor train.py                 a script and the machine
   halfstep doctor                          only the machine
   halfstep doctor --no-machine src/*.py    only scripts, for CI
   halfstep doctor --json train.py          everything as JSON
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.scripts:
             first, *others = arguments.scripts
             files = f"{len(arguments.scripts)} files" if others else first
-            parts.append(str(checkup) if checkup else f"good: {files}: nothing found")
+            parts.insert(0, str(checkup) if checkup else f"good: {files}: nothing found")
         tell("\n\n".join(parts))
     return 0 if checkup.is_well else 1
 

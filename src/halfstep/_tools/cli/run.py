@@ -192,6 +192,9 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
             require_file(target)
         except OSError as error:
             why = reason(error, Path(target))
+            before = arguments.command_line[-len(arguments.target) - 1]
+            if arguments.parser.num_values(before) == "?":
+                why += f"; if it is the value of {before}: {before}={target}"
             raise CommandError(f"can't open file {target!r}: {why}") from None
         if not arguments.quiet and machine.rank() == 0:
             _note_options(target, rest, arguments.parser)
@@ -230,7 +233,7 @@ def _without_folder(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the options of another run like this one, each as one word."""
     given = iter(arguments.command_line[1 : len(arguments.command_line) - len(arguments.target)])
     for word in given:
-        if arguments.parser.takes_value(word):
+        if arguments.parser.num_values(word) is None:
             value = next(given)
             yield from () if word in ("-o", "--output") else (f"{word}={value}",)
         elif not re.match("-o|--output=|-q$|--quiet$", word):

@@ -85,7 +85,7 @@ class BadOp:
         name: The name of the op in a policy, such as ``"linear"``. A ``where`` inside a function
             has the name of that function, such as ``"logdet"``.
         module: The path of its module; empty in the model's own ``forward`` and outside the model.
-        call: The number of the call of that module in which it ran, from 0.
+        call: The number of the call of that module in which it ran, from 1; 0 outside of modules.
         phase: The phase in which it ran; ``"recompute"`` is a forward pass that checkpointing
             repeats.
         rule: The text of the policy's rule that decided, if any.
@@ -330,7 +330,8 @@ def _is_rounded(bad: BadOp) -> bool:
 
 
 def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
-    yield "op", f"{_op(bad)}{_in_module(bad.module)}, call {bad.call}, {bad.phase}"
+    where = f"{_in_module(bad.module)}, call {bad.call}" if bad.call else ""
+    yield "op", f"{_op(bad)}{where}, {bad.phase}"
     if bad.rule:
         yield "rule", bad.rule
     if bad.line is not None:

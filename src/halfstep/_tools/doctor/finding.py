@@ -49,8 +49,8 @@ class Finding:
 
     @property
     def docs(self) -> str:
-        """The section of the docs that explains it."""
-        return f"docs/doctor.md#{self.id}"
+        """The part of the docs that explains it, on the site a section of the page on doctor."""
+        return f"docs/doctor.toml [{self.id}]"
 
     @property
     def place(self) -> str:
@@ -105,8 +105,8 @@ class Checkup(tuple[Finding, ...]):
     def __str__(self) -> str:
         if not self:
             return "good: nothing found"
-        ids = list(dict.fromkeys(finding.docs for finding in self))
-        return "\n".join([*map(str, self), f"see {', '.join(ids)}"])
+        places = dict.fromkeys(finding.docs for finding in self)
+        return "\n".join([*map(str, self), f"see {', '.join(places)}"])
 
     def __repr__(self) -> str:
         return f"Checkup({', '.join(finding.id for finding in self)})"

@@ -281,7 +281,7 @@ def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
     parts = [what, *_began(summary, later), "."]
     if steps.skipped_at_end >= ENDLESS:
         parts.append(
-            f" The skips do not end: the last {count(steps.skipped_at_end)} iterations were all "
+            f" The skips do not end: the last {count(steps.skipped_at_end)} steps were all "
             "skipped, and nothing was learned in them."
         )
     has_other_cause = (

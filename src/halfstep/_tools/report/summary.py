@@ -2,8 +2,8 @@
 
 :func:`halfstep._tools.report.summarize.summarize` computes them. They are plain data:
 ``halfstep report --json`` prints them unchanged, and the page shows the same numbers. Steps are
-iteration numbers, shares go from 0 to 1, headroom is in bits, times are in seconds, and unknown
-values are None.
+those of the run, from 1, shares go from 0 to 1, headroom is in bits, times are in seconds, and
+unknown values are None.
 """
 
 from __future__ import annotations

@@ -186,8 +186,8 @@ class RunningModules:
         name = self._names.get(module)
         if name is not None:
             in_backward = autograd.backward_number() >= 0
-            call = ModuleCall(name, self._counts[module], in_backward)
             self._counts[module] += 1
+            call = ModuleCall(name, self._counts[module], in_backward)
             self.of_thread.calls.append((module, call))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
@@ -227,7 +227,7 @@ class OpPlace(NamedTuple):
     """The module, call and rule of an op, and for an autograd node of the op that created it."""
 
     module: str = ""
-    call: int = 0
+    call: int = 0  # of the module, from 1; 0 outside of the modules
     rule: str | None = None
     op: str | None = None  # that the rule was looked up for; None if it is that of an island
     number: int = -1  # of the op that created a node

@@ -71,7 +71,7 @@ class Row:
     Attributes:
         number: Unique among casts and rows, in the order they ran.
         module: The path of the module, empty outside the model.
-        call: The index of the call of that module in which it ran, from 0.
+        call: The number of the call of that module in which it ran, from 1; 0 outside of modules.
         phase: ``"recompute"`` is a repeated forward pass, for activation checkpointing.
         op: The name of the op, ``"addmm"``.
         inputs: Its tensors, before the casts in ``casts``.
