@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfstep._autocast import native
+from halfstep._autocast import context, kernels, native
 from halfstep._pytorch import dispatch
 
 
@@ -15,3 +15,11 @@ def _new_watches() -> None:
         products._lasting.remove()
         products._lasting = dispatch.PythonKernels()
         products.settle()
+
+
+@pytest.fixture
+def forgotten_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget policies for devices that are not here: blocks that observe ops serve them, too."""
+    monkeypatch.setattr(kernels, "_prepared", [*kernels._prepared])
+    monkeypatch.setattr(kernels, "_numbers", {**kernels._numbers})
+    monkeypatch.setattr(context, "_settled", {})

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
 from halfstep._autocast import Policy, Rule, autocast, preset
-from halfstep._autocast.kernels import only_our_kernels, prepare, prepared
+from halfstep._autocast.kernels import observe_ops, only_our_kernels, prepare, prepared
 from halfstep._pytorch import dispatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")
@@ -327,6 +327,7 @@ def test_norms_without_a_dtype_argument() -> None:
         assert torch.ops.aten.norm.ScalarOpt_dim(x, None, [0], True).shape == (1, 4)
 
 
+@pytest.mark.usefixtures("forgotten_policies")
 def test_pytorchs_kernels_do_what_they_agree_on_unless_told_otherwise() -> None:
     def plan(policy: str) -> dict[str, object]:
         return dict(prepared(prepare(preset(policy), "cpu")).plan_for(BF16, "train"))
@@ -340,6 +341,15 @@ def test_pytorchs_kernels_do_what_they_agree_on_unless_told_otherwise() -> None:
         raise KeyError
     assert "avg_pool3d.default" not in plan("torch")
     assert prepare(preset("torch"), "cpu") != prepare(preset("torch"), "cuda")
+
+
+def test_observing_registers_a_kernel_once_however_many_policies_there_are(monkeypatch) -> None:
+    """Tuning prepares hundreds, and observes ops in each trial."""
+    assert prepare(preset("standard"), DEVICE) != prepare(preset("torch"), DEVICE)
+    calls: list[Any] = []
+    monkeypatch.setattr(dispatch.PythonKernels, "register", lambda _, *args: calls.append(args[:2]))
+    with observe_ops(pytest.fail):
+        assert len(calls) == len(set(calls)) > 100
 
 
 def test_a_rule_can_be_taken_back() -> None:
