@@ -17,6 +17,9 @@ SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights 
 BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.py gradients.py loss_scale.py overrides.py) \
 	$(addprefix tests/scaler/test_,training.py clipping.py saving.py skips.py)
 
+# Where the environment forbids it, each of the processes that tests start would compile halfstep anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test quick test-torch test-simulated pytest check fuzz pairs score quality package gpu test-ranks bench docs clean
 .DEFAULT_GOAL := help
 

@@ -200,10 +200,9 @@ def test_pytorchs_cache_ends_with_the_outermost_context() -> None:
 
 
 @pytest.fixture
-def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def other_device(monkeypatch: pytest.MonkeyPatch, forgotten_policies: None) -> None:
     """A second device on every machine: a registered backend that does not tell."""
     monkeypatch.setattr(torch, "privateuseone", SimpleNamespace(), raising=False)
-    monkeypatch.setattr("halfstep._autocast.context._settled", {})
 
 
 @pytest.mark.usefixtures("other_device")
@@ -285,25 +284,23 @@ def test_off_is_possible_for_devices_whose_kernels_are_out_of_reach(device: str)
         autocast(device)
 
 
-@pytest.mark.parametrize(
-    "device", ["cuda", "cuda:0", "xpu", "mps", "mps:0", "hpu", "privateuseone"]
-)
+@pytest.mark.usefixtures("forgotten_policies")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "xpu", "mps:0", "hpu", "privateuseone"])
 def test_a_device_that_is_not_there_is_an_error_not_a_warning(device, monkeypatch):
     kind = device.partition(":")[0]
     if hasattr(torch, kind):
         monkeypatch.setattr(getattr(torch, kind), "is_available", lambda: False)
-    monkeypatch.setattr("halfstep._autocast.context._settled", {})
     with pytest.raises(ValueError, match=f"no {kind.upper()} device here; leave device_type out"):
         autocast(device, FP16)
     with autocast(device, enabled=False):
         assert linear() == FP32
 
 
+@pytest.mark.usefixtures("forgotten_policies")
 @pytest.mark.parametrize("device", ["xpu", "mps:0"])
 def test_a_device_that_is_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = device.partition(":")[0]
     monkeypatch.setattr(getattr(torch, kind), "is_available", lambda: True)
-    monkeypatch.setattr("halfstep._autocast.context._settled", {})
     with autocast(device, FP16):
         assert torch.is_autocast_enabled(kind)
         assert linear() == FP32
@@ -409,14 +406,13 @@ def test_leaving_in_a_thread_that_did_not_enter_is_an_error() -> None:
 )
 @pytest.mark.usefixtures("other_device")
 def test_a_context_left_before_one_inside_it_is_an_error(inner: autocast | str) -> None:
+    def state() -> tuple[object, ...]:
+        return amp.autocast_switches(DEVICE), *map(current_policy, (DEVICE, "privateuseone"))
+
     if isinstance(inner, str):
         inner = autocast(inner, BF16)
     with inner:
-        alone = (
-            amp.autocast_switches(DEVICE),
-            current_policy(DEVICE),
-            current_policy("privateuseone"),
-        )
+        alone = state()
     outer = autocast(DEVICE, BF16)
     outer.__enter__()
     inner.__enter__()
@@ -425,8 +421,7 @@ def test_a_context_left_before_one_inside_it_is_an_error(inner: autocast | str) 
     assert str(caught.value).startswith(f"{outer!r} is left while {inner!r}, entered after it, is")
     assert "asyncio.to_thread" in str(caught.value)
     # The inner one goes on as if there had been no other.
-    now = amp.autocast_switches(DEVICE), current_policy(DEVICE), current_policy("privateuseone")
-    assert now == alone
+    assert state() == alone
     inner.__exit__(None, None, None)
     assert_nothing_is_left()
 

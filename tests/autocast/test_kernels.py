@@ -320,6 +320,7 @@ def test_norms_without_a_dtype_argument() -> None:
         assert torch.ops.aten.norm.ScalarOpt_dim(x, None, [0], True).shape == (1, 4)
 
 
+@pytest.mark.usefixtures("forgotten_policies")
 def test_pytorchs_kernels_do_what_they_agree_on() -> None:
     torchs, standard = (prepared(prepare(preset(name), "cpu")) for name in ("torch", "standard"))
     plan = torchs.plan_for(BF16, "train")
@@ -327,6 +328,15 @@ def test_pytorchs_kernels_do_what_they_agree_on() -> None:
     assert "avg_pool3d.default" not in plan
     assert "softmax.int" in standard.plan_for(BF16, "train")
     assert prepare(preset("torch"), "cpu") != prepare(preset("torch"), "cuda")
+
+
+def test_observing_registers_a_kernel_once_however_many_policies_there_are(monkeypatch) -> None:
+    """Tuning prepares hundreds, and observes ops in each trial."""
+    assert prepare(preset("standard"), DEVICE) != prepare(preset("torch"), DEVICE)
+    calls: list[Any] = []
+    monkeypatch.setattr(dispatch.PythonKernels, "register", lambda _, *args: calls.append(args[:2]))
+    with observe_ops(pytest.fail):
+        assert len(calls) == len(set(calls)) > 100
 
 
 def test_a_rule_can_be_taken_back() -> None:

@@ -49,26 +49,18 @@ def test_ranks(how, halfstep_run, folder):
     assert steps_of(folder) == {"rank0.jsonl": 5, "rank1.jsonl": 5}
 
 
-@pytest.mark.parametrize(
-    ("launcher", "ranks", "files"),
-    [
-        (("-m", "torch.distributed.run"), 1, ["process-1/rank0.jsonl"]),
-        (("torchrun",), 2, ["rank0.jsonl", "rank1.jsonl"]),
-    ],
-)
-def test_a_launcher_is_a_script_too(launcher, ranks, files, halfstep_run, folder, monkeypatch):
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+def test_a_launcher_is_a_script_too(halfstep_run, folder):
     script = CORPUS.parent / "scripts" / "ranks.py"
-    done = halfstep_run("-o", "runs/x", *launcher, "--nproc-per-node", ranks, script)
+    launcher = "-m", "torch.distributed.run", "--nproc-per-node", 1
+    done = halfstep_run("-o", "runs/x", *launcher, script)
     assert done.code == 0, done.err
-    assert steps_of(folder) == dict.fromkeys(files, 3)
+    assert steps_of(folder) == {"process-1/rank0.jsonl": 3}
 
 
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_the_last_lines_of_ranks_under_amp(amp, halfstep_run, folder, monkeypatch):
+def test_the_last_lines_of_ranks_under_amp(halfstep_run, folder, monkeypatch):
     """The launcher has no step, and says only where those of its ranks are."""
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
-    options = ("--amp", amp, "-o", "runs/x", "torchrun", "--nproc-per-node", 2)
+    options = ("--amp", "fp16", "-o", "runs/x", "torchrun", "--nproc-per-node", 2)
     done = halfstep_run(*options, CORPUS / "plain_ranks.py")
     first, last = (line for line in done.err.splitlines() if line.startswith("halfstep: "))
     assert "Linear.forward runs under autocast, 1 of 1 product in" in first

@@ -119,9 +119,12 @@ def _registered(
 ) -> Iterator[None]:
     """Register kernels for ops of every policy in a block, and remove them afterwards."""
     temporary = dispatch.PythonKernels()
+    registered: dict[str, frozenset[str]] = {}  # by device, since a process may have many policies
 
     def register(policy: PolicyOnDevice) -> None:
-        _register(temporary, ops(policy), kernel, policy.device)
+        before = registered.get(policy.device, frozenset())
+        registered[policy.device] = before.union(ops(policy))
+        _register(temporary, registered[policy.device] - before, kernel, policy.device)
 
     _registering.append(register)
     try:
