@@ -1,8 +1,7 @@
-"""torch.compile and CUDA graphs: what a step does on the device is one graph, its books are not.
+"""torch.compile traces ``scale`` and runs all else eagerly; CUDA graphs capture a step.
 
-Three layers. What works on gradients and on the scale can be traced, with no break. ``scale`` can,
-too, so that a loss may be scaled in compiled code. ``step`` and the calls like it end the graph, as
-those of ``torch.amp.GradScaler`` do, run as they are, and do not let anything be compiled again.
+``step`` and the calls like it end the graph, as those of ``torch.amp.GradScaler`` do, run as they
+are, and do not let anything be compiled again.
 """
 
 import math
@@ -12,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import DEVICE, seeded
+from tests.device import seeded
 from torch._dynamo.utils import counters
 
-from halfstep._gradients.gradients import Gradients, collect
+from halfstep._gradients.gradients import collect
 from halfstep._scaler import GradScaler, step
 from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.engine import scale_on
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.scale_state import Dynamic, ScaleState, Schedule
+from halfstep._scaler.scale_state import Dynamic, ScaleState
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,7 +29,6 @@ pytestmark = [
     # Wherever a graph ends, dynamo asks the loss for its gradient.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning"),
 ]
-CPU = torch.device(DEVICE)
 SCALE = 1024.0
 DYNAMIC = Dynamic(growth_interval=2)
 
@@ -45,120 +43,6 @@ def fresh_compiler() -> Iterator[None]:
 
 def num_graphs() -> int:
     return counters["stats"]["unique_graphs"]
-
-
-makes_objects = pytest.mark.skipif(
-    torch.__version__.startswith(("2.11.", "2.12.")),
-    reason="before 2.13 PyTorch compiles no dataclass whose fields have objects as defaults",
-)
-
-# --- what works on gradients and on the scale -----------------------------------------------------
-
-Part = Callable[[LossScale, Gradients], list[torch.Tensor]]
-
-
-def prepare(scale: LossScale, gradients: Gradients) -> Step:
-    number = scale.number()
-    return Step(None, scale, gradients, number, number, ranks=ALONE)
-
-
-def finish(checked: Step) -> torch.Tensor:
-    skip = checked.decide().skip
-    assert isinstance(skip, torch.Tensor)
-    assert checked.own is not None
-    return skip
-
-
-def plain(scale: LossScale, gradients: Gradients) -> list[torch.Tensor]:
-    return [finish(step.unscale_(prepare(scale, gradients)))]
-
-
-def plain_with_clip(scale: LossScale, gradients: Gradients) -> list[torch.Tensor]:
-    checked = step.measure(prepare(scale, gradients))
-    step.multiply_(checked, step.clip_coefficient_of(checked, 1.0))
-    assert isinstance(checked.norms.norm, torch.Tensor)
-    return [finish(checked), checked.norms.norm]
-
-
-def fused_with_clip(scale: LossScale, gradients: Gradients) -> list[torch.Tensor]:
-    checked = step.measure(prepare(scale, gradients))
-    divisor = step.divisor_of(checked.multiplier, step.clip_coefficient_of(checked, 1.0))
-    assert isinstance(divisor, torch.Tensor)
-    sums = (sums for _, sums in checked.norms.on_device.values())
-    return [finish(checked), divisor, *sums]
-
-
-PARTS: list[Part] = [plain, plain_with_clip, fused_with_clip]
-
-
-def params_with_gradients(number: int, device: torch.device = CPU) -> list[torch.nn.Parameter]:
-    """Gradients of several shapes and dtypes; the fourth time one entry is inf."""
-    generator = seeded(number)
-    grads = [
-        torch.randn(3, 4, generator=generator),
-        torch.randn(3, 4, generator=generator),
-        torch.randn(5, generator=generator).bfloat16(),
-        torch.randn((), generator=generator),
-        torch.randn(4, 2, generator=generator).t(),
-    ]
-    if device.type == "cpu":  # inductor has no complex numbers; it falls back
-        grads.append(torch.randn(2, generator=generator, dtype=torch.complex64))
-    if number == 3:
-        grads[0][1, 1] = math.inf
-    params = []
-    for grad in grads:
-        params.append(torch.nn.Parameter(torch.zeros_like(grad, device=device)))
-        params[-1].grad = (grad * SCALE).to(device)
-    return params
-
-
-def iterations(
-    part: Part, schedule: Schedule, min_scale: float | None, device: torch.device = CPU
-) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor], ScaleState]]:
-    scale = scale_on(device, LossScale(ScaleState.first(SCALE, schedule, min_scale)))
-    for number in range(6):
-        params = params_with_gradients(number, device)
-        # Collected outside the graph: Dynamo cannot ask a tensor for its negative bit.
-        found = part(scale, collect(params))
-        scale.update([found[0]])
-        yield found, [param.grad for param in params], scale.read()
-
-
-assert_close = partial(torch.testing.assert_close, atol=0.0, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "min_scale"),
-    [
-        (DYNAMIC, None),
-        (DYNAMIC, 0.5),  # what comes out of a division is looked at, too
-    ],
-)
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.usefixtures("waiting_device")
-@makes_objects
-def test_one_graph(part: Part, schedule: Schedule, min_scale: float | None) -> None:
-    compiled = torch.compile(part, backend="aot_eager", fullgraph=True)
-    expected = iterations(part, schedule, min_scale)
-    for mine, theirs in zip(iterations(compiled, schedule, min_scale), expected, strict=True):
-        assert_close(mine[0], theirs[0], rtol=0.0)
-        assert_close(mine[1], theirs[1], rtol=0.0)
-        assert mine[2] == theirs[2]
-    assert num_graphs() == 1
-    assert mine[2].num_skipped == 1
-
-
-@pytest.mark.usefixtures("waiting_device")
-@makes_objects
-def test_one_graph_of_inductor() -> None:
-    """It rearranges what it is given: ``x * 0`` is 0 for it, even if x is inf."""
-    compiled = torch.compile(plain_with_clip, fullgraph=True)
-    expected = iterations(plain_with_clip, DYNAMIC, None)
-    for mine, theirs in zip(iterations(compiled, DYNAMIC, None), expected, strict=True):
-        assert_close(mine[0], theirs[0], rtol=1e-6)
-        assert_close(mine[1], theirs[1], rtol=1e-6)
-        assert mine[2] == theirs[2]
-    assert num_graphs() == 1
 
 
 # --- the scaler -----------------------------------------------------------------------------------
@@ -377,27 +261,95 @@ def test_outcomes_and_retries_in_compiled_code(calls_retry: bool) -> None:
 
 # --- CUDA graphs ----------------------------------------------------------------------------------
 
+Part = Callable[[LossScale, list[torch.nn.Parameter]], list[torch.Tensor]]
+
+
+def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> Step:
+    number = scale.number()
+    return Step(None, scale, collect(params), number, number, ranks=ALONE)
+
+
+def finish(checked: Step) -> torch.Tensor:
+    skip = checked.decide().skip
+    assert isinstance(skip, torch.Tensor)
+    assert checked.own is not None
+    return skip
+
+
+def plain(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [finish(step.unscale_(prepare(scale, params)))]
+
+
+def plain_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    checked = step.measure(prepare(scale, params))
+    step.multiply_(checked, step.clip_coefficient_of(checked, 1.0))
+    assert isinstance(checked.norms.norm, torch.Tensor)
+    return [finish(checked), checked.norms.norm]
+
+
+def fused_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    checked = step.measure(prepare(scale, params))
+    divisor = step.divisor_of(checked.multiplier, step.clip_coefficient_of(checked, 1.0))
+    assert isinstance(divisor, torch.Tensor)
+    sums = (sums for _, sums in checked.norms.on_device.values())
+    return [finish(checked), divisor, *sums]
+
+
+PARTS: list[Part] = [plain, plain_with_clip, fused_with_clip]
+
+
+def params_with_gradients(number: int, device: torch.device) -> list[torch.nn.Parameter]:
+    """Gradients of several shapes and dtypes; the fourth time one entry is inf."""
+    generator = seeded(number)
+    grads = [
+        torch.randn(3, 4, generator=generator),
+        torch.randn(3, 4, generator=generator),
+        torch.randn(5, generator=generator).bfloat16(),
+        torch.randn((), generator=generator),
+        torch.randn(4, 2, generator=generator).t(),
+    ]
+    if number == 3:
+        grads[0][1, 1] = math.inf
+    params = []
+    for grad in grads:
+        params.append(torch.nn.Parameter(torch.zeros_like(grad, device=device)))
+        params[-1].grad = (grad * SCALE).to(device)
+    return params
+
+
+def iterations(
+    part: Part, device: torch.device
+) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor], ScaleState]]:
+    scale = scale_on(device, LossScale(ScaleState.first(SCALE, DYNAMIC)))
+    for number in range(6):
+        params = params_with_gradients(number, device)
+        found = part(scale, params)
+        scale.update([found[0]])
+        yield found, [param.grad for param in params], scale.read()
+
+
+assert_close = partial(torch.testing.assert_close, atol=0.0, equal_nan=True)
+
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", [DYNAMIC])
 @pytest.mark.parametrize("part", PARTS)
-def test_a_cuda_graph_of_it_can_be_replayed(part: Part, schedule: Schedule) -> None:
+def test_a_cuda_graph_of_it_can_be_replayed(part: Part) -> None:
     """The gradients stay where they are; what is in them decides in each replay."""
     cuda = torch.device("cuda")
-    state = ScaleState.first(SCALE, schedule)
+    state = ScaleState.first(SCALE, DYNAMIC)
     scale = scale_on(cuda, LossScale(state))
     params = params_with_gradients(0, cuda)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        scale.update(part(scale, collect(params))[:1])  # warms up
+        scale.update(part(scale, params)[:1])  # warms up
     torch.cuda.current_stream().wait_stream(stream)
     scale.load(state)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = part(scale, collect(params))
+        found = part(scale, params)
         scale.update(found[:1])
-    for number, (expected, grads, after) in enumerate(iterations(part, schedule, None, cuda)):
+    for number, (expected, grads, after) in enumerate(iterations(part, cuda)):
         for param, fresh in zip(params, params_with_gradients(number, cuda), strict=True):
             assert fresh.grad is not None
             param.grad.copy_(fresh.grad)

@@ -195,8 +195,7 @@ class DeviceScale(LossScale):
     @property
     def can_amplify(self) -> bool:
         """Whether unscaling may multiply by more than 1; it may at a scale that was written."""
-        may = super().can_amplify
-        return may if may or torch.compiler.is_compiling() else self._is_written()
+        return super().can_amplify or self._is_written()
 
     def number(self) -> Scalar:
         """Return the scale as a tensor. Sync: none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,6 @@ class Engine:
         self.names = Names()
         self.buffers = Buffers()
         self.unused = UnusedGradients(self.journal, self.loss_scale, self.owner)
-        self._left_out: list[Outcome] = []
 
     @property
     def iteration(self) -> Iteration:
@@ -164,10 +163,10 @@ class Engine:
         if any(None in flags for flags in known):
             found = [[f for each in checks for f in each.found_inf.values()] for checks in both]
         unused = self.unused.before_change(iteration)
-        self._left_out = self._left_out_by_caller() if OBSERVERS else []
+        left_out = self._left_out_by_caller() if OBSERVERS else []
         self.loss_scale.update(*found)
         self.unused.after_change(unused)
-        self.end_iteration()
+        self.end_iteration(left_out)
 
     def end_usual(self) -> bool:
         """End an iteration of one usual step, unless the host has to do more than count."""
@@ -208,7 +207,7 @@ class Engine:
         self.loss_scale.load(state)
         self.unused.after_change(unused)
 
-    def end_iteration(self) -> None:
+    def end_iteration(self, left_out: Sequence[Outcome] = ()) -> None:
         """Clear the state of the iteration, complete its outcomes and notify the observers."""
         self.iteration.ledger.close()
         if self.buffers.watched:
@@ -218,9 +217,8 @@ class Engine:
             self.buffers.end()
         self.current, self.is_usual = Iteration(), True
         outcomes, self.journal.open = self.journal.open, []
-        left_out, self._left_out = self._left_out, []
         for outcome in [*outcomes, *left_out]:
-            outcome.after = outcome.loss_scale.snapshot()
+            outcome.after = self.loss_scale.snapshot()
         for observer in OBSERVERS:
             observer.on_iteration(self.owner(), outcomes, left_out)
 

@@ -294,8 +294,7 @@ class Step(NamedTuple):
     @property
     def has_gradients(self) -> bool:
         """Whether this rank, or possibly another one, has gradients."""
-        # torch.compile of 2.11 cannot trace bool() of a list.
-        return len(self.gradients.grads) > 0 or self.ranks.is_together
+        return bool(self.gradients.grads) or self.ranks.is_together
 
     @property
     def unclipped(self) -> Norms | None:

@@ -112,8 +112,6 @@ class LossScale:
     @property
     def can_amplify(self) -> bool:
         """Whether unscaling may multiply by more than 1."""
-        if torch.compiler.is_compiling():  # a graph must hold for every scale
-            return self.state.min_scale < 1.0
         return self.state.can_amplify
 
     def create(self, device: torch.device) -> None:

@@ -365,7 +365,7 @@ def new_check(step: Step, found_inf: dict[torch.device, Tensor]) -> Check:
     """Return a check, shared with the other ranks if several decide."""
     own = Check(found_inf, all_param_ids=step.all_param_ids)
     if step.ranks is not ALONE:
-        has_gradients = len(step.gradients.grads) + len(step.earlier) > 0
+        has_gradients = bool(step.gradients.grads or step.earlier)
         own.agreement = step.ranks.agree_on(step.loss_scale, found_inf, has_gradients=has_gradients)
     return own
 
