@@ -181,7 +181,7 @@ def kept_weight() -> nn.Parameter:
 
 
 def kept_cast(weight: nn.Parameter) -> Any:
-    [entry] = weight_cache._used.casts[id(weight)][1].values()
+    [entry] = weight_cache.used.casts[id(weight)][1].values()
     return entry.cast
 
 

@@ -39,17 +39,11 @@ _lock = threading.Lock()
 
 
 def prepare(policy: Policy, device: str, module: str = "", *, only_observed: bool = False) -> int:
-    """Prepare ``policy`` on ``device``: register every kernel that it needs.
+    """Register every kernel that a policy needs; return its number, for :func:`prepared`.
 
-    Args:
-        policy: the policy.
-        device: the device type.
-        module: the module in which it will be active, empty outside of modules with rules. Modules
-            with the same rules share a number.
-        only_observed: whether it is active only while there is an observer, which halves the time.
-
-    Returns:
-        The number for :func:`prepared`.
+    ``module`` is the one in which the policy will be active, empty outside of modules with rules;
+    modules with the same rules share a number. ``only_observed``: whether it is active only while
+    there is an observer, which halves the time.
 
     Raises:
         ValueError: a rule names an op that does not exist.

@@ -278,12 +278,9 @@ def factors_of(name: str) -> tuple[int, ...]:
 
 
 def with_fp32_result(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an overload, and return its result in float32.
+    """Call an overload of one of :data:`PRODUCTS`, and return its result in float32.
 
-    Args:
-        name: The overload, of one of :data:`PRODUCTS`.
-        args: Its arguments: the factors in lower precision, what is added to them in float32.
-        kwargs: ``alpha`` and ``beta``.
+    The factors are given in lower precision, what is added to their product in float32.
 
     Differentiable, once and twice. The backward pass is that of a product in lower precision: it
     rounds the gradient of the result and multiplies it by the factors. Sync: none.

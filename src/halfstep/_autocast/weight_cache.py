@@ -159,12 +159,6 @@ def cast_in_context(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     return used.casts[id(weight)][1].cast(weight, dtype)
 
 
-def forget(weight: Tensor) -> None:
-    """Drop the casts of a weight that was written to."""
-    if id(weight) in used.casts:
-        used.casts[id(weight)][1].clear()
-
-
 def clear() -> None:
     """Free the casts of this thread, at the end of its outermost context."""
     used.casts.clear()
@@ -186,4 +180,5 @@ def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
         return
     for group in optimizer.param_groups:
         for weight in group["params"]:
-            forget(weight)
+            if id(weight) in used.casts:
+                used.casts[id(weight)][1].clear()

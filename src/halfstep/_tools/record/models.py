@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from halfstep._common.module_names import without_wrappers
+from halfstep._common.module_names import replicated, without_wrappers
 from halfstep._gradients.buffers import NAN, levels_of
 from halfstep._pytorch import compiler, modes
 from halfstep._tools.record.files import Event
@@ -57,8 +56,7 @@ class Models:
 
     def add(self, model: nn.Module) -> bool:
         """Add a model unless it is known; return whether it replaces known parts of it."""
-        if isinstance(model, DataParallel | DistributedDataParallel):
-            model = model.module
+        model = replicated(model)
         if model in self._names:
             return False
         modules = set(model.modules())
