@@ -66,7 +66,7 @@ def test_the_exit_code_says_whether_something_is_wrong(tmp_path, capsys, source,
     found, printed = doctor(capsys, "--no-machine", script)
     assert found == code
     if source is GOOD:
-        assert printed == f"good: {script}: nothing found\n"
+        assert printed == f"good: {script}: nothing found in 1 scaler and 1 backward call\n"
     if source is NOTICE:
         assert printed.startswith(f"notice: {script}:4: `torch.autocast` is entered")
     if source is BAD:
@@ -80,6 +80,19 @@ def test_the_exit_code_says_whether_something_is_wrong(tmp_path, capsys, source,
 def test_findings_come_before_the_machine(tmp_path, capsys) -> None:
     (script := tmp_path / "train.py").write_text(BAD)
     assert doctor(capsys, script)[1].startswith(f"bad: {script}:4: ")
+
+
+def test_good_is_said_of_what_was_recognized(tmp_path, capsys) -> None:
+    for name, source in {"a.py": GOOD, "b.py": GOOD, "c.py": "half = x.half().square()\n"}.items():
+        (tmp_path / name).write_text(source)
+    code, printed = doctor(capsys, "--no-machine", *sorted(tmp_path.iterdir()))
+    assert (code, printed) == (
+        0,
+        "good: 3 files: nothing found in 2 scalers and 2 backward calls\n",
+    )
+    code, printed = doctor(capsys, "--no-machine", tmp_path / "c.py")
+    assert code == 0
+    assert printed.startswith(f"{tmp_path / 'c.py'}: nothing was checked: no autocast, scaler")
 
 
 def test_the_worst_of_several_files_comes_first(tmp_path, capsys, quick) -> None:

@@ -55,11 +55,18 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         parts = [] if machine is None else ["\n".join(_machine_lines(machine))]
         if arguments.scripts:
-            first, *others = arguments.scripts
-            files = f"{len(arguments.scripts)} files" if others else first
-            parts.insert(0, str(checkup) if checkup else f"good: {files}: nothing found")
+            parts.insert(0, str(checkup) if checkup else _nothing_found(arguments.scripts))
         tell("\n\n".join(parts))
     return 0 if checkup.is_well else 1
+
+
+def _nothing_found(scripts: list[Path]) -> str:
+    from halfstep._tools.doctor.doctor import recognized
+
+    files = f"{len(scripts)} files" if scripts[1:] else scripts[0]
+    if seen := recognized(scripts):
+        return f"good: {files}: nothing found in {seen}"
+    return f"{files}: nothing was checked: no autocast, scaler, optimizer or backward()"
 
 
 def _read(scripts: list[Path], machine: MachineReport | None) -> Checkup:

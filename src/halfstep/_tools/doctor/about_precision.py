@@ -52,7 +52,7 @@ def findings(program: Program) -> Iterator[Finding]:
     yield from _deprecated(program)
     for root in program.roots:
         yield from _without_forward(program, root)
-    for built in program.built:
+    for built in (*program.built, *program.trainers):
         yield from _lowered(program, built)
 
 
@@ -93,8 +93,9 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
         loop, around = nested[-2:]
         if around.kind != "autocast" or around.node in seen:
             continue
-        if loop.node in trained_in:  # the weights change in each pass
-            continue
+        calls = (node for node in ast.walk(loop.node) if isinstance(node, ast.Call))
+        if loop.node in trained_in or any(dotted(call.func) == "input" for call in calls):
+            continue  # the weights change in each pass, or a person is asked
         if not _uses_weights(program, site) or _has_loop(site, around):
             continue
         seen.add(around.node)
@@ -435,8 +436,8 @@ def _lowered(program: Program, built: Built) -> Iterator[Finding]:
         _IDS[dtype],
         site.line,
         (built.model, built.name),
-        what=f"`{ast.unparse(site.call)}` makes the parameters {dtype}, and `{built.name}` updates "
-        "them there",
+        what=f"`{ast.unparse(site.call)}` makes the parameters {dtype}, and "
+        f"`{built.name.removesuffix('.create_optimizer()')}` updates them there",
         optimizer="optimizer" if " " in built.name else built.name,
         model=built.model,
     )
@@ -457,9 +458,10 @@ def _lowers_to(program: Program, site: Site) -> str | None:
     """Return the half dtype that a call casts to, empty for another dtype, None for no cast."""
     if site.method in _LOWERS and not site.call.args:
         return _LOWERS[site.method]
-    if site.method != "to":
-        return None
-    given = [program.meaning.dtype(node, site.scope) for node in arguments(site.call)]
+    nodes = arguments(site.call) if site.method == "to" else ()
+    if site.method == "from_pretrained":
+        nodes = [each.value for each in site.call.keywords if each.arg in ("torch_dtype", "dtype")]
+    given = [program.meaning.dtype(node, site.scope) for node in nodes]
     dtype = next(filter(None, given), None)
     return "" if dtype and dtype not in _LOWERS.values() else dtype
 
@@ -476,4 +478,5 @@ def _model(site: Site) -> str:
         and owner.func.attr in _CHAINED
     ):
         owner = owner.func.value
-    return site.target_name if isinstance(owner, ast.Call) else dotted(owner)
+    is_made = isinstance(owner, ast.Call) or site.method == "from_pretrained"
+    return site.target_name if is_made else dotted(owner)

@@ -11,7 +11,7 @@ from functools import cached_property
 from halfstep._tools.doctor.read_names import Function, NameScope, arguments, dotted, words_of
 from halfstep._tools.doctor.read_paths import Walk
 from halfstep._tools.doctor.read_sites import Site, condition_of
-from halfstep._tools.doctor.read_values import Meaning, SourceScaler
+from halfstep._tools.doctor.read_values import Meaning, SourceScaler, argument
 
 _CLIP_OWNERS = (
     *("self", "optimizer", "optim"),
@@ -27,6 +27,8 @@ _MODEL = re.compile(
 """A pattern for names that are typical for a model."""
 _MAKES = re.compile(r"(^|\.)(load|build|get|create|make|init|setup|prepare|train|test|save)_\w*$")
 """A pattern for functions that are named after a model."""
+_TRAINER = re.compile(r"(transformers|trl)\.(\w+\.)*\w*Trainer")
+_ADAPTERS = re.compile("peft|lora", re.I)
 _AMP_WORDS = re.compile(r"amp|fp16|float16|half|mixed|scaler|precision|autocast|scaling", re.I)
 
 
@@ -186,6 +188,23 @@ class Program:
             if self.meaning.makes_optimizer(site.call, site.scope)
             for node in arguments(site.call)
             for model in self._models(node, site.scope)
+        ]
+
+    @cached_property
+    def trainers(self) -> list[Built]:
+        """The trainers of transformers that train, and create the optimizer of their model.
+
+        There are none in a file with adapters, whose parameters are others.
+        """
+        has_adapters = any(map(_ADAPTERS.search, self.words | self.imported))
+        return [
+            Built(root, site, ast.unparse(model), f"{site.target_name}.create_optimizer()")
+            for root in self.roots
+            for site in root.sites
+            if site.target_name and not has_adapters
+            if any(s.method == "train" and dotted(s.owner) == site.target_name for s in root.sites)
+            if _TRAINER.fullmatch(self.meaning.qualified(site.call.func, site.scope))
+            if (model := argument(site.call, "model", 0)) is not None
         ]
 
     def _models(self, node: ast.expr, scope: NameScope) -> Iterator[str]:
