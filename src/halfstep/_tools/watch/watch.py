@@ -70,7 +70,7 @@ from halfstep._tools.watch.bad_steps import (
 )
 from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
-from halfstep._tools.watch.optimizers import Growth, still_scaled, with_bad_setting
+from halfstep._tools.watch.optimizers import Growth, of_settings, still_scaled, with_bad_setting
 from halfstep._tools.watch.skips import Search
 from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.events import is_observing, is_stepping, observe
@@ -503,8 +503,7 @@ class Watch:
             call, tensor = found
             name, where = name_in_code(tensor), "" if call.at is None else line_text(call.at.line)
             text = f"check {name} before the call: it is not finite{bad_rows(tensor)}"
-            remarks = (SPOILT.format(names=", ".join(names)),)
-            cure = Cure("data", text, remarks=remarks)
+            cure = Cure("data", text, remarks=(SPOILT.format(names=", ".join(names)),))
             notes = (f"the loss of this step is finite; the call: {where}",)
             self._of_steps.add(step)
             self._report(Diagnosis("data", tensor=name, cure=cure, notes=notes), step)
@@ -588,6 +587,8 @@ class Watch:
                 if self._growth.was_explained:  # it follows from the same explosion
                     return
                 self._growth.was_explained = True
+            elif found.verdict == "maths" and self._taken is not None:  # in a closure
+                self.notes += [*filter(None, [of_settings(self._taken.optimizer)])]
             self._report(found)
             return
         if why_not == WAS_FINITE and distributed.has_ranks():  # as of gradients they have summed
