@@ -34,6 +34,8 @@ from halfstep._tools.replay.blame import OUTSIDE, Blame
 from halfstep._tools.replay.variant import EnteredAutocast, float32_parameters, half_of
 from halfstep._tools.trace.ops import OpPlace
 
+CASTS = ("to", "half", "bfloat16", "type", "type_as")
+OF_CAST = "the line casts to a lower precision itself, which no rule changes: pass float32 on there"
 MOST_RULES = 3
 """The largest number of rules that are added to a policy before another dtype is tried."""
 SMALLEST_SCALE = 1.0
@@ -78,6 +80,9 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
         cure = _of_half_model(trial) or in_float32(trial, blame, call)
         text = f"compute {bad.forward_op or bad.op} there in float32: pass x.float()"
         return cure or Cure("code", text)
+    line = None if call is None else call.place.line
+    if any(each.function in CASTS and each.place.line == line for each in trial.makers(blame)):
+        trial.replayer.notes.append(OF_CAST)
     first: Cure | None = None
     for cure in filter(None, _of_autocast(trial, blame, call, is_rounded=is_rounded)):
         if cure.is_finite:

@@ -357,7 +357,8 @@ def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, rows: str = ""
     elif is_of_batch:
         together = " on all ranks, which wait for each other, or replace its rows with finite ones"
         where = together if distributed.has_ranks() else ""
-        text = f"leave this batch out{where}: {tensor} is not finite{rows}; check where it is made"
+        rows = f", or only{rows.removeprefix(' in')}" if rows and not where else rows
+        text = f"leave this batch out{where}{rows}: {tensor} is not finite; check where it is made"
     elif tensor == A_NUMBER:
         text = f"look where {tensor} comes from"
     else:

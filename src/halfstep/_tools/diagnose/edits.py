@@ -83,6 +83,14 @@ def _limited(low: str | None, high: str | None) -> Expression:
     return expression
 
 
+def _left_out(value: Any, eps: float) -> str | None:
+    """Divide by inf where some of the data are 0, which leaves these terms out of a sum."""
+    if not isinstance(value, Tensor) or value.requires_grad or not value.is_floating_point():
+        return None
+    is_some = 0 < int((value == 0).sum()) < value.numel()
+    return '{0}.masked_fill({0} == 0, float("inf"))' if is_some else None
+
+
 def _are_counts(value: Tensor) -> bool:
     """Return whether the values are whole numbers of things, so that a small one would be none."""
     values = value.detach()
@@ -197,8 +205,8 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "log log2 log10 lgamma digamma mvlgamma entr": _LEAST,
     "polygamma xlogy xlog1py": (Edit((1,), _limited("eps", None)), *_LEAST),
     "log1p": (Edit((0,), _limited("-edge", None)), Edit((0,), _limited("-edge", None), 1e2)),
-    "div true_divide divide": (*_DIVISORS, *_FINITE),
-    "rdiv rtruediv reciprocal": (*_LEAST, *_LARGER),
+    "div true_divide divide": (Edit((1,), _left_out), *_DIVISORS, *_FINITE),
+    "rdiv rtruediv reciprocal": (Edit((0,), _left_out), *_LEAST, *_LARGER),
     "sqrt rsqrt": (*_LARGER, *_LEAST),
     "pow float_power": (*_LEAST, *_LARGER, *_FINITE),
     "rpow exp expm1 exp2": _EXPONENT,

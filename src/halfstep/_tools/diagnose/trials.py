@@ -121,8 +121,7 @@ class CureTrial:
         usual, remarks = self.usual, list(cure.remarks)
         try:
             steps = self._several_steps(change, usual, changes)
-            failures = failures_of(steps)
-            signs = signs_of(steps, usual)
+            failures, signs = failures_of(steps), signs_of(steps, usual)
             if failures and usual.max_norm is None:
                 limit = float(f"{steps.norm_before:.0e}") if steps.norm_before > 0 else 1.0
                 clipped = self._several_steps(change, replace(usual, max_norm=limit), changes)
@@ -131,16 +130,10 @@ class CureTrial:
                     steps, failures = clipped, []
         except OutOfTime:
             return replace(cure, remarks=(*remarks, f"{NOT_TRIED}: the time was over"))
-        remarks += [*failures, *signs]
         if not steps.num:
-            return replace(cure, remarks=(*remarks, f"{NOT_TRIED}: {steps.why_not}"))
-        return replace(
-            cure,
-            is_finite=not failures,
-            trial=name_of(steps),
-            losses=tuple(steps.losses),
-            remarks=tuple(remarks),
-        )
+            return replace(cure, remarks=(*remarks, *signs, f"{NOT_TRIED}: {steps.why_not}"))
+        told, losses, is_finite = (*remarks, *failures, *signs), tuple(steps.losses), not failures
+        return replace(cure, is_finite=is_finite, trial=name_of(steps), losses=losses, remarks=told)
 
     def _several_steps(self, change: Change, usual: Usual, changes: dict[str, Any]) -> SeveralSteps:
         replayer = self.replayer

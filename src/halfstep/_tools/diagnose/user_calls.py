@@ -171,7 +171,7 @@ class UserCalls(TorchFunctionMode):
             parameters = parameters_of(running.function)
             self.placed[key] = Placed(spot, running.name, slot, told, parameters, module)
         result = evaluated(text, value)
-        if "clamp" in text and isinstance(value, Tensor):
+        if ("clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
             is_scalar = value.requires_grad and value.is_leaf and not value.dim()
             self.has_clamped_parameter |= is_scalar or isinstance(value, nn.Parameter)
             with modes.no_function_modes(), modes.unseen_by_modes():
@@ -188,18 +188,23 @@ class _Changes:
 
     def __init__(self) -> None:
         self._num, self._of, self._is_of_data, self._rows = 0, 0, False, ""
+        self._is_left_out = False
 
     def add(self, before: Tensor, after: Tensor) -> None:
         changed = before.detach() != after.detach()
         self._num += int(changed.sum())
         self._of += changed.numel()
         self._is_of_data |= not before.requires_grad
-        is_of_limits = bool((after[changed].abs() >= 1).any())  # a mask or a count is no label
+        self._is_left_out = bool(after[changed].isinf().any())
+        is_of_limits = not self._is_left_out and bool((after[changed].abs() >= 1).any())
         self._rows = self._rows or ("" if is_of_limits else named_rows(changed))
 
     def __str__(self) -> str:
         if not self._num:
             return ""
+        if self._is_left_out:
+            terms = f"{self._num:,} of {things(self._of, 'term')}"
+            return f"it leaves out {terms}, divided by 0{': ' * bool(self._rows)}{self._rows}"
         changed = f"it changes {self._num:,} of {things(self._of, 'value')}"
         if not self._is_of_data:
             return f"{changed}, which get no gradient then: look why they are out of range"

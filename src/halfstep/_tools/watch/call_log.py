@@ -216,6 +216,16 @@ class CallLog:
             set_part(rest, name, torch.empty(0))
         return Inside(rest, made)
 
+    def given_bad(self) -> tuple[KeptCall, Tensor] | None:
+        """Return the first call of a module with a bad tensor that no kept call made."""
+        calls = (reference() for reference in (*self._old, *self._new))
+        for call in filter(None, calls):
+            if isinstance(call.function, nn.Module):
+                for given in call.given:
+                    if not is_finite(given.value()):
+                        return call, given.tensor
+        return None
+
     def note_made(self, kept: LoggedCall, result: Any, *, is_effect: bool) -> None:
         """Note the tensors that a call returned or wrote to."""
         call, arguments = kept

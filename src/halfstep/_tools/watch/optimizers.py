@@ -182,7 +182,7 @@ class Growth:
                 + (f", at a learning rate of {number(max(rates))}" if rates else "")
             )
             growth = (amax / max(before.amax, 1.0)) ** (1 / max(step - before.step, 1))
-            text = _of_settings(optimizer)
+            text = of_settings(optimizer)
             if not text and type(optimizer) is torch.optim.SGD and 2 < growth < 1000:
                 text = (  # of a loss near a parabola, whose curvature c multiplies by 1 - lr * c
                     f"lower the learning rate of SGD to {number(max(rates) / (growth + 1))}: at "
@@ -230,7 +230,7 @@ def _grew(losses: list[float]) -> bool:
     return all(a < b for a, b in pairwise(quarters)) and quarters[3] > EXPLODED * quarters[0]
 
 
-def _of_settings(optimizer: Optimizer) -> str:
+def of_settings(optimizer: Optimizer) -> str:
     """Return the cure of a setting that makes weights larger; empty if none is the cause.
 
     A weight decay may do so, and LBFGS without a line search takes steps of any length.

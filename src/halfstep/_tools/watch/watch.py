@@ -37,7 +37,8 @@ from halfstep._tools.diagnose.diagnose import (
     is_bad_at_scale_1,
     why_not_replayed,
 )
-from halfstep._tools.diagnose.diagnosis import Diagnosis, predicate
+from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, predicate
+from halfstep._tools.diagnose.inspect_op import bad_rows
 from halfstep._tools.diagnose.optimizer_step import (
     Numbers,
     diagnosis_of_taken_step,
@@ -47,7 +48,7 @@ from halfstep._tools.diagnose.optimizer_step import (
 from halfstep._tools.dtype_errors.dtype_error import add_explanation
 from halfstep._tools.line import Line, line_text
 from halfstep._tools.patches import Patches
-from halfstep._tools.replay.blame import names_in
+from halfstep._tools.replay.blame import name_in_code, names_in
 from halfstep._tools.replay.kept_calls import (
     KeptCall,
     Made,
@@ -69,7 +70,7 @@ from halfstep._tools.watch.bad_steps import (
 )
 from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
-from halfstep._tools.watch.optimizers import Growth, still_scaled, with_bad_setting
+from halfstep._tools.watch.optimizers import Growth, of_settings, still_scaled, with_bad_setting
 from halfstep._tools.watch.skips import Search
 from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.events import is_observing, is_stepping, observe
@@ -78,6 +79,11 @@ WENT_BAD_LATE = (
     "the gradients were finite when they were unscaled, and the loop made them inf or NaN between "
     "unscale_() and step(): check what it divides by (a norm of 0, inf or NaN), its sums over "
     "ranks, and its clipping"
+)
+
+SPOILT = (
+    "it has made {names} inf or NaN for good, and so every evaluation, also if its loss is left "
+    "out: check the batch before the model is called, and call reset_running_stats()"
 )
 
 MOST_DIAGNOSES = 5
@@ -205,7 +211,7 @@ class Watch:
         self._is_spoiled = False  # a step was taken with bad gradients
         self._taken: _Taken | None = None  # the step that an optimizer takes
         self._went_bad: dict[str, int] = {}  # weights and buffers, with the step
-        self._of_steps: set[int] = set()  # those of them in which an optimizer was at fault
+        self._of_steps: set[int] = set()  # those of them that were reported
         self._last_model: nn.Module | None = None
         self._seconds = seconds
         # The number of the running step in a record, or of the last one if that has counted it; 0
@@ -459,13 +465,18 @@ class Watch:
         if taken is None or self._is_spoiled or self._running.is_bad:
             return False
         optimizer, step = taken.optimizer, taken.number
-        if have_finite_values(parameters(optimizer)):
+        model = self._model or self._last_model
+        if model is None:
+            model = self._model_of(needed_for(self._capture.ends or self._running.ends_before))
+        named = [] if model is None else model.named_buffers()
+        buffers = [each for name, each in named if without_wrappers(name) not in self._went_bad]
+        if have_finite_values([*parameters(optimizer), *buffers]):
             return False
-        model = self._model_of(needed_for(self._capture.ends or self._running.ends_before))
         with taken.with_its_gradients():
             with modes.unseen_by_modes():
                 event = event_of(optimizer, names_in(model), frozenset(self._went_bad))
             if event is None:
+                self._check_buffers(step)
                 return False
             names = [event.tensor or "", *_bad_names(model, parameters=True)]
             self._went_bad = dict.fromkeys(names, step) | self._went_bad
@@ -482,6 +493,20 @@ class Watch:
                     )
                 self._report(event, step)
         return True
+
+    def _check_buffers(self, step: int) -> None:
+        """Diagnose a call that made buffers bad, such as running statistics, of a finite loss."""
+        names = [name for name in _bad_names(self._last_model) if name not in self._went_bad]
+        self._went_bad |= dict.fromkeys(names, step)
+        found = self._capture.log.given_bad() if names and self._may_look() else None
+        if found is not None:
+            call, tensor = found
+            name, where = name_in_code(tensor), "" if call.at is None else line_text(call.at.line)
+            text = f"check {name} before the call: it is not finite{bad_rows(tensor)}"
+            cure = Cure("data", text, remarks=(SPOILT.format(names=", ".join(names)),))
+            notes = (f"the loss of this step is finite; the call: {where}",)
+            self._of_steps.add(step)
+            self._report(Diagnosis("data", tensor=name, cure=cure, notes=notes), step)
 
     def _may_look(self) -> bool:
         """Count a step to diagnose; return whether the limits of a run allow it."""
@@ -562,6 +587,8 @@ class Watch:
                 if self._growth.was_explained:  # it follows from the same explosion
                     return
                 self._growth.was_explained = True
+            elif found.verdict == "maths" and self._taken is not None:  # in a closure
+                self.notes += [*filter(None, [of_settings(self._taken.optimizer)])]
             self._report(found)
             return
         if why_not == WAS_FINITE and distributed.has_ranks():  # as of gradients they have summed
@@ -634,13 +661,13 @@ class Watch:
             notes = (*notes, "the loss of the step before it was finite")
         before = self._went_bad.get(found.tensor or "")
         if found.verdict == "data" and before in self._of_steps:
-            return  # a step of an optimizer made it so, and was reported
+            return  # an earlier step made it so, and was reported
         if found.verdict == "data" and before is not None:
             notes = (*notes, f"{found.tensor} went bad in step {before}")
         left = [n for n in _bad_names(self._last_model) if n not in self._went_bad]
         self._went_bad |= dict.fromkeys(left, number)
         if left and found.tensor not in left:
-            notes = (*notes, f"it has also made {', '.join(left)} inf or NaN")
+            notes = (*notes, SPOILT.format(names=", ".join(left)))
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
         is_left = self._is_spoiled or (not self._was_finite and _is_of_the_model(found))

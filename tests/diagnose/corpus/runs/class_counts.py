@@ -1,5 +1,6 @@
 # kind: 5
 # expect: maths div|reciprocal|mul|true_divide
+# cure: masked_fill
 # learns: accuracy > 0.9
 import torch
 from torch import nn

@@ -1,4 +1,5 @@
 # kind: 3
+# says: line_search_fn="strong_wolfe"
 # expect: maths log
 # cure: log_sigma.exp\(\)
 # never: clamp_min

@@ -1,7 +1,8 @@
 # kind: 5
 # expect: maths div|true_divide|abs|sub
-# says: leave row 4 of 16 out
-# says: it changes 1 of 16 values
+# says: it leaves out 1 of 16 terms, divided by 0: row 4 of 16
+# cure: / y\.masked_fill\(y == 0, float\("inf"\)\)
+# learns: 0 < loss < 2
 import torch
 from torch import nn
 

@@ -1,6 +1,6 @@
 # kind: 5
 # expect: maths div|reciprocal|true_divide
-# says: it changes 1 of 5 values
+# says: it leaves out 1 of 5 terms
 # learns: accuracy > 0.8
 import torch
 from torch import nn
