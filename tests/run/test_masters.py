@@ -512,6 +512,22 @@ def test_a_scaler_of_the_script_is_as_halfsteps_with_a_module(early: int) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::halfstep.errors.SkippedStepsWarning")
+@pytest.mark.parametrize("is_guarding", [False, True])
+def test_a_loss_of_millions_is_trained_at_a_scale_below_1(is_guarding: bool) -> None:
+    weight = nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.SGD([weight], lr=1e-9)
+    with replaced(halfstep.preset("torch"), is_guarding=is_guarding):
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(30):
+            optimizer.zero_grad()
+            scaler.scale((weight.half().float() * 1e6).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 2.0**-4
+    assert weight.max() < 1.0
+
+
+@pytest.mark.filterwarnings("ignore::halfstep.errors.SkippedStepsWarning")
 def test_steps_past_the_scaler_of_the_script_never_use_nan() -> None:
     def unscale(scaler: Any, optimizer: Any) -> None:
         scaler.unscale_(optimizer)
@@ -546,32 +562,26 @@ def test_pytorchs_own_scaler_is_not_guarded() -> None:
     assert said == ["--guard: the script's GradScaler is PyTorch's own; nothing is guarded"]
 
 
-def test_a_script_with_the_calls_is_left_alone() -> None:
-    def script(prepare: Prepare) -> dict[str, Tensor]:
-        model = net().to(BF16)
-        optimizer = halfstep.master_weights(torch.optim.AdamW(model.parameters()), "float32")
-        halfstep.guard(optimizer)
-        train_plainly(model, optimizer, data(3))
-        return state_of(model, optimizer)
-
-    found, said = run_with(script, BOTH)
-    assert same(found, script(unmodified))
-    assert [text for text in said if "guard" in text] == [
-        "--guard: AdamW steps without a guard: guard(AdamW): it has a guard already"
-    ]
-
-
-def test_an_optimizer_that_the_script_guards_gets_no_masters() -> None:
+@pytest.mark.parametrize(
+    ("stores", "additions", "what"),
+    [
+        (("float32",), BOTH, "--guard: SGD steps without a guard: guard(SGD): it has a guard"),
+        ((), MASTERS, "--masters: SGD steps without masters: master_weights(SGD): it has a guard"),
+    ],
+)
+def test_a_script_with_the_calls_is_left_alone(stores, additions, what) -> None:
     def script(prepare: Prepare) -> dict[str, Tensor]:
         model = net().to(BF16)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        for store in stores:
+            halfstep.master_weights(optimizer, store)
         halfstep.guard(optimizer)
         train_plainly(model, optimizer, data(3))
         return state_of(model, optimizer)
 
-    found, said = run_with(script, MASTERS)
+    found, said = run_with(script, additions)
     assert same(found, script(unmodified))
-    assert "--masters: SGD steps without masters: master_weights(SGD): it has a guard" in said[0]
+    assert what in "".join(said)
 
 
 def test_optimizers_are_freed_with_what_was_added() -> None:

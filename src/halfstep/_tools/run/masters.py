@@ -270,7 +270,8 @@ class _Adding:
         norm = "" if self._additions.max_norm is None else "; no norm is clipped"
         self._say(
             "--guard: the script's GradScaler leaves out steps with inf or NaN gradients, after "
-            f"which buffers are restored, and the scale as soon as they end{norm}"
+            f"which buffers are restored; the scale is halved, and tried again where it may not be "
+            f"to blame{norm}"
         )
 
     def _is_past_scaler_and_bad(self, optimizer: Optimizer) -> bool:
