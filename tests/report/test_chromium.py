@@ -388,7 +388,7 @@ def test_the_table_of_layers_fits(opened, width):
 
 def test_no_heading_stands_at_the_foot_of_a_printed_page(opened):
     page = opened()
-    for height in range(700, 1200, 40):
+    for height in range(700, 1200, 80):
         printed = page.pdf(width="800px", height=f"{height}px", outline=True, tagged=True)
         outline = re.findall(rb"/Dest \[\d+ 0 R /XYZ [\d.-]+ ([\d.-]+) 0\]", printed)
         assert len(outline) == page.locator("h1:visible, h2:visible, h3").count()

@@ -11,7 +11,7 @@ Saved, loaded and continued is the same as continued.
     HALFSTEP_FUZZ=20000 pytest -n 2 tests/scaler/test_fuzz.py
     HALFSTEP_FUZZ=1 HALFSTEP_FUZZ_SEED=123 pytest tests/scaler/test_fuzz.py
 
-The first runs more than the 500 sequences of every test run, the second runs one alone.
+The first runs more than the 1,000 sequences of every test run, the second runs one alone.
 """
 
 import copy
@@ -37,7 +37,7 @@ from halfstep.errors import CallOrderError, SkippedStepsError
 
 pytestmark = pytest.mark.slow
 
-NUM_SEQUENCES = int(os.environ.get("HALFSTEP_FUZZ", "500"))
+NUM_SEQUENCES = int(os.environ.get("HALFSTEP_FUZZ", "1000"))
 FIRST_SEED = int(os.environ.get("HALFSTEP_FUZZ_SEED", "0"))
 NUM_PARTS = min(10, NUM_SEQUENCES)
 NUM_CALLS = 40

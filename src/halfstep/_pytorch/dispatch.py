@@ -51,6 +51,11 @@ def _autograd_key(device_type: str) -> torch._C.DispatchKey:
     return torch._C.DispatchKey.__members__["Autograd" + autocast_key(device_type).name[8:]]
 
 
+@cache  # pybind11 searches all keys for the name, which takes 30 microseconds
+def _name_of(key: torch._C.DispatchKey) -> str:
+    return key.name
+
+
 def overload(name: str) -> torch._ops.OpOverload:
     """Return an overload: ``torch.ops.aten.softmax.int`` for ``"softmax.int"``.
 
@@ -142,7 +147,7 @@ def has_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey) -> bool:
     """Return whether a kernel is registered for ``op`` at ``key``."""
     name: str = op.name()  # type: ignore[no-untyped-call]
     try:
-        return torch._C._dispatch_has_kernel_for_dispatch_key(name, key.name)
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, _name_of(key))
     except RuntimeError:  # an op that exists only in Python, such as aten::sym_size
         return False
 
@@ -249,7 +254,7 @@ class PythonKernels:
                 warnings.simplefilter("ignore")
                 PythonKernels._has_warned = True
             library.impl(  # type: ignore[no-untyped-call]
-                op, kernel, key.name, with_keyset=True, allow_override=True
+                op, kernel, _name_of(key), with_keyset=True, allow_override=True
             )
         # Before 2.13 PyTorch fails to register its own kernel where a Python one exists, and its
         # first vmap registers some. Removed from PyTorch's list, ours is overwritten, as in 2.13
