@@ -39,6 +39,8 @@ LARGE_ELSEWHERE = 1 << 20
 """The same elsewhere: a norm takes the host some 2.5 us a tensor (measured on an H200)."""
 
 Kind: TypeAlias = tuple[torch.device, torch.dtype]
+Flags: TypeAlias = dict[torch.device, Tensor]
+"""Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0."""
 
 _PLAIN_TYPES = {Tensor}
 _USUAL_PARAMETERS = {Tensor, torch.nn.Parameter}
@@ -94,7 +96,7 @@ class Gradients:
 
     # One *pass* (G) reads all gradients once or writes them once.
 
-    def unscale_(self, scale: Scalar, *, can_amplify: bool) -> dict[torch.device, Tensor]:
+    def unscale_(self, scale: Scalar, *, can_amplify: bool) -> Flags:
         """Divide all by the scale in place, and check for inf and NaN. One read and write.
 
         With a scale that may be below 1 (``can_amplify``), a finite gradient may become inf, so the
@@ -103,13 +105,11 @@ class Gradients:
         found_inf = self.multiply_(reciprocal(scale))
         return self.check() if can_amplify else found_inf  # non-finite values stay non-finite
 
-    def check(self) -> dict[torch.device, Tensor]:
+    def check(self) -> Flags:
         """Check for inf and NaN with the multiplying kernel and a factor of exactly 1."""
         return self.multiply_(1.0)
 
-    def multiply_(
-        self, factor: Scalar, *, was_just_read: bool = False
-    ) -> dict[torch.device, Tensor]:
+    def multiply_(self, factor: Scalar, *, was_just_read: bool = False) -> Flags:
         """Multiply all by a float32 number in place. One read and write.
 
         A dtype for which the device has no such kernel (:class:`~halfstep._pytorch.devices.Facts`),
@@ -117,10 +117,9 @@ class Gradients:
         exactly 1.
 
         ``was_just_read``: whether another pass has just read them. The last ones are then still in
-        the cache, so the order is reversed. Returns by device a float32 scalar: 1 if a gradient on
-        it was inf or NaN before, else 0.
+        the cache, so the order is reversed. Returns what was inf or NaN before.
         """
-        found_inf: dict[torch.device, Tensor] = {}
+        found_inf: Flags = {}
         factors: dict[torch.device, Tensor] = {}
         # Intended as a check, but also PyTorch's fastest kernel for multiplying by a device scalar:
         # 0.8 ms for 4,096 x 256 entries, where _foreach_mul_ takes 1.5.

@@ -10,11 +10,10 @@ from copy import copy
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from halfstep._gradients.buffers import Buffers
-from halfstep._gradients.gradients import Gradients, parameters
+from halfstep._gradients.gradients import Flags, Gradients, parameters
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.iteration import Check, Entry
 from halfstep._scaler.loss_scale import LossScale
@@ -56,15 +55,9 @@ def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def add_check(
-    scaler: GradScaler,
-    optimizer: torch.optim.Optimizer,
-    gradients: Gradients,
-    found_inf: dict[torch.device, Tensor],
+    scaler: GradScaler, optimizer: torch.optim.Optimizer, gradients: Gradients, found_inf: Flags
 ) -> Entry:
-    """Add a check of all gradients of an optimizer that were unscaled elsewhere.
-
-    ``found_inf``: device to float32 scalar, 1 if a gradient on the device is inf or NaN.
-    """
+    """Add a check of all gradients of an optimizer that were unscaled elsewhere."""
     engine = scaler._engine
     ranks = engine.ranks_of("step", optimizer, parameters(optimizer))
     check = Check(found_inf, agreement=ranks.agree_on(engine.loss_scale, found_inf))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import ref
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep._common.numbers import power, things
-from halfstep._gradients.gradients import Gradients
+from halfstep._gradients.gradients import Flags, Gradients
 from halfstep._gradients.norms import Norms
 from halfstep._gradients.scalars import (
     Scalar,
@@ -213,10 +213,6 @@ class Layout:
 
 
 # --- who decides ----------------------------------------------------------------------------------
-
-
-Flags: TypeAlias = dict[torch.device, Tensor]
-"""Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0."""
 
 
 @dataclass(eq=False)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -29,7 +28,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import NONE, Gradients, collect, parameters, refuse_float16
+from halfstep._gradients.gradients import (
+    NONE,
+    Flags,
+    Gradients,
+    collect,
+    parameters,
+    refuse_float16,
+)
 from halfstep._gradients.norms import (
     clip_coefficient,
     largest,
@@ -234,11 +240,10 @@ def gather(
     if engine.unused.by_param:
         engine.unused.use(f"{call}({name(owner)})", params)
     ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
-    must_have_one = needs_one and earlier is None and not ranks.is_together
-    if must_have_one and all(map(_is_none, map(_grad, params))):  # map() makes no Python calls
+    gradients = collect(params)
+    if needs_one and earlier is None and not (gradients.grads or ranks.is_together):
         raise nothing_checked(optimizer)
     loss_scale = engine.scale_of_iteration(call, owner)
-    gradients = collect(params)
     require_known(ledger, call, gradients.params)
     ids = frozenset(map(id, params)) if ranks.is_together else frozenset()
     scaled, entries = NONE, list[Entry]()
@@ -271,10 +276,6 @@ def gather(
     known, before = ((), None) if earlier is None else (earlier.checks, earlier.before)
     checks = tuple(dict.fromkeys([*known, *rest.checks]))
     return Step(optimizer, loss_scale, gradients, earlier=checks, before=before, ranks=ranks)
-
-
-_grad = attrgetter("grad")
-_is_none = partial(is_, None)
 
 
 def refuse_half(engine: Engine, step: Step) -> None:
@@ -361,7 +362,7 @@ def _joined_check(step: Step, found: list[Tensor]) -> Check:
     return new_check(step, {device: scalars.any_of(found, device)} if found else {})
 
 
-def new_check(step: Step, found_inf: dict[torch.device, Tensor]) -> Check:
+def new_check(step: Step, found_inf: Flags) -> Check:
     """Return a check, shared with the other ranks if several decide."""
     own = Check(found_inf, all_param_ids=step.all_param_ids)
     if step.ranks is not ALONE:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import NONE, collect, parameters
+from halfstep._gradients.gradients import NONE, Flags, collect, parameters
 from halfstep._gradients.norms import overflows_when_divided
 from halfstep._gradients.optimizers import name, step_with_scale
 from halfstep._pytorch import amp
@@ -215,7 +215,7 @@ class TorchAttributes:
         inv_scale: Tensor,
         found_inf: Tensor,
         allow_fp16: bool,
-    ) -> dict[torch.device, Tensor]:
+    ) -> Flags:
         gradients = collect(parameters(optimizer))
         if not allow_fp16:
             step = Step(optimizer, self._engine.loss_scale, gradients, multiplier=1.0)
@@ -231,9 +231,7 @@ class TorchAttributes:
         return int(self._engine.loss_scale.read().growth_tracker)
 
     @keep_out_of_graphs
-    def _check_inf_per_device(
-        self: Any, optimizer: torch.optim.Optimizer
-    ) -> dict[torch.device, Tensor]:
+    def _check_inf_per_device(self: Any, optimizer: torch.optim.Optimizer) -> Flags:
         if not self._is_enabled:
             return {}
         engine, params = self._engine, parameters(optimizer)
@@ -255,7 +253,7 @@ class TorchAttributes:
         _keep_check(engine, id(optimizer), optimizer, check)
         return check.found_inf
 
-    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
         step = self._engine.iteration.step_of(optimizer)
         return {} if step is None else found_inf_by_device(step.checks)
 
@@ -320,7 +318,7 @@ def unscale_(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         engine.iteration.keep(step, OptState.UNSCALED)
 
 
-def flags_of(found: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+def flags_of(found: Mapping[torch.device, Tensor]) -> Flags:
     """Return found_inf flags as float32 scalars, in the same memory if they are float32."""
     return {device: flag.detach().reshape(()).float() for device, flag in found.items()}
 
