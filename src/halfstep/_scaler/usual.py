@@ -79,8 +79,8 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
         skip = flag.item() if is_here else flag
     if is_known and not is_here:
         values: dict[str, Scalar] = {"skip": flag} if norm is None else {"skip": flag, "norm": norm}
-        read, _ = loss_scale.read_with(values, [])
-        skip, norm = read["skip"], read.get("norm")
+        numbers, _ = loss_scale.read_with(values, [])
+        skip, norm = numbers["skip"], numbers.get("norm")
         if loss_scale.snapshot() != before:  # existing code has written another scale
             if norms is None:
                 gradients.multiply_(scale)
