@@ -218,3 +218,11 @@ def test_a_run_tells_it_after_the_traceback(tmp_path: Path) -> None:
     assert "tried, and it runs: h.to(torch.float32) in place of h" in told
     quiet = forked.python("-m", "halfstep", "run", "-q", "train.py", cwd=tmp_path)
     assert quiet.err == traceback
+
+
+def test_a_run_offers_halfsteps_autocast_in_place_of_the_scripts(tmp_path: Path) -> None:
+    program = hostile.REST["experts and a shared one"]
+    (tmp_path / "train.py").write_text(program.source)
+    told = forked.python("-m", "halfstep", "run", "train.py", cwd=tmp_path).err
+    [cure] = program.cures
+    assert f"tried, and it runs: {cure}\n" in told

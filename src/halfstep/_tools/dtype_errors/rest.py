@@ -42,8 +42,8 @@ Edits = dict[ast.AST, list[ast.stmt]]
 """What stands in place of statements."""
 
 _LEFT = 4
-"""The most turns of a loop that are evaluated after the failing one."""
-_SECONDS = 20.0
+"""The most turns of a loop that are evaluated after the failing one; one of a training loop."""
+_SECONDS = 10.0
 """The time after which nothing more is evaluated."""
 _CONTEXTS = (torch_autocast, Region, torch.no_grad, torch.enable_grad, nullcontext)
 _OF_LOOPS: tuple[Any, ...] = (list, tuple, dict, range, enumerate, zip, Tensor, nn.ModuleList)
@@ -323,7 +323,9 @@ class _Frame(Call):
                 return
             if isinstance(outer, ast.For):
                 items = self.items(outer.iter)
-                items = items[items.index(self.value(outer.target)) + 1 :][:_LEFT]
+                is_training = any(getattr(n, "attr", "") == "backward" for n in ast.walk(outer))
+                left = 1 if is_training else _LEFT
+                items = items[items.index(self.value(outer.target)) + 1 :][:left]
                 yield outer, ast.For(outer.target, ast.Constant(items), outer.body, []), False  # type: ignore[arg-type]
 
 
