@@ -347,6 +347,11 @@ RUNS = {
         *(skip(n, 1.0, SMALLEST) for n in range(50, 60)),
         *(diagnosis(n, verdict="maths") for n in range(50, 60)),
     ),
+    "bad from the first step": short(
+        *(step(n, loss=math.nan) for n in range(1, 21)),
+        sample(20, [tensor("parameter", "head.weight", counted({}, nan=9))]),
+        records.buffers(1, "bn.running_mean"),
+    ),
     "inf, and other skips": run(step(50, loss=math.inf), *map(skip, range(60, 70))),
     "skips, watched without a diagnosis": run(
         WATCHED | {"is_diagnosing": False}, skip(50, reason="loss"), skip(60)

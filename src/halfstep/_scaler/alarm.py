@@ -53,8 +53,8 @@ CURES = {
 BELOW_1 = (
     "the scale has fallen below 1, since gradients were inf or NaN at all larger ones that were "
     "tried. If steps are taken now, the loss is likely too large for float16: average it where it "
-    "is a sum, divide it by a constant, or use bfloat16. If none is, the backward pass makes inf "
-    f"or NaN at any scale. {WHICH_OP}"
+    "is a sum, divide it by a constant, or use bfloat16. If none is, the scale is not to "
+    f"blame: the backward pass makes inf or NaN. {WHICH_OP}"
 )
 """Advice about overflows while the scale falls below 1."""
 UNSCALED = (

@@ -197,8 +197,9 @@ def about_non_finite(summary: Summary) -> Iterator[Sentence]:
     if weights:
         bad = summary.went_bad_at
         before = "" if bad is None else f" from before step {bad}"
-        lost = f" These weights cannot be recovered: restore a checkpoint{before}."
-        yield _non_finite(summary, "The weights of ", weights, lost)
+        lost = "start again" if bad == 1 else f"restore a checkpoint{before}"
+        end = f" These weights cannot be recovered: {lost}."
+        yield _non_finite(summary, "The weights of ", weights, end)
     outputs = [layer for layer in summary.of_kind("output") if layer.inf or layer.nan]
     if outputs:
         is_curable = outputs[0].inf and not weights
@@ -230,8 +231,9 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
             Code("GradScaler(module=model)"),
             " and ",
             Code("guard(optimizer, module=model)"),
-            " restore buffers at skipped steps. For this model, load a checkpoint from before step "
-            f"{step}, or reset the buffers",
+            " restore buffers at skipped steps. For this model, "
+            f"{f'load a checkpoint from before step {step}, or ' if step > 1 else ''}"
+            "reset the buffers",
             *of_norms,
             ".",
         ),
@@ -253,8 +255,9 @@ def _non_finite(
 ) -> Sentence:
     first = bad[0]
     counts = [f"{count(n)} {what}" for n, what in ((first.inf, "inf"), (first.nan, "NaN")) if n]
-    num = "" if first.num_samples == 1 else f" in {things(first.num_samples, 'sample')} together"
-    what = f" contained {listed(counts)}{num}, first sampled at step {first.non_finite_step}"
+    where = f" over all {first.num_samples} samples, the first in that of step "
+    where = " in the sample of step " if first.num_samples == 1 else where
+    what = f" contained {listed(counts)}{where}{first.non_finite_step}"
     too = " later in the model contained some too"
     others = ("; ", *_names(bad[1:]), too) if len(bad) > 1 else ()
     return say(
