@@ -85,7 +85,7 @@ class SeveralSteps(OpObserver):
         self.num, self.fails_at = 0, 0  # steps; the number of the one that went bad
         self.norm, self.norm_before = math.nan, math.nan  # of the first gradient, and the last one
         self.takers: dict[str, None] = {}  # names of the optimizers
-        self.why_not = "it has no finite loss to follow"  # if no step was taken
+        self.why_not = "the time was over"  # if no step was taken
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -112,11 +112,13 @@ class SeveralSteps(OpObserver):
         while self.num < MOST_STEPS and time.perf_counter() < self._end:
             if not self._is_finite(*batches[self.num % len(batches)]):
                 self.fails_at = self.num and self.num + 1
+                self.why_not = "it has no finite loss to follow"
                 return
             if not self._advance(run):
                 return
             self.num += 1
-        if not all(self._is_finite(*each) for each in batches):
+        late = time.perf_counter() > self._end
+        if self.num and not all(self._is_finite(*each) for each in batches[: 1 if late else 2]):
             self.fails_at = self.num + 1
 
     def _is_finite(self, step: Step, losses: list[float]) -> bool:

@@ -137,7 +137,7 @@ class CureTrial:
 
     def _several_steps(self, change: Change, usual: Usual, changes: dict[str, Any]) -> SeveralSteps:
         replayer = self.replayer
-        seconds = min(replayer.limit * SHARE, MOST_SECONDS)
+        seconds = min(replayer.limit * SHARE, MOST_SECONDS, replayer.limit - replayer.seconds)
         steps = SeveralSteps(change, usual, seconds, steps_itself=replayer.has_steps)
         before, replayer.takes_steps = (replayer.takes_steps, replayer.has_steps), True
         variant = Variant(**{"scale": self.scale, **changes})
