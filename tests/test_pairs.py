@@ -132,6 +132,7 @@ class Trained:
             self._add(feature)
         self.called = self.model
         if case.has("compile"):
+            torch.compiler.reset()
             self.called = torch.compile(self.model, backend="eager")  # type: ignore[assignment]
 
     def _add(self, feature: str) -> None:
@@ -317,7 +318,6 @@ def every() -> list[Case]:
 
 
 def assert_as_by_hand(case: Case, folder: Path) -> None:
-    torch.compiler.reset()
     ours = Trained(case, folder).take_steps(range(NUM_STEPS))
     scales = {number: outcome.scale for number, outcome in ours.outcomes.items()}
     theirs = ByHand(case, scales).take_steps()
@@ -330,7 +330,6 @@ def assert_as_by_hand(case: Case, folder: Path) -> None:
 
 
 def assert_continues(case: Case, folder: Path) -> None:
-    torch.compiler.reset()
     whole = Trained(case, folder / "whole").take_steps(range(NUM_STEPS))
     first = Trained(case, folder / "first").take_steps(range(3))
     file = io.BytesIO()

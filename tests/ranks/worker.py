@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import pickle
 import random
 import signal
@@ -52,6 +53,7 @@ def serve(connection: Connection[Any, Any], rank: int, num_ranks: int, stack: st
     import torch.distributed.tensor  # slow, and most tests need it
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported; DistributedDataParallel is looked for among all other objects
     # pytest names modules of folders with an __init__.py from here.
     sys.path.append(str(Path(__file__).parents[1]))
     connection.send_bytes(b"ready")
