@@ -188,6 +188,20 @@ def test_float16_parameters_without_autocast_are_replayed_in_float32() -> None:
     assert found.cure.text.startswith("model.float()")
 
 
+def test_a_cast_in_the_code_is_no_replay_in_float32() -> None:
+    """0 / (0 + 1e-8) is finite in float32, and 1e-8 is 0 in float16."""
+    x = torch.zeros(2, 4, requires_grad=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.float16):
+            half = x.half()
+            (half / (half.norm(dim=-1, keepdim=True) + 1e-8)).float().sum().backward()
+
+    found = halfstep.diagnose(step)
+    assert found.is_finite_in_float32 is None
+    assert "float32" not in str(found).splitlines()[0]
+
+
 def test_infinities_on_purpose_are_no_fault() -> None:
     model, x = nn.Linear(8, 8), torch.randn(8, 8)
     mask = torch.full((8, 8), -math.inf).triu(1)

@@ -267,9 +267,11 @@ def with_bad_steps(*steps):
              "prevents that"],
         ),
         (
-            Seen(bad_buffers=["a", "b", "c", "d"]),
+            Seen(bad_buffers=["a", "b", "c", "d"], num_bad_taken=1, first_bad_taken=3),
             ["4 buffers of the model ended with inf or NaN: a, b, c and 1 more; halfstep run G "
-             "prevents that"],
+             "prevents that",
+             "an optimizer stepped although the loss was inf or NaN, in 1 step (first: step 3);"
+             " halfstep run G skips those whose gradients are inf or NaN, too"],
         ),
         (
             with_bad_steps(7, 7, 8),
@@ -291,6 +293,14 @@ def test_what_is_known_at_the_end_is_said(known, said):
     assert told == said
     told = list(session.findings(known, guard="", masters=""))
     assert told == [text.rpartition(";")[0] for text in said]
+
+
+def test_no_option_restores_buffers_if_no_step_was_bad():
+    """The script leaves its bad batches out by itself."""
+    known = Seen(bad_buffers=["a"])
+    for num_skipped, more in ((0, ""), (1, "; halfstep run G prevents that")):
+        told = session.findings(known, guard="G", masters="M", num_skipped=num_skipped)
+        assert list(told) == [f"1 buffer of the model ended with inf or NaN: a{more}"]
 
 
 def test_a_run_that_could_not_write_says_what_the_record_has():

@@ -96,6 +96,22 @@ def test_a_rate_that_is_too_high_is_the_cause_not_the_op_that_overflows() -> Non
     assert not any("clamp" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("settings", "schedule", "happened", "cure"),
+    [
+        ({"lr": 30.0, "maximize": True}, None, "at a learning rate of 30", "maximize=False"),
+        ({"lr": 0.3}, lambda i: 20.0 * i, ", raised from 0.3", "lower the learning rate"),
+    ],
+)
+def test_a_setting_and_a_schedule_are_told(settings, schedule, happened, cure) -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), **settings)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) if schedule else None
+    watch, _ = watched(model, optimizer, before_step=lambda i: i > 1 and rates and rates.step())
+    assert happened in watch.found[0].happened
+    assert cure in watch.found[0].cure.text
+
+
 def test_weights_explode_in_the_first_step_of_a_recurrent_net() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

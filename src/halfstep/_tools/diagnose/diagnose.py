@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from halfstep._autocast import HALVES
 from halfstep._common.machine import rank
 from halfstep._common.module_names import without_wrappers
 from halfstep._pytorch import compiler, distributed
@@ -296,7 +297,9 @@ def judge(
             return Diagnosis("scale", bad, None, found.ends, run.scale, scaled)
     if not is_wide_finite and bad.is_beyond_its_dtype:
         _note_range_alone(replayer, blame, wide)
-    is_same = wide is not None and wide.blame is not None and wide.blame.where == blame.where
+    after = None if wide is None else wide.blame
+    # A cast in the code holds in that replay too.
+    is_same = after is not None and after.where == blame.where and after.dtype not in HALVES
     in_float32 = True if is_wide_finite else False if is_same else None
     verdict: Verdict = "range" if is_wide_finite or bad.is_beyond_its_dtype else "maths"
     judged = Diagnosis(verdict, bad, None, found.ends, run.scale, is_finite_in_float32=in_float32)

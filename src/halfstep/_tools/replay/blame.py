@@ -66,6 +66,7 @@ class Blame:
     reader: int  # number of the op, even if a tensor is to blame
     key: OpKey | None = None  # identity of the op across replays; None if there is no op
     of: OpKey | None = None  # in the backward pass, the key of the op whose gradient it computes
+    dtype: torch.dtype | None = None  # of what the op made
     is_meant: bool = False  # whether the values are infinities made on purpose
     tensor: Tensor | None = None  # tensor from outside
 
@@ -244,7 +245,7 @@ class BlameTracker(OpObserver):
     # --- origins ----------------------------------------------------------------------------------
 
     def _blame(self, call: OpCall, bad: list[Tensor]) -> Blame:
-        own = _of_call(call, call.number)
+        own = replace(_of_call(call, call.number), dtype=bad[0].dtype)
         causes: list[Blame] = []
         worst: dict[Blame, int] = {}
         # Of memory that no op has written to, a backward pass may need no more than the shape.

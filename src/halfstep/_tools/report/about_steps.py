@@ -467,7 +467,7 @@ MOST_PLACES = 5
 _REPLAYED = {
     True: " Cure, confirmed by a replay: ",
     False: " Tried, and not enough: ",
-    None: " This should help: ",
+    None: " Cure, not tried: ",
 }
 
 

@@ -224,7 +224,7 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
         f"{things(found.num, 'buffer')} of the model became inf or NaN {when}",
         f"{on_ranks(found.ranks, summary.facts)}, and stayed so: ",
         *names(found.names),
-        ". Every evaluation uses them" + ("." if is_seen else ", while no loss shows it."),
+        ". Every evaluation uses them" + ("." if is_seen else ", while no recorded loss shows it."),
         cure=(
             " ",
             *((again(summary.facts, "--guard"), ", ") if can_add("--guard", summary.facts) else ()),

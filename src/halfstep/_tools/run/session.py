@@ -332,6 +332,7 @@ class Session:
             self._record.seen,
             guard="" if is_scaling or options.is_guarding else "--guard",
             masters="" if is_scaling or (added and added.store) else "--masters",
+            num_skipped=self._record.num_skipped,
         )
 
     def _records_of_others(self) -> list[Path]:
@@ -452,7 +453,7 @@ HARMFUL = 0.05
 """The share of lost updates from which on it is said."""
 
 
-def findings(seen: Seen, *, guard: str, masters: str) -> Iterator[str]:
+def findings(seen: Seen, *, guard: str, masters: str, num_skipped: int = 0) -> Iterator[str]:
     """Yield what went wrong, with the options that prevent it; empty where they are of no use."""
     if seen.lost and seen.has_low_weights and fmean(seen.lost) >= HARMFUL:
         share = percent(fmean(seen.lost))
@@ -461,7 +462,9 @@ def findings(seen: Seen, *, guard: str, masters: str) -> Iterator[str]:
     if seen.bad_buffers:
         which = "".join(x if isinstance(x, str) else x.text for x in names(seen.bad_buffers))
         num = things(len(seen.bad_buffers), "buffer")
-        yield f"{num} of the model ended with inf or NaN: {which}{_prevents(guard)}"
+        # Skipped steps restore buffers; those that a script leaves out do not.
+        restores = guard if num_skipped or seen.num_bad_taken else ""
+        yield f"{num} of the model ended with inf or NaN: {which}{_prevents(restores)}"
     if seen.num_bad_taken:
         when = f"{things(seen.num_bad_taken, 'step')} (first: {at_steps([seen.first_bad_taken])})"
         does = _prevents(guard, "skips those whose gradients are inf or NaN, too")

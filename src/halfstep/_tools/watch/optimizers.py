@@ -174,12 +174,19 @@ class Growth:
             needed = EXPLODED if by_losses is None else EXPLODED / 10
             if not amax > needed * max(before.amax, 1.0):
                 continue
-            rates = [float(group["lr"]) for group in _groups(optimizer) if "lr" in group]
+            groups = _groups(optimizer)
+            rates = [float(group["lr"]) for group in groups if "lr" in group]
+            begun = [float(group["initial_lr"]) for group in groups if "initial_lr" in group]
             name = type(optimizer).__name__
             event = (
                 f"the run diverges: the largest weight of {name} grew from {number(before.amax)} "
                 f"before step {before.step} to {number(amax)} before step {step}"
                 + (f", at a learning rate of {number(max(rates))}" if rates else "")
+                + (
+                    f", raised from {number(max(begun))}"
+                    if begun and max(rates) > max(begun)
+                    else ""
+                )
             )
             growth = (amax / max(before.amax, 1.0)) ** (1 / max(step - before.step, 1))
             text = of_settings(optimizer)
@@ -233,12 +240,14 @@ def _grew(losses: list[float]) -> bool:
 def of_settings(optimizer: Optimizer) -> str:
     """Return the cure of a setting that makes weights larger; empty if none is the cause.
 
-    A weight decay may do so, and LBFGS without a line search takes steps of any length.
+    A weight decay or ``maximize`` may, and LBFGS without a line search takes steps of any length.
     """
     if type(optimizer) is torch.optim.LBFGS and not _groups(optimizer)[0]["line_search_fn"]:
         return 'LBFGS(..., line_search_fn="strong_wolfe")  # limits its steps; or a lower lr'
     is_of_sgd = type(optimizer) is torch.optim.SGD
     for group in _groups(optimizer):
+        if group.get("maximize"):
+            return f"{type(optimizer).__name__}(..., maximize=False)  # True lets the loss grow"
         rate, decay = group.get("lr"), group.get("weight_decay")
         is_direct = is_of_sgd or group.get("decoupled_weight_decay", False)
         if is_direct and isinstance(rate, float) and decay and rate * decay > 2:

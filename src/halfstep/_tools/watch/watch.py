@@ -588,13 +588,15 @@ class Watch:
                     return
                 self._growth.was_explained = True
             elif found.verdict == "maths" and self._taken is not None:  # in a closure
-                self.notes += [*filter(None, [of_settings(self._taken.optimizer)])]
+                settings = filter(None, [of_settings(self._taken.optimizer)])
+                self.notes += [f"not tried: {text}" for text in settings]
             self._report(found)
             return
         if why_not == WAS_FINITE and distributed.has_ranks():  # as of gradients they have summed
             self._report(Diagnosis("none", happened=INNOCENT))
             return
-        self.notes.append(f"step {self._step} was not replayed: {why_not}")
+        was = "went bad;" if why_not == WAS_FINITE else "was not replayed:"
+        self.notes.append(f"step {self._step} {was} {why_not}")
         is_skipping = (self._scaler or self._loss_scaler) is not None
         if is_skipping and not is_last:  # later bad steps are skipped and can be traced
             self._live.ask(self._model_of(needed_for(ends)), self._step)
