@@ -3,9 +3,9 @@
 No clock: the figures are the same in every run. torch.amp's scaler runs in a process of its own
 (``baseline.py``). With ``--time`` a table of times follows, of rounds in turn on one thread. One
 iteration is ``scale``, ``step``, ``update`` of 12 parameters of 64 x 64; with clipping,
-``step(max_norm=)`` beside ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``. ``--buffers`` prints
-instead what it costs that a skipped step restores the buffers of its module: ops, bytes, and the
-time of a step of a small CNN to that of one that no scaler watches.
+``step(max_norm=)`` beside ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``, or these in both.
+``--buffers`` prints instead what it costs that a skipped step restores the buffers of its module:
+ops, bytes, and the time of a step of a small CNN to that of one that no scaler watches.
 
     python benchmarks/step_calls.py [--time [--device cuda] | --buffers]
 """
@@ -47,9 +47,9 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def cost(make_scaler: Callable[..., Any], *, fused: bool, clips: bool) -> tuple[int, int]:
+def cost(make_scaler: Callable[..., Any], **options: bool) -> tuple[int, int]:
     """Return the Python calls of an iteration, those of the optimizer included, and its ops."""
-    iterate = _iteration(make_scaler, "cpu", fused=fused, clips=clips)
+    iterate = _iteration(make_scaler, "cpu", **options)
     for _ in range(WARM_UP):
         iterate()
     calls = 0
@@ -67,7 +67,12 @@ def cost(make_scaler: Callable[..., Any], *, fused: bool, clips: bool) -> tuple[
 
 
 def _iteration(
-    make_scaler: Callable[..., Any], device: str, *, fused: bool, clips: bool
+    make_scaler: Callable[..., Any],
+    device: str,
+    *,
+    fused: bool = False,
+    clips: bool = False,
+    by_torch: bool = False,
 ) -> Callable[[], None]:
     params = [torch.nn.Parameter(torch.randn(64, 64, device=device)) for _ in range(12)]
     optimizer = torch.optim.AdamW(params, fused=fused, foreach=None if fused else True)
@@ -75,11 +80,11 @@ def _iteration(
     for param in params:
         param.grad = torch.randn_like(param)
     loss = torch.ones((), device=device)
-    is_ours = type(scaler) is not torch.amp.GradScaler
+    clips_itself = clips and not by_torch and type(scaler) is not torch.amp.GradScaler
 
     def iterate() -> None:
         scaler.scale(loss)
-        if clips and is_ours:
+        if clips_itself:
             scaler.step(optimizer, max_norm=1.0)
         else:
             if clips:
@@ -91,10 +96,15 @@ def _iteration(
     return iterate
 
 
+WAYS = {
+    "": {},
+    " + clip": {"clips": True},
+    " + unscale_ + torch's clip": {"clips": True, "by_torch": True},
+}
 KINDS = {
-    ("fused" if fused else "plain") + " + clip" * clips: {"fused": fused, "clips": clips}
-    for fused in (False, True)
-    for clips in (False, True)
+    name + way: {"fused": name == "fused", **options}
+    for name in ("plain", "fused")
+    for way, options in WAYS.items()
 }
 LIBRARIES = "halfstep", "torch.amp"
 
@@ -247,12 +257,12 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     times = measure(timed, args.device, rounds=NUM_ROUNDS, warm_up=2)
-    print(f"\n{'':14}{'ms':>8}   {'to torch.amp':^20}   {'torch.amp, again':^20}")
+    print(f"\n{'':34}{'ms':>8}   {'to torch.amp':^20}   {'torch.amp, again':^20}")
     for kind in KINDS:
         ours, theirs = (times[f"{library}, {kind}"] for library in LIBRARIES)
         again = ratio(times[f"torch.amp, {kind}{AGAIN}"], theirs)
         milliseconds = 1e3 * statistics.median(ours) / NUM_ITERATIONS
-        print(f"{kind:14}{milliseconds:8.3f}   {ratio(ours, theirs)}   {again}")
+        print(f"{kind:34}{milliseconds:8.3f}   {ratio(ours, theirs)}   {again}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Rounds of steps without a scaler."""
 
+import gc
+
 import pytest
 import torch
 
@@ -37,3 +39,12 @@ def test_a_round_is_open_until_all_known_optimizers_have_stepped() -> None:
     counted.end()
     assert (seen, counted.is_open) == ([False, False, True], False)
     assert counted.add(other)
+
+
+def test_a_round_goes_on_when_an_optimizer_of_it_is_gone() -> None:
+    one, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]) for _ in range(2))
+    counted = Rounds()
+    begins = [counted.add(each) for each in (one, other, one, other, one)]
+    del one
+    gc.collect()
+    assert [*begins, counted.add(other)] == [True, False, True, False, True, False]

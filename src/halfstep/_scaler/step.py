@@ -240,10 +240,10 @@ def gather(
     if engine.unused.by_param:
         engine.unused.use(f"{call}({name(owner)})", params)
     ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
+    loss_scale = engine.scale_of_iteration(call, owner)
     gradients = collect(params)
     if needs_one and earlier is None and not (gradients.grads or ranks.is_together):
         raise nothing_checked(optimizer)
-    loss_scale = engine.scale_of_iteration(call, owner)
     require_known(ledger, call, gradients.params)
     ids = frozenset(map(id, params)) if ranks.is_together else frozenset()
     scaled, entries = NONE, list[Entry]()

@@ -16,7 +16,7 @@ class Rounds:
     def __init__(self) -> None:
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._is_first = True
+        self._is_first, self._has_begun = True, False
 
     def __bool__(self) -> bool:
         return len(self._known) > 0
@@ -24,9 +24,10 @@ class Rounds:
     def add(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note a step; return whether it begins a round."""
         is_known = optimizer in self._known or self._is_first
-        begins = not (len(self._stepped) and is_known and optimizer not in self._stepped)
+        # Those that have stepped may be gone: the last step of a run is told when it ends.
+        begins = not (self._has_begun and is_known and optimizer not in self._stepped)
         if begins:
-            self._is_first = not self._known
+            self._is_first, self._has_begun = not self._known, True
             self._stepped.clear()
         self._stepped.add(optimizer)
         self._known.add(optimizer)
@@ -40,3 +41,4 @@ class Rounds:
     def end(self) -> None:
         """End the round: the next step begins one."""
         self._stepped.clear()
+        self._has_begun = False
