@@ -85,6 +85,10 @@ SPOILT = (
     "it has made {names} inf or NaN for good, and so every evaluation, also if its loss is left "
     "out: check the batch before the model is called, and call reset_running_stats()"
 )
+LAST_WRITE = (
+    "first look at the line of the loop that last wrote to it: {line}\n"
+    "if it wrote inf or NaN, mend it, or the same happens again"
+)
 
 MOST_DIAGNOSES = 5
 """The largest number of places that are diagnosed in a run."""
@@ -582,7 +586,7 @@ class Watch:
                     found, _ = diagnosis_of_calls(calls, other, scale, self._model_of(calls))
         if found is not None:
             if found.verdict == "data":
-                self._note_writes(calls)
+                found = self._with_writer(found, calls)
             elif found.verdict == "growth":
                 if self._growth.was_explained:  # it follows from the same explosion
                     return
@@ -608,13 +612,14 @@ class Watch:
         ends = tuple(culprit.name for each in outcomes for culprit in each.find_culprits())
         self._report(Diagnosis("unknown", ends=ends, notes=(WENT_BAD_LATE,)))
 
-    def _note_writes(self, calls: Sequence[KeptCall]) -> None:
-        """Note where the loop last wrote to a bad weight or argument of the calls."""
+    def _with_writer(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis:
+        """Name first in the cure where the loop last wrote to a bad weight or argument of calls."""
         bad = (tensor for tensor in weights_of(calls) if not are_finite([tensor]))
-        places = map(self._capture.log.written_at.get, bad)
-        place = next(filter(None, places), None)
-        if place is not None:
-            self.notes.append(f"the loop last wrote to it: {line_text(place.line)}")
+        place = next(filter(None, map(self._capture.log.written_at.get, bad)), None)
+        if place is None or found.cure is None:
+            return found
+        text = f"{LAST_WRITE.format(line=line_text(place.line))}\n{found.cure.text}"
+        return replace(found, cure=replace(found.cure, text=text))
 
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
         self._last_model = self._model or self._capture.log.model_of(calls) or self._last_model
