@@ -122,8 +122,14 @@ class _Taken:
     optimizer: Optimizer
     number: int
     numbers: Numbers
-    # After a call of its closure, until a further one: weights, gradients, and their versions.
+    has_closure: bool
+    # After a call of its closure, until a further one, or before the first one if the loop has
+    # made them and the weights are finite: weights, gradients, and their versions.
     gradients: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
+
+    def note_gradients(self) -> None:
+        found = [(w, w.grad) for w in parameters(self.optimizer) if w.grad is not None]
+        self.gradients = [(w, grad, autograd.version_of(grad)) for w, grad in found]
 
     @contextmanager
     def with_its_gradients(self) -> Iterator[None]:
@@ -325,12 +331,16 @@ class Watch:
         given = list(tensors_in([roots]))
         losses, step.losses = step.losses or given, []
         step.roots = WeakTensorKeyDictionary(dict.fromkeys(given))
-        values = values_of(losses)
+        values, taken = values_of(losses), self._taken
+        is_begun = taken is not None and bool(taken.gradients) and not step.num_calls
+        if is_begun and self._check_weights():  # before its closure; a loss may hide it
+            step.is_bad = True
+            return
         if all(map(math.isfinite, values)):
             if values:
                 self._growth.note_loss(max(values, key=abs), self._step)
-            if self._taken is not None:
-                self._taken.gradients = []
+            if taken is not None:
+                taken.gradients = []
             return
         if step.searches and not any(map(math.isnan, values)):
             return  # a trial that went too far
@@ -388,7 +398,8 @@ class Watch:
             return None
         self._pause(is_stepping=True)
         closure, others, kwargs = split_closure(args[1:], kwargs)
-        taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer))
+        has_closure = closure is not None
+        taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer), has_closure)
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
             optimizer, taken.number, lambda: self._model_of(needed_for(ends))
@@ -408,6 +419,8 @@ class Watch:
         if closure is None or self._running.is_bad:
             self._end_plain_step(parameters(optimizer), optimizer)
             return None
+        if self._capture.ends and have_finite_values(parameters(optimizer)):
+            taken.note_gradients()  # of the loop's own backward pass, as for a SAM
         others, kwargs = with_closure(self._watched(closure, taken), others, kwargs)
         return (args[0], *others), kwargs
 
@@ -426,8 +439,7 @@ class Watch:
                 groups = optimizer.param_groups
                 self._running.searches = any(group.get("line_search_fn") for group in groups)
             self._running.num_calls += 1
-            found = [(w, w.grad) for w in parameters(optimizer) if w.grad is not None]
-            taken.gradients = [(w, grad, autograd.version_of(grad)) for w, grad in found]
+            taken.note_gradients()
             return result
 
         return watched
@@ -493,7 +505,7 @@ class Watch:
                 )
                 if is_same and num_calls <= 1:  # else its gradients are those of a further call
                     event = diagnosis_of_taken_step(
-                        optimizer, taken.numbers, event, model, self._seconds, bool(num_calls)
+                        optimizer, taken.numbers, event, model, self._seconds, taken.has_closure
                     )
                 self._report(event, step)
         return True
