@@ -86,8 +86,8 @@ SPOILT = (
     "out: check the batch before the model is called, and call reset_running_stats()"
 )
 LAST_WRITE = (
-    "first look at the line of the loop that last wrote to it: {line}\n"
-    "if it wrote inf or NaN, mend it, or the same happens again"
+    "first check the line of the loop that last wrote to it: {line}\n"
+    "if it wrote inf or NaN, fix it, or the same happens again"
 )
 
 MOST_DIAGNOSES = 5

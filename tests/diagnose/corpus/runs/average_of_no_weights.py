@@ -2,7 +2,7 @@
 # expect: data
 # tensor: bias|weight
 # cure: last wrote to it: \S+:18 in swap_in: p.data.copy_\(total.data / count\)
-# cure: mend it[^~]*load a checkpoint
+# cure: fix it[^~]*load a checkpoint
 # step: 4
 import torch
 from torch import nn
