@@ -92,16 +92,18 @@ class _StepTracker(BlameTracker):
         self._name_of = names_in(model)
         self.event: Diagnosis | None = None
         self.optimizer: Optimizer | None = None
-        self._bad_before: frozenset[str] = frozenset()
+        self._bad_before: dict[Optimizer, frozenset[str]] = {}  # one may step inside another
 
     def before_step(self, optimizer: Optimizer) -> None:
         bad = (weight for weight in parameters(optimizer) if not is_finite(weight))
-        self._bad_before = frozenset(self._name_of(each) or name_in_code(each) for each in bad)
+        names = (self._name_of(each) or name_in_code(each) for each in bad)
+        self._bad_before[optimizer] = frozenset(names)
 
     def see_step(self, optimizer: Optimizer) -> None:
         super().see_step(optimizer)
         if self.event is None:
-            self.event = event_of(optimizer, self._name_of, self._bad_before)
+            known = self._bad_before.get(optimizer, frozenset())
+            self.event = event_of(optimizer, self._name_of, known)
             self.optimizer = optimizer
 
 

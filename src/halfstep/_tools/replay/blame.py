@@ -287,9 +287,9 @@ class BlameTracker(OpObserver):
                 return None  # running statistics do not affect the result
         if call.name in _OVERWRITE or "out" in overload_of(call.func):
             return None
-        if self.undo.was_made(tensor):
-            return tensor if tensor in self._blames else None
-        return self.undo.before(tensor)
+        if tensor in self._blames:  # an earlier op of the step made it bad
+            return tensor
+        return None if self.undo.was_made(tensor) else self.undo.before(tensor)
 
     def _outside(self, tensor: Tensor, call: OpCall | None, values: Tensor | None = None) -> Blame:
         is_meant = is_mask(tensor if values is None else values)

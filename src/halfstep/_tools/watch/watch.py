@@ -85,6 +85,10 @@ SPOILT = (
     "it has made {names} inf or NaN for good, and so every evaluation, also if its loss is left "
     "out: check the batch before the model is called, and call reset_running_stats()"
 )
+LAST_WRITE = (
+    "first check the line of the loop that last wrote to it: {line}\n"
+    "if it wrote inf or NaN, fix it, or the same happens again"
+)
 
 MOST_DIAGNOSES = 5
 """The largest number of places that are diagnosed in a run."""
@@ -118,8 +122,14 @@ class _Taken:
     optimizer: Optimizer
     number: int
     numbers: Numbers
-    # After a call of its closure, until a further one: weights, gradients, and their versions.
+    has_closure: bool
+    # After a call of its closure, until a further one, or before the first one if the loop has
+    # made them and the weights are finite: weights, gradients, and their versions.
     gradients: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
+
+    def note_gradients(self) -> None:
+        found = [(w, w.grad) for w in parameters(self.optimizer) if w.grad is not None]
+        self.gradients = [(w, grad, autograd.version_of(grad)) for w, grad in found]
 
     @contextmanager
     def with_its_gradients(self) -> Iterator[None]:
@@ -321,12 +331,16 @@ class Watch:
         given = list(tensors_in([roots]))
         losses, step.losses = step.losses or given, []
         step.roots = WeakTensorKeyDictionary(dict.fromkeys(given))
-        values = values_of(losses)
+        values, taken = values_of(losses), self._taken
+        is_begun = taken is not None and bool(taken.gradients) and not step.num_calls
+        if is_begun and self._check_weights():  # before its closure; a loss may hide it
+            step.is_bad = True
+            return
         if all(map(math.isfinite, values)):
             if values:
                 self._growth.note_loss(max(values, key=abs), self._step)
-            if self._taken is not None:
-                self._taken.gradients = []
+            if taken is not None:
+                taken.gradients = []
             return
         if step.searches and not any(map(math.isnan, values)):
             return  # a trial that went too far
@@ -384,7 +398,8 @@ class Watch:
             return None
         self._pause(is_stepping=True)
         closure, others, kwargs = split_closure(args[1:], kwargs)
-        taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer))
+        has_closure = closure is not None
+        taken = self._taken = _Taken(optimizer, self._step, numbers_of(optimizer), has_closure)
         ends = self._capture.ends or self._running.ends_before
         state = self._growth.before_step(
             optimizer, taken.number, lambda: self._model_of(needed_for(ends))
@@ -404,6 +419,8 @@ class Watch:
         if closure is None or self._running.is_bad:
             self._end_plain_step(parameters(optimizer), optimizer)
             return None
+        if self._capture.ends and have_finite_values(parameters(optimizer)):
+            taken.note_gradients()  # of the loop's own backward pass, as for a SAM
         others, kwargs = with_closure(self._watched(closure, taken), others, kwargs)
         return (args[0], *others), kwargs
 
@@ -422,8 +439,7 @@ class Watch:
                 groups = optimizer.param_groups
                 self._running.searches = any(group.get("line_search_fn") for group in groups)
             self._running.num_calls += 1
-            found = [(w, w.grad) for w in parameters(optimizer) if w.grad is not None]
-            taken.gradients = [(w, grad, autograd.version_of(grad)) for w, grad in found]
+            taken.note_gradients()
             return result
 
         return watched
@@ -489,7 +505,7 @@ class Watch:
                 )
                 if is_same and num_calls <= 1:  # else its gradients are those of a further call
                     event = diagnosis_of_taken_step(
-                        optimizer, taken.numbers, event, model, self._seconds, bool(num_calls)
+                        optimizer, taken.numbers, event, model, self._seconds, taken.has_closure
                     )
                 self._report(event, step)
         return True
@@ -582,7 +598,7 @@ class Watch:
                     found, _ = diagnosis_of_calls(calls, other, scale, self._model_of(calls))
         if found is not None:
             if found.verdict == "data":
-                self._note_writes(calls)
+                found = self._with_writer(found, calls)
             elif found.verdict == "growth":
                 if self._growth.was_explained:  # it follows from the same explosion
                     return
@@ -608,13 +624,14 @@ class Watch:
         ends = tuple(culprit.name for each in outcomes for culprit in each.find_culprits())
         self._report(Diagnosis("unknown", ends=ends, notes=(WENT_BAD_LATE,)))
 
-    def _note_writes(self, calls: Sequence[KeptCall]) -> None:
-        """Note where the loop last wrote to a bad weight or argument of the calls."""
+    def _with_writer(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis:
+        """Name first in the cure where the loop last wrote to a bad weight or argument of calls."""
         bad = (tensor for tensor in weights_of(calls) if not are_finite([tensor]))
-        places = map(self._capture.log.written_at.get, bad)
-        place = next(filter(None, places), None)
-        if place is not None:
-            self.notes.append(f"the loop last wrote to it: {line_text(place.line)}")
+        place = next(filter(None, map(self._capture.log.written_at.get, bad)), None)
+        if place is None or found.cure is None:
+            return found
+        text = f"{LAST_WRITE.format(line=line_text(place.line))}\n{found.cure.text}"
+        return replace(found, cure=replace(found.cure, text=text))
 
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
         self._last_model = self._model or self._capture.log.model_of(calls) or self._last_model
