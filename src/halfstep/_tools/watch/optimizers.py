@@ -119,6 +119,21 @@ class Growth:
         self._before: weakref.WeakKeyDictionary[Optimizer, _Measured] = weakref.WeakKeyDictionary()
         self._states: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOWS[0])
+        # The ids of the gradients in a step that was measured, until the next one, and the
+        # optimizers by what was seen of their gradients between two such steps.
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+        self._cleared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._adding: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def before_backward(self, *, adds: bool) -> None:
+        """Note the optimizers whose gradients are zero, or whose pass does not add to them.
+
+        Sync: one for each optimizer without such a pass yet, in the step after a measured one.
+        """
+        for optimizer in [*self._stepped]:
+            if not adds or not _largest(_gradients(optimizer)) > 0:
+                self._cleared.add(optimizer)
+                del self._stepped[optimizer]
 
     def note_loss(self, loss: float, step: int) -> None:
         """Note the loss of a step; of several, the one that is farthest from 0 counts."""
@@ -146,8 +161,14 @@ class Growth:
         """
         known, state = self._before.get(optimizer), id(getattr(optimizer, "state", None))
         is_loaded, self._states[optimizer] = self._states.get(optimizer) != state, state
+        last = self._stepped.pop(optimizer, None)
+        if last is not None:
+            is_same = last == [*map(id, _gradients(optimizer))]
+            (self._adding if is_same else self._cleared).add(optimizer)
         if known is not None and step < 2 * known.step and not is_loaded:
             return None
+        if optimizer not in self._cleared:
+            self._stepped[optimizer] = [*map(id, _gradients(optimizer))]
         amax = _largest(parameters(optimizer))
         if math.isfinite(amax):
             self._before[optimizer] = _Measured(step, amax)
@@ -190,6 +211,12 @@ class Growth:
             )
             growth = (amax / max(before.amax, 1.0)) ** (1 / max(step - before.step, 1))
             text = of_settings(optimizer)
+            if optimizer in self._adding and optimizer not in self._cleared:
+                event += "; its gradients were not zeroed between the steps that were checked"
+                text = (
+                    f"optimizer.zero_grad()  # after each step of {name}, whose gradients now add "
+                    "up over all steps"
+                )
             if not text and type(optimizer) is torch.optim.SGD and 2 < growth < 1000:
                 text = (  # of a loss near a parabola, whose curvature c multiplies by 1 - lr * c
                     f"lower the learning rate of SGD to {number(max(rates) / (growth + 1))}: at "
@@ -257,6 +284,10 @@ def of_settings(optimizer: Optimizer) -> str:
                 f"{2 / rate:g} weights shrink; weight_decay=0.01 is usual"
             )
     return ""
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [weight.grad for weight in parameters(optimizer) if weight.grad is not None]
 
 
 def _largest(weights: list[Tensor]) -> float:

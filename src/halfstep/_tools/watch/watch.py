@@ -317,6 +317,7 @@ class Watch:
         if step.is_bad or self._live.is_on or not self._is_here():
             return
         step.num_backward += 1
+        self._growth.before_backward(adds=self._capture.ends[-1].name == "backward")
         # With a scaler, check the unscaled losses that on_loss has noted.
         given = list(tensors_in([roots]))
         losses, step.losses = step.losses or given, []
