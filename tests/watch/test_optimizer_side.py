@@ -246,3 +246,22 @@ def test_gradients_that_are_never_zeroed_are_the_cause_of_growth(is_zeroed: bool
     (found,) = watch.found
     assert found.cure.text.startswith("optimizer.zero_grad()") is not is_zeroed
     assert ("not zeroed between" in found.happened) is not is_zeroed
+
+
+def test_a_loss_that_falls_without_end_is_growth_beside_another_that_does_not() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with Watch(None, model, tell=lambda *_: None) as watch:
+        for i in range(1, 60):
+            for is_other in (True, False):
+                optimizer.zero_grad()
+                loss = -(model(torch.ones(1, 1)).abs() + i) * 30 * i
+                if is_other:
+                    (loss * 0).sum().backward()
+                else:
+                    loss.half().sum().backward()
+                optimizer.step()
+    (found,) = watch.found
+    assert found.verdict == "growth"
+    assert "the loss fell from -" in found.happened
+    assert found.cure.text.startswith("bound the loss from below")
