@@ -231,3 +231,38 @@ def test_a_state_that_goes_bad_in_the_run_is_not_said_to_be_loaded() -> None:
     (found,) = watched(model, optimizer, before_step=spoil)[0].found
     assert found.tensor == "momentum_buffer of 0.weight in SGD"
     assert "loaded or set" not in found.cure.text
+
+
+@pytest.mark.parametrize("is_zeroed", [False, True])
+def test_gradients_that_are_never_zeroed_are_the_cause_of_growth(is_zeroed: bool) -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 30.0)
+    with Watch(None, model, tell=lambda *_: None) as watch:
+        for i in range(60):
+            (model(torch.randn(16, 8)) - 1).square().mean().backward()
+            if i % 2:
+                optimizer.step()
+                for weight in model.parameters() if is_zeroed else ():
+                    weight.grad.data.zero_()  # unseen by the version of the gradient
+    (found,) = watch.found
+    assert found.cure.text.startswith("optimizer.zero_grad()") is not is_zeroed
+    assert ("not zeroed between" in found.happened) is not is_zeroed
+
+
+def test_a_loss_that_falls_without_end_is_growth_beside_another_that_does_not() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with Watch(None, model, tell=lambda *_: None) as watch:
+        for i in range(1, 60):
+            for is_other in (True, False):
+                optimizer.zero_grad()
+                loss = -(model(torch.ones(1, 1)).abs() + i) * 30 * i
+                if is_other:
+                    (loss * 0).sum().backward()
+                else:
+                    loss.half().sum().backward()
+                optimizer.step()
+    (found,) = watch.found
+    assert found.verdict == "growth"
+    assert "the loss fell from -" in found.happened
+    assert found.cure.text.startswith("bound the loss from below")

@@ -65,7 +65,7 @@ _DRAWS = {
     *("native_dropout", "dropout_", "_standard_gamma", "_sample_dirichlet"),
 }
 """Functions that draw random numbers."""
-Kind = Literal["left out", "reads", "writes", "draws", "other"]
+Kind = Literal["left out", "reads", "writes", "other"]
 
 
 @cache
@@ -79,7 +79,7 @@ def kind_of(name: str) -> Kind:
         return "reads"
     if name.endswith("_") and not name.endswith("__"):
         return "writes"
-    return "draws" if name in _DRAWS else "other"
+    return "other"
 
 
 class _CallsOfFunctions(modes.FunctionMode):
@@ -195,7 +195,7 @@ class Capture(TopLevelCalls):
                 self.log.keep_values(args[:1] if kind == "writes" else [kwargs["out"]])
         if kind == "writes" and self.log.writes_to_older(function, args, kwargs):
             return function(*args, **kwargs)
-        kept = self.log.call(function, args, kwargs, is_drawing=kind == "draws")
+        kept = self.log.call(function, args, kwargs, is_drawing=name_of(function) in _DRAWS)
         if kept is not None and autograd.goes_backward(function):
             self.ends.append(kept.call)
             self._before_backward(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))

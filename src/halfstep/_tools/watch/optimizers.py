@@ -26,6 +26,7 @@ from halfstep._scaler import GradScaler
 from halfstep._scaler.access import is_unscaled
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
 from halfstep._tools.diagnose.several_steps import Usual
+from halfstep._tools.line import Line
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code, names_in
 from halfstep._tools.user_code import user_line
@@ -118,19 +119,34 @@ class Growth:
         self.was_explained = False  # whether a step was explained by it
         self._before: weakref.WeakKeyDictionary[Optimizer, _Measured] = weakref.WeakKeyDictionary()
         self._states: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOWS[0])
+        self._losses: deque[tuple[int, float, Line | None]] = deque(maxlen=_WINDOWS[0])
+        # The ids of the gradients in a step that was measured, until the next one, and the
+        # optimizers by what was seen of their gradients between two such steps.
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+        self._cleared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._adding: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def note_loss(self, loss: float, step: int) -> None:
-        """Note the loss of a step; of several, the one that is farthest from 0 counts."""
-        if self._losses and self._losses[-1][0] == step:
+    def before_backward(self, *, adds: bool) -> None:
+        """Note the optimizers whose gradients are zero, or whose pass does not add to them.
+
+        Sync: one for each optimizer without such a pass yet, in the step after a measured one.
+        """
+        for optimizer in [*self._stepped]:
+            if not adds or not _largest(_gradients(optimizer)) > 0:
+                self._cleared.add(optimizer)
+                del self._stepped[optimizer]
+
+    def note_loss(self, loss: float, step: int, line: Line | None) -> None:
+        """Note the loss of a step; of several of a line, the one that is farthest from 0 counts."""
+        if self._losses and self._losses[-1][::2] == (step, line):
             loss = max(loss, self._losses.pop()[1], key=abs)
-        self._losses.append((step, loss))
+        self._losses.append((step, loss, line))
 
     def usual(
         self, step: int, max_norm: float | None, before: Callable[[], object] | None
     ) -> Usual:
         """Return what is known of the steps before one: their losses, unless they are few."""
-        last = [loss for _, loss in self._losses][-50:]
+        last = [loss for _, loss, _ in self._losses][-50:]
         loss = size = None
         if len(last) >= 3:
             loss, size = median(last), median(map(abs, last))
@@ -146,8 +162,14 @@ class Growth:
         """
         known, state = self._before.get(optimizer), id(getattr(optimizer, "state", None))
         is_loaded, self._states[optimizer] = self._states.get(optimizer) != state, state
+        last = self._stepped.pop(optimizer, None)
+        if last is not None:
+            is_same = last == [*map(id, _gradients(optimizer))]
+            (self._adding if is_same else self._cleared).add(optimizer)
         if known is not None and step < 2 * known.step and not is_loaded:
             return None
+        if optimizer not in self._cleared:
+            self._stepped[optimizer] = [*map(id, _gradients(optimizer))]
         amax = _largest(parameters(optimizer))
         if math.isfinite(amax):
             self._before[optimizer] = _Measured(step, amax)
@@ -190,6 +212,12 @@ class Growth:
             )
             growth = (amax / max(before.amax, 1.0)) ** (1 / max(step - before.step, 1))
             text = of_settings(optimizer)
+            if optimizer in self._adding and optimizer not in self._cleared:
+                event += "; its gradients were not zeroed between the steps that were checked"
+                text = (
+                    f"optimizer.zero_grad()  # after each step of {name}, whose gradients now add "
+                    "up over all steps"
+                )
             if not text and type(optimizer) is torch.optim.SGD and 2 < growth < 1000:
                 text = (  # of a loss near a parabola, whose curvature c multiplies by 1 - lr * c
                     f"lower the learning rate of SGD to {number(max(rates) / (growth + 1))}: at "
@@ -208,33 +236,46 @@ class Growth:
         bad = found.bad
         if bad is None or bad.needs is None or bad.limit is None or bad.needs <= bad.limit:
             return None  # not an overflow
-        for length in _WINDOWS:
-            window = [*self._losses][-length:]
-            if _grew([abs(loss) for _, loss in window]):
-                break
-        else:
+        lines = dict.fromkeys(line for _, _, line in self._losses)
+        series = [[(i, loss) for i, loss, at in self._losses if at == line] for line in lines]
+        windows = (losses[-length:] for losses in series for length in _WINDOWS)
+        window = next((w for w in windows if _grew([loss for _, loss in w], bad.limit)), None)
+        if window is None:
             return None
         (first, low), (last, high) = window[0], window[-1]
         dtype = "its dtype" if bad.output is None else bad.output.dtype
         event = (
-            f"the loss grew from {number(low)} in step {first} to {number(high)} in step {last}, "
-            f"until {bad.name} overflowed {dtype}"
+            f"the loss {'fell' if high < 0 else 'grew'} from {number(low)} in step {first} to "
+            f"{number(high)} in step {last}, until {bad.name} overflowed {dtype}"
         )
         text = (
             "stop the growth; a wider dtype or a clamp only delays it. Check what is computed from "
             "the model's own results: a target needs a discount below 1 or a target network, a "
             "state that is carried on needs a norm. Then the learning rate"
         )
+        if high < 0:
+            text = (
+                "bound the loss from below; a wider dtype only delays the overflow. A critic needs "
+                "a limit, such as p.data.clamp_(-0.1, 0.1) after each step, spectral_norm or a "
+                "gradient penalty; a likelihood needs a smallest variance"
+            )
         return replace(found, happened=event, cure=Cure("code", text))
 
 
-def _grew(losses: list[float]) -> bool:
-    """Return whether losses rose from quarter to quarter, a hundredfold in all."""
-    if len(losses) < _WINDOWS[-1] or losses[-1] > EXPLODED * losses[-2]:  # few, or a single jump
+def _grew(losses: list[float], limit: float) -> bool:
+    """Return whether losses moved away from 0 from quarter to quarter, a hundredfold in all.
+
+    Tenfold is enough below 0, if they came as near to the limit of a dtype as a hundredth of it.
+    """
+    sizes = [*map(abs, losses)]
+    if len(sizes) < _WINDOWS[-1] or sizes[-1] > EXPLODED * sizes[-2]:  # few, or a single jump
         return False
-    size = len(losses) // 4
-    quarters = [median(losses[start : start + size]) for start in range(0, 4 * size, size)]
-    return all(a < b for a, b in pairwise(quarters)) and quarters[3] > EXPLODED * quarters[0]
+    size = len(sizes) // 4
+    starts = range(0, 4 * size, size)
+    quarters = [median(sizes[start : start + size]) for start in starts]
+    is_falling = max(losses) < 0 and quarters[3] > limit / 100
+    needed = EXPLODED / 10 if is_falling else EXPLODED
+    return all(a < b for a, b in pairwise(quarters)) and quarters[3] > needed * quarters[0]
 
 
 def of_settings(optimizer: Optimizer) -> str:
@@ -257,6 +298,10 @@ def of_settings(optimizer: Optimizer) -> str:
                 f"{2 / rate:g} weights shrink; weight_decay=0.01 is usual"
             )
     return ""
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [weight.grad for weight in parameters(optimizer) if weight.grad is not None]
 
 
 def _largest(weights: list[Tensor]) -> float:

@@ -327,6 +327,8 @@ class Watch:
         if step.is_bad or self._live.is_on or not self._is_here():
             return
         step.num_backward += 1
+        call = self._capture.ends[-1]
+        self._growth.before_backward(adds=call.name == "backward")
         # With a scaler, check the unscaled losses that on_loss has noted.
         given = list(tensors_in([roots]))
         losses, step.losses = step.losses or given, []
@@ -338,7 +340,7 @@ class Watch:
             return
         if all(map(math.isfinite, values)):
             if values:
-                self._growth.note_loss(max(values, key=abs), self._step)
+                self._growth.note_loss(max(values, key=abs), self._step, call.at and call.at.line)
             if taken is not None:
                 taken.gradients = []
             return
