@@ -48,3 +48,10 @@ def test_a_round_goes_on_when_an_optimizer_of_it_is_gone() -> None:
     del one
     gc.collect()
     assert [*begins, counted.add(other)] == [True, False, True, False, True, False]
+
+
+def test_an_optimizer_in_place_of_one_that_is_gone_begins_a_round() -> None:
+    counted = Rounds()
+    for _ in range(3):
+        assert counted.add(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        gc.collect()
