@@ -15,7 +15,7 @@ PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 # The tests of `make test-simulated`, and those of them that depend on what a device lacks.
 SIMULATED  := tests/simulated $(addprefix tests/,scaler autocast master_weights record trace tune diagnose replay watch dtype_errors)
 BY_PROFILE := tests/record/test_record.py $(addprefix tests/scaler/test_,guard.py gradients.py loss_scale.py overrides.py) \
-	$(addprefix tests/scaler/test_,training.py clipping.py saving.py skips.py)
+	$(addprefix tests/scaler/test_,training.py clipping.py saving.py skips.py usual.py)
 
 # Where the environment forbids it, each of the processes that tests start would compile halfstep anew.
 unexport PYTHONDONTWRITEBYTECODE
