@@ -23,7 +23,7 @@ class Rounds:
 
     def add(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note a step; return whether it begins a round."""
-        # Those that have stepped may be gone: the last step of a run is told when it ends.
+        # Those that have stepped may be gone: the last step of a run is reported at its end.
         is_known = optimizer in self._known or (self._is_first and len(self._stepped) > 0)
         begins = not (self._has_begun and is_known and optimizer not in self._stepped)
         if begins:

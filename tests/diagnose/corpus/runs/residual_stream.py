@@ -1,6 +1,6 @@
 # kind: 2
 # expect: growth
-# says: grew from .* step \d+ to .* step \d+
+# says: fell from .* step \d+ to .* step \d+
 # never: needs a wider dtype
 import torch
 from torch import nn
