@@ -31,8 +31,7 @@ def test_each_optimizer_steps_once_in_a_round(steps: str, rounds: int) -> None:
 
 def test_a_round_is_open_until_all_known_optimizers_have_stepped() -> None:
     one, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]) for _ in range(2))
-    counted = Rounds()
-    seen = []
+    counted, seen = Rounds(), []
     for optimizer in (one, other, one):
         counted.add(optimizer)
         seen.append(counted.is_open)
@@ -41,17 +40,11 @@ def test_a_round_is_open_until_all_known_optimizers_have_stepped() -> None:
     assert counted.add(other)
 
 
-def test_a_round_goes_on_when_an_optimizer_of_it_is_gone() -> None:
+def test_a_round_outlives_an_optimizer_of_it_unless_another_one_comes() -> None:
     one, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]) for _ in range(2))
-    counted = Rounds()
-    begins = [counted.add(each) for each in (one, other, one, other, one)]
+    counted, replaced = Rounds(), Rounds()
+    begins = [counted.add(each) for each in (one, other, one, other, one)] + [replaced.add(one)]
     del one
     gc.collect()
-    assert [*begins, counted.add(other)] == [True, False, True, False, True, False]
-
-
-def test_an_optimizer_in_place_of_one_that_is_gone_begins_a_round() -> None:
-    counted = Rounds()
-    for _ in range(3):
-        assert counted.add(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
-        gc.collect()
+    assert [counted.add(other), replaced.add(other)] == [False, True]
+    assert begins == [True, False, True, False, True, True]
