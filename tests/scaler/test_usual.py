@@ -132,3 +132,16 @@ def test_an_outcome_of_a_counted_step_is_read_late() -> None:
         made.iterate()
     assert [entry.step for entry in made.scaler.history()] == list(range(1, 13))
     assert (first.taken, first.scale, first.scale_after) == (True, 65536.0, 65536.0)
+
+
+def test_a_shared_gradient_written_after_a_usual_step_is_checked_again() -> None:
+    made = Setup()
+    for _ in range(12):
+        made.iterate()
+    other = torch.optim.SGD(made.params[:1], lr=0.1)
+    made.scaler.scale(torch.stack(made.params).square().sum()).backward()
+    made.scaler.step(made.optimizer)
+    made.params[0].grad.fill_(math.inf)
+    made.scaler.step(other)
+    assert made.scaler.outcome(other).skipped
+    assert made.params[0].isfinite().all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ NUM_LOSSES_WITHOUT_UPDATE = 1000
 """Number of calls of ``scale`` without an ``update`` after which a warning is raised."""
 
 
+Taken: TypeAlias = tuple[list[Tensor], int | None, Outcome, Callable[[], Step], list[int]]
+
+
 def scale_on(device: torch.device, before: LossScale) -> LossScale:
     """Return a scale on a device, with the state of ``before``. Sync: none."""
     if device.type not in READABLE:
@@ -48,8 +51,8 @@ class Engine:
         current: What ``iteration`` returns, which stays usual.
         is_usual: Whether nothing but usual steps needed the iteration so far.
         taken: The usual step of this iteration: its flags, and the version at which the host has
-            read 0 in the first one, None if only the device knows; its outcome, and what returns
-            the step for the long road.
+            read 0 in the first one, None if only the device knows; its outcome, what returns the
+            step for the long road, and the versions of its gradients.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
@@ -59,7 +62,7 @@ class Engine:
         self.loss_scale = LossScale(first)
         self.current = Iteration()
         self.is_usual = True
-        self.taken: tuple[list[Tensor], int | None, Outcome, Callable[[], Step]] | None = None
+        self.taken: Taken | None = None
         self.journal = Journal()
         self.names = Names()
         self.buffers = Buffers()
@@ -70,8 +73,8 @@ class Engine:
         """What the long road has done and found since the last ``update``; it is taken now."""
         self.is_usual = False
         if self.taken is not None:
-            (_, _, _, step), self.taken = self.taken, None
-            self.current.keep(step(), OptState.STEPPED)
+            (_, _, _, step, versions), self.taken = self.taken, None
+            self.current.keep(step(), OptState.STEPPED, versions)
         return self.current
 
     # --- losses -----------------------------------------------------------------------------------
@@ -172,7 +175,7 @@ class Engine:
         """End an iteration of one usual step, unless the host has to do more than count."""
         if self.taken is None or OBSERVERS:
             return False
-        flags, version, outcome, _ = self.taken
+        flags, version, outcome, *_ = self.taken
         if version is None:
             if len(self.journal.plans) > 1:  # another optimizer may have unused gradients
                 return False

@@ -141,9 +141,13 @@ class Ledger:
         gradients: Gradients,
         check: Check,
         left_scaled_by: tuple[Scalar, Scalar] | None = None,
+        versions: list[int] | None = None,
     ) -> Entry:
-        """Record that gradients were checked, and unscaled unless ``left_scaled_by`` is given."""
-        entry = Entry(gradients, check, left_scaled_by, _versions(gradients))
+        """Record that gradients were checked, and unscaled unless ``left_scaled_by`` is given.
+
+        ``versions``: theirs at that time, if it was not now.
+        """
+        entry = Entry(gradients, check, left_scaled_by, versions or _versions(gradients))
         self.entries.append(entry)
         if self._fresh:
             for param in gradients.params:
@@ -389,12 +393,12 @@ class Iteration:
         """Return the step of the last call for an optimizer, None if nothing has been done."""
         return self.steps.get(id(optimizer))
 
-    def keep(self, step: Step, stage: OptState) -> None:
+    def keep(self, step: Step, stage: OptState, versions: list[int] | None = None) -> None:
         """Record the checks and the stage of a call; without a check there is nothing to record."""
         skip, multiplier = step.skip, step.multiplier
         if step.own is not None:
             left = None if skip is None or multiplier is None else (skip, multiplier)
-            self.ledger.mark(step.gradients, step.own, left_scaled_by=left)
+            self.ledger.mark(step.gradients, step.own, left, versions)
         if step.look is not None and stage is OptState.STEPPED:
             self.looks.append(step.look)
         if step.checks and step.optimizer is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import Gradients, collect
+from halfstep._gradients.gradients import Gradients, collect, version_of
 from halfstep._gradients.norms import clip_coefficient, norms_of
 from halfstep._gradients.optimizers import HANDLES_SCALE, step_with_scale
 from halfstep._gradients.scalars import Scalar
@@ -170,7 +170,9 @@ def _remember(
     num_losses, is_fused = engine.current.num_losses, plan.is_fused
     outcome = Outcome(step, engine.names, before, is_fused=is_fused, num_losses=num_losses)
     engine.journal.add(plan, outcome)
-    engine.taken = flags, version, outcome, long
+    # Who writes to a shared gradient from now on has it checked again.
+    versions = list(map(version_of, step.gradients.grads))
+    engine.taken = flags, version, outcome, long, versions
 
 
 def _gather(
