@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -404,15 +405,27 @@ def test_diagnose_gradients_that_are_left(tmp_path: Path) -> None:
 SCRIPT = (CORPUS / "script.py").read_text()
 
 
-def test_run_diagnose_finds_what_the_report_sends_for(tmp_path: Path) -> None:
-    """Also as an option of ``run``: rules for modules need no edit of the script."""
+@pytest.mark.parametrize(
+    ("old", "new", "option"),
+    [
+        ("", "", "--every=1"),  # the script has an autocast region
+        ('with torch.autocast("cpu", dtype=torch.float16)', "if True", "--amp=fp16"),
+        ('with torch.autocast("cpu", dtype=torch.float16)', "if model.half()", "--every=1"),
+    ],
+    ids=["autocast", "amp", "half"],
+)
+def test_run_diagnose_finds_what_the_report_sends_for(
+    tmp_path: Path, old: str, new: str, option: str
+) -> None:
+    """The cure is an option of ``run``, which needs no edit of the script or of a framework."""
 
     def halfstep_run(*arguments: object) -> forked.Done:
         return forked.python("-m", "halfstep", "run", *arguments, cwd=tmp_path)
 
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(model=NORMED))
-    assert "nan" in halfstep_run("-o", "a", script).out
+    source = SCRIPT.format(model=NORMED).replace(old, new)
+    script.write_text(source.replace("model(x)", "model(x.half())") if "half" in new else source)
+    assert "nan" in halfstep_run(option, "-o", "a", script).out
     (advice,) = {
         part.text
         for each in sentences(summarize(read_run(tmp_path / "a")))
@@ -421,8 +434,6 @@ def test_run_diagnose_finds_what_the_report_sends_for(tmp_path: Path) -> None:
     }
     _, _, *options, _ = advice.split()
     found = halfstep_run(*options, "-o", "b", script).err
-    (call, policy) = re.findall(r'^  (halfstep\.autocast\(.*policy="(.*?)".*\))', found, re.M)[0]
-    assert "nan" not in halfstep_run("--policy", policy, "-o", "c", script).out
-    old = 'torch.autocast("cpu", dtype=torch.float16)'
-    script.write_text(script.read_text().replace(old, call))
-    assert "nan" not in halfstep_run("-o", "d", script).out
+    (cure,) = re.findall(r"^cure.*finite\):\n(?:  model.*\n)?  halfstep run (.*)", found, re.M)
+    script.write_text(source.replace("if model.half()", "if True"))
+    assert "nan" not in halfstep_run("-o", "c", *shlex.split(cure)).out

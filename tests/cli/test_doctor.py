@@ -141,9 +141,11 @@ def test_what_cannot_be_read_is_an_error_of_usage(tmp_path, capsys, content, mes
     assert message in captured.err
 
 
-def test_a_folder_is_no_script(tmp_path, capsys) -> None:
-    assert main(["doctor", "--no-machine", str(tmp_path)]) == 2
-    assert "Is a directory" in capsys.readouterr().err
+@pytest.mark.parametrize("command", [["doctor", "--no-machine"], ["run"]])
+def test_a_folder_is_no_script(tmp_path, capsys, command) -> None:
+    (tmp_path / "train.py").touch()
+    assert main([*command, str(tmp_path)]) == 2
+    assert f"is a folder: name a file in it, such as {tmp_path}/train.py" in capsys.readouterr().err
 
 
 def test_nothing_to_do_is_said(capsys) -> None:

@@ -75,6 +75,9 @@ def test_without_a_target_it_shows_the_help(arguments, capsys):
         (["--guard-ranks=all", "train.py"], "'all': choose one of alone, together"),
         (["--guard=x", "train.py"], "'x' is not a norm to clip to: write --guard=1.0"),
         (["--guard=0", "train.py"], "'0' is not a norm to clip to"),
+        (["--diagnose=x", "train.py"], "'x' is not a number of seconds: write --diagnose=60"),
+        (["--diagnose=nan", "train.py"], "'nan' is not a number of seconds"),
+        (["--diagnose=-1", "train.py"], "'-1' is not a number of seconds"),
         (["--guard=nan", "train.py"], "'nan' is not a norm to clip to"),
     ],
 )

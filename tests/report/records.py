@@ -120,7 +120,14 @@ def buffers(number: int, *names: str) -> Event:
     return {"event": "buffers", "step": number, "names": names, "num_buffers": len(names)}
 
 
-CURE = Cure("policy", 'autocast(..., policy="standard; linear@blocks.1.mlp:fp32")', is_finite=True)
+CURE = Cure(
+    "policy",
+    'autocast(..., policy="standard; linear@blocks.1.mlp:fp32")',
+    is_finite=True,
+    trial="20 steps of SGD on this batch",
+    losses=(3.0, 2.5),
+    remarks=("square runs the op pow",),
+)
 
 
 def bad_op(**values: Any) -> BadOp:

@@ -46,6 +46,9 @@ def reason(error: OSError, path: Path, suffix: str = ".py") -> str:
     """Return why a file cannot be read, with similar names if it does not exist."""
     if str(path) == "-":
         return "standard input is not read; save the script as a file"
+    if isinstance(error, IsADirectoryError):
+        inside = next(iter(sorted(path.glob(f"*{suffix}"))), path / f"NAME{suffix}")
+        return f"is a folder: name a file in it, such as {inside}"
     return f"{error.strerror}{near(path, suffix) if isinstance(error, FileNotFoundError) else ''}"
 
 

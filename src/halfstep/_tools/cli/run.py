@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--diagnose",
         nargs="?",
         const=30.0,
-        type=float,
+        type=_seconds,
         metavar="SECONDS",
         help="replay a step whose loss or gradients are inf or NaN, and print the op, the module, "
         "the cause and the cure; begin no replay of a step after SECONDS (default: 30)",
@@ -270,6 +271,15 @@ def _count(text: str) -> int:
             f"{text!r} is not a number of steps: write 50, or 0 for never"
         )
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a number of seconds: write --diagnose=60, or --diagnose for 30"
+    )
 
 
 def _norm(text: str) -> float:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from halfstep._autocast import Policy, autocast, preset
+from halfstep._common.formats import dtype_name
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import power
 from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, stands
@@ -35,7 +36,10 @@ from halfstep._tools.replay.variant import EnteredAutocast, float32_parameters, 
 from halfstep._tools.trace.ops import OpPlace
 
 CASTS = ("to", "half", "bfloat16", "type", "type_as")
-OF_CAST = "the line casts to a lower precision itself, which no rule changes: pass float32 on there"
+OF_CAST = (
+    "the line casts to a lower precision itself, which no rule changes, so its values stay "
+    "rounded: pass float32 on there"
+)
 MOST_RULES = 3
 """The largest number of rules that are added to a policy before another dtype is tried."""
 SMALLEST_SCALE = 1.0
@@ -86,9 +90,18 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
     first: Cure | None = None
     for cure in filter(None, _of_autocast(trial, blame, call, is_rounded=is_rounded)):
         if cure.is_finite:
-            return cure
+            return _with_function(cure, blame, call)
         first = first or cure
     return first
+
+
+def _with_function(cure: Cure, blame: Blame, call: UserCall | None) -> Cure:
+    """Add which function of the line runs the op of a rule, if its name is another."""
+    op, name = blame.place.op or blame.op, "" if call is None else call.function.rstrip("_")
+    is_named = not name or name.startswith("_") or name == op
+    if is_named or not re.search(rf"\b{op}\b", cure.policy or ""):
+        return cure
+    return replace(cure, remarks=(f"{name} runs the op {op}", *cure.remarks))
 
 
 def _of_autocast(
@@ -141,7 +154,8 @@ def _of_half_model(trial: CureTrial) -> Cure | None:
         "  # around the model and the loss, not around backward"
     )
     rules: dict[str, Any] = {} if policy is None else {"policy": Policy.parse(policy)}
-    return inner.judged(Cure("dtype", text, is_finite=True, policy=policy), **rules)
+    cure = Cure("dtype", text, is_finite=True, policy=policy, dtype=dtype_name(dtype))
+    return inner.judged(cure, **rules)
 
 
 def of_swallowed(trial: CureTrial, first: Blame, call: UserCall | None) -> Cure | None:

@@ -371,8 +371,7 @@ def _cure(cure: Cure) -> list[str]:
     }
     where = ", ".join(f"{short_path(e.file)}:{e.first}" for e in cure.edits)
     head = heads[cure.is_finite] + (f", in place of {where}:" if where else ":")
-    said = (*cure.text.splitlines(), *cure.remarks)
-    return [head, *(f"  {text}" for text in said), *_tried(cure)]
+    return [head, *(f"  {text}" for text in (*cure.text.splitlines(), *shown(cure)))]
 
 
 _STANDS = 1e-4
@@ -389,19 +388,23 @@ def stands(losses: tuple[float, ...]) -> bool:
     return bool(losses) and max(losses) - min(losses) <= _STANDS * abs(losses[0])
 
 
-def _tried(cure: Cure) -> list[str]:
-    """Describe the trial of a cure; a small step may be too long, so that its rise says nothing."""
-    if not cure.trial:
-        return []
-    said = f"  tried for {cure.trial}"
+def shown(cure: Cure) -> Iterator[str]:
+    """Yield what replays and trials of a cure have shown."""
+    yield from cure.remarks
+    if cure.trial:
+        yield f"tried for {cure.trial}{_course(cure)}"
+
+
+def _course(cure: Cure) -> str:
+    """Describe the losses of a trial; a small step may be too long, so its rise says nothing."""
     if not cure.losses:
-        return [f"{said}: the weights stay finite" if cure.is_finite else said]
+        return ": the weights stay finite" if cure.is_finite else ""
     first, last = _number(cure.losses[0]), _number(cure.losses[-1])
     if stands(cure.losses):
-        return [f"{said}: the loss stays at {first}"]
+        return f": the loss stays at {first}"
     if fall(cure.losses) > 0:
-        return [f"{said}: the loss falls from {first} to {last}"]
-    return [said if "small" in cure.trial else f"{said}: the loss rises from {first} to {last}"]
+        return f": the loss falls from {first} to {last}"
+    return "" if "small" in cure.trial else f": the loss rises from {first} to {last}"
 
 
 MOST_OF_AN_ERROR = 160

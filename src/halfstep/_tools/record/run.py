@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -31,6 +33,19 @@ WRONG_STEP = "a step was wrong, as it is with torch.amp"
 
 LARGEST_EXPONENT = 1023
 """The largest exponent: beyond it, twice the next power of two is not a float."""
+
+
+def options_in(words: Sequence[str]) -> list[str]:
+    """Return the options of a ``halfstep run``, each of which is one word."""
+    return list(takewhile(lambda word: word.startswith("-"), words[words.index("run") + 1 :]))
+
+
+def with_options(words: Sequence[str], *options: str) -> str:
+    """Return the command of a ``halfstep run`` with options, in place of the same ones."""
+    begin, given = words.index("run") + 1, options_in(words)
+    names = {option.partition("=")[0] for option in options}
+    others = (word for word in given if word.partition("=")[0] not in names)
+    return shlex.join([*words[:begin], *options, *others, *words[begin + len(given) :]])
 
 
 class _Event(Struct, frozen=True, gc=False, tag_field="event"):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import math
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import PurePath
 
 from halfstep._common.numbers import (
@@ -21,7 +19,8 @@ from halfstep._common.numbers import (
     things,
 )
 from halfstep._common.text import SEVERITIES, Code, Sentence, Severity, names, say
-from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, parts, predicate
+from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, parts, predicate, shown
+from halfstep._tools.record.run import options_in, with_options
 from halfstep._tools.report.layers import power_below
 from halfstep._tools.report.summary import FEW, BadPlace, Curve, Facts, Origin, StepCounts, Summary
 from halfstep._tools.watch.skips import ENDLESS, MANY
@@ -534,11 +533,13 @@ def _cure_of_place(cure: Cure | None) -> Iterator[str | Code]:
         for number, text in enumerate(cure.text.splitlines()):
             yield " " if number else ""
             yield Code(text.strip()) if _is_code(text.strip()) else text.strip()
-    yield "."
+    yield "".join(f"; {text}" for text in shown(cure)) + "."
 
 
 def _is_code(text: str) -> bool:
-    """Return whether a line is Python, such as the head of a block, and no sentence."""
+    """Return whether a line is Python, such as the head of a block, or a command; no sentence."""
+    if "halfstep run " in text:
+        return True
     with suppress(SyntaxError):
         ast.parse(text if not text.split("  #")[0].endswith(":") else f"{text}\n    pass")
         return True
@@ -552,27 +553,19 @@ def again(facts: Facts, option: str) -> Code:
     """Return the command that was run with another option, in place of the same one."""
     command = facts.header.command
     program = command if command and command[0].endswith(".py") else ("train.py",)
-    words = facts.header.run_as or ("halfstep", "run", *program)
-    begin, given = words.index("run") + 1, _options(words)
-    others = (word for word in given if word.partition("=")[0] != option.partition("=")[0])
-    return Code(shlex.join([*words[:begin], option, *others, *words[begin + len(given) :]]))
-
-
-def _options(words: Sequence[str]) -> list[str]:
-    """Return the options of a ``halfstep run``, each of which is one word."""
-    return list(takewhile(lambda word: word.startswith("-"), words[words.index("run") + 1 :]))
+    return Code(with_options(facts.header.run_as or ("halfstep", "run", *program), option))
 
 
 def can_add(option: str, facts: Facts) -> bool:
     """Return whether the run could have had an option that it did not have."""
     if not facts.header.run_as or is_scaled_by_run(facts):
         return False
-    return option not in {word.partition("=")[0] for word in _options(facts.header.run_as)}
+    return option not in {word.partition("=")[0] for word in options_in(facts.header.run_as)}
 
 
 def is_scaled_by_run(facts: Facts) -> bool:
     """Return whether ``halfstep run`` scaled the loss, so that no code of the script can."""
-    return bool(facts.header.run_as) and "--amp=fp16" in _options(facts.header.run_as)
+    return bool(facts.header.run_as) and "--amp=fp16" in options_in(facts.header.run_as)
 
 
 def in_bf16(facts: Facts) -> tuple[str | Code, ...]:

@@ -24,6 +24,7 @@ import torch
 
 from halfstep import Policy, record
 from halfstep._common import machine
+from halfstep._common.formats import FORMATS_BY_DTYPE
 from halfstep._common.numbers import at_steps, count, percent, power, things
 from halfstep._common.text import names, outside, tell
 from halfstep._pytorch import listeners
@@ -36,7 +37,7 @@ from halfstep._tools.record.files import (
     is_same_program,
     programs_in,
 )
-from halfstep._tools.record.run import WRONG_STEP, Seen, dtypes_text
+from halfstep._tools.record.run import WRONG_STEP, Seen, dtypes_text, with_options
 from halfstep._tools.run.launch import (
     NotRunnable,
     execute,
@@ -280,6 +281,7 @@ class Session:
 
     def _tell(self, diagnosis: Diagnosis, step: int) -> None:
         """Record and print the diagnosis of a step on the rank that made it."""
+        diagnosis = _by_option(diagnosis, self._options)
         self._record.add_diagnosis(diagnosis, step=step)
         self._say_of_rank(f"step {step} {predicate(diagnosis)}:\n{diagnosis}")
 
@@ -445,6 +447,26 @@ def noting_warnings(note: Callable[[str], None]) -> Iterator[None]:
     finally:
         if warnings.showwarning is showwarning:  # else the program has set its own
             warnings.showwarning = show
+
+
+def _by_option(found: Diagnosis, options: Options) -> Diagnosis:
+    """Return a diagnosis whose cure is options of the run, if these do what was replayed."""
+    cure = found.cure
+    if cure is None or not options.run_as:
+        return found
+    words = [] if cure.policy is None else [f"--policy={cure.policy}"]
+    *before, last = cure.text.splitlines()
+    note = "".join(last.partition("  #")[1:]) if cure.kind == "policy" else ""
+    if (
+        cure.dtype not in (None, "float32")
+        and options.additions is None
+        and (before or options.amp)
+    ):
+        words.insert(0, f"--amp={FORMATS_BY_DTYPE[cure.dtype].name}")
+    elif cure.kind != "policy" or not str(cure.policy).startswith(f"{options.policy}; "):
+        return found
+    text = "\n".join((*before, with_options(options.run_as, *words) + note))
+    return replace(found, cure=replace(cure, text=text))
 
 
 # --- the last lines -------------------------------------------------------------------------------

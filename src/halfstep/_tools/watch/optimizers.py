@@ -143,10 +143,15 @@ class Growth:
         self._losses.append((step, loss, line))
 
     def usual(
-        self, step: int, max_norm: float | None, before: Callable[[], object] | None
+        self,
+        step: int,
+        line: Line | None,
+        max_norm: float | None,
+        before: Callable[[], object] | None,
     ) -> Usual:
-        """Return what is known of the steps before one: their losses, unless they are few."""
-        last = [loss for _, loss, _ in self._losses][-50:]
+        """Return what is known of the steps before one: losses of its line, unless they are few."""
+        is_alone = len({at for _, _, at in self._losses}) == 1
+        last = [loss for _, loss, at in self._losses if is_alone or at == line][-50:]
         loss = size = None
         if len(last) >= 3:
             loss, size = median(last), median(map(abs, last))
