@@ -508,7 +508,7 @@ def test_a_script_that_scales_by_itself(dtype: Any, scaler_class: Any, autocast:
     own_loop(alone, scaler_class, autocast)
 
     assert len(said) == 1
-    assert said[0].endswith("the script has its own GradScaler; it runs unchanged")
+    assert said[0].endswith("the script has its own GradScaler; nothing is added to it")
     assert_same(model.parameters(), alone.parameters())
 
 
@@ -571,7 +571,7 @@ def test_an_autocast_of_the_script_stays(autocast: Any) -> None:
     said = said_by(script)
 
     assert model.dtypes == [BF16] * 3
-    own = "has its own autocast, to bfloat16, which stays unchanged; the loss is scaled"
+    own = "has its own autocast, to bfloat16, which keeps its dtype; the loss is scaled"
     assert own in said[0]
     assert "SGD.step goes through a GradScaler" in said[1]
     assert len(said) == 2
@@ -601,7 +601,7 @@ def test_an_autocast_inside_the_model_is_told(own: str, tmp_path: Path) -> None:
     (policy,) = read_run(tmp_path).policies
 
     assert model.dtypes == [BF16] * 3
-    assert "has its own autocast, to bfloat16, which stays unchanged" in said[0]
+    assert "has its own autocast, to bfloat16, which keeps its dtype" in said[0]
     assert policy.dtype == "bfloat16"
 
 
@@ -650,7 +650,7 @@ def test_parameters_that_the_script_keeps_in_float16() -> None:
         step_on(optimizer, y.mean())
 
     (message,) = said_by(script)
-    assert "keeps parameters of Seen in float16 itself; it runs unchanged" in message
+    assert "keeps parameters of Seen in float16 itself; nothing is added to it" in message
 
 
 # --- what is left behind --------------------------------------------------------------------------

@@ -277,3 +277,15 @@ def test_the_usual_loss_is_that_of_its_line() -> None:
         growth.note_loss(loss, step, line)
     usual = [growth.usual(18, line, None, None).loss for line in (*lines, None)]
     assert usual == [100.0, 1.0, None]
+
+
+def test_a_guard_does_not_count_the_steps_of_a_trial() -> None:
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    guarded = halfstep.guard(optimizer, on_skips=lambda report: seen.append(report.since))
+    seen: list[int] = []
+    number = iter(torch.arange(12.0, 0, -1))
+    loss_of = lambda out: (next(number) - 2.5).sqrt() * out.mean()  # noqa: E731
+    watch, _ = watched(model, optimizer, loss_of=loss_of)
+    assert all(found.cure.trial.startswith("20 steps of Adam") for found in watch.found)
+    assert (guarded.counts().taken, seen) == (10, [11, 11])

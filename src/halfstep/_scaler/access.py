@@ -27,9 +27,11 @@ def begin_anew(scaler: GradScaler, scale: float | None) -> None:
     It decides alone from then on, since other ranks do not replay its step. ``scale``: the scale of
     the losses; None keeps theirs.
     """
-    state = scaler._engine.loss_scale.read()
-    state = state if scale is None else replace(state, scale=scale)
+    before = scaler._engine.loss_scale
+    state = before.read() if scale is None else replace(before.read(), scale=scale)
     scaler._engine = Engine(state, Ranks("local"), scaler)
+    if before.is_created:
+        scaler._engine.create_scale(before.device)
     scaler._alarm = copy(scaler._alarm)
 
 

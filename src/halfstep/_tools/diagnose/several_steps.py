@@ -174,6 +174,8 @@ class SeveralSteps(OpObserver):
                 self.undo.note_optimizer(optimizer)
                 _widen(optimizer)
                 optimizer.step()
+                if not self.takers:  # the step inside of a guard is not seen
+                    self.takers[type(optimizer).__name__] = None
         except Exception:  # it needs a closure, or cannot be repeated
             self._owners = []
             self.takers.clear()
@@ -234,7 +236,7 @@ def failures_of(steps: SeveralSteps) -> list[str]:
 def signs_of(steps: SeveralSteps, usual: Usual) -> list[str]:
     """Return how the first step with a change differs from those before it."""
     found = []
-    if steps.norm > FAR_GRADIENT * steps.norm_before > 0:
+    if math.inf > steps.norm > FAR_GRADIENT * steps.norm_before > 0:
         times = number(steps.norm / steps.norm_before)
         found.append(f"the gradient of the first step with it is {times} times the last one")
     if steps.losses and not usual.is_like(steps.losses[0]):

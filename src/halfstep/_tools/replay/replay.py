@@ -24,7 +24,7 @@ from halfstep._common.nested import tensors_in, values_reached
 from halfstep._gradients.gradients import parameters
 from halfstep._gradients.optimizers import split_closure
 from halfstep._pytorch import amp, autograd, modes
-from halfstep._scaler import GradScaler
+from halfstep._scaler import GradScaler, GuardScaler
 from halfstep._scaler.access import begin_anew
 from halfstep._tools.measure import is_finite
 from halfstep._tools.patches import Around, Patches, subclasses, watch_steps
@@ -358,13 +358,22 @@ def _scaled(
     """Restart every scaler, at ``scale`` if given; restore the scalers after the block."""
     before: dict[int, tuple[Any, dict[str, Any]]] = {}
 
+    def restart(scaler: Any, new: float | None) -> None:
+        before[id(scaler)] = (scaler, dict(vars(scaler)))
+        with modes.unseen_by_modes():  # keeps op numbers equal in all replays
+            if not isinstance(scaler, GuardScaler):
+                run.scale = scaler.get_scale() if new is None else new
+            again = amp.restart_scaler if isinstance(scaler, TorchGradScaler) else begin_anew
+            again(scaler, new if new is None else new * run.backoff)
+
+    def step(original: Any, scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(scaler, GuardScaler) and id(scaler) not in before:
+            restart(scaler, None)
+        return original(scaler, *args, **kwargs)
+
     def multiply(original: Any, scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
         if id(scaler) not in before and scaler.is_enabled():
-            before[id(scaler)] = (scaler, dict(vars(scaler)))
-            with modes.unseen_by_modes():  # keeps op numbers equal in all replays
-                run.scale = scaler.get_scale() if scale is None else scale
-                restart = amp.restart_scaler if isinstance(scaler, TorchGradScaler) else begin_anew
-                restart(scaler, scale if scale is None else scale * run.backoff)
+            restart(scaler, scale)
         _see_losses(mode.observer, args[:1])
         if may_end_early and mode.observer.is_settled:
             raise _Settled
@@ -374,6 +383,7 @@ def _scaled(
         return result
 
     patches.wrap(GradScaler, "scale", _here(multiply))
+    patches.wrap(GradScaler, "step", _here(step))
     patches.wrap(TorchGradScaler, "scale", _here(multiply))
     try:
         with warnings.catch_warnings():

@@ -95,10 +95,12 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     if share is None or share < NOTABLE or not weights:
         return
     worst = max(weights, key=lambda layer: (layer.is_low_weight, layer.share_lost_updates or 0.0))
+    # A float32 weight also stays if its optimizer has converged, or has inf in its state.
+    lost = "were lost to rounding: " if worst.is_low_weight else "changed no weight: "
     what = (
-        f"{percent(share)} of the updates measured in {things(len(summary.sampled), 'step')} were "
-        "lost to rounding: gradients were not zero, and weights did not move. The largest share, "
-        f"{percent(worst.share_lost_updates)}, was lost in "
+        f"{percent(share)} of the updates measured in {things(len(summary.sampled), 'step')} {lost}"
+        "gradients were not zero, and weights did not move. The largest share, "
+        f"{percent(worst.share_lost_updates)}, was that of "
     )
     store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
     call = Code(f'halfstep.master_weights(optimizer, store="{store}")')

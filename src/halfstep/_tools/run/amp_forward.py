@@ -65,10 +65,10 @@ class ScriptState:
         return self.is_on and not is_replaying()
 
     def switch_off(self, reason: str) -> None:
-        """Run the script unchanged from now on, and print why."""
+        """Add nothing to the script from now on, and print why."""
         if self.is_on:
             self.is_on = False
-            self._say(f"{reason}; it runs unchanged")
+            self._say(f"{reason}; nothing is added to it")
 
     def note_by_hand(self) -> None:
         """Run models in float32 until there is an optimizer; print the reason once."""
@@ -87,8 +87,8 @@ class ScriptState:
         if not self.has_own_autocast:
             self.has_own_autocast = True
             self._say(
-                f"the script has its own autocast, to {dtype_name(dtype)}, which stays "
-                f"unchanged{'; the loss is scaled anyway' if self.is_scaling else ''}"
+                f"the script has its own autocast, to {dtype_name(dtype)}, which keeps its dtype"
+                + ("; the loss is scaled anyway" if self.is_scaling else "")
             )
 
     def note_call(self, names: dict[str, None], name: str) -> None:
