@@ -236,6 +236,10 @@ RUNS = {
         *(taken(n, 2.0**-7) for n in range(26, 101)),
     ),
     "skips in bf16": run(skip(50), skip(60), policy=records.policy("bfloat16")),
+    "a scale that run added in bf16": run(
+        policy=records.policy("bfloat16"),
+        header=records.header(run_as=("halfstep", "run", "--amp=fp16", "train.py")),
+    ),
     "a scale that fell to its floor": run(step(1, scale=1024.0), taken(100, 1.0)),
     "a scale that came back": run(step(50, scale=2048.0)),
     # Losses, buffers, the end.
@@ -326,7 +330,7 @@ RUNS = {
     "no cure": went_bad(cure=None),
     "a cure that was not tried": went_bad(cure=Cure("code", "x + 1")),
     "a cure that is not enough": went_bad(cure=Cure("code", "x + 1", is_finite=False)),
-    "a cure in words": went_bad(cure=Cure("data", "leave it out")),
+    "a cure in words": went_bad(cure=Cure("data", "leave it out\nor fix it")),
     "a finite replay": went_bad(verdict="none", bad=None, cure=None, notes=("no luck",)),
     "another rank": went_bad(verdict="none", bad=None, cure=None, happened="its own is finite"),
     "many places": run(

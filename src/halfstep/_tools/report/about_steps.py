@@ -383,9 +383,12 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
     if summary.lower == "bf16" and summary.policies:
         yield say(
             "notice",
-            "The run is in bf16, which has the range of fp32: it needs no GradScaler. Leave it "
-            "out, or give it ",
-            Code("enabled=False"),
+            "The run is in bf16, which has the range of fp32: it needs no GradScaler. ",
+            *(
+                ("Run ", again(summary.facts, "--amp=bf16"))
+                if is_scaled_by_run(summary.facts)
+                else ("Leave it out, or give it ", Code("enabled=False"))
+            ),
             ".",
             evidence="policy",
         )
@@ -528,7 +531,7 @@ def _cure_of_place(cure: Cure | None) -> Iterator[str | Code]:
     if cure is None:
         return
     if cure.kind == "data":  # nothing to paste
-        yield f" What to do: {cure.text}"
+        yield f" What to do: {cure.text.replace(chr(10), '; ')}"
     else:
         yield _REPLAYED[cure.is_finite]
         for number, text in enumerate(cure.text.splitlines()):

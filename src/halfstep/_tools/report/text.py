@@ -179,7 +179,9 @@ def _numbers(summary: Summary) -> Iterator[str]:
             yield f"{of_all} {about_tensors.underflow(summary, worst)} {in_samples}"
         else:
             yield f"no gradient {about_tensors.underflow(summary, worst, 's')} {in_samples}"
-    if summary.lost_updates is not None and any(x.is_low_weight for x in summary.layers):
+    if summary.lost_updates is not None and any(
+        x.is_low_weight and x.updates for x in summary.layers
+    ):
         yield f"{percent(summary.lost_updates.mean)} of the updates were lost to rounding"
 
 

@@ -82,8 +82,8 @@ WENT_BAD_LATE = (
 )
 
 SPOILT = (
-    "it has made {names} inf or NaN for good, and so every evaluation, also if its loss is left "
-    "out: check the batch before the model is called, and call reset_running_stats()"
+    "it has made {names} inf or NaN, also if its loss is left out; unless a scaler or guard "
+    "restores them, evaluations are bad: check the batch first, and call reset_running_stats()"
 )
 LAST_WRITE = (
     "first check the line of the loop that last wrote to it: {line}\n"
