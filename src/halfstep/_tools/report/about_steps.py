@@ -204,15 +204,6 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
             cure=(" Let it run longer.",),
             evidence="skips",
         )
-    if not explained.issuperset(steps.unclear):
-        yield say(
-            "warning",
-            f"{things(len(steps.unclear), 'step')} ({at_steps(steps.unclear)}) "
-            f"{were(len(steps.unclear))} skipped with NaN and no inf in the gradients, while the "
-            "loss was finite; the next step came at a smaller scale: the scale or the batch may "
-            "be the reason.",
-            evidence="skips",
-        )
     after = steps.reasons.get("non-finite after unscale_")
     if after:
         yield say(

@@ -153,7 +153,6 @@ def _steps(run: Run) -> StepCounts:
         skipped=tuple(step for step, is_skipped in skipped if is_skipped),
         start_up=start_up,
         after_growth=after_growth,
-        unclear=tuple(step for step in _with_nan_only(run, iterations) if step in normal),
         ranks=tuple(sorted({s.rank for s in run.skipped if s.rank is not None})),
         num_start_up=len(start_up),
         num_after_growth=len(after_growth),
@@ -162,23 +161,6 @@ def _steps(run: Run) -> StepCounts:
         longest_in_a_row=max((sum(alike) for _, alike in groupby(later)), default=0),
         skipped_at_end=len(at_end),
     )
-
-
-def _with_nan_only(run: Run, iterations: Sequence[Sequence[Step]]) -> Iterator[int]:
-    """Yield skipped iterations with NaN but no inf in the gradients, right before a taken one.
-
-    At a scale far too large, inf - inf turns everything into NaN. At a scale slightly too large,
-    the first bad entries are inf. Diagnosed iterations are left out.
-    """
-    diagnosed = {each.step for each in run.diagnoses}
-    bad = grouped(run.culprits, lambda each: each.step)
-    for skipped, taken in pairwise(iterations):
-        found = [] if skipped[0].step in diagnosed else bad.get(skipped[0].step, [])
-        has_nan_only = any(x.num_nan for x in found) and not any(x.num_inf for x in found)
-        scale, after = taken[-1].scale or 1.0, taken[-1].scale_after or 1.0
-        precedes_trial = after > 2 * scale  # these steps were at a far lower scale
-        if has_nan_only and all(step.taken for step in taken) and not precedes_trial:
-            yield skipped[0].step
 
 
 def _by_scaler(

@@ -87,8 +87,6 @@ class StepCounts:
             usable scale, which is normal.
         after_growth: The skipped iterations that brought the scale back to its value before growth:
             this is how dynamic scaling finds the largest usable scale.
-        unclear: The iterations of these two kinds whose gradients had NaN but no inf right above a
-            usable scale, which the scale alone seldom causes.
         num_start_up: The length of ``start_up``.
         num_after_growth: The length of ``after_growth``.
         num_skipped_later: The number of all other skipped steps.
@@ -107,7 +105,6 @@ class StepCounts:
     ranks: tuple[int, ...]
     start_up: tuple[int, ...]
     after_growth: tuple[int, ...]
-    unclear: tuple[int, ...]
     num_start_up: int
     num_after_growth: int
     num_skipped_later: int
