@@ -56,7 +56,7 @@ def test_the_metric_of_reduce_lr_on_plateau() -> None:
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     for metric in (1.0, 2.0):
         take_step(scaler, optimizer, p.sum())
-        assert scaler.step_scheduler(plateau, "updates", metric)
+        assert scaler.step_scheduler(plateau, metric)
     assert optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(TypeError, match="metrics"):
         scaler.step_scheduler(plateau)

@@ -976,7 +976,6 @@ class World:
             lambda: scaler.load_state_dict(saved | {"scale": 0.0}),
             lambda: scaler.load_state_dict(saved | {"_growth_tracker": -1}),
             lambda: scaler.load_state_dict(saved | {"halfstep": '{"version": 99}'}),
-            lambda: scaler.after_step(optimizer, print, count="steps"),
             lambda: scaler.outcome(torch.optim.SGD([torch.nn.Parameter(one)])),
             lambda: list(scaler.retry(optimizer, times=1)),
             self.step_in_float16,

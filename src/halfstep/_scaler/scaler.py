@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-Count = Literal["updates", "attempts"]
-
-
 class GradScaler(TorchAttributes):
     """A gradient scaler, which scales the loss so that small gradients survive float16.
 
@@ -422,52 +419,37 @@ class GradScaler(TorchAttributes):
         for plan in self._engine.journal.plans.values():
             plan.key = None
 
-    def after_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        function: Callable[[], object],
-        count: Count = "updates",
-    ) -> bool:
+    def after_step(self, optimizer: torch.optim.Optimizer, function: Callable[[], object]) -> bool:
         """Call a function, such as the update of a weight average, if a step was taken.
 
         Args:
             optimizer: The optimizer whose last step decides.
             function: The function to call.
-            count: ``"updates"``: call it only after taken steps; ``"attempts"``: after every step.
 
         Returns:
             Whether it was called.
 
         Raises:
             CallOrderError: ``step`` has not been called for this optimizer.
-            ValueError: ``count`` is invalid.
 
-        Sync: one for "updates" with an optimizer that handles the scale itself.
+        Sync: one with an optimizer that handles the scale itself.
         """
-        if count not in ("updates", "attempts"):
-            raise ValueError(
-                f"count is {count!r}: pass 'updates' (steps that were taken) or 'attempts' (all "
-                "steps)"
-            )
         # A disabled scaler takes every step.
-        outcome = self._engine.journal.of(optimizer) if self._is_enabled else None
-        if outcome is not None and count == "updates" and outcome.skipped:
+        if self._is_enabled and self._engine.journal.of(optimizer).skipped:
             return False
         function()
         return True
 
     @keep_out_of_graphs
-    def step_scheduler(self, scheduler: Any, count: Count = "updates", *args: Any) -> bool:
+    def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
         """Call ``scheduler.step()`` if the last step of its optimizer was taken.
 
-        Conventions differ on whether a schedule advances at a skipped step, so you choose:
-        ``"updates"`` follows the taken steps, ``"attempts"`` all steps. PyTorch's warning about the
-        order of calls, which a skipped first step would trigger, is suppressed.
+        PyTorch's warning about the order of calls, which a skipped first step would trigger, is
+        suppressed. To advance at skipped steps too, call ``scheduler.step()``.
 
         Args:
             scheduler: A learning rate scheduler of PyTorch, or an object with ``step`` and
                 ``optimizer``.
-            count: ``"updates"`` or ``"attempts"``.
             *args: Arguments of its ``step``, such as the metric of ``ReduceLROnPlateau``.
 
         Returns:
@@ -475,14 +457,13 @@ class GradScaler(TorchAttributes):
 
         Raises:
             CallOrderError: ``step`` has not been called for its optimizer.
-            ValueError: ``count`` is invalid.
 
         Sync: as :meth:`after_step`.
         """
         if not hasattr(scheduler, "optimizer"):
             raise TypeError(f"step_scheduler({type(scheduler).__name__}): pass a schedule")
         step = partial(_step_quietly, scheduler, *args)
-        return GradScaler.after_step(self, scheduler.optimizer, step, count)
+        return GradScaler.after_step(self, scheduler.optimizer, step)
 
     # --- accessors --------------------------------------------------------------------------------
 
