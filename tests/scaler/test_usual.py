@@ -8,7 +8,8 @@ import pytest
 import torch
 from tests.device import DEVICE
 
-from halfstep._scaler import GradScaler, engine, usual
+from halfstep._scaler import GradScaler, engine, step, usual
+from halfstep._scaler.ranks import REDUCED
 
 
 def loop(cls: Any, kwargs: Any, event: str, clips: str) -> list[Any]:
@@ -21,7 +22,8 @@ def loop(cls: Any, kwargs: Any, event: str, clips: str) -> list[Any]:
     for k in range(50):
         now = event if k == 23 else ""
         optimizer.zero_grad()
-        scaler.scale(model(torch.randn(4, 3).to(DEVICE)).square().mean()).backward()
+        loss = model(torch.randn(4, 3).to(DEVICE)).square().mean()
+        scaler.scale(loss * math.inf if now == "inf loss" else loss).backward()
         if now == "inf":
             model.weight.grad[0, 0] = math.inf
         if now == "written scale":
@@ -67,6 +69,19 @@ def test_usual_steps_are_those_of_the_long_road(
     by_hand = loop(GradScaler, kwargs, event, "unscale_")
     assert_equal(by_plan, by_hand)
     assert sum("taken=False" in line for line in by_plan[-50:]) == 1
+
+
+@pytest.mark.parametrize("kwargs", KINDS)
+def test_a_loss_of_one_rank_does_not_move_the_scale(
+    kwargs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under DistributedDataParallel, whose ranks share gradients and not losses."""
+    monkeypatch.setattr(step, "has_process_group", lambda: True)
+    monkeypatch.setattr(engine.Engine, "ranks_of", lambda *_: REDUCED)
+    by_plan = loop(GradScaler, kwargs, "inf loss", "")
+    monkeypatch.setattr(usual, "_gather", lambda *_: None)
+    assert_equal(by_plan, loop(GradScaler, kwargs, "inf loss", ""))
+    assert "Reason.OVERFLOW" in by_plan[-27]
 
 
 class Setup:

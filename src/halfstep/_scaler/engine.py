@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from halfstep._gradients.scalars import READABLE
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.device_scale import DeviceScale
-from halfstep._scaler.iteration import Iteration, Step
+from halfstep._scaler.iteration import Check, Iteration, Step
 from halfstep._scaler.journal import OBSERVERS, Journal
 from halfstep._scaler.loss_scale import LossScale, Snapshot
 from halfstep._scaler.outcome import Outcome
@@ -29,6 +29,18 @@ from halfstep.errors import CallOrderError, NothingCheckedError
 
 NUM_LOSSES_WITHOUT_UPDATE = 1000
 """Number of calls of ``scale`` without an ``update`` after which a warning is raised."""
+
+
+class Unscaled(NamedTuple):
+    """What a usual ``unscale_`` has done: the step so far, its flag, and the versions it left.
+
+    ``check`` returns the check, for the long road.
+    """
+
+    step: Step
+    flag: Tensor
+    versions: list[int]
+    check: Callable[[], Check]
 
 
 Taken: TypeAlias = tuple[list[Tensor], int | None, Outcome, Callable[[], Step], list[int]]
@@ -50,6 +62,7 @@ class Engine:
     Attributes:
         current: What ``iteration`` returns, which stays usual.
         is_usual: Whether nothing but usual steps needed the iteration so far.
+        unscaled: The usual ``unscale_`` of this iteration.
         taken: The usual step of this iteration: its flags, and the version at which the host has
             read 0 in the first one, None if only the device knows; its outcome, what returns the
             step for the long road, and the versions of its gradients.
@@ -62,6 +75,7 @@ class Engine:
         self.loss_scale = LossScale(first)
         self.current = Iteration()
         self.is_usual = True
+        self.unscaled: Unscaled | None = None
         self.taken: Taken | None = None
         self.journal = Journal()
         self.names = Names()
@@ -72,9 +86,12 @@ class Engine:
     def iteration(self) -> Iteration:
         """What the long road has done and found since the last ``update``; it is taken now."""
         self.is_usual = False
+        if self.unscaled is not None:
+            (step, _, versions, check), self.unscaled = self.unscaled, None
+            self.current.keep(step._replace(own=check()), OptState.UNSCALED, versions)
         if self.taken is not None:
-            (_, _, _, step, versions), self.taken = self.taken, None
-            self.current.keep(step(), OptState.STEPPED, versions)
+            (_, _, _, long, versions), self.taken = self.taken, None
+            self.current.keep(long(), OptState.STEPPED, versions)
         return self.current
 
     # --- losses -----------------------------------------------------------------------------------
@@ -103,7 +120,7 @@ class Engine:
             outputs = self._create_scale_of(outputs)
         iteration = self.current
         is_traced = torch.compiler.is_dynamo_compiling()
-        if self.taken is not None or iteration.ledger.entries:
+        if self.taken is not None or self.unscaled is not None or iteration.ledger.entries:
             self.iteration.ledger.watch()
         if OBSERVERS and not is_traced:
             for observer in OBSERVERS:
@@ -187,9 +204,8 @@ class Engine:
             after = self.loss_scale.count() if is_zero else None
         if after is None:
             return False
-        self.taken, self.current.num_losses = None, 0
-        if self.current.steps:  # of unscale_
-            self.current = Iteration()
+        self.unscaled = self.taken = None
+        self.current.num_losses = 0
         if self.buffers.watched:
             self.buffers.end()
         outcome.after = after

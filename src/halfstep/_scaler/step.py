@@ -308,7 +308,7 @@ def check(step: Step) -> Step:
     # With other ranks, the total norm would take another collective.
     if not step.ranks.is_together and step.gradients.is_measured_fast():
         return measure(step)
-    found = _nonfinite(step.gradients, step.loss_scale.device)
+    found = nonfinite(step.gradients, step.loss_scale.device)
     return step._replace(own=_joined_check(step, found))
 
 
@@ -323,11 +323,11 @@ def look(ledger: Ledger, step: Step) -> Step:
         written = ledger.written(step.gradients)
     if not (written.grads or step.ranks.is_together):
         return step
-    found = _nonfinite(written, step.loss_scale.device) if written.grads else []
+    found = nonfinite(written, step.loss_scale.device) if written.grads else []
     return step._replace(look=_joined_check(step, found))
 
 
-def _nonfinite(gradients: Gradients, device: torch.device) -> list[Tensor]:
+def nonfinite(gradients: Gradients, device: torch.device) -> list[Tensor]:
     """Return flags, 1 if there is inf or NaN, from the faster of two kernels. Sync: none."""
     if not gradients.is_measured_fast():
         return list(gradients.check().values())

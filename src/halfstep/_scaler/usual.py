@@ -10,26 +10,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from halfstep._gradients import scalars
 from halfstep._gradients.gradients import Gradients, collect, version_of
 from halfstep._gradients.norms import clip_coefficient, norms_of
 from halfstep._gradients.optimizers import HANDLES_SCALE, step_with_scale
 from halfstep._gradients.scalars import Scalar
-from halfstep._pytorch.distributed import key_of
-from halfstep._scaler.engine import Engine
+from halfstep._pytorch.distributed import has_process_group, key_of
+from halfstep._scaler.engine import Engine, Unscaled
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.journal import Plan
 from halfstep._scaler.loss_scale import Snapshot
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.step import divisor_of, failed, finish, look, new_check, read
+from halfstep._scaler.step import divisor_of, failed, finish, new_check, nonfinite
 
 NOT_USUAL = object()
+GRADIENT = attrgetter("grad")
 USUAL_DTYPES = {torch.float32, torch.bfloat16, torch.float64}
 
 
@@ -38,16 +39,16 @@ def unscale_(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
 
     Sync: none.
     """
-    found = None if engine.current.steps else _gather(engine, optimizer)
+    found = None if engine.unscaled is not None else _gather(engine, optimizer)
     if found is None:
         return False
     plan, _, gradients = found
-    loss_scale, device = engine.loss_scale, engine.loss_scale.device
+    loss_scale = engine.loss_scale
     scale = loss_scale.state.scale if loss_scale.is_here else loss_scale.tensor
     (flag,) = gradients.multiply_(scalars.reciprocal(scale)).values()
     step = Step(optimizer, loss_scale, gradients, ranks=plan.ranks)
-    step = step._replace(own=new_check(step, {device: flag}))
-    engine.current.keep(step, OptState.UNSCALED)
+    versions = list(map(version_of, gradients.grads))
+    engine.unscaled = Unscaled(step, flag, versions, lambda: new_check(step, {flag.device: flag}))
     return True
 
 
@@ -60,11 +61,9 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
     if found is None:
         return NOT_USUAL
     plan, before, gradients = found
-    if engine.current.steps:
-        (earlier,) = engine.current.steps.values()
-        if earlier.optimizer is not optimizer or max_norm is not None:
-            return NOT_USUAL
-        return _take_unscaled(engine, *found, earlier)
+    if engine.unscaled is not None:
+        is_usual = max_norm is None
+        return _take_unscaled(engine, plan, before, engine.unscaled) if is_usual else NOT_USUAL
     loss_scale, is_fused, make_step = engine.loss_scale, plan.is_fused, optimizer.step
     device, is_here = loss_scale.device, loss_scale.is_here
     is_known = is_here or not is_fused  # does the host learn whether to skip?
@@ -120,36 +119,53 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer, max_norm: float | Non
     return result
 
 
-def _take_unscaled(
-    engine: Engine, plan: Plan, before: Snapshot, gradients: Gradients, earlier: Step
-) -> Any:
+def _take_unscaled(engine: Engine, plan: Plan, before: Snapshot, unscaled: Unscaled) -> Any:
     """Take a step whose gradients ``unscale_`` has divided; see :func:`take`."""
-    optimizer, loss_scale, is_fused = earlier.optimizer, engine.loss_scale, plan.is_fused
+    step, flag, versions, _ = unscaled
+    optimizer, loss_scale, is_fused = step.optimizer, step.loss_scale, plan.is_fused
     assert optimizer is not None
-    make_step = optimizer.step
-    step = Step(optimizer, loss_scale, gradients, earlier=earlier.checks, ranks=plan.ranks)
-    step = look(engine.current.ledger, step)
-    checks = step.checks if step.look is None else (*step.checks, step.look)
-    flags = [check.found_here[loss_scale.device] for check in checks]
-    flag, found_inf = flags[0], None if step.look is None else flags[0]
+    device, make_step = loss_scale.device, optimizer.step
+    flags, written = [flag], step.gradients
+    if loss_scale.is_here and not has_process_group():
+        now = list(map(version_of, written.grads))
+        if any(map(eq, now, versions)):
+            rows = zip(written.grads, versions, now, strict=True)
+            written = written.without({id(grad) for grad, was, seen in rows if seen == was})
+    if written.grads:
+        flags += nonfinite(written, device)
+    found_inf: Scalar = flag
     if loss_scale.is_here:
-        skip = float(any(flag.item() for flag in flags))
-        step = step._replace(skip=skip, found_inf=None if found_inf is None else flag.item())
+        found_inf, skip = flag.item(), scalars.combine(flags, device)
     elif is_fused:
-        flag = scalars.any_of(flags, loss_scale.device)
-        step = step._replace(skip=flag, found_inf=found_inf)
+        skip = scalars.any_of(flags, device)
     else:
-        step, _ = read(step._replace(skip=flags[-1], found_inf=found_inf))
-        step = step._replace(skip=float(bool(step.skip or step.found_inf)))
-    is_known = not isinstance(step.skip, Tensor)
-    if is_known and (step.skip or loss_scale.snapshot() != before):
-        return finish(engine, plan, make_step, step, None, is_fused=is_fused)
+        numbers, _ = loss_scale.read_with({"found_inf": flag, "skip": flags[-1]}, [])
+        found_inf, skip = numbers["found_inf"], float(any(numbers.values()))
+    is_known = not isinstance(skip, Tensor)
+    has_look = len(flags) == 2
+    step = step._replace(skip=skip, found_inf=found_inf if has_look else None)
+
+    def long() -> Step:
+        """Return what the long road goes on from."""
+        earlier = engine.iteration.steps[id(optimizer)].checks
+        later = new_check(step, {device: flags[1]}) if has_look else None
+        if is_known and not loss_scale.is_here:
+            earlier[0].note(bool(found_inf))
+            if later is not None:
+                later.note(bool(skip))
+        return step._replace(earlier=earlier, look=later)
+
+    if is_known and (skip or loss_scale.snapshot() != before):
+        return finish(engine, plan, make_step, long(), None, is_fused=is_fused)
     try:
-        result = step_with_scale(optimizer, make_step, None, flag) if is_fused else make_step()
+        if is_fused:
+            result = step_with_scale(optimizer, make_step, None, scalars.as_tensor(skip, device))
+        else:
+            result = make_step()
     except BaseException as error:
-        failed(engine, plan, step, error)
+        failed(engine, plan, long(), error)
         raise
-    _remember(engine, plan, before, step, lambda: step, flags)
+    _remember(engine, plan, before, step, long, flags)
     return result
 
 
@@ -165,6 +181,7 @@ def _remember(
     version: int | None = flags[0]._version
     if isinstance(step.skip, Tensor):  # only the device knows
         before, version = step.loss_scale.snapshot(), None
+        step.ranks.agree_on(step.loss_scale, {})
         if engine.buffers.watched:
             engine.buffers.restore(step.skip)
     num_losses, is_fused = engine.current.num_losses, plan.is_fused
@@ -194,6 +211,13 @@ def _gather(
     if is_fused is not plan.is_fused or flag is not plan.flag or key_of(params) != plan.key:
         plan.key = None  # it was made for other groups
         return None
+    if engine.unscaled is not None:
+        step = engine.unscaled.step
+        grads = [grad for grad in map(GRADIENT, params) if grad is not None]
+        is_same = len(grads) == len(step.gradients.grads) and all(
+            map(is_, grads, step.gradients.grads)
+        )
+        return (plan, before, step.gradients) if is_same and step.optimizer is optimizer else None
     gradients = collect(params)
     for device, dtype in gradients.by_kind:
         if device != loss_scale.device or dtype not in USUAL_DTYPES:
