@@ -26,7 +26,7 @@ DESCRIPTION = (
 EPILOG = """\
 To ignore a finding, put a comment in its line, with the name in brackets:
   # halfstep: allow update-missing
-docs/doctor.md has a section on each finding.
+docs/doctor.toml has a section on each finding.
 
 Exit code: 0 if there is no bad finding and no warning, 1 if there is, 2 if a
 file cannot be read.

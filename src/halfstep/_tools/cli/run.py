@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--guard",
         nargs="?",
         const="",
-        type=_norm,
+        type=_above_0("a norm to clip to", "--guard=1.0", default=""),
         metavar="MAX_NORM",
         help="leave out steps with inf or NaN gradients, restore buffers and the scale after them, "
         "and clip the norm of the gradients to MAX_NORM",
@@ -120,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--diagnose",
         nargs="?",
         const=30.0,
-        type=_seconds,
+        type=_above_0("a number of seconds", "--diagnose=60"),
         metavar="SECONDS",
         help="replay a step whose loss or gradients are inf or NaN, and print the op, the module, "
         "the cause and the cure; begin no replay of a step after SECONDS (default: 30)",
@@ -273,21 +272,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if (seconds := float(text)) > 0:
-            return seconds
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a number of seconds: write --diagnose=60, or --diagnose for 30"
-    )
+def _above_0(what: str, example: str, default: str | None = None) -> Callable[[str], float]:
+    """Return the type of an option with a positive number; the text ``default`` is 0."""
 
+    def read(text: str) -> float:
+        if text == default:
+            return 0.0
+        with suppress(ValueError):
+            if (number := float(text)) > 0:
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}: write {example}")
 
-def _norm(text: str) -> float:
-    """Return the norm to clip to; 0 without one."""
-    try:
-        norm = float(text or 0)
-    except ValueError:
-        norm = math.nan
-    if not norm > 0 and text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a norm to clip to: write --guard=1.0")
-    return norm
+    return read

@@ -15,7 +15,7 @@ _FINDINGS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("findings.toml").read_text(encoding="utf-8")
 )
 CATALOG: dict[str, Severity] = {id: entry["severity"] for id, entry in _FINDINGS.items()}
-"""The severities by id; docs/doctor.md has a section on each id."""
+"""The severities by id; docs/doctor.toml has a section on each id."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from halfstep._pytorch import distributed, modes
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import is_unscaled
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
-from halfstep._tools.diagnose.several_steps import Usual
+from halfstep._tools.diagnose.several_steps import Step, Usual
 from halfstep._tools.line import Line
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code, names_in
@@ -143,11 +143,7 @@ class Growth:
         self._losses.append((step, loss, line))
 
     def usual(
-        self,
-        step: int,
-        line: Line | None,
-        max_norm: float | None,
-        before: Callable[[], object] | None,
+        self, step: int, line: Line | None, max_norm: float | None, before: Step | None
     ) -> Usual:
         """Return what is known of the steps before one: losses of its line, unless they are few."""
         is_alone = len({at for _, _, at in self._losses}) == 1
