@@ -27,7 +27,7 @@ from halfstep._tools.diagnose.diagnosis import (
 )
 from halfstep._tools.diagnose.inspect_op import (
     InspectingTracker,
-    bad_rows,
+    bad_entries,
     described,
     inspect,
     named_by,
@@ -229,8 +229,8 @@ def _found(replayer: Replayer, usual: Usual) -> Diagnosis:
         replayer.notes += inspection.notes
     bad, tensor = named_by(inspection.call, inspection.bad), inspection.tensor
     if blame.number == OUTSIDE or tensor is not None:
-        rows = "" if blame.tensor is None else bad_rows(blame.tensor)
-        cure = of_data(bad, tensor, is_of_batch=inspection.is_of_batch, rows=rows)
+        where = "" if blame.tensor is None else bad_entries(blame.tensor)
+        cure = of_data(bad, tensor, is_of_batch=inspection.is_of_batch, where=where)
         return Diagnosis("data", bad, tensor, found.ends, scale, cure)
     try:
         trial = CureTrial(replayer, found.run, usual)
@@ -346,8 +346,8 @@ def judge_alone(
     return "range", cure_search.narrowest_rule(blame, model)
 
 
-def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, rows: str = "") -> Cure:
-    """Return the cure for a tensor that was bad before the step."""
+def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, where: str = "") -> Cure:
+    """Return the cure for a tensor that was bad before the step; ``where`` names its entries."""
     if tensor is not None and tensor.endswith(".grad"):
         text = "call zero_grad() first: this gradient is left from an earlier step"
     elif named := [operand for operand in bad.inputs if operand.name == tensor]:
@@ -358,12 +358,10 @@ def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, rows: str = ""
         if named[0].dtype == "float16":
             text = f"{STEP_IN_FLOAT32}\n{text}"
     elif is_of_batch:
-        together = " on all ranks, which wait for each other, or replace its rows with finite ones"
-        where = together if distributed.has_ranks() else ""
-        rows = f", or only{rows.removeprefix(' in')}" if rows and not where else rows
-        text = f"leave this batch out{where}{rows}: {tensor} is not finite; check where it is made"
-    elif tensor == A_NUMBER:
-        text = f"look where {tensor} comes from"
+        together = " on all ranks, which wait for each other" if distributed.has_ranks() else ""
+        rows = ", or fill or drop its bad rows where it is made" if "row" in where else ""
+        text = f"leave this batch out{together}{rows}\n{tensor} is not finite{where}"
     else:
-        text = f"look where {tensor} comes from: it was not finite{rows} before the step began"
+        finding = f": before the step began it was not finite{where}"
+        text = f"look where {tensor} comes from{finding if tensor != A_NUMBER else ''}"
     return Cure("data", text)

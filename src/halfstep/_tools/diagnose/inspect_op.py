@@ -16,7 +16,7 @@ from halfstep._pytorch.devices import has_float64, in_float64
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._tools.diagnose.diagnosis import A_NUMBER, BadOp, Operand, short_error
 from halfstep._tools.diagnose.edits import row_name
-from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of, named_rows
+from halfstep._tools.diagnose.user_calls import UserCall, UserCalls, call_of, named_entries
 from halfstep._tools.measure import float_values
 from halfstep._tools.replay.blame import (
     OUTSIDE,
@@ -69,23 +69,20 @@ class OpInspection(OpObserver):
 
     def before(self, call: OpCall) -> None:
         """Describe the inputs of the op, and compute it in float64."""
+        tensor = self._blame.tensor
+        if tensor is not None and call.key in (self._blame.of, self._blame.key):
+            self.is_of_batch |= is_of_batch(tensor)
         if call.key == self._blame.of:
             self.bad = replace(self.bad, forward_op=call.name, forward_line=user_line())
-            self._note_batch()
         if call.key == self._blame.key:
             self.has_seen = True
             inputs = tuple(operand(t, self._name_of(t)) for t in call.given if _is_shown(t))
             self.bad = replace(self.bad, line=user_line(), inputs=inputs, needs=_needs(call))
-            if self._blame.tensor is not None:
-                self.tensor = name_of_bad(call, self.bad.inputs, self._blame.tensor)
-                self._note_batch()
+            if tensor is not None:
+                self.tensor = name_of_bad(call, self.bad.inputs, tensor)
             elif not any(each.nan or each.inf for each in inputs) and has_nan_number(call):
                 self.tensor = A_NUMBER
             self.notes = _ignored(call)
-
-    def _note_batch(self) -> None:
-        tensor = self._blame.tensor
-        self.is_of_batch |= tensor is not None and is_of_batch(tensor)
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
         if call.key == self._blame.key:
@@ -94,6 +91,8 @@ class OpInspection(OpObserver):
             if output is not None:
                 described, limit = operand(output, self._name_of(output)), torch.finfo(output.dtype)
                 self.bad = replace(self.bad, output=described, limit=limit.max)
+                entries = bad_entries(output) if call.name == "_to_copy" else ""
+                self.notes += [f"the cast gives inf{entries}"][: bool(entries)]
 
 
 def inspect(replayer: Replayer, blame: Blame, scale: float | None) -> OpInspection:
@@ -161,13 +160,29 @@ def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
     return "a tensor without a name"
 
 
-def bad_rows(tensor: Tensor) -> str:
-    """Return " in row 3 of 32" if some rows of a tensor are not finite, and others are; else ""."""
+def bad_entries(tensor: Tensor) -> str:
+    """Return " in row 3 of 32, column 1 of 5" for the entries of a tensor that are not finite.
+
+    Rows or columns are left out if all are bad. Of inf in float16, the largest of the finite
+    values in these columns follows, since they may not have fitted it. Sync: several.
+    """
     values = float_values(tensor)
     if values is None or values.shape != tensor.shape:
         return ""
-    rows = named_rows(~values.isfinite())
-    return f" in {rows}" if rows else ""
+    bad = ~values.isfinite()
+    entries = named_entries(bad)
+    text = f" in {entries}" if entries else ""
+    is_overflow = bool(values.isinf().any()) and not bool(values.isnan().any())
+    if values.dtype is torch.float16 and values.dim() == 2 and is_overflow:
+        finite = values.nan_to_num(0.0, 0.0, 0.0)[:, bad.any(0)]
+        largest = float(finite.abs().max())
+        end = f" (values there reach {largest:,.0f}, and float16 ends at 65,504: keep float32)"
+        text += end if largest > _LARGE_IN_FLOAT16 else ""
+    return text
+
+
+_LARGE_IN_FLOAT16 = 2.0**12
+"""The finite size from which on an inf beside it is likely to be a value that did not fit."""
 
 
 def operand(tensor: Tensor, name: str) -> Operand:

@@ -215,21 +215,28 @@ class _Changes:
 
 def named_rows(bad: Tensor) -> str:
     """Return "row 3 of 32" for the rows of a mask that have a True; empty if all or none have."""
-    if bad.dim() < 1:
+    return _named(bad.reshape(len(bad), -1).any(1), "row") if bad.dim() else ""
+
+
+def named_entries(bad: Tensor) -> str:
+    """Return "row 3 of 32, column 1 of 5": :func:`named_rows`, and so the columns of a matrix."""
+    columns = _named(bad.any(0), "column") if bad.dim() == 2 else ""
+    return ", ".join(filter(None, (named_rows(bad), columns)))
+
+
+def _named(bad: Tensor, what: str) -> str:
+    found: list[int] = bad.nonzero().flatten().tolist()
+    if not 0 < len(found) < len(bad):
         return ""
-    of_rows = bad.reshape(len(bad), -1).any(1)
-    rows: list[int] = of_rows.nonzero().flatten().tolist()
-    if not 0 < len(rows) < len(bad):
-        return ""
-    if rows[MOST_ROWS:]:
-        return f"{len(rows):,} of {len(bad):,} rows"
-    *others, last = map(str, rows)
-    named = f"rows {', '.join(others)} and {last}" if others else f"row {last}"
+    if found[MOST_NAMED:]:
+        return f"{len(found):,} of {len(bad):,} {what}s"
+    *others, last = map(str, found)
+    named = f"{what}s {', '.join(others)} and {last}" if others else f"{what} {last}"
     return f"{named} of {len(bad):,}"
 
 
-MOST_ROWS = 8
-"""The largest number of bad rows that are named."""
+MOST_NAMED = 8
+"""The largest number of bad rows, or columns, that are named."""
 
 
 def _is_in_call(

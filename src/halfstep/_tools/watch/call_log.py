@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from halfstep._tools.replay.kept_calls import (
     parts_of,
     set_part,
 )
-from halfstep._tools.user_code import Place, user_place, whole_model
+from halfstep._tools.user_code import Place, is_users, user_place, whole_model
 
 MOST_CALLS = 4096
 """The largest number of calls kept for a step; with more, all of them count as the last step's."""
@@ -282,6 +283,14 @@ class CallLog:
                     # The loop itself makes a batch bad. Its values count as data from now on.
                     is_found |= args[0].grad_fn is None
         return is_found
+
+    def note_batch(self, batch: Any, functions: Iterable[Any]) -> None:
+        """Note the first function of the user's as the place where a batch is made."""
+        for function in functions:
+            if isinstance(function, FunctionType) and is_users(function.__code__.co_filename):
+                for tensor in tensors_in([batch]):
+                    self.written_at.put(tensor, Place(function.__code__, 0, function.__globals__))
+                return
 
     def is_old(self, call: KeptCall) -> bool:
         return call.number < self._first

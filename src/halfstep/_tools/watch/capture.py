@@ -234,7 +234,11 @@ class Capture(TopLevelCalls):
 
     def _around_batch(self, original: Callable[..., Any], loader: Any) -> Any:
         with self.inside():
-            return original(loader)
+            batch = original(loader)
+        with unseen():
+            if self._is_here():
+                self.log.note_batch(batch, modules.functions_of_batches(loader))
+        return batch
 
     def _apply(self) -> Callable[..., Any]:
         """Return the replacement of ``torch.autograd.Function.apply``."""

@@ -38,7 +38,7 @@ from halfstep._tools.diagnose.diagnose import (
     why_not_replayed,
 )
 from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis, predicate
-from halfstep._tools.diagnose.inspect_op import bad_rows
+from halfstep._tools.diagnose.inspect_op import bad_entries
 from halfstep._tools.diagnose.optimizer_step import (
     Numbers,
     diagnosis_of_taken_step,
@@ -86,9 +86,11 @@ SPOILT = (
     "restores them, evaluations are bad: check the batch first, and call reset_running_stats()"
 )
 LAST_WRITE = (
-    "first check the line of the loop that last wrote to it: {line}\n"
+    "first check the code that made it or last wrote to it: {line}\n"
     "if it wrote inf or NaN, fix it, or the same happens again"
 )
+LEFT_OUT = "the script left this batch out"
+NOT_COUNTED = "; it is not counted: the next step is step {step}, too"
 
 MOST_DIAGNOSES = 5
 """The largest number of places that are diagnosed in a run."""
@@ -297,7 +299,8 @@ class Watch:
         step = self._running
         late = [outcome for outcome in skipped if outcome.reason is Reason.AFTER_UNSCALE]
         if late:  # a replay, which ends with the backward pass, would be finite
-            self._report_late(late)
+            ends = tuple(culprit.name for each in late for culprit in each.find_culprits())
+            self._report(Diagnosis("unknown", ends=ends, notes=(WENT_BAD_LATE,)))
             skipped, bad = [each for each in skipped if each not in late], []
         bad = skipped if step.bad_ends else [] if step.is_bad else bad
         scale = bad[0].scale if bad else None
@@ -354,7 +357,7 @@ class Watch:
             self._is_spoiled = True
         step.is_bad = True
         ends = self._capture.ends[-1:]
-        if _is_averaged(needed_for(ends)):
+        if any(isinstance(call.function, DistributedDataParallel) for call in needed_for(ends)):
             # Not replayed before this backward pass, whose gradients DDP's hooks count.
             step.bad_ends = ends
         else:
@@ -520,7 +523,7 @@ class Watch:
         if found is not None:
             call, tensor = found
             name, where = name_in_code(tensor), "" if call.at is None else line_text(call.at.line)
-            text = f"check {name} before the call: it is not finite{bad_rows(tensor)}"
+            text = f"check {name} before the call: it is not finite{bad_entries(tensor)}"
             cure = Cure("data", text, remarks=(SPOILT.format(names=", ".join(names)),))
             notes = (f"the loss of this step is finite; the call: {where}",)
             self._of_steps.add(step)
@@ -538,7 +541,7 @@ class Watch:
         return is_here and optim.optimizer_step_depth() <= 1
 
     def _is_watching(self, scaler: GradScaler) -> bool:
-        return (self._scaler is None or self._scaler is scaler) and self._is_here()
+        return self._scaler in (None, scaler) and self._is_here()
 
     def _counts_plain_steps(self) -> bool:
         return self._scaler is None and self._loss_scaler is None and self._is_here()
@@ -601,6 +604,12 @@ class Watch:
                     found, _ = diagnosis_of_calls(calls, other, scale, self._model_of(calls))
         if found is not None:
             if found.verdict == "data":
+                if found.cure and is_left_out and not is_last and not _is_of_the_model(found):
+                    is_counted = not self.number(self._is_counted)
+                    more = "" if is_counted else NOT_COUNTED.format(step=self._step)
+                    self.notes.append(f"{LEFT_OUT}{more}")
+                    where = found.cure.text.rpartition("\n")[2]  # without the advice
+                    found = replace(found, cure=replace(found.cure, text=where))
                 found = self._with_writer(found, calls)
             elif found.verdict == "growth":
                 if self._growth.was_explained:  # it follows from the same explosion
@@ -621,11 +630,6 @@ class Watch:
             self._live.ask(self._model_of(needed_for(ends)), self._step)
         elif not is_left_out:
             self._report(self._seen_only(root))
-
-    def _report_late(self, outcomes: Sequence[Outcome]) -> None:
-        """Report gradients that went bad between ``unscale_`` and ``step``."""
-        ends = tuple(culprit.name for each in outcomes for culprit in each.find_culprits())
-        self._report(Diagnosis("unknown", ends=ends, notes=(WENT_BAD_LATE,)))
 
     def _with_writer(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis:
         """Name first in the cure where the loop last wrote to a bad weight or argument of calls."""
@@ -698,11 +702,6 @@ class Watch:
         if all(_place(found) != _place(known) for known in self.found):
             self.found.append(found)
             self._tell(found, number)
-
-
-def _is_averaged(calls: Sequence[KeptCall]) -> bool:
-    """Return whether the gradients of calls are averaged over ranks as they are computed."""
-    return any(isinstance(call.function, DistributedDataParallel) for call in calls)
 
 
 def _bad_names(model: nn.Module | None, *, parameters: bool = False) -> list[str]:

@@ -3,7 +3,9 @@
 # tensor: \bx\b
 # step: 14
 # never: the loss of step 14 was finite
-# says: row 9\b
+# says: not finite in row 9 of 32, column 2 of 6
+# says: the script left this batch out
+# never: leave this batch out
 import torch
 from torch import nn
 
