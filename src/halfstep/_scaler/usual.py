@@ -134,8 +134,10 @@ def _take_unscaled(engine: Engine, plan: Plan, before: Snapshot, unscaled: Unsca
     if written.grads:
         flags += nonfinite(written, device)
     found_inf: Scalar = flag
+    skip: Scalar
     if loss_scale.is_here:
-        found_inf, skip = flag.item(), scalars.combine(flags, device)
+        found = [each.item() for each in flags]
+        found_inf, skip = found[0], float(any(found))
     elif is_fused:
         skip = scalars.any_of(flags, device)
     else:
@@ -159,7 +161,8 @@ def _take_unscaled(engine: Engine, plan: Plan, before: Snapshot, unscaled: Unsca
         return finish(engine, plan, make_step, long(), None, is_fused=is_fused)
     try:
         if is_fused:
-            result = step_with_scale(optimizer, make_step, None, scalars.as_tensor(skip, device))
+            flag = skip if isinstance(skip, Tensor) else flag
+            result = step_with_scale(optimizer, make_step, None, flag)
         else:
             result = make_step()
     except BaseException as error:
