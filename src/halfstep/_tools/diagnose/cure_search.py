@@ -394,7 +394,28 @@ def _of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
 
 
 def _of_finite(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
-    """Return edits as the cure, after several steps with them."""
+    """Return edits as the cure, after several steps with them.
+
+    Other calls of the function in the statement, as in ``log(p)`` and ``log(1 - p)``, are clamped
+    too; those in the user's whole function are edited if the steps go bad without that.
+    """
+    (call, edit), at = edits[-1], edits[-1][0].place.statement
+    new = [each for each in calls.like(call) if not any(each.is_at(old) for old, _ in edits)]
+    here = tuple((each, edit) for each in new if at is not None and each.place.statement is at)
+    if here and len(edits) + len(here) <= MOST_EDITS:
+        tried = trial.edited((*edits, *here), trial.scale)
+        if tried.blame is None and tried.calls.keep_values(here):
+            return _judged_edits(trial, tried.calls, (*edits, *here))
+    cure = _judged_edits(trial, calls, edits)
+    if cure is None or cure.is_finite is not False or not new:
+        return cure
+    both = (*edits, *((each, edit) for each in new))[:MOST_EDITS]
+    tried = trial.edited(both, trial.scale)
+    better = None if tried.blame is not None else _judged_edits(trial, tried.calls, both)
+    return better if better is not None and better.is_finite else cure
+
+
+def _judged_edits(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
     cure = _of_placed(calls, is_finite=True)
     if cure is None:
         return None

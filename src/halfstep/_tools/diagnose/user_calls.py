@@ -84,6 +84,15 @@ class UserCalls(TorchFunctionMode):
         """Return the call that ran an op."""
         return next((call for call in self._calls if number in call.ops), None)
 
+    def like(self, call: UserCall) -> list[UserCall]:
+        """Return the other calls of its function in the same function of the user, each once."""
+        found = [call]
+        for each in self._calls:
+            is_like = each.function == call.function and each.place.code is call.place.code
+            if is_like and not any(each.is_at(other) for other in found):
+                found.append(each)
+        return found[1:]
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -177,6 +186,12 @@ class UserCalls(TorchFunctionMode):
             with modes.no_function_modes(), modes.unseen_by_modes():
                 self._changes.setdefault(key, _Changes()).add(value, result)
         return result
+
+    def keep_values(self, edits: Edits) -> bool:
+        """Return whether some of the edits are clamps that have changed no value."""
+        numbers = {number for number, each in enumerate(self._edits) if each in edits}
+        of_them = {key: each for key, each in self._changes.items() if key[0] in numbers}
+        return {n for n, _ in of_them} == numbers and not any(map(str, of_them.values()))
 
     def remarks(self) -> tuple[str, ...]:
         """Return how many values the clamps have changed, and which of them are data."""
