@@ -17,6 +17,7 @@ from halfstep._tools.diagnose.edits import (
     Edit,
     evaluated,
     in_place,
+    row_name,
     writes_to_first,
 )
 from halfstep._tools.diagnose.source import Placed, Slot, parameters_of
@@ -180,11 +181,16 @@ class UserCalls(TorchFunctionMode):
             parameters = parameters_of(running.function)
             self.placed[key] = Placed(spot, running.name, slot, told, parameters, module)
         result = evaluated(text, value)
-        if ("clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
+        is_eps = row_name(running.name) in DIVISIONS and isinstance(slot, int)
+        if (is_eps or "clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
             is_scalar = value.requires_grad and value.is_leaf and not value.dim()
             self.has_clamped_parameter |= is_scalar or isinstance(value, nn.Parameter)
             with modes.no_function_modes(), modes.unseen_by_modes():
-                self._changes.setdefault(key, _Changes()).add(value, result)
+                changes = self._changes.setdefault(key, _Changes())
+                if is_eps:
+                    changes.add_divisors(value.detach(), result.detach())
+                if "clamp" in text or "masked_fill" in text:
+                    changes.add(value, result)
         return result
 
     def keep_values(self, edits: Edits) -> bool:
@@ -198,12 +204,20 @@ class UserCalls(TorchFunctionMode):
         return tuple(text for each in self._changes.values() if (text := str(each)))
 
 
+DIVISIONS = ("div", "true_divide", "divide", "rdiv", "rtruediv", "reciprocal")
+FEW = 32
+"""The number of divisors of which a few may be replaced, or all if they are 0."""
+MOST_OF_IT = "divisors, which were smaller than it"
+"""The end of a remark on an eps that is no cure."""
+
+
 class _Changes:
     """Values that a clamp has changed in a replay."""
 
     def __init__(self) -> None:
         self._num, self._of, self._is_of_data, self._rows = 0, 0, False, ""
-        self._is_left_out = False
+        self._is_left_out = self._is_of_numbers = False
+        self._num_replaced = self._num_divisors = 0
 
     def add(self, before: Tensor, after: Tensor) -> None:
         changed = before.detach() != after.detach()
@@ -214,7 +228,15 @@ class _Changes:
         is_of_limits = not self._is_left_out and bool((after[changed].abs() >= 1).any())
         self._rows = self._rows or ("" if is_of_limits else named_rows(changed))
 
+    def add_divisors(self, before: Tensor, after: Tensor) -> None:
+        replaced = ((after - before).abs() >= before.abs()) & before.isfinite()
+        self._num_replaced += int(replaced.sum())
+        self._num_divisors += before.numel()
+        self._is_of_numbers |= bool((before[replaced] != 0).any())
+
     def __str__(self) -> str:
+        if self._is_of_numbers and 2 * self._num_replaced > self._num_divisors >= FEW:
+            return f"it replaces {self._num_replaced:,} of {self._num_divisors:,} {MOST_OF_IT}"
         if not self._num:
             return ""
         if self._is_left_out:
