@@ -57,6 +57,14 @@ class Place(NamedTuple):
         text = linecache.getline(code.co_filename, number).strip()
         return Line(code.co_filename, number, code.co_name, text)
 
+    @property
+    def statement(self) -> ast.stmt | None:
+        """The innermost statement of its code; None if the file has none of its extent."""
+        tree = tree_of(self.code.co_filename)
+        node = tree.at.get(span_of(self.code, self.instruction))
+        around = (each for each in (node, *tree.around(node)) if isinstance(each, ast.stmt))
+        return next(around, None)
+
     def is_at(self, other: Place) -> bool:
         """Return whether both are the same instruction, even if the code was compiled again."""
         one, two = self.code, other.code

@@ -30,7 +30,13 @@ from halfstep._tools.diagnose.source import Change as Edited
 from halfstep._tools.diagnose.source import edited_lines, in_words
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
 from halfstep._tools.diagnose.trials import CureTrial
-from halfstep._tools.diagnose.user_calls import Edits, UserCall, UserCalls, call_of
+from halfstep._tools.diagnose.user_calls import (
+    MOST_OF_IT,
+    Edits,
+    UserCall,
+    UserCalls,
+    call_of,
+)
 from halfstep._tools.replay.blame import OUTSIDE, Blame
 from halfstep._tools.replay.variant import EnteredAutocast, float32_parameters, half_of
 from halfstep._tools.trace.ops import OpPlace
@@ -282,8 +288,10 @@ def of_maths(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | No
     cure = None if call is None else _of_edits(trial, blame, call)
     if not (cure is not None and cure.is_finite and cure.edits):
         cure = _of_makers(trial, blame) or cure
-    if form is None or cure is None or fall(cure.losses) < fall(form.losses) / 2:
-        return form or cure
+    if form is None:
+        return _without_eps_of_most(trial, blame, cure)
+    if cure is None or _is_of_most(cure) or fall(cure.losses) < fall(form.losses) / 2:
+        return form
     said = form.text.replace("\n", "; ")
     trial.replayer.notes.append(f"a stable form is finite too: {said}")
     return cure
@@ -336,7 +344,33 @@ def _first_that_learns(trial: CureTrial, cures: Iterable[Cure | None]) -> Cure |
 
 def _is_good(trial: CureTrial, cure: Cure) -> bool:
     is_usual = not cure.losses or trial.usual.is_like(cure.losses[0])
-    return cure.is_finite is not False and is_usual and not stands(cure.losses)
+    is_good = cure.is_finite is not False and is_usual and not stands(cure.losses)
+    return is_good and not _is_of_most(cure)
+
+
+def _is_of_most(cure: Cure) -> bool:
+    return any(remark.endswith(MOST_OF_IT) for remark in cure.remarks)
+
+
+def _without_eps_of_most(trial: CureTrial, blame: Blame, cure: Cure | None) -> Cure | None:
+    """Return a description in place of an eps that replaces most divisors; a note has that."""
+    if cure is None or not _is_of_most(cure):
+        return cure
+    said = cure.text.replace("\n", "; ")
+    remark = next(each for each in cure.remarks if each.endswith(MOST_OF_IT))
+    trial.replayer.notes.append(f"finite, but no cure: {said}: {remark}")
+    makers = (call.place.line for call in trial.makers(blame) if call.function in _SMALL)
+    line = next(makers, None)
+    return Cure("code", LOOK if line is None else IN_LOGS.format(line.number))
+
+
+_SMALL = ("exp", "prod", "cumprod", "softmax", "sigmoid")
+IN_LOGS = (
+    "compute with logarithms from line {0} on, whose results are too small for the dtype: log_k in "
+    "place of k = exp(log_k), torch.logsumexp(log_k + log_v, 1) in place of k @ v, a - b in place "
+    "of a / b, and exp at the end; or make the exponent smaller, by a larger temperature"
+)
+LOOK = "check why most of the divisors are that small"
 
 
 MOST_MAKERS = 3
@@ -408,7 +442,28 @@ def _of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
 
 
 def _of_finite(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
-    """Return edits as the cure, after several steps with them."""
+    """Return edits as the cure, after several steps with them.
+
+    Other calls of the function in the statement, as in ``log(p)`` and ``log(1 - p)``, are clamped
+    too; those in the user's whole function are edited if the steps go bad without that.
+    """
+    (call, edit), at = edits[-1], edits[-1][0].place.statement
+    new = [each for each in calls.like(call) if not any(each.is_at(old) for old, _ in edits)]
+    here = tuple((each, edit) for each in new if at is not None and each.place.statement is at)
+    if here and len(edits) + len(here) <= MOST_EDITS:
+        tried = trial.edited((*edits, *here), trial.scale)
+        if tried.blame is None and tried.calls.keep_values(here):
+            return _judged_edits(trial, tried.calls, (*edits, *here))
+    cure = _judged_edits(trial, calls, edits)
+    if cure is None or cure.is_finite is not False or not new:
+        return cure
+    both = (*edits, *((each, edit) for each in new))[:MOST_EDITS]
+    tried = trial.edited(both, trial.scale)
+    better = None if tried.blame is not None else _judged_edits(trial, tried.calls, both)
+    return better if better is not None and better.is_finite else cure
+
+
+def _judged_edits(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
     cure = _of_placed(calls, is_finite=True)
     if cure is None:
         return None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,12 +68,16 @@ class Usual:
 UNKNOWN = Usual()
 
 
+class _NotFinite(Exception):  # noqa: N818  (control flow, not an error)
+    """A loss in an optimizer's step is inf or NaN."""
+
+
 class SeveralSteps(OpObserver):
     """Steps on the batch of a bad step, in turn with the batch before it if that is known.
 
-    The optimizers of the weights take them, with the clipping of the run. A small step of gradient
-    descent, by which neither the scale nor the size of the loss matters, stands in for one that is
-    not known, or that needs a closure.
+    The optimizers of the weights take them, with the clipping of the run; one that needs a closure
+    is given one, and starts without a state. A small step of gradient descent, by which neither the
+    scale nor the size of the loss matters, stands in for one that is not known.
     """
 
     def __init__(self, change: Change, usual: Usual, seconds: float, *, steps_itself: bool) -> None:
@@ -110,11 +116,16 @@ class SeveralSteps(OpObserver):
             batches.append((before, self.others))
             self.norm_before = self._norm(run)
         while self.num < MOST_STEPS and time.perf_counter() < self._end:
-            if not self._is_finite(*batches[self.num % len(batches)]):
+            now, losses = batches[self.num % len(batches)]
+            if not self._is_finite(now, losses):
                 self.fails_at = self.num and self.num + 1
                 self.why_not = "it has no finite loss to follow"
                 return
-            if not self._advance(run):
+            try:
+                if not self._advance(run, now):
+                    return
+            except _NotFinite:
+                self.num = self.fails_at = self.num + 1
                 return
             self.num += 1
         late = time.perf_counter() > self._end
@@ -141,8 +152,8 @@ class SeveralSteps(OpObserver):
             norms = [float(grad.float().norm()) for _, grad in self._gradients.values()]
             return math.hypot(*norms) / ((run.scale or 1.0) * run.backoff)
 
-    def _advance(self, run: StepRun) -> bool:
-        """Take the step; return whether one was taken."""
+    def _advance(self, run: StepRun, now: Step) -> bool:
+        """Take the step, after ``now`` has made gradients; return whether one was taken."""
         if self._steps_itself:
             return True
         leaves = [leaf for leaf, _ in self._gradients.values()]
@@ -160,12 +171,20 @@ class SeveralSteps(OpObserver):
         limit = self._usual.max_norm
         factor = (1.0 if limit is None or norm <= limit else limit / norm) / scale
         with torch.no_grad():
-            if self._step_optimizers(factor):
+            if self._step_optimizers(factor, now):
                 return True
             moves = [_move(leaf, gradient) for leaf, gradient in self._gradients.values()]
             return any(moves)
 
-    def _step_optimizers(self, factor: float) -> bool:
+    def _step_optimizers(self, factor: float, now: Step) -> bool:
+        def closure() -> Tensor:
+            if time.perf_counter() > self._end:
+                raise TimeoutError
+            with torch.enable_grad():
+                if not self._is_finite(now, []):
+                    raise _NotFinite
+            return torch.tensor(self._seen[0])
+
         try:
             for leaf, _ in self._gradients.values():
                 if factor != 1 and leaf.grad is not None:
@@ -173,13 +192,26 @@ class SeveralSteps(OpObserver):
             for optimizer in self._owners or ():
                 self.undo.note_optimizer(optimizer)
                 _widen(optimizer)
-                optimizer.step()
+                given: list[Any] = [closure] if _needs_closure(optimizer) else []
+                if given:
+                    self.takers[type(optimizer).__name__] = None
+                if given and not self.num:  # the step that went bad may have left half a state
+                    optimizer.state.clear()
+                optimizer.step(*given)
                 if not self.takers:  # the step inside of a guard is not seen
                     self.takers[type(optimizer).__name__] = None
-        except Exception:  # it needs a closure, or cannot be repeated
+        except _NotFinite:
+            raise
+        except Exception:  # it cannot be repeated
             self._owners = []
             self.takers.clear()
         return bool(self._owners)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    step = type(optimizer).step
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _optimizers_of(leaves: Iterable[Tensor]) -> list[Optimizer]:

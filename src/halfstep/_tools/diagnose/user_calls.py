@@ -17,6 +17,7 @@ from halfstep._tools.diagnose.edits import (
     Edit,
     evaluated,
     in_place,
+    row_name,
     writes_to_first,
 )
 from halfstep._tools.diagnose.source import Placed, Slot, parameters_of
@@ -83,6 +84,15 @@ class UserCalls(TorchFunctionMode):
     def call_of(self, number: int) -> UserCall | None:
         """Return the call that ran an op."""
         return next((call for call in self._calls if number in call.ops), None)
+
+    def like(self, call: UserCall) -> list[UserCall]:
+        """Return the other calls of its function in the same function of the user, each once."""
+        found = [call]
+        for each in self._calls:
+            is_like = each.function == call.function and each.place.code is call.place.code
+            if is_like and not any(each.is_at(other) for other in found):
+                found.append(each)
+        return found[1:]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -171,16 +181,34 @@ class UserCalls(TorchFunctionMode):
             parameters = parameters_of(running.function)
             self.placed[key] = Placed(spot, running.name, slot, told, parameters, module)
         result = evaluated(text, value)
-        if ("clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
+        is_eps = row_name(running.name) in DIVISIONS and isinstance(slot, int)
+        if (is_eps or "clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
             is_scalar = value.requires_grad and value.is_leaf and not value.dim()
             self.has_clamped_parameter |= is_scalar or isinstance(value, nn.Parameter)
             with modes.no_function_modes(), modes.unseen_by_modes():
-                self._changes.setdefault(key, _Changes()).add(value, result)
+                changes = self._changes.setdefault(key, _Changes())
+                if is_eps:
+                    changes.add_divisors(value.detach(), result.detach())
+                if "clamp" in text or "masked_fill" in text:
+                    changes.add(value, result)
         return result
+
+    def keep_values(self, edits: Edits) -> bool:
+        """Return whether some of the edits are clamps that have changed no value."""
+        numbers = {number for number, each in enumerate(self._edits) if each in edits}
+        of_them = {key: each for key, each in self._changes.items() if key[0] in numbers}
+        return {n for n, _ in of_them} == numbers and not any(map(str, of_them.values()))
 
     def remarks(self) -> tuple[str, ...]:
         """Return how many values the clamps have changed, and which of them are data."""
         return tuple(text for each in self._changes.values() if (text := str(each)))
+
+
+DIVISIONS = ("div", "true_divide", "divide", "rdiv", "rtruediv", "reciprocal")
+FEW = 32
+"""The number of divisors of which a few may be replaced, or all if they are 0."""
+MOST_OF_IT = "divisors, which were smaller than it"
+"""The end of a remark on an eps that is no cure."""
 
 
 class _Changes:
@@ -188,7 +216,8 @@ class _Changes:
 
     def __init__(self) -> None:
         self._num, self._of, self._is_of_data, self._rows = 0, 0, False, ""
-        self._is_left_out = False
+        self._is_left_out = self._is_of_numbers = False
+        self._num_replaced = self._num_divisors = 0
 
     def add(self, before: Tensor, after: Tensor) -> None:
         changed = before.detach() != after.detach()
@@ -199,7 +228,15 @@ class _Changes:
         is_of_limits = not self._is_left_out and bool((after[changed].abs() >= 1).any())
         self._rows = self._rows or ("" if is_of_limits else named_rows(changed))
 
+    def add_divisors(self, before: Tensor, after: Tensor) -> None:
+        replaced = ((after - before).abs() >= before.abs()) & before.isfinite()
+        self._num_replaced += int(replaced.sum())
+        self._num_divisors += before.numel()
+        self._is_of_numbers |= bool((before[replaced] != 0).any())
+
     def __str__(self) -> str:
+        if self._is_of_numbers and 2 * self._num_replaced > self._num_divisors >= FEW:
+            return f"it replaces {self._num_replaced:,} of {self._num_divisors:,} {MOST_OF_IT}"
         if not self._num:
             return ""
         if self._is_left_out:
