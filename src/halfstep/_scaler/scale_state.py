@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from halfstep._gradients.scalars import (
     LARGEST_SCALE,
@@ -47,8 +47,6 @@ class Static:
     growth_factor: ClassVar[float] = 1.0
     backoff_factor: ClassVar[float] = 1.0
     growth_interval: ClassVar[int] = 2000
-    hysteresis: ClassVar[int] = 1
-    refill: ClassVar[Literal["growth", "step"]] = "growth"
     trials: ClassVar[bool] = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,18 +61,13 @@ class Dynamic:
     """A schedule that backs off after overflows and grows after steps without one, as in torch.amp.
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018, arXiv:1710.03740), section 3.2,
-    with the schedule of the PyTorch documentation ("Automatic Mixed Precision package"). Hysteresis
-    is that of Megatron-LM (``refill="growth"``) and of DeepSpeed's ``consecutive_hysteresis``
-    (``refill="step"``). Trials are ours.
+    with the schedule of the PyTorch documentation ("Automatic Mixed Precision package"). Trials are
+    ours.
 
     Attributes:
         growth_factor: The factor of the scale after ``growth_interval`` consecutive steps; >= 1.
         backoff_factor: The factor of the scale after an overflow; in (0, 1].
         growth_interval: Number of consecutive steps before the scale grows; >= 1.
-        hysteresis: Number of the overflow that makes the scale back off; >= 1. Earlier overflows
-            are tolerated; each later one backs off too, until the allowance is refilled.
-        refill: When the allowance is refilled: ``"growth"``: after every ``growth_interval``
-            consecutive steps; ``"step"``: after every taken step.
         trials: Whether a scale that was not to blame is restored: after skips whose losses were inf
             or NaN, that have brought it below 1, or at ``min_scale``. False: the scale only grows
             and backs off, as torch.amp's; it ends at ``min_scale``, and skips with a bad loss lower
@@ -85,16 +78,14 @@ class Dynamic:
         ValueError: A value is out of range; the message names it.
 
     Example:
-        >>> Dynamic(growth_interval=1000, hysteresis=2).to_dict()["hysteresis"]
-        2
+        >>> Dynamic(growth_interval=1000).to_dict()["growth_interval"]
+        1000
     """
 
     name: ClassVar[str] = "dynamic"
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
-    hysteresis: int = 1
-    refill: Literal["growth", "step"] = "growth"
     trials: bool = True
 
     def __post_init__(self) -> None:
@@ -115,15 +106,12 @@ class Dynamic:
                 f"backoff_factor is {backoff_factor}: it must be > 0 and <= 1 "
                 "(1 for a scale that never backs off)"
             )
-        if self.refill not in ("growth", "step"):
-            raise ValueError(f"refill is {self.refill!r}: it must be 'growth' or 'step'")
         if not isinstance(self.trials, bool):
             raise TypeError(f"trials is {self.trials!r}: pass a bool")
         return {
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": checked_count("growth_interval", self.growth_interval, at_least=1),
-            "hysteresis": checked_count("hysteresis", self.hysteresis, at_least=1),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -233,7 +221,6 @@ class ScaleState:
         min_scale: Lower limit for automatic changes of the scale.
         max_scale: Upper limit for automatic changes of the scale.
         schedule: How the scale changes.
-        hysteresis_left: Number of overflows until the scale backs off, including the one that does.
         run_scale: The scale at which the run began, or that is to be restored; otherwise 0.
         has_backed_off: Whether the scale is below that of the beginning of the run.
         resume_scale: In a trial, the scale that goes on if its step is skipped; otherwise 0.
@@ -259,7 +246,6 @@ class ScaleState:
     min_scale: float
     max_scale: float
     schedule: Schedule
-    hysteresis_left: int = 1
     run_scale: float = 0.0
     has_backed_off: bool = False
     resume_scale: float = 0.0
@@ -290,8 +276,7 @@ class ScaleState:
         for each in fields(self):
             name, value = each.name, getattr(self, each.name)
             if each.type == "int":  # int32
-                least = 1 if name == "hysteresis_left" else 0
-                values[name] = checked_count(name, value, at_least=least)
+                values[name] = checked_count(name, value, at_least=0)
             elif each.type == "float":
                 is_none = each.default == 0.0 == value
                 values[name] = 0.0 if is_none else checked_scale(name, value)
@@ -317,16 +302,20 @@ class ScaleState:
         high = LARGEST_SCALE if max_scale is None else checked_scale("max_scale", max_scale)
         check_ascending(min_scale=low, max_scale=high)
         check_ascending(min_scale=low, init_scale=scale, max_scale=high)
-        return cls(scale, 0, low, high, schedule, hysteresis_left=schedule.hysteresis)
+        return cls(scale, 0, low, high, schedule)
 
     @property
-    def can_amplify(self) -> bool:
-        """Whether unscaling may multiply by more than 1, so that a finite gradient may overflow.
+    def lowest(self) -> float:
+        """The lowest number that the scale may have now, if nothing limits it.
 
         The state may be some updates old, in each of which the scale may have backed off.
         """
-        lowest = self.scale * self.schedule.backoff_factor**MOST_UNKNOWN
-        return max(lowest, self.min_scale) < 1.0
+        return self.scale * self.schedule.backoff_factor**MOST_UNKNOWN
+
+    @property
+    def can_amplify(self) -> bool:
+        """Whether unscaling may multiply by more than 1, so that a finite gradient may overflow."""
+        return max(self.lowest, self.min_scale) < 1.0
 
     @property
     def since(self) -> int:
@@ -488,8 +477,6 @@ def next_state(
 def _after_overflow(state: ScaleState) -> ScaleState:
     if state.is_trial:  # It failed: a smaller scale is needed.
         return changed(state, scale=state.resume_scale, resume_scale=0.0)
-    if state.scale > state.min_scale and state.hysteresis_left > 1:
-        return changed(state, hysteresis_left=state.hysteresis_left - 1)
     state = changed(state, run_scale=state.run_scale or state.scale)
     if state.scale > state.min_scale:
         lower = max(round_to_float32(state.scale * state.schedule.backoff_factor), state.min_scale)
@@ -505,12 +492,7 @@ def _after_step(state: ScaleState) -> ScaleState:
     is_restored = state.has_backed_off and may_be_blameless
     ends_interval = state.growth_tracker + 1 >= schedule.growth_interval
     is_growing = ends_interval and not (state.is_trial or is_restored)
-    refills = is_growing or schedule.refill == "step"
-    counts = NO_RUN | {
-        "num_taken": state.num_taken + 1,
-        "skipped_in_a_row": 0,
-        "hysteresis_left": schedule.hysteresis if refills else state.hysteresis_left,
-    }
+    counts = NO_RUN | {"num_taken": state.num_taken + 1, "skipped_in_a_row": 0}
     if is_restored:
         counts |= {"run_scale": state.run_scale, "resume_scale": scale}
         return changed(state, **counts, scale=state.run_scale, may_restore=True)
