@@ -21,9 +21,6 @@ from halfstep._gradients.scalars import (
     round_to_float32,
 )
 
-DEFAULT_SCALE = 2.0**16
-"""The default initial scale; compared by identity, so that an equal number counts as given."""
-
 
 @dataclass(frozen=True)
 class Static:
@@ -32,17 +29,12 @@ class Static:
     The fields of the other schedules are neutral constants here, since torch.amp's state dict
     requires factors and an interval from every scaler.
 
-    Attributes:
-        scale: The scale, for the constructor of a GradScaler, which then holds it; None:
-            ``init_scale``.
-
     Example:
         >>> from halfstep import GradScaler
-        >>> GradScaler(schedule=Static(128.0))
+        >>> GradScaler(init_scale=128.0, schedule=Static())
         GradScaler(scale=2^7, schedule=Static())
     """
 
-    scale: float | None = None
     name: ClassVar[str] = "static"
     growth_factor: ClassVar[float] = 1.0
     backoff_factor: ClassVar[float] = 1.0
@@ -51,9 +43,6 @@ class Static:
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name}
-
-    def __repr__(self) -> str:
-        return "Static()" if self.scale is None else f"Static({self.scale!r})"
 
 
 @dataclass(frozen=True)
@@ -140,12 +129,10 @@ def _require_keys(what: str, expected: Set[str], saved: Mapping[str, Any]) -> No
         raise ValueError(f"{what} {fault} {key!r}")
 
 
-def scale_and_schedule(
-    init_scale: float, schedule: Schedule | None, numbers: tuple[float, float, int]
-) -> tuple[float, Schedule]:
-    """Return the scale and the schedule that the arguments of a GradScaler determine."""
+def schedule_of(schedule: Schedule | None, numbers: tuple[float, float, int]) -> Schedule:
+    """Return the schedule that the arguments of a GradScaler determine."""
     if schedule is None:
-        return init_scale, Dynamic(*numbers)
+        return Dynamic(*numbers)
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule is {schedule!r}: pass Dynamic(...) or Static()")
     if numbers != (2.0, 0.5, 2000):
@@ -153,14 +140,7 @@ def scale_and_schedule(
             "growth_factor, backoff_factor and growth_interval are numbers of the schedule: give "
             f"them to it, schedule={type(schedule).__name__}(...), and not to the GradScaler too"
         )
-    if not isinstance(schedule, Static) or schedule.scale is None:
-        return init_scale, schedule
-    if init_scale is not DEFAULT_SCALE and init_scale != schedule.scale:
-        raise ValueError(
-            f"init_scale is {init_scale:g} and schedule is {schedule!r}, which are two scales: "
-            "leave out init_scale"
-        )
-    return checked_scale("the scale of Static", schedule.scale), Static()
+    return schedule
 
 
 # --- the state ------------------------------------------------------------------------------------
