@@ -78,11 +78,6 @@ class Dynamic:
     trials: bool = True
 
     def __post_init__(self) -> None:
-        # Completes the construction of the frozen value: ints become floats.
-        for name, value in self._checked().items():
-            object.__setattr__(self, name, value)
-
-    def _checked(self) -> dict[str, float | int]:
         growth_factor = checked_number("growth_factor", self.growth_factor, 2.0)
         if growth_factor < 1.0:
             raise ValueError(
@@ -97,11 +92,13 @@ class Dynamic:
             )
         if not isinstance(self.trials, bool):
             raise TypeError(f"trials is {self.trials!r}: pass a bool")
-        return {
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": checked_count("growth_interval", self.growth_interval, at_least=1),
-        }
+        growth_interval = checked_count("growth_interval", self.growth_interval, at_least=1)
+        # Completes the construction of the frozen value: ints become floats.
+        vars(self).update(
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name} | asdict(self)
@@ -238,8 +235,7 @@ class ScaleState:
     def __post_init__(self) -> None:
         # Completes the construction of the frozen value: ints become floats, and the scale becomes
         # the float32 number that the device will hold.
-        for name, value in self._checked().items():
-            object.__setattr__(self, name, value)
+        vars(self).update(self._checked())
         check_ascending(min_scale=self.min_scale, scale=self.scale, max_scale=self.max_scale)
         if self.run_scale:
             check_ascending(scale=self.scale, run_scale=self.run_scale, max_scale=self.max_scale)
@@ -248,8 +244,8 @@ class ScaleState:
                 min_scale=self.min_scale,
                 resume_scale=self.resume_scale,
                 run_scale=self.run_scale,
+                scale=self.scale,
             )
-            check_ascending(run_scale=self.run_scale, scale=self.scale)
 
     def _checked(self) -> dict[str, float | int]:
         values: dict[str, float | int] = {}
@@ -352,32 +348,24 @@ class ScaleState:
         Raises:
             ValueError: A key is missing, a value is invalid, or a newer halfstep wrote it.
         """
-        try:
-            ours = dict(json.loads(saved.get(OURS) or "{}"))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"the saved scaler state cannot be used: {OURS!r} is not the JSON text that "
-                f"state_dict() has written ({error}). Delete the key to load the five values that "
-                "torch.amp knows"
-            ) from error
         for key in (key for key in TORCH_KEYS if key not in saved):
             raise ValueError(
                 f"the saved scaler state has no {key!r} (its keys are {sorted(saved)}): pass what "
                 "the state_dict() of halfstep.GradScaler or torch.amp.GradScaler returned"
             )
-        version = ours.pop("version", FORMAT_VERSION)
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"the saved scaler state has 'halfstep' version {version!r}, this halfstep reads "
-                f"version {FORMAT_VERSION}: update halfstep, or delete the key 'halfstep' to load "
-                "the five values that torch.amp knows"
-            )
         try:
+            ours = dict(json.loads(saved.get(OURS) or "{}"))
+            version = ours.pop("version", FORMAT_VERSION)
+            if version != FORMAT_VERSION:
+                raise ValueError(
+                    f"{OURS!r} version {version!r} is not {FORMAT_VERSION}: update halfstep"
+                )
             return cls._from_parts({key: saved[key] for key in TORCH_KEYS}, ours, first)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"the saved scaler state cannot be used: {error}. Correct it in the dict (keys: "
-                f"{', '.join(TORCH_KEYS)}), or go on without it to start from init_scale"
+                f"{', '.join(TORCH_KEYS)}; without {OURS!r}, the JSON text that state_dict() has "
+                "written, only these are loaded), or go on without it to start from init_scale"
             ) from error
 
     @classmethod
