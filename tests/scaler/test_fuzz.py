@@ -676,8 +676,8 @@ class World:
         if explodes and opt.is_fused:
             self.check_as_before(untouched, 1.0)
         if explodes and opt.is_fused and look is not None:
-            for param in scaled:  # nobody knows whether any were changed
-                param.is_in_doubt = True
+            for param in scaled:  # without norms nobody knows that nothing was changed
+                param.is_in_doubt = not is_measured
             return
         if explodes:
             clip(params, 1.0 if opt.is_fused else factor)

@@ -492,8 +492,13 @@ def remember(
 
 
 def remember_failure(iteration: Iteration, step: Step) -> None:
-    """Record the state of the gradients after a step that raised. Sync: none."""
+    """Record the state of the gradients after a step that raised. Sync: some."""
     if step.multiplier is None:
         iteration.keep(step, OptState.UNSCALED)
     elif step.own is not None:
-        iteration.ledger.doubt(step.gradients)
+        before = step.before or step.norms
+        # Do they have the values that were measured? Via repr, since NaN != NaN.
+        if before is None or repr(before.unscaled()) != repr(
+            norms_of(step.gradients, step.multiplier).unscaled()
+        ):
+            iteration.ledger.doubt(step.gradients)
