@@ -162,12 +162,6 @@ TRAININGS: dict[str, tuple[Callable[[int], Training], list[tuple[str, float, Sch
             ("Static() at 2^10", 2.0**10, Static()),
             ("Dynamic()", 2.0**16, Dynamic()),
             ("Dynamic(growth_interval=20)", 2.0**16, Dynamic(growth_interval=20)),
-            ("  and hysteresis=2", 2.0**16, Dynamic(growth_interval=20, hysteresis=2)),
-            (
-                "  and refill='step'",
-                2.0**16,
-                Dynamic(growth_interval=20, hysteresis=2, refill="step"),
-            ),
         ],
     ),
     "too low": (

@@ -221,8 +221,6 @@ SCHEDULES: list[Callable[[random.Random], Any]] = [
         rng.choice([2.0, 1.5, 1.0]),
         rng.choice([0.5, 0.25, 0.7, 1.0]),
         rng.randint(1, 4),
-        hysteresis=rng.choice([1, 1, 2, 3]),
-        refill=rng.choice(["growth", "step"]),
         trials=rng.choice([True, True, True, False]),
     ),
     lambda rng: Dynamic(growth_interval=rng.choice([1, 2, 3, 4, 9, 20])),
@@ -916,7 +914,7 @@ class World:
         elif self.swaps:
             scaler, first = self.new_scaler(other), ScaleState.first(*other)
             scaler.load_state_dict(saved)
-            first = replace(first, schedule=self.schedule, hysteresis_left=self.schedule.hysteresis)
+            first = replace(first, schedule=self.schedule)
         self.drop_all()
         self.take(scaler, first)
         self.scale([torch.ones(())])

@@ -16,7 +16,7 @@ from tests.scaler.containers import Wrapper
 from tests.training import assert_same, batches, closure_of, fused_or_not
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.scale_state import Dynamic, Static
+from halfstep._scaler.scale_state import Static
 from halfstep.errors import CallOrderError
 
 
@@ -208,7 +208,6 @@ def overflow(param: Any) -> torch.Tensor:
         (overflow, {"init_scale": 1.0, "min_scale": 1.0}, 1, "non-finite down to min_scale"),
         (overflow, {"init_scale": 4.0, "min_scale": 1.0}, 3, "non-finite down to min_scale"),
         (overflow, {"schedule": Static()}, 1, "overflow"),
-        (overflow, {"schedule": Dynamic(hysteresis=2)}, 1, "overflow"),
         (torch.sum, {}, 1, None),
     ],
 )

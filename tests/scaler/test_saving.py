@@ -26,9 +26,7 @@ def tripling_scaler(initialized: bool) -> GradScaler:
     return scaler
 
 
-SCHEDULES = st.sampled_from(
-    [Dynamic(), Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step"), Dynamic(trials=False), Static()]
-)
+SCHEDULES = st.sampled_from([Dynamic(), Dynamic(3.0, 0.25, 7), Dynamic(trials=False), Static()])
 
 
 @st.composite
@@ -71,7 +69,7 @@ def test_a_damaged_part_of_ours_changes_nothing() -> None:
             scaler.load_state_dict(closed(damaged))
         assert scaler.state_dict() == before
     for text in ("no JSON", {"version": 1}, "3"):
-        with pytest.raises(ValueError, match="not the JSON text that state_dict"):
+        with pytest.raises(ValueError, match="the JSON text that state_dict"):
             scaler.load_state_dict(before | {"halfstep": text})
         assert scaler.state_dict() == before
 

@@ -28,8 +28,6 @@ dynamic = {
     "growth_factor": st.just(1.0) | st.floats(1.0, 1e6),
     "backoff_factor": st.just(1.0) | st.floats(1e-6, 1.0),
     "growth_interval": st.integers(1, 10) | st.integers(1, LARGEST_COUNT),
-    "hysteresis": st.integers(1, LARGEST_COUNT),
-    "refill": st.sampled_from(["growth", "step"]),
     "trials": st.booleans(),
 }
 schedules = st.one_of(st.builds(Static), st.builds(Dynamic, **dynamic))
@@ -46,7 +44,6 @@ def states(draw: st.DrawFn) -> ScaleState:
         min_scale=low,
         max_scale=high,
         schedule=draw(schedules),
-        hysteresis_left=draw(st.integers(1, LARGEST_COUNT)),
         run_scale=run if is_trial else draw(st.sampled_from([0.0, run])),
         has_backed_off=draw(st.booleans()),
         resume_scale=resume if is_trial else 0.0,
@@ -91,7 +88,6 @@ FIRST = ScaleState.first(4.0, Dynamic(2.0, 0.25, growth_interval=2))
             TypeError,
             r"^schedule is 'dynamic' .str.: pass Static\(\) or Dynamic\(\)",
         ),
-        ("hysteresis_left", 0, ValueError, "^hysteresis_left is 0: it must lie between 1"),
         ("run_scale", 2.0, ValueError, "^scale is 4.0, above run_scale, which is 2.0"),
         ("run_scale", math.nan, ValueError, "^run_scale is nan"),
         ("has_backed_off", 2, TypeError, r"^has_backed_off is 2 \(int\): pass a bool"),
@@ -147,9 +143,8 @@ def test_bits_are_those_of_a_float32_tensor(bits: int) -> None:
 
 @pytest.mark.parametrize(("scale", "floor"), [(65536.0, LOWEST), (2.0**-30, 2.0**-30)])
 def test_the_floor_is_no_higher_than_the_first_scale(scale: float, floor: float) -> None:
-    state = ScaleState.first(scale, Dynamic(hysteresis=3))
+    state = ScaleState.first(scale, Dynamic())
     assert (state.min_scale, state.max_scale) == (floor, LARGEST_SCALE)
-    assert state.hysteresis_left == 3
     assert state.can_amplify == (scale < 1)
 
 
@@ -181,7 +176,7 @@ def test_a_scale_set_by_hand_ends_a_run_and_widens_the_limits(state, scale):
     assert after.max_scale == max(state.max_scale, scale)
     assert (after.run_scale, after.resume_scale) == (0, 0)
     assert (after.has_backed_off, after.reached_floor) == (False, False)
-    kept = ("growth_tracker", "schedule", "hysteresis_left", "skipped_in_a_row", "num_taken")
+    kept = ("growth_tracker", "schedule", "skipped_in_a_row", "num_taken")
     assert all(getattr(after, name) == getattr(state, name) for name in kept)
 
 
@@ -208,7 +203,6 @@ def test_every_field_is_saved() -> None:
         "min_scale": 0.5,
         "max_scale": 8.0,
         "schedule": Static(),
-        "hysteresis_left": 2,
         "run_scale": 8.0,
         "has_backed_off": True,
         "resume_scale": 1.0,
@@ -239,8 +233,7 @@ def test_the_dict_has_the_keys_of_torch_and_one_more() -> None:
         "_growth_tracker": 0,
     }
     assert ours["version"] == 1
-    numbers = {"hysteresis": 1, "refill": "growth", "trials": True}
-    assert ours["schedule"] == {"name": "dynamic"} | numbers
+    assert ours["schedule"] == {"name": "dynamic", "trials": True}
     assert (ours["min_scale"], ours["max_scale"]) == (LOWEST, LARGEST_SCALE)
 
 
@@ -292,7 +285,7 @@ def test_a_bad_dict_is_refused(change: dict[str, object], words: str) -> None:
         ({"schedule": {"name": "best"}}, "cannot be used: the name of the schedule is 'best'"),
         (
             {"schedule": {"name": "dynamic"}},
-            "cannot be used: the schedule 'dynamic' has no 'hysteresis'",
+            "cannot be used: the schedule 'dynamic' has no 'trials'",
         ),
         ({"schedule": None}, "cannot be used: .*NoneType"),
     ],

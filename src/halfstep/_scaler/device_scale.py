@@ -46,7 +46,7 @@ class Kernel:
     """The move of a scale on a device: PyTorch's kernel, and a floor.
 
     It is torch.amp's schedule. What it does not know, the host corrects once the flags have
-    arrived: hysteresis, trials, ``max_scale``.
+    arrived: trials, ``max_scale``.
     """
 
     growth_factor: float
@@ -67,20 +67,17 @@ class Kernel:
         if schedule.growth_factor == schedule.backoff_factor == 1.0:
             return None
         may_grow = round_to_float32(state.scale * schedule.growth_factor) <= state.max_scale
-        is_forgiven = state.hysteresis_left > 1 and not (state.is_trial or is_captured)
         growth_factor = schedule.growth_factor if may_grow else 1.0
-        backoff_factor = 1.0 if is_forgiven else schedule.backoff_factor
+        backoff_factor = schedule.backoff_factor
         if not can_move_scale(device):  # the ops in the kernel's place multiply in float32
             growth_factor = round_to_float32(growth_factor)
             backoff_factor = round_to_float32(backoff_factor)
-        # A state may be some updates old, in each of which the scale may have backed off.
-        lowest = state.scale * schedule.backoff_factor**MOST_UNKNOWN
         return cls(
             growth_factor,
             backoff_factor,
             schedule.growth_interval,
             state.min_scale,
-            has_floor=is_captured or lowest < state.min_scale,
+            has_floor=is_captured or state.lowest < state.min_scale,
         )
 
     def move_(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:

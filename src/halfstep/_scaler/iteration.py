@@ -301,11 +301,6 @@ class Step(NamedTuple):
         return bool(self.gradients.grads) or self.ranks.is_together
 
     @property
-    def unclipped(self) -> Norms | None:
-        """What was measured before any clipping."""
-        return self.before or self.norms
-
-    @property
     def checks(self) -> tuple[Check, ...]:
         """The checks that move the scale: the earlier ones and the own one."""
         return self.earlier if self.own is None else (*self.earlier, self.own)
@@ -406,7 +401,7 @@ class Iteration:
                 step.optimizer,
                 step.loss_scale,
                 earlier=step.checks,
-                before=step.unclipped,
+                before=step.before or step.norms,
                 ranks=step.ranks,
                 stage=stage,
                 num_losses=self.num_losses,

@@ -306,9 +306,7 @@ class LossScale:
     def load(self, state: ScaleState) -> None:
         """Load a state, in place on the device. Sync: one if updates are under way."""
         schedule, count = state.schedule, state.growth_tracker
-        self.first = replace(
-            self.first, schedule=schedule, hysteresis_left=schedule.hysteresis, growth_tracker=count
-        )
+        self.first = replace(self.first, schedule=schedule, growth_tracker=count)
         self._take(state)
         self.forget_losses()
 

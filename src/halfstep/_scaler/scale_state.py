@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from halfstep._gradients.scalars import (
     LARGEST_SCALE,
@@ -21,9 +21,6 @@ from halfstep._gradients.scalars import (
     round_to_float32,
 )
 
-DEFAULT_SCALE = 2.0**16
-"""The default initial scale; compared by identity, so that an equal number counts as given."""
-
 
 @dataclass(frozen=True)
 class Static:
@@ -32,30 +29,20 @@ class Static:
     The fields of the other schedules are neutral constants here, since torch.amp's state dict
     requires factors and an interval from every scaler.
 
-    Attributes:
-        scale: The scale, for the constructor of a GradScaler, which then holds it; None:
-            ``init_scale``.
-
     Example:
         >>> from halfstep import GradScaler
-        >>> GradScaler(schedule=Static(128.0))
+        >>> GradScaler(init_scale=128.0, schedule=Static())
         GradScaler(scale=2^7, schedule=Static())
     """
 
-    scale: float | None = None
     name: ClassVar[str] = "static"
     growth_factor: ClassVar[float] = 1.0
     backoff_factor: ClassVar[float] = 1.0
     growth_interval: ClassVar[int] = 2000
-    hysteresis: ClassVar[int] = 1
-    refill: ClassVar[Literal["growth", "step"]] = "growth"
     trials: ClassVar[bool] = False
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name}
-
-    def __repr__(self) -> str:
-        return "Static()" if self.scale is None else f"Static({self.scale!r})"
 
 
 @dataclass(frozen=True)
@@ -63,18 +50,13 @@ class Dynamic:
     """A schedule that backs off after overflows and grows after steps without one, as in torch.amp.
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018, arXiv:1710.03740), section 3.2,
-    with the schedule of the PyTorch documentation ("Automatic Mixed Precision package"). Hysteresis
-    is that of Megatron-LM (``refill="growth"``) and of DeepSpeed's ``consecutive_hysteresis``
-    (``refill="step"``). Trials are ours.
+    with the schedule of the PyTorch documentation ("Automatic Mixed Precision package"). Trials are
+    ours.
 
     Attributes:
         growth_factor: The factor of the scale after ``growth_interval`` consecutive steps; >= 1.
         backoff_factor: The factor of the scale after an overflow; in (0, 1].
         growth_interval: Number of consecutive steps before the scale grows; >= 1.
-        hysteresis: Number of the overflow that makes the scale back off; >= 1. Earlier overflows
-            are tolerated; each later one backs off too, until the allowance is refilled.
-        refill: When the allowance is refilled: ``"growth"``: after every ``growth_interval``
-            consecutive steps; ``"step"``: after every taken step.
         trials: Whether a scale that was not to blame is restored: after skips whose losses were inf
             or NaN, that have brought it below 1, or at ``min_scale``. False: the scale only grows
             and backs off, as torch.amp's; it ends at ``min_scale``, and skips with a bad loss lower
@@ -85,24 +67,17 @@ class Dynamic:
         ValueError: A value is out of range; the message names it.
 
     Example:
-        >>> Dynamic(growth_interval=1000, hysteresis=2).to_dict()["hysteresis"]
-        2
+        >>> Dynamic(growth_interval=1000).to_dict()["growth_interval"]
+        1000
     """
 
     name: ClassVar[str] = "dynamic"
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
-    hysteresis: int = 1
-    refill: Literal["growth", "step"] = "growth"
     trials: bool = True
 
     def __post_init__(self) -> None:
-        # Completes the construction of the frozen value: ints become floats.
-        for name, value in self._checked().items():
-            object.__setattr__(self, name, value)
-
-    def _checked(self) -> dict[str, float | int]:
         growth_factor = checked_number("growth_factor", self.growth_factor, 2.0)
         if growth_factor < 1.0:
             raise ValueError(
@@ -115,16 +90,15 @@ class Dynamic:
                 f"backoff_factor is {backoff_factor}: it must be > 0 and <= 1 "
                 "(1 for a scale that never backs off)"
             )
-        if self.refill not in ("growth", "step"):
-            raise ValueError(f"refill is {self.refill!r}: it must be 'growth' or 'step'")
         if not isinstance(self.trials, bool):
             raise TypeError(f"trials is {self.trials!r}: pass a bool")
-        return {
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": checked_count("growth_interval", self.growth_interval, at_least=1),
-            "hysteresis": checked_count("hysteresis", self.hysteresis, at_least=1),
-        }
+        growth_interval = checked_count("growth_interval", self.growth_interval, at_least=1)
+        # Completes the construction of the frozen value: ints become floats.
+        vars(self).update(
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name} | asdict(self)
@@ -152,12 +126,10 @@ def _require_keys(what: str, expected: Set[str], saved: Mapping[str, Any]) -> No
         raise ValueError(f"{what} {fault} {key!r}")
 
 
-def scale_and_schedule(
-    init_scale: float, schedule: Schedule | None, numbers: tuple[float, float, int]
-) -> tuple[float, Schedule]:
-    """Return the scale and the schedule that the arguments of a GradScaler determine."""
+def schedule_of(schedule: Schedule | None, numbers: tuple[float, float, int]) -> Schedule:
+    """Return the schedule that the arguments of a GradScaler determine."""
     if schedule is None:
-        return init_scale, Dynamic(*numbers)
+        return Dynamic(*numbers)
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule is {schedule!r}: pass Dynamic(...) or Static()")
     if numbers != (2.0, 0.5, 2000):
@@ -165,14 +137,7 @@ def scale_and_schedule(
             "growth_factor, backoff_factor and growth_interval are numbers of the schedule: give "
             f"them to it, schedule={type(schedule).__name__}(...), and not to the GradScaler too"
         )
-    if not isinstance(schedule, Static) or schedule.scale is None:
-        return init_scale, schedule
-    if init_scale is not DEFAULT_SCALE and init_scale != schedule.scale:
-        raise ValueError(
-            f"init_scale is {init_scale:g} and schedule is {schedule!r}, which are two scales: "
-            "leave out init_scale"
-        )
-    return checked_scale("the scale of Static", schedule.scale), Static()
+    return schedule
 
 
 # --- the state ------------------------------------------------------------------------------------
@@ -233,7 +198,6 @@ class ScaleState:
         min_scale: Lower limit for automatic changes of the scale.
         max_scale: Upper limit for automatic changes of the scale.
         schedule: How the scale changes.
-        hysteresis_left: Number of overflows until the scale backs off, including the one that does.
         run_scale: The scale at which the run began, or that is to be restored; otherwise 0.
         has_backed_off: Whether the scale is below that of the beginning of the run.
         resume_scale: In a trial, the scale that goes on if its step is skipped; otherwise 0.
@@ -259,7 +223,6 @@ class ScaleState:
     min_scale: float
     max_scale: float
     schedule: Schedule
-    hysteresis_left: int = 1
     run_scale: float = 0.0
     has_backed_off: bool = False
     resume_scale: float = 0.0
@@ -272,8 +235,7 @@ class ScaleState:
     def __post_init__(self) -> None:
         # Completes the construction of the frozen value: ints become floats, and the scale becomes
         # the float32 number that the device will hold.
-        for name, value in self._checked().items():
-            object.__setattr__(self, name, value)
+        vars(self).update(self._checked())
         check_ascending(min_scale=self.min_scale, scale=self.scale, max_scale=self.max_scale)
         if self.run_scale:
             check_ascending(scale=self.scale, run_scale=self.run_scale, max_scale=self.max_scale)
@@ -282,16 +244,15 @@ class ScaleState:
                 min_scale=self.min_scale,
                 resume_scale=self.resume_scale,
                 run_scale=self.run_scale,
+                scale=self.scale,
             )
-            check_ascending(run_scale=self.run_scale, scale=self.scale)
 
     def _checked(self) -> dict[str, float | int]:
         values: dict[str, float | int] = {}
         for each in fields(self):
             name, value = each.name, getattr(self, each.name)
             if each.type == "int":  # int32
-                least = 1 if name == "hysteresis_left" else 0
-                values[name] = checked_count(name, value, at_least=least)
+                values[name] = checked_count(name, value, at_least=0)
             elif each.type == "float":
                 is_none = each.default == 0.0 == value
                 values[name] = 0.0 if is_none else checked_scale(name, value)
@@ -317,16 +278,20 @@ class ScaleState:
         high = LARGEST_SCALE if max_scale is None else checked_scale("max_scale", max_scale)
         check_ascending(min_scale=low, max_scale=high)
         check_ascending(min_scale=low, init_scale=scale, max_scale=high)
-        return cls(scale, 0, low, high, schedule, hysteresis_left=schedule.hysteresis)
+        return cls(scale, 0, low, high, schedule)
 
     @property
-    def can_amplify(self) -> bool:
-        """Whether unscaling may multiply by more than 1, so that a finite gradient may overflow.
+    def lowest(self) -> float:
+        """The lowest number that the scale may have now, if nothing limits it.
 
         The state may be some updates old, in each of which the scale may have backed off.
         """
-        lowest = self.scale * self.schedule.backoff_factor**MOST_UNKNOWN
-        return max(lowest, self.min_scale) < 1.0
+        return self.scale * self.schedule.backoff_factor**MOST_UNKNOWN
+
+    @property
+    def can_amplify(self) -> bool:
+        """Whether unscaling may multiply by more than 1, so that a finite gradient may overflow."""
+        return max(self.lowest, self.min_scale) < 1.0
 
     @property
     def since(self) -> int:
@@ -383,32 +348,24 @@ class ScaleState:
         Raises:
             ValueError: A key is missing, a value is invalid, or a newer halfstep wrote it.
         """
-        try:
-            ours = dict(json.loads(saved.get(OURS) or "{}"))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"the saved scaler state cannot be used: {OURS!r} is not the JSON text that "
-                f"state_dict() has written ({error}). Delete the key to load the five values that "
-                "torch.amp knows"
-            ) from error
         for key in (key for key in TORCH_KEYS if key not in saved):
             raise ValueError(
                 f"the saved scaler state has no {key!r} (its keys are {sorted(saved)}): pass what "
                 "the state_dict() of halfstep.GradScaler or torch.amp.GradScaler returned"
             )
-        version = ours.pop("version", FORMAT_VERSION)
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"the saved scaler state has 'halfstep' version {version!r}, this halfstep reads "
-                f"version {FORMAT_VERSION}: update halfstep, or delete the key 'halfstep' to load "
-                "the five values that torch.amp knows"
-            )
         try:
+            ours = dict(json.loads(saved.get(OURS) or "{}"))
+            version = ours.pop("version", FORMAT_VERSION)
+            if version != FORMAT_VERSION:
+                raise ValueError(
+                    f"{OURS!r} version {version!r} is not {FORMAT_VERSION}: update halfstep"
+                )
             return cls._from_parts({key: saved[key] for key in TORCH_KEYS}, ours, first)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"the saved scaler state cannot be used: {error}. Correct it in the dict (keys: "
-                f"{', '.join(TORCH_KEYS)}), or go on without it to start from init_scale"
+                f"{', '.join(TORCH_KEYS)}; without {OURS!r}, the JSON text that state_dict() has "
+                "written, only these are loaded), or go on without it to start from init_scale"
             ) from error
 
     @classmethod
@@ -488,8 +445,6 @@ def next_state(
 def _after_overflow(state: ScaleState) -> ScaleState:
     if state.is_trial:  # It failed: a smaller scale is needed.
         return changed(state, scale=state.resume_scale, resume_scale=0.0)
-    if state.scale > state.min_scale and state.hysteresis_left > 1:
-        return changed(state, hysteresis_left=state.hysteresis_left - 1)
     state = changed(state, run_scale=state.run_scale or state.scale)
     if state.scale > state.min_scale:
         lower = max(round_to_float32(state.scale * state.schedule.backoff_factor), state.min_scale)
@@ -505,12 +460,7 @@ def _after_step(state: ScaleState) -> ScaleState:
     is_restored = state.has_backed_off and may_be_blameless
     ends_interval = state.growth_tracker + 1 >= schedule.growth_interval
     is_growing = ends_interval and not (state.is_trial or is_restored)
-    refills = is_growing or schedule.refill == "step"
-    counts = NO_RUN | {
-        "num_taken": state.num_taken + 1,
-        "skipped_in_a_row": 0,
-        "hysteresis_left": schedule.hysteresis if refills else state.hysteresis_left,
-    }
+    counts = NO_RUN | {"num_taken": state.num_taken + 1, "skipped_in_a_row": 0}
     if is_restored:
         counts |= {"run_scale": state.run_scale, "resume_scale": scale}
         return changed(state, **counts, scale=state.run_scale, may_restore=True)

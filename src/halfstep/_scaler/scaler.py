@@ -34,11 +34,10 @@ from halfstep._scaler.journal import THIS_THREAD
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import (
-    DEFAULT_SCALE,
     Dynamic,
     ScaleState,
     Schedule,
-    scale_and_schedule,
+    schedule_of,
 )
 from halfstep._scaler.torch_amp import TorchAttributes
 from halfstep._scaler.undo import attempts, step_with_closure
@@ -108,7 +107,7 @@ class GradScaler(TorchAttributes):
     def __init__(
         self,
         device: str | torch.device | None = None,
-        init_scale: float = DEFAULT_SCALE,
+        init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
@@ -128,7 +127,7 @@ class GradScaler(TorchAttributes):
             device = None  # GradScaler("cuda", enabled=torch.cuda.is_available()) is usual
         self._device: str | None = None if device is None else checked_device(device)
         numbers = growth_factor, backoff_factor, growth_interval
-        init_scale, schedule = scale_and_schedule(init_scale, schedule, numbers)
+        schedule = schedule_of(schedule, numbers)
         first = ScaleState.first(init_scale, schedule, min_scale, max_scale)
         self._engine = Engine(first, Ranks(process_group, device_mesh), self)
         self._alarm = Alarm(max_consecutive_skips, on_skips)

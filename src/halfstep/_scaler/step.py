@@ -496,7 +496,7 @@ def remember_failure(iteration: Iteration, step: Step) -> None:
     if step.multiplier is None:
         iteration.keep(step, OptState.UNSCALED)
     elif step.own is not None:
-        before = step.unclipped
+        before = step.before or step.norms
         # Do they have the values that were measured? Via repr, since NaN != NaN.
         if before is None or repr(before.unscaled()) != repr(
             norms_of(step.gradients, step.multiplier).unscaled()

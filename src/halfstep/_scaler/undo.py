@@ -208,7 +208,7 @@ def attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> It
         if attempt == times or outcome.reason not in (Reason.OVERFLOW, Reason.LOSS):
             return
         if outcome.scale_after >= outcome.scale:
-            return  # a static or tolerant scale, or the smallest one: it would overflow again
+            return  # a static scale, or the smallest one: it would overflow again
         randomness.restore()
         buffers.restore()
         optimizer.zero_grad()
