@@ -330,7 +330,8 @@ def _is_rounded(bad: BadOp) -> bool:
 
 
 def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
-    where = f"{_in_module(bad.module)}, call {bad.call}" if bad.call else ""
+    module = f" in {bad.module}" if bad.module else ""
+    where = f"{module}, call {bad.call}" if bad.call else ""
     yield "op", f"{_op(bad)}{where}, {bad.phase}"
     if bad.rule:
         yield "rule", bad.rule
@@ -438,10 +439,6 @@ def _op(bad: BadOp) -> str:
     if bad.op == "_to_copy":
         return f"the cast for {bad.name}" if bad.name != "_to_copy" else "a cast"
     return bad.op if bad.name == bad.op else f"{bad.name} ({bad.op})"
-
-
-def _in_module(module: str) -> str:
-    return f" in {module}" if module else ""
 
 
 def _operand(operand: Operand) -> str:

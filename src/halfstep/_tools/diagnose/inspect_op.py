@@ -93,6 +93,7 @@ class OpInspection(OpObserver):
                 self.bad = replace(self.bad, output=described, limit=limit.max)
                 entries = bad_entries(output) if call.name == "_to_copy" else ""
                 self.notes += [f"the cast gives inf{entries}"][: bool(entries)]
+                self.notes += _mean_in_place(call, self.bad)
 
 
 def inspect(replayer: Replayer, blame: Blame, scale: float | None) -> OpInspection:
@@ -117,6 +118,17 @@ def _ignored(call: OpCall) -> list[str]:
         return []
     size = target.numel()
     return [f"the targets ({size}) are all {index}, which is ignore_index: nothing is averaged"]
+
+
+def _mean_in_place(call: OpCall, bad: BadOp) -> list[str]:
+    """Return a remark if a sum of all values overflowed, with their mean."""
+    given = by_name(call.func, call.args, call.kwargs)
+    is_sum = call.name == "sum" or given.get("reduction") == 2  # Reduction::Sum of ATen
+    if bad.needs is None or bad.output is None or bad.output.shape or not (is_sum and bad.excess):
+        return []
+    size = given.get("target", call.given[0]).numel()
+    said = f"it adds {size:,} values, with a mean of {bad.needs / size:.4g}"
+    return [f"{said}; if no later line divides the sum, take the mean in its place"]
 
 
 def named_by(call: UserCall | None, bad: BadOp) -> BadOp:

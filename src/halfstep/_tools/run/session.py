@@ -341,10 +341,8 @@ class Session:
         """Return the files that other processes of the program have written."""
         own = self._record.file
         pattern = "process-*/rank*.jsonl" if self._is_launched else "**/rank*.jsonl"
-        changed = [
-            file for file in self._folder.glob(pattern) if file.stat().st_mtime >= self._began
-        ]
-        return [file for file in changed if file != own]
+        files = (file for file in self._folder.glob(pattern) if file != own)
+        return [file for file in files if file.stat().st_mtime >= self._began]
 
     def _last_line(self, of_others: Sequence[Path]) -> str:
         steps = self._record.num_steps
@@ -359,10 +357,8 @@ class Session:
                 "no optimizer step was seen: the program made none, steps by hand, or trains in "
                 "processes that halfstep cannot reach (docs/run.md)"
             )
-        diagnosed = ""
-        if self._watch is not None:
-            num = len(self._watch.found)
-            diagnosed = f", {things(num, 'diagnosis', 'diagnoses')}"
+        found = () if self._watch is None else [len(self._watch.found)]
+        diagnosed = "".join(f", {things(num, 'diagnosis', 'diagnoses')}" for num in found)
         more = f", and {others} that the program started" if of_others else ""
         seen = self._record.seen
         ran = f"; {dtypes_text(seen.products)}" if seen.products else ""

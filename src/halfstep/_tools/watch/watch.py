@@ -159,15 +159,6 @@ class _StepCount:
         self.num, self.num_by_hand = self.num - self.num_by_hand, 0
         self.num -= not self.rounds.add(optimizer)
 
-    def current(self, num_ends: int | None) -> int:
-        """Return the number of the current step, from 1.
-
-        ``num_ends`` is the number of backward passes if nothing else has counted steps yet.
-        """
-        if num_ends is not None:
-            return self.num + num_ends + self.is_leaving
-        return self.num + (not self.rounds.is_open)
-
 
 class Watch:
     """Watch that diagnoses the bad steps of the training loop inside a block.
@@ -505,9 +496,7 @@ class Watch:
             self._running.is_bad = not self._counts_plain_steps()
             self._was_finite, self._is_spoiled = False, True
             if self._may_look():
-                is_same = all(
-                    autograd.version_of(g) == version for _, g, version in taken.gradients
-                )
+                is_same = all(autograd.version_of(g) == v for _, g, v in taken.gradients)
                 if is_same and num_calls <= 1:  # else its gradients are those of a further call
                     event = diagnosis_of_taken_step(
                         optimizer, taken.numbers, event, model, self._seconds, taken.has_closure
@@ -519,8 +508,7 @@ class Watch:
         """Diagnose a call that made buffers bad, such as running statistics, of a finite loss."""
         names = [name for name in _bad_names(self._last_model) if name not in self._went_bad]
         self._went_bad |= dict.fromkeys(names, step)
-        found = self._capture.log.given_bad() if names and self._may_look() else None
-        if found is not None:
+        if names and self._may_look() and (found := self._capture.log.given_bad()) is not None:
             call, tensor = found
             name, where = name_in_code(tensor), "" if call.at is None else line_text(call.at.line)
             text = f"check {name} before the call: it is not finite{bad_entries(tensor)}"
@@ -666,10 +654,11 @@ class Watch:
             return known or steps.num
         if optim.optimizer_step_depth() and not steps.rounds:
             return steps.num - steps.num_by_hand + 1
-        is_counting = bool(self._loss_scaler or steps.rounds or steps.num_by_hand)
+        if self._loss_scaler or steps.rounds or steps.num_by_hand:
+            return steps.num + (not steps.rounds.is_open)
         ends = self._capture.ends  # some may return gradients that a loss is computed of
         num = sum(not (end.kwargs or {}).get("create_graph") for end in ends) or len(ends[:1])
-        return steps.current(None if is_counting else num)
+        return steps.num + num + steps.is_leaving
 
     def _seen_only(self, first: Made | None) -> Diagnosis:
         """Return the diagnosis of a step that cannot be replayed."""
@@ -681,8 +670,7 @@ class Watch:
         return Diagnosis("unknown", notes=tuple(notes))
 
     def _report(self, found: Diagnosis, step: int | None = None) -> None:
-        notes = tuple(self.notes)
-        number = self._step if step is None else step
+        notes, number = tuple(self.notes), self._step if step is None else step
         if found.verdict == "data" and self._was_finite:
             notes = (*notes, "the loss of the step before it was finite")
         before = self._went_bad.get(found.tensor or "")
@@ -714,8 +702,7 @@ def _bad_names(model: nn.Module | None, *, parameters: bool = False) -> list[str
 
 def _is_of_the_model(found: Diagnosis) -> bool:
     """Return whether a tensor of the model was bad before the step."""
-    inputs = () if found.bad is None else found.bad.inputs
-    return any(operand.name == found.tensor for operand in inputs)
+    return found.bad is not None and any(each.name == found.tensor for each in found.bad.inputs)
 
 
 def _place(found: Diagnosis) -> tuple[object, ...]:
