@@ -84,6 +84,56 @@ def test_a_loss_of_one_rank_does_not_move_the_scale(
     assert "Reason.OVERFLOW" in by_plan[-27]
 
 
+def adversaries(cls: Any, kwargs: Any, event: str) -> list[Any]:
+    """Return what :func:`loop` does, of two networks that are stepped in each iteration."""
+    torch.manual_seed(0)
+    critic, maker = (torch.nn.Linear(3, 3).to(DEVICE) for _ in range(2))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, **kwargs) for m in (critic, maker)]
+    scaler, seen = cls(DEVICE, growth_interval=7, init_scale=8.0), []
+    late = torch.optim.SGD(critic.parameters(), lr=0.01)
+    for k in range(50):
+        now, noise = event if k == 23 else "", torch.randn(4, 3).to(DEVICE)
+        for each in optimizers:
+            each.zero_grad(set_to_none=False)
+        scaler.scale(critic(noise).square().mean()).backward()
+        if now == "inf in the first":
+            critic.weight.grad[0, 0] = math.inf
+        scaler.step(optimizers[0])
+        if now == "a late optimizer":  # which shares gradients, after a pass has added to them
+            optimizers[0].zero_grad(set_to_none=False)
+        scaler.scale(critic(maker(noise)).square().mean()).backward()
+        if now == "inf in the second":
+            maker.weight.grad[0, 0] = math.inf
+        if now == "unscale_ of the second":
+            scaler.unscale_(optimizers[1])
+        scaler.step(optimizers[1])
+        if now == "a late optimizer":
+            scaler.step(late)
+        scaler.update()
+        if k % 5 == 0 or k == 49:
+            seen += [scaler.get_scale(), scaler._get_growth_tracker()]
+            seen += [p.detach().clone() for m in (critic, maker) for p in m.parameters()]
+    return [*seen, *map(repr, scaler.history() if cls is GradScaler else ())]
+
+
+@pytest.mark.parametrize("kwargs", KINDS)
+@pytest.mark.parametrize(
+    "event",
+    ["", "inf in the first", "inf in the second", "unscale_ of the second", "a late optimizer"],
+)
+def test_usual_steps_of_two_optimizers(
+    kwargs: Any, event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, end = [], engine.Engine.end_usual
+    monkeypatch.setattr(engine.Engine, "end_usual", lambda e: counted.append(end(e)) or counted[-1])
+    by_plan = adversaries(GradScaler, kwargs, event)
+    # Elsewhere a scale may have moved, for which the gradients of the critic wait.
+    assert any(counted) == (DEVICE == "cpu")
+    monkeypatch.setattr(usual, "_gather", lambda *_: None)
+    assert_equal(by_plan, adversaries(GradScaler, kwargs, event))
+    assert_equal(by_plan, adversaries(torch.amp.GradScaler, kwargs, event))
+
+
 class Setup:
     def __init__(self, is_fused: bool = False) -> None:
         self.params = [torch.nn.Parameter(torch.ones(2, device=DEVICE)) for _ in range(3)]

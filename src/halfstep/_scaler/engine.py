@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.device_scale import DeviceScale
 from halfstep._scaler.iteration import Check, Iteration, Step
-from halfstep._scaler.journal import OBSERVERS, Journal
+from halfstep._scaler.journal import OBSERVERS, Journal, Plan
 from halfstep._scaler.loss_scale import LossScale, Snapshot
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks import Ranks
@@ -43,7 +43,27 @@ class Unscaled(NamedTuple):
     check: Callable[[], Check]
 
 
-Taken: TypeAlias = tuple[list[Tensor], int | None, Outcome, Callable[[], Step], list[int]]
+class Taken(NamedTuple):
+    """A usual step, until ``update``.
+
+    Attributes:
+        plan: The plan of its optimizer.
+        flags: Its flags.
+        version: The version at which the host has read 0 in the first one, None if only the device
+            knows.
+        outcome: Its outcome.
+        long: Returns the step, for the long road.
+        versions: Those of its gradients.
+        num_losses: Number of losses that had been scaled.
+    """
+
+    plan: Plan
+    flags: list[Tensor]
+    version: int | None
+    outcome: Outcome
+    long: Callable[[], Step]
+    versions: list[int]
+    num_losses: int
 
 
 def scale_on(device: torch.device, before: LossScale) -> LossScale:
@@ -63,9 +83,7 @@ class Engine:
         current: What ``iteration`` returns, which stays usual.
         is_usual: Whether nothing but usual steps needed the iteration so far.
         unscaled: The usual ``unscale_`` of this iteration.
-        taken: The usual step of this iteration: its flags, and the version at which the host has
-            read 0 in the first one, None if only the device knows; its outcome, what returns the
-            step for the long road, and the versions of its gradients.
+        taken: The usual steps of this iteration, of optimizers that share no parameters.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
@@ -76,7 +94,7 @@ class Engine:
         self.current = Iteration()
         self.is_usual = True
         self.unscaled: Unscaled | None = None
-        self.taken: Taken | None = None
+        self.taken: list[Taken] = []
         self.journal = Journal()
         self.names = Names()
         self.buffers = Buffers()
@@ -89,9 +107,13 @@ class Engine:
         if self.unscaled is not None:
             (step, _, versions, check), self.unscaled = self.unscaled, None
             self.current.keep(step._replace(own=check()), OptState.UNSCALED, versions)
-        if self.taken is not None:
-            (_, _, _, long, versions), self.taken = self.taken, None
-            self.current.keep(long(), OptState.STEPPED, versions)
+        taken, self.taken = self.taken, []
+        for each in taken:
+            step = each.long()
+            self.current.keep(step, OptState.STEPPED, each.versions)
+            if self.current.num_losses > each.num_losses:
+                self.current.ledger.see_written(step.gradients, each.versions)
+                self.current.ledger.watch()
         return self.current
 
     # --- losses -----------------------------------------------------------------------------------
@@ -120,7 +142,7 @@ class Engine:
             outputs = self._create_scale_of(outputs)
         iteration = self.current
         is_traced = torch.compiler.is_dynamo_compiling()
-        if self.taken is not None or self.unscaled is not None or iteration.ledger.entries:
+        if self.unscaled is not None or iteration.ledger.entries:
             self.iteration.ledger.watch()
         if OBSERVERS and not is_traced:
             for observer in OBSERVERS:
@@ -189,28 +211,33 @@ class Engine:
         self.end_iteration(left_out)
 
     def end_usual(self) -> bool:
-        """End an iteration of one usual step, unless the host has to do more than count."""
-        if self.taken is None or OBSERVERS:
+        """End an iteration of usual steps, unless the host has to do more than count."""
+        if not self.taken or OBSERVERS:
             return False
-        flags, version, outcome, *_ = self.taken
-        if version is None:
+        after: Snapshot | None = None
+        if any(each.version is None for each in self.taken):
             if len(self.journal.plans) > 1:  # another optimizer may have unused gradients
                 return False
+            flags = self.taken[0].flags
             self.loss_scale.update(flags[:1], flags[1:])
-            after: Snapshot | None = self.loss_scale.snapshot()
-        else:
-            flag = flags[0]  # a fused optimizer may have changed it
-            is_zero = flag.item() == 0.0 if self.loss_scale.is_here else flag._version == version
-            after = self.loss_scale.count() if is_zero else None
+            after = self.loss_scale.snapshot()
+        elif all(map(self._is_zero, self.taken)):
+            after = self.loss_scale.count()
         if after is None:
             return False
-        self.unscaled = self.taken = None
+        for taken in self.taken:
+            taken.outcome.after = after
+        self.unscaled, self.taken = None, []
         self.current.num_losses = 0
         if self.buffers.watched:
             self.buffers.end()
-        outcome.after = after
         self.journal.open.clear()
         return True
+
+    def _is_zero(self, taken: Taken) -> bool:
+        """Return whether the flag that was 0 still is: a fused optimizer may have changed it."""
+        flag = taken.flags[0]
+        return flag.item() == 0.0 if self.loss_scale.is_here else flag._version == taken.version
 
     def set_scale(self, new_scale: object, *, iteration_ends: bool = True) -> None:
         """Set the scale by hand; this ends the iteration by default. Sync: none."""

@@ -225,6 +225,15 @@ class Ledger:
                     self._hooks.append(hook)
         self._num_watched = len(self.entries)
 
+    def see_written(self, gradients: Gradients, versions: list[int]) -> None:
+        """Take gradients as added to that were written to after these versions, and a later loss.
+
+        For a usual step, whose parameters no other known optimizer has, hooks cost too much.
+        """
+        for param, grad, version in zip(gradients.params, gradients.grads, versions, strict=True):
+            if grad._version != version:
+                self._fresh[id(param)] = id(grad)
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()

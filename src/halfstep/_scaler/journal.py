@@ -40,17 +40,20 @@ class Plan:
         flag: The flag by which the optimizer says that it handles the scale.
         is_fused: Whether it does.
         ranks: Who decides.
+        param_ids: Those of its parameters.
     """
 
     flag: object
     is_fused: bool
     ranks: Alone
+    param_ids: frozenset[int]
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.id = weakref.ref(optimizer), id(optimizer)
         self.outcome: Outcome | None = None
         self.early_clipping = EarlyClipping()
         self.key: int | None = None
+        self._apart: set[tuple[int, int]] = set()
 
     def make(
         self, optimizer: torch.optim.Optimizer, ranks: Alone | Together, *, is_fused: bool
@@ -59,8 +62,19 @@ class Plan:
         if ranks.is_together or not self.early_clipping.is_over:
             return
         if [*map(id, members(optimizer))] == [id(optimizer)]:  # no container
-            self.key, self.ranks = key_of(parameters(optimizer)), ranks
+            params = parameters(optimizer)
+            self.key, self.ranks, self._apart = key_of(params), ranks, set()
+            self.param_ids = frozenset(map(id, params))
             self.is_fused, self.flag = is_fused, getattr(optimizer, HANDLES_SCALE, None)
+
+    def is_apart_from(self, other: Plan) -> bool:
+        """Return whether the two share no parameter, both with plans for usual steps."""
+        if self.key is None or other.key is None:
+            return False
+        key = id(other), other.key
+        if key not in self._apart and self.param_ids.isdisjoint(other.param_ids):
+            self._apart.add(key)
+        return key in self._apart
 
 
 class Journal:

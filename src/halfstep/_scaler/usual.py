@@ -1,9 +1,9 @@
 """A usual step, by a plan that is made once for an optimizer.
 
-Usual is one step of one optimizer in an iteration, also after ``unscale_``, whose first steps are
-over, at a scale that only counts, or that the device moves. Anything else takes the long road of
-:mod:`halfstep._scaler.step`; so does a usual step that finds inf or NaN, from there on. Both give
-the same numbers, bit for bit.
+Usual is one step of an optimizer in an iteration, also after ``unscale_`` if it is the only one,
+whose first steps are over, at a scale that only counts, or that the device moves. Several share no
+parameters. Anything else takes the long road of :mod:`halfstep._scaler.step`; so does a usual step
+that finds inf or NaN, from there on. Both give the same numbers, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from halfstep._gradients.norms import clip_coefficient, norms_of
 from halfstep._gradients.optimizers import HANDLES_SCALE, step_with_scale
 from halfstep._gradients.scalars import Scalar
 from halfstep._pytorch.distributed import has_process_group, key_of
-from halfstep._scaler.engine import Engine, Unscaled
+from halfstep._scaler.engine import Engine, Taken, Unscaled
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.journal import Plan
 from halfstep._scaler.loss_scale import Snapshot
@@ -39,7 +39,8 @@ def unscale_(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
 
     Sync: none.
     """
-    found = None if engine.unscaled is not None else _gather(engine, optimizer)
+    is_first = engine.unscaled is None and not engine.taken
+    found = _gather(engine, optimizer) if is_first else None
     if found is None:
         return False
     plan, _, gradients = found
@@ -192,7 +193,7 @@ def _remember(
     engine.journal.add(plan, outcome)
     # Who writes to a shared gradient from now on has it checked again.
     versions = list(map(version_of, step.gradients.grads))
-    engine.taken = flags, version, outcome, long, versions
+    engine.taken.append(Taken(plan, flags, version, outcome, long, versions, num_losses))
 
 
 def _gather(
@@ -203,7 +204,9 @@ def _gather(
     if plan is None or plan.key is None or not engine.is_usual:
         return None
     before = loss_scale.calm(is_fused=plan.is_fused)
-    if before is None or engine.taken is not None or engine.unused.by_param:
+    if before is None or engine.unused.by_param:
+        return None
+    if engine.taken and not all(plan.is_apart_from(each.plan) for each in engine.taken):
         return None
     params: list[Tensor] = []
     is_fused = plan.is_fused
