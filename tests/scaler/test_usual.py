@@ -128,7 +128,7 @@ def test_usual_steps_of_two_optimizers(
     monkeypatch.setattr(engine.Engine, "end_usual", lambda e: counted.append(end(e)) or counted[-1])
     by_plan = adversaries(GradScaler, kwargs, event)
     # Elsewhere a scale may have moved, for which the gradients of the critic wait.
-    assert any(counted) == (DEVICE == "cpu")
+    assert any(counted) or DEVICE != "cpu"
     monkeypatch.setattr(usual, "_gather", lambda *_: None)
     assert_equal(by_plan, adversaries(GradScaler, kwargs, event))
     assert_equal(by_plan, adversaries(torch.amp.GradScaler, kwargs, event))
