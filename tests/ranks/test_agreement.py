@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -493,8 +494,8 @@ def drift(rank: int, fused: bool) -> Any:
     return *told, cases.raised(step), any(is_moved)
 
 
-def test_a_rank_that_does_not_answer_is_an_error_that_names_the_call(pool: Pool) -> None:
-    waiting, _ = pool.run(step_on_rank_0_only, group_timeout=2.0)
+def test_no_answer_is_an_error_that_names_the_call(pool: Pool, tmp_path: Path) -> None:
+    waiting, _ = pool.run(step_on_rank_0_only, tmp_path / "end", group_timeout=2.0)
     kind, message = waiting
     assert kind == "RanksError"
     assert message.startswith("step(SGD): ")
@@ -502,14 +503,20 @@ def test_a_rank_that_does_not_answer_is_an_error_that_names_the_call(pool: Pool)
     assert "has died, hangs, or has not made this call" in message
 
 
-def step_on_rank_0_only(rank: int) -> Any:
+def wait_for(file: Path) -> None:
+    while not file.exists():  # the pool ends a rank that waits too long
+        time.sleep(0.02)
+
+
+def step_on_rank_0_only(rank: int, end: Path) -> Any:
     module = cases.model()
     books = scaler(WORLD)
     cases.backward(books, module, cases.batch(rank))
     if rank == 1:
-        time.sleep(4.0)
-        return None
-    return cases.raised(lambda: books.step(cases.sgd(module)))
+        return wait_for(end)
+    raised = cases.raised(lambda: books.step(cases.sgd(module)))
+    end.touch()
+    return raised
 
 
 def test_a_copy_decides_anew(pool: Pool) -> None:
@@ -631,18 +638,19 @@ def test_all_go_on_after_an_error_of_all(pool: Pool) -> None:
     assert pool.run(goes_on_after_errors) == [["CallOrderError", "", "RanksError", "", 2]] * 2
 
 
-def asks_again_after_no_answer(rank: int) -> Any:
+def asks_again_after_no_answer(rank: int, end: Path) -> Any:
     if rank == 1:
-        time.sleep(3.0)
-        return None
+        return wait_for(end)
     module = cases.model()
     optimizer, books = cases.sgd(module), scaler(WORLD)
     cases.backward(books, module, cases.batch(0))
     first = cases.raised(lambda: books.unscale_(optimizer) or books.step(optimizer))
-    return first[0], cases.raised(lambda: books.step(optimizer))[0]
+    second = cases.raised(lambda: books.step(optimizer))
+    end.touch()
+    return first[0], second[0]
 
 
-def test_nothing_is_decided_alone_after_no_answer(pool: Pool) -> None:
-    first, _ = pool.run(asks_again_after_no_answer, group_timeout=1.0)
+def test_nothing_is_decided_alone_after_no_answer(pool: Pool, tmp_path: Path) -> None:
+    first, _ = pool.run(asks_again_after_no_answer, tmp_path / "end", group_timeout=1.0)
     assert first[0] == "RanksError"
     assert first[1] in ("RanksError", "CallOrderError")
