@@ -73,9 +73,15 @@ def _iteration(
     fused: bool = False,
     clips: bool = False,
     by_torch: bool = False,
+    is_gan: bool = False,
 ) -> Callable[[], None]:
     params = [torch.nn.Parameter(torch.randn(64, 64, device=device)) for _ in range(12)]
     optimizer = torch.optim.AdamW(params, fused=fused, foreach=None if fused else True)
+    if is_gan:
+        others = [torch.nn.Parameter(torch.randn(64, 64, device=device)) for _ in range(12)]
+        other = torch.optim.AdamW(others, foreach=True)
+        for param in others:
+            param.grad = torch.randn_like(param)
     scaler = make_scaler(device, init_scale=1024.0, growth_interval=10**6)
     for param in params:
         param.grad = torch.randn_like(param)
@@ -91,6 +97,9 @@ def _iteration(
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(params, 1.0)
             scaler.step(optimizer)
+        if is_gan:
+            scaler.scale(loss)
+            scaler.step(other)
         scaler.update()
 
     return iterate
@@ -105,7 +114,7 @@ KINDS = {
     name + way: {"fused": name == "fused", **options}
     for name in ("plain", "fused")
     for way, options in WAYS.items()
-}
+} | {"plain, two optimizers with a loss each": {"is_gan": True}}
 LIBRARIES = "halfstep", "torch.amp"
 
 

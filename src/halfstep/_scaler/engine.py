@@ -215,14 +215,19 @@ class Engine:
         if not self.taken or OBSERVERS:
             return False
         after: Snapshot | None = None
-        if any(each.version is None for each in self.taken):
-            if len(self.journal.plans) > 1:  # another optimizer may have unused gradients
+        scale, is_zero = self.loss_scale, True
+        for _, flags, version, *_ in self.taken:
+            flag = flags[0]
+            if version is not None:  # a fused optimizer may have changed it
+                is_now = flag.item() == 0.0 if scale.is_here else flag._version == version
+                is_zero = is_zero and is_now
+            elif len(self.journal.plans) > 1:  # another optimizer may have unused gradients
                 return False
-            flags = self.taken[0].flags
-            self.loss_scale.update(flags[:1], flags[1:])
-            after = self.loss_scale.snapshot()
-        elif all(map(self._is_zero, self.taken)):
-            after = self.loss_scale.count()
+            else:
+                scale.update([flag], flags[1:])
+                after = scale.snapshot()
+        if after is None and is_zero:
+            after = scale.count()
         if after is None:
             return False
         for taken in self.taken:
@@ -233,11 +238,6 @@ class Engine:
             self.buffers.end()
         self.journal.open.clear()
         return True
-
-    def _is_zero(self, taken: Taken) -> bool:
-        """Return whether the flag that was 0 still is: a fused optimizer may have changed it."""
-        flag = taken.flags[0]
-        return flag.item() == 0.0 if self.loss_scale.is_here else flag._version == taken.version
 
     def set_scale(self, new_scale: object, *, iteration_ends: bool = True) -> None:
         """Set the scale by hand; this ends the iteration by default. Sync: none."""
