@@ -581,7 +581,8 @@ class Watch:
         model, seconds = self._model_of(calls), self._seconds
         is_known = why_not_again(before) is None and self._was_finite
         again = step_of(before, None, scale) if is_known else None
-        line = ends[-1].at and ends[-1].at.line
+        at = ends[-1].at if ends else None
+        line = at and at.line
         usual = self._growth.usual(self._step, line, self._max_norm, again)
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
