@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import Any, TypeAlias
 
 import torch
@@ -75,6 +75,14 @@ class Gradients:
         rows = zip(self.params, self.grads, self.values, strict=True)
         kept = [row for row in rows if id(row[1]) not in ids]
         return _gradients(*([row[part] for row in kept] for part in range(3)))
+
+    def written_since(self, versions: Sequence[int]) -> Gradients:
+        """Return the gradients that do not have these versions, one for each, any more."""
+        now = list(map(version_of, self.grads))
+        if not any(map(eq, now, versions)):
+            return self
+        rows = zip(self.grads, now, versions, strict=True)
+        return self.without({id(grad) for grad, version, before in rows if version == before})
 
     def is_measured_fast(self) -> bool:
         """Return whether measuring norms is no slower than a check.
@@ -153,6 +161,7 @@ NONE = Gradients([], [], [], {}, frozenset())
 """No gradients."""
 
 
+grad_of: Callable[[Tensor], Any] = attrgetter("grad")
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 Seen: TypeAlias = tuple[weakref.ref[Tensor], int]
@@ -214,7 +223,7 @@ def collect(params: Iterable[Tensor]) -> Gradients:
     """
     params = list(params)
     # Read once: attribute access adds up for thousands of parameters.
-    grads: list[Any] = list(map(attrgetter("grad"), params))
+    grads: list[Any] = list(map(grad_of, params))
     types = set(map(type, grads))
     if _NONE_TYPE in types:
         types.remove(_NONE_TYPE)

@@ -216,15 +216,15 @@ class Engine:
             return False
         after: Snapshot | None = None
         scale, is_zero = self.loss_scale, True
-        for _, flags, version, *_ in self.taken:
-            flag = flags[0]
-            if version is not None:  # a fused optimizer may have changed it
-                is_now = flag.item() == 0.0 if scale.is_here else flag._version == version
+        for each in self.taken:
+            flag, *later = each.flags
+            if each.version is not None:  # a fused optimizer may have changed it
+                is_now = flag.item() == 0.0 if scale.is_here else flag._version == each.version
                 is_zero = is_zero and is_now
             elif len(self.journal.plans) > 1:  # another optimizer may have unused gradients
                 return False
             else:
-                scale.update([flag], flags[1:])
+                scale.update([flag], later)
                 after = scale.snapshot()
         if after is None and is_zero:
             after = scale.count()

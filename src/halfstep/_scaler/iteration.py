@@ -230,9 +230,8 @@ class Ledger:
 
         For a usual step, whose parameters no other known optimizer has, hooks cost too much.
         """
-        for param, grad, version in zip(gradients.params, gradients.grads, versions, strict=True):
-            if grad._version != version:
-                self._fresh[id(param)] = id(grad)
+        written = gradients.written_since(versions)
+        self._fresh.update(zip(map(id, written.params), map(id, written.grads), strict=True))
 
     def close(self) -> None:
         for hook in self._hooks:

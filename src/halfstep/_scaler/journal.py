@@ -53,7 +53,7 @@ class Plan:
         self.outcome: Outcome | None = None
         self.early_clipping = EarlyClipping()
         self.key: int | None = None
-        self._apart: set[tuple[int, int]] = set()
+        self._apart: set[int] = set()  # keys of plans that share no parameter
 
     def make(
         self, optimizer: torch.optim.Optimizer, ranks: Alone | Together, *, is_fused: bool
@@ -71,10 +71,9 @@ class Plan:
         """Return whether the two share no parameter, both with plans for usual steps."""
         if self.key is None or other.key is None:
             return False
-        key = id(other), other.key
-        if key not in self._apart and self.param_ids.isdisjoint(other.param_ids):
-            self._apart.add(key)
-        return key in self._apart
+        if other.key not in self._apart and self.param_ids.isdisjoint(other.param_ids):
+            self._apart.add(other.key)
+        return other.key in self._apart
 
 
 class Journal:

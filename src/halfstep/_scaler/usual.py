@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from operator import attrgetter, eq, is_
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep._gradients import scalars
-from halfstep._gradients.gradients import Gradients, collect, version_of
+from halfstep._gradients.gradients import Gradients, collect, grad_of, version_of
 from halfstep._gradients.norms import clip_coefficient, norms_of
 from halfstep._gradients.optimizers import HANDLES_SCALE, step_with_scale
 from halfstep._gradients.scalars import Scalar
@@ -30,7 +30,6 @@ from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.step import divisor_of, failed, finish, new_check, nonfinite
 
 NOT_USUAL = object()
-GRADIENT = attrgetter("grad")
 USUAL_DTYPES = {torch.float32, torch.bfloat16, torch.float64}
 
 
@@ -128,10 +127,7 @@ def _take_unscaled(engine: Engine, plan: Plan, before: Snapshot, unscaled: Unsca
     device, make_step = loss_scale.device, optimizer.step
     flags, written = [flag], step.gradients
     if loss_scale.is_here and not has_process_group():
-        now = list(map(version_of, written.grads))
-        if any(map(eq, now, versions)):
-            rows = zip(written.grads, versions, now, strict=True)
-            written = written.without({id(grad) for grad, was, seen in rows if seen == was})
+        written = written.written_since(versions)
     if written.grads:
         flags += nonfinite(written, device)
     found_inf: Scalar = flag
@@ -219,10 +215,9 @@ def _gather(
         return None
     if engine.unscaled is not None:
         step = engine.unscaled.step
-        grads = [grad for grad in map(GRADIENT, params) if grad is not None]
-        is_same = len(grads) == len(step.gradients.grads) and all(
-            map(is_, grads, step.gradients.grads)
-        )
+        grads = [grad for grad in map(grad_of, params) if grad is not None]
+        checked = step.gradients.grads
+        is_same = len(grads) == len(checked) and all(map(is_, grads, checked))
         return (plan, before, step.gradients) if is_same and step.optimizer is optimizer else None
     gradients = collect(params)
     for device, dtype in gradients.by_kind:

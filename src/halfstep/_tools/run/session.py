@@ -357,8 +357,10 @@ class Session:
                 "no optimizer step was seen: the program made none, steps by hand, or trains in "
                 "processes that halfstep cannot reach (docs/run.md)"
             )
-        found = () if self._watch is None else [len(self._watch.found)]
-        diagnosed = "".join(f", {things(num, 'diagnosis', 'diagnoses')}" for num in found)
+        diagnosed = ""
+        if self._watch is not None:
+            num = len(self._watch.found)
+            diagnosed = f", {things(num, 'diagnosis', 'diagnoses')}"
         more = f", and {others} that the program started" if of_others else ""
         seen = self._record.seen
         ran = f"; {dtypes_text(seen.products)}" if seen.products else ""

@@ -529,7 +529,7 @@ class Watch:
         return is_here and optim.optimizer_step_depth() <= 1
 
     def _is_watching(self, scaler: GradScaler) -> bool:
-        return self._scaler in (None, scaler) and self._is_here()
+        return (self._scaler is None or self._scaler is scaler) and self._is_here()
 
     def _counts_plain_steps(self) -> bool:
         return self._scaler is None and self._loss_scaler is None and self._is_here()
@@ -581,8 +581,7 @@ class Watch:
         model, seconds = self._model_of(calls), self._seconds
         is_known = why_not_again(before) is None and self._was_finite
         again = step_of(before, None, scale) if is_known else None
-        at = ends[-1].at if ends else None
-        line = at and at.line
+        line = ends[-1].at.line if ends and ends[-1].at else None
         usual = self._growth.usual(self._step, line, self._max_norm, again)
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
@@ -671,7 +670,8 @@ class Watch:
         return Diagnosis("unknown", notes=tuple(notes))
 
     def _report(self, found: Diagnosis, step: int | None = None) -> None:
-        notes, number = tuple(self.notes), self._step if step is None else step
+        notes = tuple(self.notes)
+        number = self._step if step is None else step
         if found.verdict == "data" and self._was_finite:
             notes = (*notes, "the loss of the step before it was finite")
         before = self._went_bad.get(found.tensor or "")
