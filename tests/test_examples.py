@@ -401,13 +401,12 @@ def test_and_that_all_is_well_in_one_unit(tmp_path: Path) -> None:
     assert report_of_agent(tmp_path, "--unit", "1e7").startswith("good: Precision: fine. ")
 
 
-# --- and halfstep tune ----------------------------------------------------------------------------
+# --- and halfstep.tune ----------------------------------------------------------------------------
 
 
 def test_tune_finds_the_two_modules_and_then_it_learns(tmp_path: Path) -> None:
     script, policy = FOLDER / "tune" / "signals.py", tmp_path / "policy.toml"
-    tune = ["-m", "halfstep", "tune", f"{script}:make", "-o", policy]
-    told = printed_by(*tune, cwd=tmp_path)
+    told = printed_by(script, "--tune", policy, cwd=tmp_path)
     train = [script, "--policy", policy, "--steps", 120]
     trained = printed_by(*train, cwd=tmp_path, warnings="error")
     assert told.startswith("fp16: 2 modules in fp32 are needed and enough (the model has 11 mod")

@@ -64,7 +64,7 @@ def test_a_training_loads_autocast_and_the_scaler_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["run", "--help"], ["report", "--help"], ["tune", "-h"]]
+    "words", [["--help"], ["--version"], ["run", "--help"], ["report", "--help"], ["doctor", "-h"]]
 )
 def test_help_loads_the_command_line_only(words: list[str], tmp_path: Path) -> None:
     assert loaded_by(words, tmp_path) == {"cli", "_common", "record", "errors", "json", "msgspec"}

@@ -1,14 +1,14 @@
-"""A model with two parts that float16 cannot hold, for `halfstep tune` to find.
+"""A model with two parts that float16 cannot hold, for `halfstep.tune` to find.
 
 Task: tell from a short signal, in volts, how strong it is and where in its period it begins.
 
 Rules to remember:
-- `make` takes nothing and returns the model, some batches, and `loss_fn(model, batch)`, which
-  calls the model and returns the loss. Seeded, so that `--record` can go on from where it was.
+- `halfstep.tune` takes the model, some batches, and `loss_fn(model, batch)`, which calls the model
+  and returns the loss.
 - Modules, and ops in modules, can be kept in float32: give what is fragile a module of its own.
 - The policy that comes of it is a file: `autocast(..., policy=Policy.load(file), module=model)`.
 
-Run: halfstep tune examples/tune/signals.py:make -o policy.toml
+Run: python examples/tune/signals.py --tune policy.toml
 Then: python examples/tune/signals.py --policy policy.toml
 """
 
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep import GradScaler, Policy, autocast, preset
+from halfstep import GradScaler, Policy, autocast, preset, tune
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -69,8 +69,14 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--policy", type=Path, help="a file that halfstep tune has written")
+    parser.add_argument("--tune", type=Path, help="find a policy, write it to this file, and end")
+    parser.add_argument("--policy", type=Path, help="a file that --tune has written")
     arguments = parser.parse_args()
+    if arguments.tune:
+        tuned = tune(*make())
+        print(tuned)
+        tuned.policy.save(arguments.tune)
+        return
     policy = Policy.load(arguments.policy) if arguments.policy else preset("standard")
 
     model, _, _ = make()

@@ -47,15 +47,22 @@ def test_help_is_a_command_too(command, capsys):
     assert out[: len(out) // 2] == out[len(out) // 2 :] != ""
 
 
-def test_help_on_what_is_no_command(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["help", "reprot"], "'reprot': choose one of run, report, "),
+        (["tune", "train.py:make"], "tune is a function: print(halfstep.tune(model, batches, loss"),
+    ],
+)
+def test_what_is_no_command_is_an_error_with_the_cure(arguments, words, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["help", "reprot"])
+        main(arguments)
     assert ended.value.code == 2
-    assert "'reprot': choose one of run, report, " in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "command", ["", "run", "report", "check", "doctor", "tune", "policy", "policy show"]
+    "command", ["", "run", "report", "check", "doctor", "policy", "policy show"]
 )
 def test_a_help_fits_a_terminal_of_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -69,9 +76,7 @@ def test_without_a_command_it_shows_the_help(capsys):
     assert "commands:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "command", ["run x", "report {record}", "doctor x", "tune x", "policy show x"]
-)
+@pytest.mark.parametrize("command", ["run x", "report {record}", "doctor x", "policy show x"])
 def test_ctrl_c_while_pytorch_is_imported(command, tmp_path):
     """No traceback, and 130; ``run`` ends by the signal, as its script would."""
     record = records.with_skips(tmp_path / "record")  # with a cure, which PyTorch checks

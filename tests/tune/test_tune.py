@@ -297,7 +297,7 @@ def test_the_table_and_the_file(found, tmp_path: Path) -> None:
     ]
     assert lines[0].split()[:5] == ["1.inner", "Overflows", "overflow,", "100", "%"]
     assert lines[3].startswith("a step takes ")
-    tuned.save(tmp_path / "policy.toml")
+    tuned.policy.save(tmp_path / "policy.toml")
     assert Policy.load(tmp_path / "policy.toml") == tuned.policy
     assert repr(tuned) == f"<Tuned fp16, 3 modules in fp32, {tuned.policy}>"
 

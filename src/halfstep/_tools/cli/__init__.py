@@ -105,6 +105,8 @@ class _Parser(argparse.ArgumentParser):
             is_policy = re.search(r"[.;:]|^(standard|torch|fp32|bf16)", value)
             if action.dest == "verb" and is_policy:
                 near = f"; to see a policy: halfstep policy show {shlex.quote(value)}"
+            elif action.dest == "command" and value == "tune":
+                near = "; tune is a function: print(halfstep.tune(model, batches, loss_fn).policy)"
             elif action.dest == "command" and f"--{value}" in options_of(known["run"]):
                 near = f"; did you mean 'halfstep run --{value}'?"
             choices = ", ".join(map(str, known))
@@ -122,7 +124,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def _build_parser() -> _Parser:
-    from halfstep._tools.cli import check, doctor, policy, report, run, tune
+    from halfstep._tools.cli import check, doctor, policy, report, run
 
     parser = _Parser(
         prog="halfstep",
@@ -130,7 +132,7 @@ def _build_parser() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"halfstep {__version__}")
     subcommands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for command in (run, report, check, doctor, tune, policy):
+    for command in (run, report, check, doctor, policy):
         own = subcommands.add_parser(
             command.__name__.rpartition(".")[2],
             help=command.HELP,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -365,7 +364,8 @@ class Tuned:
     """The result of :func:`tune`; its ``str()`` is a report.
 
     Attributes:
-        policy: The policy to use: the given one, with a rule for each island.
+        policy: The policy to use: the given one, with a rule for each island. Rules for modules
+            need the model: ``autocast(policy=..., module=model)``.
         islands: The names of the modules, and ops in modules, that stay in float32.
         costs: The cost of each island.
         is_met: Whether all modules are within bounds with the islands.
@@ -386,16 +386,6 @@ class Tuned:
     rows_after: tuple[ModuleCheck, ...]
     seconds: Mapping[str, Mapping[str, float]]
     machine: str
-
-    def save(self, path: str | Path) -> None:
-        """Write the policy as a TOML file, for ``Policy.load``.
-
-        Rules for modules need the model: ``autocast(policy=..., module=model)``.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        self.policy.save(path)
 
     def table(self) -> str:
         """Return a table of the cost and effect of each island, empty without islands."""
