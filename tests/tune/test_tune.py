@@ -1,14 +1,12 @@
-"""Tuning: the islands that are found, and their costs."""
+"""Tuning: the islands that are found, and their effects."""
 
 import re
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.device import DEVICE
 from tests.tune.models import (
     HEALTHY,
     Attends,
@@ -22,8 +20,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import Policy, self_check, tune
-from halfstep._tools.tune.measurer import timed_step
-from halfstep._tools.tune.passes import LossFn, Lowering, Task, step_runner
+from halfstep._tools.tune.passes import LossFn
 from halfstep._tools.tune.tuner import Tuned
 
 pytestmark = pytest.mark.slow
@@ -92,7 +89,7 @@ def test_three_fragile_modules_are_found_and_no_other() -> None:
 
 def test_none_of_them_can_be_dropped(found) -> None:
     model, batches, tuned = found
-    for island in tuned.costs:
+    for island in tuned.effects:
         others = [name for name in ("1.inner", "3.inner", "4.inner") if name != island.name]
         policy = "; ".join(["standard", *(f"@{name}:fp32" for name in others)])
         assert not all(self_check(model, each, policy=policy).passed for each in batches)
@@ -108,7 +105,7 @@ def test_in_bfloat16_only_precision_matters() -> None:
 def test_healthy_models_need_none(make, dtype: torch.dtype) -> None:
     model, batch, loss_fn = make()
     tuned = tune(model, [batch], loss_fn, dtype)
-    assert (tuned.islands, tuned.costs, tuned.is_met) == ((), (), True)
+    assert (tuned.islands, tuned.effects, tuned.is_met) == ((), (), True)
     assert tuned.policy == halfstep.preset("standard")
 
 
@@ -239,44 +236,17 @@ def test_a_batch_that_the_program_changes_is_the_same_in_each_step(loss_fn, kind
     assert torch.equal(sample, values)
 
 
-def test_costs(found) -> None:
+def test_effects(found) -> None:
     tuned = found[2]
-    first, second, third = tuned.costs
-    assert [each.kind for each in tuned.costs] == ["Overflows", "Cancels", "Flushes"]
+    first, second, third = tuned.effects
+    assert [each.kind for each in tuned.effects] == ["Overflows", "Cancels", "Flushes"]
     assert first.loses_to.startswith("overflow, ")
     assert third.loses_to == "zeros, 100 %"
     assert first.error_without.error == float("inf")
     assert 0.1 < second.error_without.error < 2
     assert third.error_without.error == pytest.approx(1.0, abs=0.01)
-    assert {each.error_with for each in tuned.costs} == {first.error_with}
+    assert {each.error_with for each in tuned.effects} == {first.error_with}
     assert first.error_with.error < first.error_with.tolerance < 0.2
-    for kind in ("fp32", "lower", "islands"):
-        assert tuned.seconds[kind]["(step)"] > tuned.seconds[kind]["1.inner"] > 0
-    assert first.seconds_lowered == tuned.seconds["lower"]["1.inner"]
-    assert first.seconds == tuned.seconds["islands"]["1.inner"]
-
-
-def test_the_time_of_a_step_is_without_what_restores_the_model() -> None:
-    lowering = Lowering(torch.float16, halfstep.preset("standard"))
-    with step_runner(Task(nn.Linear(4, 4)), torch.ones(2, 4), lowering) as runner:
-        slow = replace(runner, reset=lambda: time.sleep(1))
-        assert 0 < timed_step(slow, 1.0, lowered=False)["(step)"] < 1
-
-
-def test_casts_are_those_of_a_trace(found) -> None:
-    model, (batch, _), tuned = found
-
-    def casts(policy: str) -> int:
-        with halfstep.trace(model) as t:
-            with halfstep.autocast(DEVICE, torch.float16, policy=policy, module=model):
-                loss = model(batch).float().square().mean()
-            (loss * 2.0**10).backward()
-        return sum(len(row["casts"]) for row in t.rows())
-
-    every = casts(str(tuned.policy))
-    for island in tuned.costs:
-        rule = f"; @{island.name}:fp32"
-        assert island.num_casts == every - casts(str(tuned.policy).replace(rule, ""))
 
 
 # --- how it is told -------------------------------------------------------------------------------
@@ -287,39 +257,12 @@ def test_the_table_and_the_file(found, tmp_path: Path) -> None:
     verdict, policy, head, *lines = str(tuned).splitlines()
     assert verdict == "fp16: 3 modules in fp32 are needed and enough (the model has 19 modules)"
     assert policy == f"policy: {tuned.policy}"
-    assert tuned.table().splitlines() == [head, *lines[:3]]
-    assert re.split("  +", head)[:5] == [
-        "kept in fp32",
-        "class",
-        "in fp16",
-        "error without",
-        "with",
-    ]
+    assert tuned.table().splitlines() == [head, *lines]
+    assert re.split("  +", head) == ["kept in fp32", "class", "in fp16", "error without", "with"]
     assert lines[0].split()[:5] == ["1.inner", "Overflows", "overflow,", "100", "%"]
-    assert lines[3].startswith("a step takes ")
     tuned.policy.save(tmp_path / "policy.toml")
     assert Policy.load(tmp_path / "policy.toml") == tuned.policy
     assert repr(tuned) == f"<Tuned fp16, 3 modules in fp32, {tuned.policy}>"
-
-
-@pytest.mark.parametrize(
-    ("lower", "said"),
-    [
-        (0.5, "2.00 times as fast"),
-        (0.98, "fp16 gives no speed here (a machine)"),
-        (3.0, "fp16 gives no speed here (a machine)"),
-    ],
-)
-def test_whether_lowering_is_worth_it(lower: float, said: str) -> None:
-    rows = self_check(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)).rows
-    seconds = {
-        "fp32": {"(step)": 1.0, "0": 0.1, "1": 0.1},
-        "lower": {"(step)": lower, "0": 0.3, "1": 0.05},
-    }
-    policy = halfstep.preset("standard")
-    tuned = Tuned(policy, (), (), True, torch.float16, rows, rows, seconds, "a machine")
-    assert said in str(tuned)
-    assert ("slower in fp16 than in fp32: 0" in str(tuned)) == (lower == 0.5)
 
 
 # --- what is wrong --------------------------------------------------------------------------------

@@ -1,16 +1,12 @@
-"""Measurements of a model with islands: errors, times, casts and ops, each made once."""
+"""Measurements of a model with islands: errors and ops, each made once."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any, TypeAlias, TypeVar
-
-import torch
 
 from halfstep._autocast import Policy
 from halfstep._autocast.access import named
@@ -31,35 +27,6 @@ from halfstep._tools.tune.passes import (
 
 _T = TypeVar("_T")
 
-STEP = "(step)"
-"""The key of the whole step among module names."""
-
-
-def timed_step(runner: StepRunner, scale: float, *, lowered: bool) -> dict[str, float]:
-    """Run a step and return its seconds, and those of the forward passes of its modules.
-
-    Sync: several for each module on an accelerator.
-    """
-    now = _clock(runner.task.device(runner.batch))
-    begun: dict[tuple[str, int], float] = {}
-    seconds: dict[str, float] = {}
-
-    def before(name: str, call: int, _: Any) -> None:
-        begun[name, call] = now()
-
-    def after(name: str, call: int, _: Any) -> None:
-        seconds[name] = seconds.get(name, 0.0) + now() - begun[name, call]
-
-    @contextmanager
-    def timed() -> Iterator[None]:  # entered when the model is restored, which is not a step's work
-        with module_hooks(runner.task, before, after):
-            begin = now()
-            yield
-            seconds[STEP] = now() - begin
-
-    runner.step(timed(), lowered=lowered, scale=scale)
-    return seconds
-
 
 def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
     # Some modules run other ops if they have hooks, as they do in a comparison.
@@ -67,18 +34,6 @@ def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
     with trace(runner.task.model) as traced:
         runner.step(hooks, lowered=True, scale=scale)
     return traced.ops
-
-
-def _clock(device: str) -> Callable[[], float]:
-    """Return a clock that synchronizes the device first."""
-    if device == "cpu":
-        return time.perf_counter
-
-    def now() -> float:
-        torch.get_device_module(device).synchronize()
-        return time.perf_counter()
-
-    return now
 
 
 Islands: TypeAlias = tuple[str, ...]
@@ -96,9 +51,6 @@ class IslandTrial:
     origins: tuple[str, ...]  # the modules where failures begin; ops if outside of modules
     suspects: tuple[str, ...]  # all possible islands, in the order in which to try them
 
-
-ROUNDS = 5
-"""The number of timed steps of each kind, after a warm-up."""
 
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")  # the module names that a rule accepts
 
@@ -144,44 +96,6 @@ class Measurer:
         what = f"batch {number + 1} of {len(self.batches)} with {_islands_text(islands)}"
         return self._once(("compare", frozenset(islands), number), what, measure)
 
-    def times(self, islands: Islands) -> dict[str, dict[str, float]]:
-        """Return median times for ``"fp32"``, ``"lower"`` and, if there are any, ``"islands"``.
-
-        The times are seconds of a step on the first batch, and of the forward pass of each module.
-        The kinds are measured in turn, so that other load on the machine affects all of them.
-        """
-        kinds: dict[str, tuple[Islands, bool]] = {"fp32": ((), False), "lower": ((), True)}
-        if islands:
-            kinds["islands"] = (islands, True)
-
-        def measure() -> dict[str, dict[str, float]]:
-            seconds = {}
-            for kind, (kept, lowered) in kinds.items():
-                with self._scaled_runner(kept) as (runner, scale):
-                    seconds[kind] = timed_step(runner, scale, lowered=lowered)
-            return seconds
-
-        measure()  # a warm-up
-        rounds = []
-        for number in range(ROUNDS):
-            self.show(f"time, {number + 1} of {ROUNDS}")
-            rounds.append(measure())
-        runs = {kind: [each[kind] for each in rounds] for kind in kinds}
-        return {
-            kind: {name: median(run[name] for run in of if name in run) for name in of[0]}
-            for kind, of in runs.items()
-        }
-
-    def casts(self, islands: Islands) -> tuple[int, int]:
-        """Return the number and the bytes of the casts in a step on the first batch."""
-
-        def measure() -> tuple[int, int]:
-            with self._scaled_runner(islands) as (runner, scale):
-                casts = [cast for row in ops_of(runner, scale) for cast in row.casts]
-            return len(casts), sum(cast.bytes for cast in casts)
-
-        return self._once(("casts", frozenset(islands)), "casts", measure)
-
     def ops(self) -> dict[str, list[str]]:
         """Return the ops that rules could keep in float32, for modules that contain modules.
 
@@ -191,7 +105,8 @@ class Measurer:
         """
 
         def measure() -> dict[str, list[str]]:
-            with self._scaled_runner(()) as (runner, scale):
+            scale = self._comparison((), 0).scale
+            with self._runner((), 0) as runner:
                 rows = ops_of(runner, scale)
             found: dict[str, dict[str, None]] = {}
             for row in rows:
@@ -218,13 +133,6 @@ class Measurer:
             with self._runner((), number) as runner:
                 self._reference = number, reference_of(runner)
         return self._reference[1]
-
-    @contextmanager
-    def _scaled_runner(self, islands: Islands) -> Iterator[tuple[StepRunner, float]]:
-        """Yield a runner of steps on the first batch, and the scale of its comparison."""
-        scale = self._comparison(islands, 0).scale
-        with self._runner(islands, 0) as runner:
-            yield runner, scale
 
     @contextmanager
     def _runner(self, islands: Islands, number: int) -> Iterator[StepRunner]:

@@ -11,12 +11,9 @@ import torch
 from torch import nn
 
 from halfstep._autocast import Policy
-from halfstep._common.machine import device_name
 from halfstep._common.numbers import listed, percent, power, things
 from halfstep._common.text import aligned, status_line
-from halfstep._tools.trace.rows import bytes_text, seconds_text
 from halfstep._tools.tune.measurer import (
-    STEP,
     Islands,
     IslandTrial,
     Measurer,
@@ -41,11 +38,6 @@ from halfstep._tools.tune.passes import (
     step_runner,
 )
 
-GAIN = 0.95
-"""The smallest fraction of the float32 step time that counts as no speedup."""
-SLOWER = 1.2
-"""The factor of the float32 time above which the forward pass of a module counts as slower."""
-MOST_SLOWER = 5
 MANY_ZEROS = 0.05
 MOST_OPS = 3
 """The largest number of ops that may replace an island."""
@@ -107,8 +99,8 @@ def tune(
 ) -> Tuned:
     """Find the smallest set of float32 islands that a model needs in lower precision.
 
-    Each step is compared with float32, as in :func:`self_check`, and then the cost of the islands
-    is measured. The model, its gradients and all random numbers are restored bit for bit.
+    Each step is compared with float32, as in :func:`self_check`. The model, its gradients and all
+    random numbers are restored bit for bit.
     docs/tune.md explains the method.
 
     Args:
@@ -181,38 +173,28 @@ def _tuned(measurer: Measurer, lowering: Lowering, islands: Islands) -> Tuned:
     before, after = measurer.rows(()), measurer.rows(islands)
     order = {row.module: number for number, row in enumerate(before)}
     islands = tuple(sorted(islands, key=lambda each: order[module_of(each)]))
-    seconds = measurer.times(islands)
     return Tuned(
         policy=with_islands(lowering.policy, islands),
         islands=islands,
-        costs=tuple(_cost(measurer, name, islands, seconds) for name in islands),
+        effects=tuple(_effect(measurer, name, islands) for name in islands),
         is_met=measurer.measure(islands).num_failing == 0,
         dtype=lowering.dtype,
         rows=tuple(before),
         rows_after=tuple(after),
-        seconds=seconds,
-        machine=device_name(measurer.task.device(measurer.batches[0])),
     )
 
 
-def _cost(
-    measurer: Measurer, name: str, islands: Islands, seconds: dict[str, dict[str, float]]
-) -> Island:
+def _effect(measurer: Measurer, name: str, islands: Islands) -> Island:
     others = tuple(other for other in islands if other != name)
     rows, rows_with = measurer.rows(others), measurer.rows(islands)
     module = module_of(name)
     row = next(row for row in rows if row.module == module)
-    (num, size), (num_without, size_without) = measurer.casts(islands), measurer.casts(others)
     return Island(
         name=name,
         kind=row.kind if module else "",
         loses_to=_loses_to(row),
         error_without=_worst_error(rows),
         error_with=_worst_error(rows_with),
-        seconds_lowered=seconds["lower"][module],
-        seconds=seconds["islands"][module],
-        num_casts=num - num_without,
-        cast_bytes=size - size_without,
     )
 
 
@@ -346,17 +328,13 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class Island:
-    """The cost and effect of one island."""
+    """The effect of one island."""
 
     name: str  # as in :data:`Islands`
     kind: str  # the class of the module; empty for an op everywhere
     loses_to: str  # its problem in lower precision
     error_without: BoundedError  # the worst error of any module with all islands except this one
     error_with: BoundedError  # the worst error with all islands
-    seconds_lowered: float  # of the module's forward pass in lower precision
-    seconds: float  # of its forward pass as an island
-    num_casts: int  # that it adds to a step, negative if there are fewer
-    cast_bytes: int  # that these casts read and write
 
 
 @dataclass(frozen=True)
@@ -367,38 +345,31 @@ class Tuned:
         policy: The policy to use: the given one, with a rule for each island. Rules for modules
             need the model: ``autocast(policy=..., module=model)``.
         islands: The names of the modules, and ops in modules, that stay in float32.
-        costs: The cost of each island.
+        effects: The effect of each island.
         is_met: Whether all modules are within bounds with the islands.
         dtype: The lower precision.
         rows: The modules without islands, compared with float32 on their worst batches.
         rows_after: The same comparison with the islands.
-        seconds: Median seconds of the whole step, ``"(step)"``, and of the forward passes of
-            modules, in ``"fp32"``, in ``"lower"`` precision and, if any, with ``"islands"``.
-        machine: The machine on which times were measured.
     """
 
     policy: Policy
     islands: tuple[str, ...]
-    costs: tuple[Island, ...]
+    effects: tuple[Island, ...]
     is_met: bool
     dtype: torch.dtype
     rows: tuple[ModuleCheck, ...]
     rows_after: tuple[ModuleCheck, ...]
-    seconds: Mapping[str, Mapping[str, float]]
-    machine: str
 
     def table(self) -> str:
-        """Return a table of the cost and effect of each island, empty without islands."""
-        if not self.costs:
+        """Return a table of the effect of each island, empty without islands."""
+        if not self.effects:
             return ""
-        low = short_dtype(self.dtype)
-        errors = ("error without", "with")
-        times = (f"forward in {low}", "in fp32")
-        head = ("kept in fp32", "class", f"in {low}", *errors, *times, "casts", "cast bytes")
-        return "\n".join(aligned([head, *map(_cells, self.costs)], right=()))
+        in_lower = f"in {short_dtype(self.dtype)}"
+        head = ("kept in fp32", "class", in_lower, "error without", "with")
+        return "\n".join(aligned([head, *map(_cells, self.effects)], right=()))
 
     def __str__(self) -> str:
-        parts = [self._verdict(), f"policy: {self.policy}", self.table(), *self._time()]
+        parts = [self._verdict(), f"policy: {self.policy}", self.table()]
         return "\n".join(part for part in parts if part)
 
     def __repr__(self) -> str:
@@ -425,29 +396,6 @@ class Tuned:
         are = "is" if len(self.islands) == 1 else "are"
         return f"{low}: {self._kept()} in fp32 {are} needed and enough (the model has {num})"
 
-    def _time(self) -> list[str]:
-        low, before = short_dtype(self.dtype), self.seconds["fp32"][STEP]
-        after = self.seconds["lower"][STEP]
-        text = f"a step takes {seconds_text(before)} in fp32, {seconds_text(after)} in {low}"
-        if self.islands:
-            after = self.seconds["islands"][STEP]
-            text += f", {seconds_text(after)} with the policy"
-        if after >= GAIN * before:
-            return [f"{text}: {low} gives no speed here ({self.machine})"]
-        slower = self.slower()
-        more = [f"slower in {low} than in fp32: {listed(slower)}"] if slower else []
-        return [f"{text}: {before / after:.2f} times as fast", *more]
-
-    def slower(self) -> list[str]:
-        """Return the leaf modules that lose most time in lower precision, worst first."""
-        fp32, lower = self.seconds["fp32"], self.seconds["lower"]
-        lost = {
-            row.module: lower[row.module] - fp32[row.module]
-            for row in self.rows
-            if row.is_leaf and lower.get(row.module, 0) > SLOWER * fp32.get(row.module, 0)
-        }
-        return sorted(lost, key=lambda name: -lost[name])[:MOST_SLOWER]
-
 
 def _loses_to(row: ModuleCheck) -> str:
     """Return the problem of a module: overflow, zeros that float32 does not have, or rounding."""
@@ -469,8 +417,4 @@ def _cells(island: Island) -> tuple[str, ...]:
         island.loses_to,
         str(island.error_without),
         str(island.error_with),
-        seconds_text(island.seconds_lowered),
-        seconds_text(island.seconds),
-        f"{island.num_casts:+d}",
-        f"{'-' if island.cast_bytes < 0 else '+'}{bytes_text(abs(island.cast_bytes))}",
     )
