@@ -18,7 +18,7 @@ def with_dropout() -> nn.Sequential:
     return nn.Sequential(*layers).cuda()
 
 
-def test_modules_rules_and_times() -> None:
+def test_modules_and_rules() -> None:
     model = with_dropout()
     x = torch.ones(8, 16, device="cuda")
     with halfstep.trace(model) as t:
@@ -28,7 +28,6 @@ def test_modules_rules_and_times() -> None:
     for phase in ("forward", "backward"):
         found = {(row.module, row.rule) for row in t.ops if row.phase == phase}
         assert {("0", "linear:lower"), ("1", "softmax:fp32-dtype"), ("2", "linear:lower")} <= found
-    assert all(row.seconds > 0 for row in t.ops if row.outputs)
     assert torch.cuda.get_device_name() in t.environment["device"]
 
 

@@ -151,7 +151,7 @@ def test_ops_that_return_nothing(model: nn.Sequential) -> None:
         ("_local_scalar_dense", "", False),
     ]
     assert "cast " not in t.table()
-    assert t.table().splitlines()[1].startswith("forward: 3 ops in ")
+    assert t.table().splitlines()[1] == "forward: 3 ops, 0 casts of 0 B"
 
 
 def test_a_sum_without_dimensions_computes_in_its_dtype(model: nn.Sequential) -> None:
@@ -304,7 +304,6 @@ def test_the_small_gpt_of_the_demo() -> None:
         assert "layer_norm:fp32" in rules
     attention = [row for row in t.ops if row.module == "blocks.0.attention" and row.rule]
     assert {row.rule for row in attention} == {"scaled_dot_product_attention:lower"}
-    assert all(row.seconds > 0 for row in t.ops if row.outputs)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -731,15 +730,13 @@ def test_rows_are_plain_values(model: nn.Sequential) -> None:
     assert first["output_shapes"] == [[3, 8]]
     assert (first["num_casts"], first["cast_bytes"]) == (3, 6 * 96)
     assert {cast["to"] for cast in first["casts"]} == {"bfloat16"}
-    assert first["seconds"] > 0 < first["cast_seconds"]
 
 
 def test_the_table(model: nn.Sequential) -> None:
     t = traced(nn.Sequential(model), torch.ones(3, 8))
     lines = t.table().splitlines()
-    assert lines[0].split() == ["op", "n", "inputs", "compute", "rule", "bytes", "time"]
-    assert lines[1].startswith("forward: 5 ops in ")
-    assert "6 casts of 864 B in" in lines[1]
+    assert lines[0].split() == ["op", "n", "inputs", "compute", "rule", "bytes"]
+    assert lines[1] == "forward: 5 ops, 6 casts of 864 B"
     linear = next(i for i, text in enumerate(lines) if "  addmm" in text and "3 fp32" in text)
     assert lines[linear].split()[:7] == ["addmm", "1", "3", "fp32", "bf16", "linear:lower", "-"]
     assert lines[linear + 1].split()[:7] == ["cast", "fp32->bf16", "3", "-", "-", "-", "576"]
@@ -749,7 +746,7 @@ def test_the_table(model: nn.Sequential) -> None:
     assert len(starts) == 1  # a column
     order = [text.strip() for text in lines if text.startswith("  0")]
     assert order == ["0.0", "0.1", "0.2", "0.3", "0.3", "0.2", "0.1", "0.0"]
-    assert lines[-2].startswith("total: 13 ops in ")
+    assert lines[-2].startswith("total: 13 ops, ")
     assert "policy standard" in lines[-1]
 
 
@@ -769,7 +766,7 @@ def test_modules_that_differ_in_an_index_share_a_block() -> None:
 def test_columns_without_content_are_left_out(model: nn.Sequential) -> None:
     with halfstep.trace(model) as t:
         model(torch.ones(3, 8))
-    assert t.table().splitlines()[0].split() == ["op", "n", "inputs", "compute", "time"]
+    assert t.table().splitlines()[0].split() == ["op", "n", "inputs", "compute"]
 
 
 def test_notes(model: nn.Sequential) -> None:

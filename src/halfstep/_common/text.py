@@ -182,7 +182,7 @@ TableLine: TypeAlias = str | tuple[str, ...]
 def aligned(
     lines: Sequence[TableLine],
     indent: int = 0,
-    right: Iterable[str] = ("n", "bytes", "time"),
+    right: Iterable[str] = ("n", "bytes"),
     empty: str = "-",
 ) -> list[str]:
     """Return lines with their cells aligned in columns; the first line is the header.

@@ -49,7 +49,6 @@ class Cast:
         result: The number of the storage of the result.
         bytes: The bytes read and written.
         by_hand: Whether the program made the cast, rather than a rule.
-        seconds: Its duration.
     """
 
     number: int
@@ -58,7 +57,6 @@ class Cast:
     result: int
     bytes: int
     by_hand: bool
-    seconds: float = 0.0
 
     def __str__(self) -> str:
         return f"{short(self.source.dtype)}->{short(self.to)}"
@@ -84,7 +82,6 @@ class Row:
         autocast: The lower precision of autocast for the op, None if autocast was off.
         casts: The casts made for this op.
         device: The device type.
-        seconds: Its duration, without the casts.
     """
 
     number: int
@@ -100,7 +97,6 @@ class Row:
     compute: str
     outputs: tuple[Value, ...]
     casts: tuple[Cast, ...]
-    seconds: float
 
     @property
     def is_cast_only(self) -> bool:
@@ -129,11 +125,6 @@ class Row:
         """The bytes that its casts read and write."""
         return sum(cast.bytes for cast in self.casts)
 
-    @property
-    def cast_seconds(self) -> float:
-        """The total duration of its casts."""
-        return sum(cast.seconds for cast in self.casts)
-
     def plain(self) -> dict[str, Any]:
         """Return plain values by name: one row of a data frame."""
         return {
@@ -155,15 +146,12 @@ class Row:
                     "bytes": cast.bytes,
                     "source": cast.source.name,
                     "by_hand": cast.by_hand,
-                    "seconds": cast.seconds,
                 }
                 for cast in self.casts
             ],
             "num_casts": len(self.casts),
             "cast_bytes": self.cast_bytes,
             "device": self.device,
-            "seconds": self.seconds,
-            "cast_seconds": self.cast_seconds,
         }
 
 
@@ -246,13 +234,6 @@ def bytes_text(num: float) -> str:
     return f"{num:.1f} GiB"
 
 
-def seconds_text(seconds: float) -> str:
-    """Return ``"12.0 us"`` for 0.000012."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.1f} us"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
 def pattern(module: str) -> str:
     """Return a path with ``*`` for each index in it."""
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
@@ -266,7 +247,7 @@ def folded(modules: Iterable[str]) -> list[str]:
 
 # --- the table ------------------------------------------------------------------------------------
 
-_TABLE_HEAD = ("op", "n", "inputs", "compute", "rule", "bytes", "time")
+_TABLE_HEAD = ("op", "n", "inputs", "compute", "rule", "bytes")
 _LONGEST_RULE = 26
 
 
@@ -315,21 +296,16 @@ def _cells(rows: Sequence[Row]) -> Iterator[TableLine]:
     computes = "->".join(map(short, dtypes))
     inputs = runs_text(sorted(value.dtype for value in row.inputs))
     if not row.is_cast_only:
-        seconds = seconds_text(sum(row.seconds for row in rows))
-        yield cut(row.op), str(len(rows)), inputs, computes, rule, "-", seconds
+        yield cut(row.op), str(len(rows)), inputs, computes, rule, "-"
     for text, casts in grouped((cast for row in rows for cast in row.casts), str).items():
         size = bytes_text(sum(cast.bytes for cast in casts))
-        seconds = seconds_text(sum(cast.seconds for cast in casts))
         name, by = (f"cast {text}", rule) if row.is_cast_only else (f"  cast {text}", "-")
-        yield name, str(len(casts)), "-", "-", by, size, seconds
+        yield name, str(len(casts)), "-", "-", by, size
 
 
 def total_text(rows: Sequence[Row]) -> str:
     """Format the number and the total cost of some ops."""
     num_ops = sum(not row.is_cast_only for row in rows)
-    seconds = seconds_text(sum(row.seconds for row in rows))
     casts = things(sum(len(row.casts) for row in rows), "cast")
     moved = bytes_text(sum(row.cast_bytes for row in rows))
-    return f"{things(num_ops, 'op')} in {seconds}, {casts} of {moved} in " + seconds_text(
-        sum(row.cast_seconds for row in rows)
-    )
+    return f"{things(num_ops, 'op')}, {casts} of {moved}"

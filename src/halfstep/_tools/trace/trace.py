@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -46,7 +45,7 @@ _EAGER = "compiled code ran in eager mode for the trace: ops of compiled code ca
 
 
 class trace:
-    """Record every op of a block: its module, dtypes, rule, casts and time.
+    """Record every op of a block: its module, dtypes, rule and casts.
 
     Autocast may be entered inside the block or around it, or not at all. A trace changes no result
     and no random number, bit for bit; every op takes longer. A process runs one trace at a time.
@@ -60,7 +59,7 @@ class trace:
         CallOrderError: A trace is running already, this one has run before, or another thread
             leaves it than entered it.
 
-    Sync: none in the block; the methods wait for the ops on CUDA.
+    Sync: none.
 
     Example:
         >>> import halfstep
@@ -139,8 +138,7 @@ class trace:
         Keys: ``module``, ``call``, ``phase``, ``op``, ``input_dtypes``, ``input_shapes``,
         ``compute_dtype``, ``output_dtype``, ``output_shapes``, ``rule``, ``autocast`` (the lower
         precision, None where autocast was off), ``casts`` (each with ``from``, ``to``, ``bytes``,
-        ``source``, ``by_hand``, ``seconds``), ``num_casts``, ``cast_bytes``, ``device``,
-        ``seconds`` (without the casts), ``cast_seconds``.
+        ``source``, ``by_hand``), ``num_casts``, ``cast_bytes``, ``device``.
         """
         return [row.plain() for row in self.ops]
 
@@ -210,40 +208,6 @@ class StorageIds:
         )
 
 
-class Clock:
-    """The durations of ops by number: from the host clock on the CPU, from events on CUDA."""
-
-    def __init__(self) -> None:
-        self._marks: dict[int, tuple[Any, Any]] = {}
-
-    @contextmanager
-    def timed(self, number: int, device: str) -> Iterator[None]:
-        """Time a block that runs on a device type. Sync: none."""
-        mark = _recorded_event if device == "cuda" else time.perf_counter
-        begin = mark()
-        try:
-            yield
-        finally:
-            self._marks[number] = (begin, mark())
-
-    def read(self) -> dict[int, float]:
-        """Return all times in seconds. Sync: waits for every event."""
-        return {number: _seconds_between(*marks) for number, marks in self._marks.items()}
-
-
-def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _seconds_between(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return float(end - begin)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
 class Tracer(OpMode):  # type: ignore[no-untyped-call]
     """A mode that writes a row for every op of a thread, without affecting results."""
 
@@ -251,23 +215,14 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         self.policies: dict[str, None] = {}  # in order of first use
         self._ids = StorageIds(model)
         self._rows: list[Row] = []
-        self._clock = Clock()
         self._numbers = count()
         super().__init__(RunningModules(model))
 
     def rows(self) -> tuple[Row, ...]:
-        """Return all rows so far. Sync: waits for the ops on CUDA."""
+        """Return all rows so far."""
         self._write_by_hand(self.of_thread.casts)
         self.of_thread.casts = []
-        seconds = self._clock.read()
-        return tuple(
-            replace(
-                row,
-                seconds=seconds.get(row.number, 0.0),
-                casts=tuple(replace(cast, seconds=seconds[cast.number]) for cast in row.casts),
-            )
-            for row in self._rows
-        )
+        return tuple(self._rows)
 
     @contextmanager
     def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
@@ -286,8 +241,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         device = device_of(given, kwargs)
         to = casts_to(func, args, kwargs)
         row = self._row(op_name(func), tuple(map(self._ids.value, given)), device)
-        with self._clock.timed(row.number, device):
-            result = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         found = list(tensors_in((result,))) or tensors_in(written_to(func, args, kwargs))
         outputs = tuple(map(self._ids.value, found))
         if to is not None:
@@ -319,7 +273,6 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
             compute="",
             outputs=(),
             casts=(),
-            seconds=0.0,
         )
 
     # --- writing ----------------------------------------------------------------------------------
