@@ -19,10 +19,8 @@ scaler.update()
 BAD = GOOD.replace("scaler.step(optimizer)", "optimizer.step()")
 NOTICE = """\
 import torch
-with torch.no_grad():
-    for x in batches:
-        with torch.autocast("cuda"):
-            model(x)
+model.bfloat16()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 
 
@@ -68,7 +66,7 @@ def test_the_exit_code_says_whether_something_is_wrong(tmp_path, capsys, source,
     if source is GOOD:
         assert printed == f"good: {script}: nothing found in 1 scaler and 1 backward call\n"
     if source is NOTICE:
-        assert printed.startswith(f"notice: {script}:4: `torch.autocast` is entered")
+        assert printed.startswith(f"notice: {script}:2: `model.bfloat16()` makes")
     if source is BAD:
         first, *rest = printed.splitlines()
         assert first.startswith(f"bad: {script}:4: `optimizer.step()` takes gradients")

@@ -41,7 +41,7 @@ def test_master_weights_are_the_cure() -> None:
 def test_nothing_is_changed() -> None:
     before = [param.clone() for param in model.parameters()]
     state = torch.random.get_rng_state()
-    doctor(model, optimizer, GradScaler("cpu"), None, torch.float16)
+    doctor(model, optimizer, GradScaler("cpu"), torch.float16)
     assert all(map(torch.equal, before, model.parameters()))
     assert torch.equal(state, torch.random.get_rng_state())
     assert optimizer.state_dict()["state"] == {}

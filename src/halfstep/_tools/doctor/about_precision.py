@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from halfstep._tools.doctor.finding import Finding, finding
 from halfstep._tools.doctor.read_names import NameScope, arguments, dotted
 from halfstep._tools.doctor.read_program import Built, Program, Root
-from halfstep._tools.doctor.read_sites import Around, Site
-from halfstep._tools.doctor.read_values import SourceScaler, argument
+from halfstep._tools.doctor.read_sites import Site
+from halfstep._tools.doctor.read_values import SourceScaler
 
 _SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
 """A pattern for names in code that scales a loss."""
@@ -20,36 +20,20 @@ _BF16 = re.compile(r"bf_?16|bfloat", re.I)
 _DEVICES = re.compile(r"cuda|cpu|gpu|device", re.I)
 _MOVING = re.compile(rf"^to$|cuda|gpu|device|parallel|rank|prepare|{_FRAMEWORKS.pattern}", re.I)
 """A pattern for names in code that moves a model to a device, or that has others do so."""
-_OF_MODULES = re.compile(
-    r"train$|eval$|to$|cuda$|cpu$|half$|float$|bfloat16$|\w*parameters$|\w*modules$|\w*state_dict$|"
-    r"\w*requires_grad_?$|zero_grad$|apply$|save"
-)
-"""A pattern for methods of models that run no forward pass."""
-_NO_FORWARD = re.compile(r"export|save|load|print|len|unwrap|info|summar|isinstance|getattr", re.I)
-"""A pattern for functions that take a model and run no forward pass of interest."""
 _LOWERS_IN = re.compile(rf"cast|half(?!step)|16|precision|policy|{_FRAMEWORKS.pattern}", re.I)
 """A pattern for names in code that lowers a model in another way than autocast."""
 _LIBRARIES = ("torch.nn.", "torchvision.models.", "timm.", "transformers.")
 """The beginnings of the names of functions that make models in float32."""
-_DEPRECATED = re.compile(
-    r"torch\.(cuda|cpu)\.amp\.((autocast_mode|grad_scaler)\.)?"
-    r"(autocast|GradScaler|custom_fwd|custom_bwd)"
-)
-_LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp)
 
 
 def findings(program: Program) -> Iterator[Finding]:
     """Yield problems with autocast regions and lowered parameters."""
     yield from _backward_inside(program)
-    yield from _casts_in_loops(program)
     yield from _without_scaler(program)
     yield from _never_lowered(program)
-    yield from _refused_on_cuda(program)
     yield from _scaler_with_bf16(program)
     yield from _other_device(program)
-    yield from _ignored(program)
     yield from _not_entered(program)
-    yield from _deprecated(program)
     for root in program.roots:
         yield from _without_forward(program, root)
     for built in (*program.built, *program.trainers):
@@ -77,51 +61,6 @@ def _backward_inside(program: Program) -> Iterator[Finding]:
                 line_of=around.line,
                 function=f"`{function.name}`" if function else "the function",
             )
-
-
-def _casts_in_loops(program: Program) -> Iterator[Finding]:
-    seen: set[ast.AST] = set()
-    backwards = [site for site in program.sites if program.is_backward(site)]
-    trained_in = {loop for site in backwards for loop in site.around("loop")}
-    for site in program.sites:
-        if site.autocast is None or not site.autocast.is_torch or site.has_grad:
-            continue
-        # The autocast must be the innermost, so that every pass of the loop enters it.
-        nested = [each for each in site.inside if each.kind in ("loop", "autocast")]
-        if len(nested) < 2 or [each.kind for each in nested].count("autocast") > 1:
-            continue
-        loop, around = nested[-2:]
-        if around.kind != "autocast" or around.node in seen:
-            continue
-        calls = (node for node in ast.walk(loop.node) if isinstance(node, ast.Call))
-        if loop.node in trained_in or any(dotted(call.func) == "input" for call in calls):
-            continue  # the weights change in each pass, or a person is asked
-        if not _uses_weights(program, site) or _has_loop(site, around):
-            continue
-        seen.add(around.node)
-        yield finding("weights-cast-in-loop", around.line, loop=loop.line)
-
-
-def _uses_weights(program: Program, site: Site) -> bool:
-    """Return whether a call runs a model, or a function of another file that is given one."""
-    if program.is_model(site.call.func):
-        return True
-    if program.is_model(site.owner):
-        return not _OF_MODULES.match(site.method)
-    name = program.meaning.qualified(site.call.func, site.scope) or dotted(site.call.func)
-    is_given = any(map(program.is_model, arguments(site.call)))
-    return is_given and not name.startswith("torch.") and not _NO_FORWARD.search(name)
-
-
-def _has_loop(site: Site, around: Around) -> bool:
-    """Return whether the autocast context contains a loop, which shares its casts."""
-    statements = [
-        node
-        for node in ast.walk(site.scope.node)
-        if isinstance(node, ast.With | ast.AsyncWith)
-        and any(item.context_expr is around.node for item in node.items)
-    ]
-    return any(isinstance(node, _LOOPS) for statement in statements for node in ast.walk(statement))
 
 
 def _without_scaler(program: Program) -> Iterator[Finding]:
@@ -173,24 +112,6 @@ def _is_float32(program: Program, node: ast.expr, scope: NameScope) -> bool:
 
     found = program.meaning.candidates(node, scope)
     return bool(found) and all(written and is_float32(*written) for written in found)
-
-
-def _refused_on_cuda(program: Program) -> Iterator[Finding]:
-    """Yield findings about losses of probabilities under autocast, which PyTorch refuses."""
-    for site in program.sites:
-        lower = site.autocast
-        if lower is None or lower.device != "cuda" or site.arms.get(lower.switch) == 1:
-            continue
-        made = program.meaning.candidates(site.call.func, site.scope)
-        called = {_function_of(program, *each) if each else "" for each in made}
-        if called and called <= {"torch.nn.BCELoss", "torch.nn.functional.binary_cross_entropy"}:
-            loss = ast.unparse(site.call.func)
-            yield finding("bce-in-autocast", site.line, [loss], loss=loss)
-
-
-def _function_of(program: Program, node: ast.expr, scope: NameScope) -> str:
-    """Return the full name of a function, or of the one that a call calls."""
-    return program.meaning.qualified(node.func if isinstance(node, ast.Call) else node, scope)
 
 
 def lowered(program: Program) -> dict[tuple[str, str], int]:
@@ -266,29 +187,6 @@ def _not_entered(program: Program) -> Iterator[Finding]:
                 )
 
 
-def _deprecated(program: Program) -> Iterator[Finding]:
-    """Yield a finding if a file uses names that PyTorch has deprecated."""
-    scope, found = program.meaning.names.scopes[program.tree], list[tuple[int, str]]()
-    for node in ast.walk(program.tree):
-        match node:
-            case ast.ImportFrom(module=str(module), names=imported):
-                found += [(node.lineno, f"{module}.{each.name}") for each in imported]
-            case ast.Attribute():
-                found.append((node.lineno, program.meaning.qualified(node, scope)))
-    old = {name: line for line, name in sorted(found, reverse=True) if _DEPRECATED.fullmatch(name)}
-    if old:
-        names = sorted(old, key=old.__getitem__)
-        listed = ", ".join(f"`{name}`" for name in names)
-        yield finding("deprecated-amp", old[names[0]], names, deprecated=listed)
-
-
-_ON_CPU = {
-    "TrainingArguments": ("fp16", True, "use_cpu", "bf16=True"),
-    "Accelerator": ("mixed_precision", "fp16", "cpu", 'mixed_precision="bf16"'),
-}
-"""Option and value for float16, the option for a CPU, and the cure, by the end of a class name."""
-
-
 def _other_device(program: Program) -> Iterator[Finding]:
     """Yield findings about autocasts for a device other than that of the training."""
     regions: dict[NameScope, dict[int, str]] = {}
@@ -311,19 +209,6 @@ def _other_device(program: Program) -> Iterator[Finding]:
                 cure="give autocast the device type of the model",
                 code=f'with autocast("{seen.rpartition(" ")[2]}"):\n    ...',
             )
-
-
-def _ignored(program: Program) -> Iterator[Finding]:
-    """Yield findings about float16 that accelerate ignores, since the same call asks for a CPU."""
-    for site in program.sites if "use_scaler" not in program.words else ():  # halfstep's lowers
-        name = dotted(site.call.func).rpartition(".")[2]
-        for end, (option, value, cpu, code) in _ON_CPU.items():
-            given = [argument(site.call, each) for each in (option, cpu)]
-            known = [each and program.meaning.constant(each, site.scope) for each in given]
-            if name.endswith(end) and known == [value, True]:
-                what = f"`{name}({option}={value!r}, {cpu}=True)`: accelerate ignores it on a CPU"
-                cure = "take bfloat16, which it uses there"
-                yield finding("device-differs", site.line, what=what, cure=cure, code=code)
 
 
 def _elsewhere(program: Program, lowered: str) -> str:

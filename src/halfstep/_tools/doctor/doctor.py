@@ -42,7 +42,6 @@ def doctor(
     model: nn.Module | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     scaler: Any = None,
-    scheduler: Any = None,
     dtype: torch.dtype | None = None,
 ) -> Checkup:
     """Check objects for mixed-precision mistakes before training starts.
@@ -53,7 +52,6 @@ def doctor(
         model: The module that is trained.
         optimizer: One optimizer, or all of them in a sequence.
         scaler: A ``GradScaler``, halfstep's or PyTorch's.
-        scheduler: A learning rate schedule, or several in a sequence.
         dtype: The lower precision of autocast, ``torch.float16`` or ``torch.bfloat16``.
 
     Returns:
@@ -78,9 +76,8 @@ def doctor(
     """
     given = Training(
         _checked("model", model, nn.Module),
-        tuple(_several("optimizer", optimizer, Optimizer)),
+        tuple(_optimizers(optimizer)),
         _checked("scaler", scaler, *_SCALERS),
-        tuple(_several("scheduler", scheduler)),
         _checked("dtype", dtype, torch.dtype),
     )
     found = [*objects.findings(given)]
@@ -99,11 +96,11 @@ def _checked(name: str, value: Any, *kinds: type) -> Any:
     return value
 
 
-def _several(name: str, value: Any, *kinds: type) -> Iterator[Any]:
+def _optimizers(value: Any) -> Iterator[Optimizer]:
     if value is None:
         return
     for each in value if isinstance(value, list | tuple) else (value,):
-        yield _checked(name, each, *kinds) if kinds else each
+        yield _checked("optimizer", each, Optimizer)
 
 
 # --- source ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Checks of the objects of training: model, optimizers, scaler and schedules."""
+"""Checks of the objects of training: model, optimizers and scaler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class Training:
     model: nn.Module | None = None
     optimizers: tuple[Optimizer, ...] = ()
     scaler: Any = None  # halfstep's or PyTorch's
-    schedulers: tuple[Any, ...] = ()  # learning rate schedules
     dtype: torch.dtype | None = None  # the lower precision of autocast, if it is known
 
     def names(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
@@ -69,8 +68,6 @@ def findings(training: Training) -> Iterator[Finding]:
     yield from _eps_of_modules(training)
     yield from _shared(training)
     yield from _missing(training)
-    yield from _left_behind(training)
-    yield from _schedules(training)
 
 
 # --- scaler and dtype -----------------------------------------------------------------------------
@@ -166,7 +163,7 @@ def _in_fp16(eps: float) -> float:
     return torch.tensor(eps, dtype=torch.float16).item()
 
 
-# --- owners and devices of parameters -------------------------------------------------------------
+# --- owners of parameters -------------------------------------------------------------------------
 
 
 def _shared(training: Training) -> Iterator[Finding]:
@@ -202,37 +199,6 @@ def _missing(training: Training) -> Iterator[Finding]:
         parameters=things(len(missing), "parameter"),
         listed=_listed(names),
     )
-
-
-def _left_behind(training: Training) -> Iterator[Finding]:
-    for optimizer in training.apart:
-        apart = [
-            param
-            for param, state in optimizer.state.items()
-            if isinstance(param, Tensor)
-            for value in state.values()
-            if isinstance(value, Tensor) and value.dim() and value.device != param.device
-        ]
-        if apart:
-            names = training.names(dict.fromkeys(apart), optimizer)
-            yield finding(
-                "optimizer-before-move",
-                names=names,
-                optimizer=type(optimizer).__name__,
-                parameters=_listed(names),
-            )
-
-
-def _schedules(training: Training) -> Iterator[Finding]:
-    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in training.optimizers]
-    known = [member for each in inner for member in members(each)]
-    for scheduler in training.schedulers if known else ():
-        of = getattr(scheduler, "optimizer", None)
-        if of is not None and not any(of is each for each in (*known, *training.optimizers)):
-            name = type(scheduler).__name__
-            yield finding(
-                "scheduler-of-another", names=[name], scheduler=name, of=type(of).__name__
-            )
 
 
 def _listed(names: list[str]) -> str:

@@ -32,7 +32,6 @@ class SourceAutocast:
 
     dtype: str  # "float16", "bfloat16"; empty if uncertain
     enabled: bool | None  # None if uncertain
-    is_torch: bool  # PyTorch's, which drops its casts of weights at the end
     device: str = ""  # "cuda", "cpu"; empty if uncertain
     switch: str = ""  # the source of ``enabled``
 
@@ -270,7 +269,7 @@ class Meaning:
             is_wrapper = uses_torch and bool(_AUTOCASTS.search(dotted(node.func)))
             switch = argument(node, "enabled")
             is_on = None if switch is None else self._flag(switch, scope)
-            return SourceAutocast("", is_on, is_torch=False) if is_wrapper else None
+            return SourceAutocast("", is_on) if is_wrapper else None
         device = _device_in(name)
         # torch.cuda.amp.autocast(enabled, dtype), or autocast(device_type, dtype, enabled)
         enabled, dtype = argument(node, "enabled", 0 if device else 2), argument(node, "dtype", 1)
@@ -281,12 +280,10 @@ class Meaning:
             lower = {"cuda": "float16", "cpu": "bfloat16"}.get(device, "")
         else:
             lower = self.dtype(dtype, scope)
-        is_torch, is_known = name.startswith("torch."), device in ("cuda", "cpu")
         return SourceAutocast(
             lower,
             self._flag(enabled, scope),
-            is_torch,
-            device if is_known else "",
+            device if device in ("cuda", "cpu") else "",
             self._switch(enabled, scope),
         )
 

@@ -1,5 +1,5 @@
 def f():
-    from torch.cuda.amp import autocast  # expect: deprecated-amp
+    from torch.cuda.amp import autocast
 with autocast():  # expect: fp16-without-scaler
     loss = f(x)
 loss.backward()

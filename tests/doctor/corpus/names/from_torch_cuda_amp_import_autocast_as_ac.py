@@ -1,4 +1,4 @@
-from torch.cuda.amp import autocast as ac  # expect: deprecated-amp
+from torch.cuda.amp import autocast as ac
 with ac():  # expect: fp16-without-scaler
     loss = f(x)
 loss.backward()

@@ -1,8 +1,0 @@
-import torch
-import torch.nn.functional as F
-from torch import nn
-from halfstep import GradScaler, autocast
-with torch.no_grad():
-    for x in batches:
-        with autocast('cpu'):
-            model(x)

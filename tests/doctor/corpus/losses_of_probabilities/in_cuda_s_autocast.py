@@ -1,9 +1,0 @@
-import torch
-import torch.nn.functional as F
-from torch import nn
-from halfstep import GradScaler, autocast
-criterion = nn.BCELoss()
-for x, y in batches:
-    with torch.cuda.amp.autocast():  # expect: deprecated-amp
-        p = torch.sigmoid(model(x))
-        loss = criterion(p, y)  # expect: bce-in-autocast
