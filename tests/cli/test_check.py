@@ -73,7 +73,7 @@ def test_what_followed_from_a_bad_step_is_left_out(tmp_path, capsys):
 def test_lines_that_are_damaged_are_told_beside_the_verdict(tmp_path, capsys):
     events = [records.header(), records.step(1), records.step(2), records.end(1.0, 2)]
     file = file_of(records.write(tmp_path, events), 0)
-    file.write_bytes(file.read_bytes().replace(b'"step":2', b'"step":3'))
+    file.write_bytes(file.read_bytes().replace(b'"step":2', b'"step":-2'))
     code, out, err = called(capsys, "check", tmp_path)
     assert (code, out) == (
         0,
@@ -81,7 +81,7 @@ def test_lines_that_are_damaged_are_told_beside_the_verdict(tmp_path, capsys):
     )
     assert err == (
         f"{tmp_path}: line 3 of rank0.jsonl is damaged and was left out "
-        "(its checksum does not match)\n"
+        "(Expected `int` >= 0 - at `$.step`)\n"
     )
 
 

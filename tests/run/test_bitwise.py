@@ -67,7 +67,7 @@ def recorded(folder: Path) -> tuple[list[str], int]:
     """Return the events but those of diagnoses, in any order, and how many of these there are."""
     events = [json.loads(line) for line in (folder / "rank0.jsonl").read_text().splitlines()]
     others = [
-        e | {"time": 0, "crc": "", "is_diagnosing": ""}
+        e | {"time": 0, "is_diagnosing": ""}
         for e in events
         if e["event"] not in ("run", "diagnosis", "note")
     ]

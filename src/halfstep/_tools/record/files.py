@@ -1,7 +1,7 @@
 """The files of a record: JSON Lines, one event per line, one file per rank.
 
-JSON has no NaN and no inf: they are written as the strings "nan", "inf" and "-inf". The last key of
-a line is a checksum of everything before it. The format is described in docs/record.md.
+JSON has no NaN and no inf: they are written as the strings "nan", "inf" and "-inf". The format is
+described in docs/record.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import re
 import weakref
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from io import SEEK_END
@@ -28,8 +27,6 @@ RUNS = Path("runs")
 """The default folder for records."""
 
 Event = dict[str, Any]
-
-_CHECKSUM = b',"crc":"'
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -204,19 +201,6 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 
 
 def line_of(event: Event) -> bytes:
-    """Return an event as a line, with its checksum."""
+    """Return an event as a line."""
     text = _ENCODER.encode(to_plain(event))
-    held = text.encode(errors="replace")[:-1]  # a file name may not be Unicode
-    return held + _CHECKSUM + _checksum(held) + b'"}\n'
-
-
-def has_checksum(line: bytes) -> bool:
-    """Return whether a line has a checksum; raise ``ValueError`` if it does not match."""
-    held, mark, rest = line.rpartition(_CHECKSUM)
-    if mark and rest.rstrip() != _checksum(held) + b'"}':
-        raise ValueError("its checksum does not match")
-    return bool(mark)
-
-
-def _checksum(held: bytes) -> bytes:
-    return b"%08x" % zlib.crc32(held)
+    return text.encode(errors="replace") + b"\n"  # a file name may not be Unicode

@@ -21,7 +21,7 @@ from msgspec.structs import asdict, replace
 from halfstep._common.numbers import count, power, step_list
 from halfstep._tools.diagnose.diagnosis import Diagnosis
 from halfstep._tools.json import decoded
-from halfstep._tools.record.files import files_in, has_checksum, is_being_written, require_schema
+from halfstep._tools.record.files import files_in, is_being_written, require_schema
 from halfstep._tools.record.run import (
     LINES,
     NOT_WRITTEN,
@@ -135,7 +135,6 @@ class RankRecord:
 
     def _event_of(self, line: bytes) -> Struct | None:
         """Return the event of a line, None for one of a later version; ValueError if damaged."""
-        is_checked = has_checksum(line)
         try:
             event: Struct = decoded(_LINE, line)
         except ValueError:
@@ -143,8 +142,6 @@ class RankRecord:
             if beginning is not None and beginning.event not in _KNOWN:
                 return None
             raise
-        if self.header.crc is not None and not (is_checked or isinstance(event, Header)):
-            raise ValueError("it has lost its checksum")
         if isinstance(event, DiagnosisLine):
             return Diagnosed(self.number, event.step, decoded(Diagnosis, line))
         return event

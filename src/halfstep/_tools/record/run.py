@@ -67,7 +67,6 @@ class Header(_Event, tag="run", frozen=True):
     world_size: Count | None = None
     every: Count | None = None
     is_diagnosing: bool = False
-    crc: str | None = None  # records of the first versions have no checksums
 
 
 class Device(_Event, tag="device", frozen=True):
