@@ -271,39 +271,16 @@ def test_without_a_name_damaged_records_are_passed_over_and_named(tmp_path, caps
     assert err.splitlines()[1] == "runs/a: the newest record under runs/"
 
 
-def test_a_folder_of_records_is_listed(tmp_path, capsys):
-    for position, make in enumerate((records.healthy, records.only_header, records.with_skips)):
-        os.utime(file_of(make(tmp_path / f"runs/{position}"), 0), (position, position))
-    (tmp_path / "runs/3").mkdir()
-    (tmp_path / "runs/3/rank0.jsonl").write_text("?")
-    code, out, err = called(capsys, "report", "runs")
-    assert (code, err) == (0, "")
-    lines = out.splitlines()
-    assert lines[0].split() == ["last", "written", "step", "loss", "state", "record"]
-    assert lines[1].startswith("bad: runs/3/rank0.jsonl: none of its lines begins a record")
-    assert [line.split()[2:] for line in lines[2:]] == [
-        ["100", "2.02", "ended", "runs/2"],
-        ["-", "-", "no", "end", "runs/1"],
-        ["60", "2.033", "ended", "runs/0"],
-    ]
-    assert not list(tmp_path.rglob("report.html"))
-    code, _, err = called(capsys, "report", "runs", "--json")
-    assert (code, err) == (
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_of_several_records_in_a_folder_one_has_to_be_named(options, tmp_path, capsys):
+    for position in range(4):
+        folder = records.healthy(tmp_path / f"runs/{position}")
+        os.utime(file_of(folder, 0), (position, position))
+    assert called(capsys, "report", "runs", *options) == (
         2,
+        "",
         "halfstep report: runs contains 4 records: name one of them, runs/3, runs/2, runs/1, ...\n",
     )
-
-
-def test_of_many_records_the_newest_are_listed_and_none_is_read_whole(
-    tmp_path, capsys, monkeypatch
-):
-    for position in range(23):
-        folder = records.killed(tmp_path / f"runs/{position}")
-        os.utime(file_of(folder, 0), (position, position))
-    monkeypatch.setattr("halfstep._tools.record.read.read_run", None)
-    lines = called(capsys, "report", "runs")[1].splitlines()
-    assert [line.split()[-1] for line in lines[1:-1]] == [f"runs/{n}" for n in range(22, 2, -1)]
-    assert lines[-1] == "the newest 20 of 23 records"
 
 
 @pytest.mark.parametrize(

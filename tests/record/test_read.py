@@ -8,7 +8,7 @@ from tests.record.events import step, write
 from tests.report import records
 
 from halfstep._tools.record.files import file_of
-from halfstep._tools.record.read import glance, read_run
+from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import Measured
 from halfstep._tools.statistics import Statistics
 from halfstep.errors import RecordError
@@ -63,31 +63,6 @@ def test_a_second_segment_goes_on(tmp_path):
     assert run.samples[0].step == 4
     assert len(run.starts) == 2
     assert (run.error, run.has_ended) == (None, False)
-
-
-@pytest.mark.parametrize(
-    "cut", ["", '{"event":"step","st', '{"event":"step","step":9}\n', '{"event":"end","err']
-)
-@pytest.mark.parametrize("num_segments", [1, 3])
-def test_a_glance_sees_the_same_end(tmp_path, num_segments, cut):
-    for start in (FIRST, SECOND, SECOND)[:num_segments]:
-        steps = [step(1), step(2, loss=0.25), sample(2)]
-        write(tmp_path, [start, *steps, {"event": "end", "error": "Boom", "steps": 2}])
-        with file_of(tmp_path, 0).open("a") as file:
-            file.write(cut)
-    run, rank = read_run(tmp_path), glance(tmp_path)
-    assert (rank.steps[-1], rank.end.error) == (run.steps[-1], run.error)
-    assert rank.steps[-1].step == 2 * num_segments
-    assert rank.header == run.header
-
-
-def test_a_glance_sees_that_there_is_no_end(tmp_path):
-    write(tmp_path, [FIRST, step(1), {"event": "end", "error": None}])
-    write(tmp_path, [SECOND])
-    assert glance(tmp_path).end is None
-    file_of(tmp_path, 0).write_text("")
-    with pytest.raises(RecordError, match="none of its lines begins a record"):
-        glance(tmp_path)
 
 
 def test_a_cut_line_is_skipped_and_said_and_the_next_segment_is_whole(tmp_path):

@@ -8,11 +8,9 @@ import os
 import sys
 import webbrowser
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep._common.numbers import NONE, count, number, things
 from halfstep._common.text import TableLine, aligned, printable, tell
 from halfstep._tools.cli.exits import CommandError, ending_at_interrupts, near, replace_file
 from halfstep._tools.record.files import RUNS, files_in, records_in
@@ -32,14 +30,11 @@ examples:
   halfstep report runs/a            print the findings, write runs/a/report.html
   halfstep report                   the same for the newest record under runs/
   halfstep report --open            and open the page in a browser
-  halfstep report runs              list the newest records in a folder
   halfstep report runs/a --json     all numbers as JSON
   halfstep report runs/a --against runs/b
                                     compare two runs in runs/a/comparison.html
 """
 
-
-NUM_LISTED = 20
 
 _DISPLAYS = {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"}
 """Variables of the environment that are set where a browser can be opened, other systems aside."""
@@ -72,14 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.open and arguments.json:
         raise CommandError("--open opens the page, which --json does not write")
-    forms = (arguments.json, arguments.output, arguments.against, arguments.open)
-    path = arguments.run_path
-    if path is not None and not any(forms) and not folders_of_run(path):
-        records = records_in(path)
-        if len(records) > 1:
-            _list(records)
-            return 0
-    run, *processes = runs_at(path)
+    run, *processes = runs_at(arguments.run_path)
     others = [runs_at(path)[0] for path in arguments.against or ()]
     with ending_at_interrupts(by_signal=False):  # checking a cure may import PyTorch
         text, page = (
@@ -102,34 +90,6 @@ def _opened(path: Path) -> bool:
     """Open a page in a browser; return whether there is one. One in the terminal is none."""
     has_display = sys.platform in ("darwin", "win32") or _DISPLAYS & os.environ.keys()
     return bool(has_display) and webbrowser.open(path.as_uri())
-
-
-def _list(records: Sequence[Path]) -> None:
-    """Print a table of the newest records."""
-    from halfstep._tools.record.read import glance
-
-    lines: list[TableLine] = [("last written", "step", "loss", "state", "record")]
-    for path in records[:NUM_LISTED]:
-        try:
-            rank = glance(path)
-        except RecordError as error:
-            lines.append(f"bad: {error}")
-            continue
-        last = rank.steps[-1] if rank.steps else None
-        state = "no end" if rank.end is None else "failed" if rank.end.error else "ended"
-        written = datetime.fromtimestamp(rank.path.stat().st_mtime)
-        lines.append(
-            (
-                f"{written:%Y-%m-%d %H:%M}",
-                NONE if last is None else count(last.step),
-                number(None if last is None else last.loss),
-                state,
-                str(path),
-            )
-        )
-    tell("\n".join(aligned(lines, right=("step", "loss"))))
-    if len(records) > NUM_LISTED:
-        tell(f"the newest {NUM_LISTED} of {things(len(records), 'record')}")
 
 
 def _about(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import reduce
@@ -219,40 +219,18 @@ def _line_head(line: bytes) -> _LineHead | None:
         return None
 
 
-def read_rank(
-    path: Path, number: int, chosen: Callable[[Iterable[bytes]], Iterator[bytes]] = iter
-) -> RankRecord:
-    """Read the file of a rank, or ``chosen`` lines; raise ``RecordError`` if it is impossible."""
+def read_rank(path: Path, number: int) -> RankRecord:
+    """Read the file of a rank; raise ``RecordError`` if it is impossible."""
     rank = RankRecord(path, number)
     try:
         with path.open("rb") as file:
-            for place, line in enumerate(chosen(file), start=1):
+            for place, line in enumerate(file, start=1):
                 if not line.isspace():
                     rank.take(place, line)
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
     rank.require_begun()
     return rank
-
-
-def glance(folder: Path) -> RankRecord:
-    """Read the first rank's segment starts, last steps and ends, for a list of runs."""
-    number, path = next(iter(files_in(folder).items()))
-    return read_rank(path, number, _starts_and_ends)
-
-
-_RUN, _STEP, _END = (b'{"event":"%s"' % name for name in (b"run", b"step", b"end"))
-
-
-def _starts_and_ends(lines: Iterable[bytes]) -> Iterator[bytes]:
-    steps = deque[bytes](maxlen=2)  # the last one may be damaged
-    for line in lines:
-        if line.startswith(_STEP):
-            steps.append(line)
-        elif line.startswith((_RUN, _END)):
-            yield from (*steps, line)
-            steps.clear()
-    yield from steps
 
 
 # --- several ranks --------------------------------------------------------------------------------
