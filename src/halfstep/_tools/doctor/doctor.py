@@ -76,7 +76,7 @@ def doctor(
     """
     given = Training(
         _checked("model", model, nn.Module),
-        tuple(_optimizers(optimizer)),
+        tuple(_each_optimizer(optimizer)),
         _checked("scaler", scaler, *_SCALERS),
         _checked("dtype", dtype, torch.dtype),
     )
@@ -96,7 +96,7 @@ def _checked(name: str, value: Any, *kinds: type) -> Any:
     return value
 
 
-def _optimizers(value: Any) -> Iterator[Optimizer]:
+def _each_optimizer(value: Any) -> Iterator[Optimizer]:
     if value is None:
         return
     for each in value if isinstance(value, list | tuple) else (value,):
