@@ -31,7 +31,7 @@ from halfstep._autocast.rule import (
 )
 from halfstep._autocast.written import PRESETS, rules_of
 from halfstep._common.module_names import around
-from halfstep._common.text import did_you_mean, preformatted, shown
+from halfstep._common.text import did_you_mean, shown
 from halfstep._pytorch import compiler, dispatch
 from halfstep._pytorch.dispatch import overload
 
@@ -147,10 +147,6 @@ class Policy:
     def __repr__(self) -> str:
         text = str(self)
         return f"<Policy {text if len(text) <= 100 else text[:97] + '...'}>"
-
-    def _repr_html_(self) -> str:
-        lines = (f"  {title}:\n      {', '.join(ops)}" for title, ops in self.by_action().items())
-        return preformatted("\n".join([str(self), *lines]))
 
     def by_action(self) -> dict[str, list[str]]:
         """Return the names of the ops by action; overruled rules are left out."""

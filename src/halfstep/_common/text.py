@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import html
 import os
 import re
 import shutil
@@ -81,12 +80,6 @@ def one_line(text: str) -> str:
 def printable(text: str) -> str:
     """Return text with unprintable characters, such as ESC and direction marks, escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def preformatted(text: str) -> str:
-    """Return text as HTML that renders literally, for notebooks."""
-    style = "white-space: pre-wrap; max-height: 40em; overflow: auto"
-    return f'<pre style="{style}">{html.escape(text)}</pre>'
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from textwrap import dedent
 from typing import Literal, Self
 
 from halfstep._common.numbers import power, things
-from halfstep._common.text import Code, one_line, preformatted
+from halfstep._common.text import Code, one_line
 from halfstep._tools.json import Count, Finite, Positive, decoded, to_plain
 from halfstep._tools.line import Line, line_text, short_path
 from halfstep._tools.replay import NO_END
@@ -221,9 +221,6 @@ class Diagnosis:
         of_rank = f", on rank {self.rank}" if self.rank else ""
         lines.append(f"{things(self.num_replays, 'replay')}, {self.seconds:.2f} s{of_rank}")
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return preformatted(str(self))
 
     def to_json(self) -> str:
         """Return the diagnosis as JSON that :meth:`from_json` reads."""

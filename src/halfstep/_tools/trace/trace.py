@@ -22,7 +22,6 @@ from halfstep._common.formats import dtype_name
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import things
-from halfstep._common.text import preformatted
 from halfstep._pytorch import compiler
 from halfstep._pytorch.storages import ByMemory
 from halfstep._tools.trace.ops import (
@@ -94,9 +93,6 @@ class trace:
         num_ops = sum(not row.is_cast_only for row in self.ops)
         policy = self.environment.get("policy")
         return f"<trace: {things(num_ops, 'op')}, {f'policy {policy}' if policy else 'no policy'}>"
-
-    def _repr_html_(self) -> str:
-        return preformatted(self.table())
 
     def __enter__(self) -> Self:
         if self._model is None:
