@@ -14,8 +14,6 @@ from halfstep._tools.doctor.hardware import (
     advise,
     measure_speeds,
     speeds_of,
-    units_of_card,
-    units_of_flags,
 )
 
 V100 = Card("V100", "compute capability 7.0", ("fp16",))
@@ -114,15 +112,6 @@ def test_the_advice_gives_convolutions_too() -> None:
     assert "(convolutions at 0.7 x)" in found.reason
 
 
-def test_units() -> None:
-    assert units_of_flags({"avx2", "avx512_bf16", "amx_bf16"}) == ("AMX (bf16)", "AVX-512 BF16")
-    assert units_of_flags({"asimdhp", "bf16"}) == ("Arm BF16", "Arm FP16")
-    assert units_of_flags(set()) == ()
-    assert units_of_card(GTX_1660) == ("compute capability 7.5", "no matrix units")
-    assert units_of_card(A100)[1] == "matrix units for fp16, bf16, tf32"
-    assert units_of_card(MI200) == ("gfx90a", "matrix units for fp16, bf16")
-
-
 def test_the_look_is_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         hardware, "measure_speeds", lambda device, on_round: speeds_of(
@@ -133,7 +122,6 @@ def test_the_look_is_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
     values = json.loads(json.dumps(asdict(found), allow_nan=False))
     assert values["advice"]["precision"] == "bf16"
     assert values["name"]
-    assert len(values["units"]) >= 1
     assert {flag["name"] for flag in values["flags"]} >= {"torch.backends.mkldnn.enabled"}
 
 
@@ -142,7 +130,6 @@ def test_the_look_on_cuda() -> None:
     found = hardware.inspect_machine()
     assert found.device == "cuda"
     assert list(found.speeds.gflops["matmul"]) == ["fp32", "bf16", "fp16", "tf32"]
-    assert found.units[0].startswith("compute capability")
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -251,7 +238,6 @@ def test_the_machine_is_read_from_its_card(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(hardware, "card_of", lambda: GTX_1660)
     found = hardware.inspect_machine()
     assert found.device == "cuda"
-    assert found.units == ("compute capability 7.5", "no matrix units")
     assert found.advice.precision == "fp32"
 
 
@@ -301,7 +287,7 @@ def test_cures_of_flags_run() -> None:
 def test_a_dtype_that_this_machine_computes_slower_is_a_finding(lowers, lines) -> None:
     works = [("matmul", name, 1.0) for name in ("fp32", "bf16", "fp16")]
     speeds = speeds_of(works, [[1.0, 0.5, 2.5]] * 3)
-    machine = hardware.MachineReport("cpu", "CPU", (), speeds, advise(speeds.ratios), ())
+    machine = hardware.MachineReport("cpu", "CPU", speeds, advise(speeds.ratios), ())
     source = "import torch\nscaler = torch.amp.GradScaler('cpu')\ndef loss(x, device, dtype):\n"
     source += f"    with torch.autocast({lowers}):\n        return model(x).mean()\n"
     found = [e for e in check_source(source, machine=machine) if e.id == "slower-dtype"]

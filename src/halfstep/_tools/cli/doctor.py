@@ -105,7 +105,7 @@ def _measured() -> MachineReport:
 
 
 def _machine_lines(machine: MachineReport) -> Iterator[str]:
-    yield f"{machine.name} ({', '.join(machine.units)})"
+    yield machine.name
     yield ""
     names = list(machine.speeds.gflops["matmul"])
     titles = {"matmul": "matrix products", "conv": "convolutions"}

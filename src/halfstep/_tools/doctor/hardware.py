@@ -1,4 +1,4 @@
-"""The machine: PyTorch's switches, matrix units, measured speeds, and the advised precision."""
+"""The machine: PyTorch's switches, measured speeds, and the advised precision."""
 
 from __future__ import annotations
 
@@ -143,16 +143,6 @@ NOISY = 1.5
 AS_GOOD = 0.8
 """The smallest fraction of the fp16 speed at which bf16 is preferred: it needs no scaler."""
 
-_UNITS = {
-    "amx_bf16": "AMX (bf16)",
-    "amx_fp16": "AMX (fp16)",
-    "avx512_bf16": "AVX-512 BF16",
-    "avx512_fp16": "AVX-512 FP16",
-    "bf16": "Arm BF16",
-    "asimdhp": "Arm FP16",
-    "sve": "Arm SVE",
-}
-
 
 @dataclass(frozen=True)
 class Advice:
@@ -168,7 +158,6 @@ class MachineReport:
 
     device: str  # "cpu" or "cuda"
     name: str  # of the processor or GPU
-    units: tuple[str, ...]  # for lower precision
     speeds: Speeds
     advice: Advice
     flags: tuple[Flag, ...]
@@ -183,10 +172,9 @@ def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> M
     card = card_of() if device == "cuda" else None
     speeds = measure_speeds(device, on_round=on_round)
     advice = advise(speeds.ratios, has_safe_fp16=card is None or card.has_safe_fp16)
-    flags, units = tuple(read_flags()), _units_of_cpu() if card is None else units_of_card(card)
     if speeds.noise:
         advice = Advice(advice.precision, f"{advice.reason}. Not sure: {speeds.noise}")
-    return MachineReport(device, device_name(device), units, speeds, advice, flags)
+    return MachineReport(device, device_name(device), speeds, advice, tuple(read_flags()))
 
 
 def advise(ratios: Mapping[str, Mapping[str, float]], *, has_safe_fp16: bool = True) -> Advice:
@@ -213,26 +201,6 @@ def advise(ratios: Mapping[str, Mapping[str, float]], *, has_safe_fp16: bool = T
 def _conv(ratios: Mapping[str, Mapping[str, float]], name: str) -> str:
     ratio = ratios.get("conv", {}).get(name)
     return "" if ratio is None else f" (convolutions at {ratio:.2g} x)"
-
-
-def _units_of_cpu() -> tuple[str, ...]:
-    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-    flags = {name for name, has in known.items() if has is True} | set(text.split())
-    return (f"{torch.backends.cpu.get_cpu_capability()} in use", *units_of_flags(flags))
-
-
-def units_of_flags(flags: set[str]) -> tuple[str, ...]:
-    """Return the units of a CPU for lower precision, from its feature names."""
-    return tuple(title for flag, title in _UNITS.items() if flag in flags)
-
-
-def units_of_card(card: Card) -> tuple[str, ...]:
-    """Return the kind of a card and the formats of its matrix units."""
-    if card.formats:
-        return card.kind, f"matrix units for {', '.join(card.formats)}"
-    return card.kind, "no matrix units"
 
 
 # --- measured speeds ------------------------------------------------------------------------------
