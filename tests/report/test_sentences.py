@@ -401,17 +401,22 @@ RUNS = {
     # Advice repeats the command that was run.
     **{
         f"NaN, run as {command!r}": run(
-            *(step(n, loss=math.nan, scale=None, scale_after=None) for n in range(1, 101)),
+            *(
+                step(n, loss=math.nan, norm=norm, scale=None, scale_after=None)
+                for n in range(1, 101)
+            ),
             header=records.header(run_as=command.split()),
         )
-        for command in (
-            *("", "halfstep run --amp=fp16 -m a.train"),
-            "torchrun ... -m halfstep run t.py --guard",
+        for command, norm in (
+            ("", math.nan),
+            ("halfstep run --amp=fp16 -m a.train", math.nan),
+            ("torchrun ... -m halfstep run t.py --guard", math.nan),
+            ("halfstep run finite_gradients.py", 1.0),
         )
     },
     **{
         f"cures of a run as {command!r}": run(
-            *(step(40, share_lost_updates=0.9), sample(40, LOSING)),
+            *(step(40, share_lost_updates=0.9, norm=math.nan), sample(40, LOSING)),
             records.buffers(50, "bn.mean"),
             header=records.header(run_as=command.split()),
         )

@@ -119,11 +119,17 @@ def test_a_guard_of_ranks_that_average_by_hand(halfstep_run, folder):
     assert one == other != "nan"
 
 
-def test_a_diagnosis_in_a_process(halfstep_run, folder):
-    done = halfstep_run("--diagnose", PROCESSES, "spawn", "train_badly", 3)
+@pytest.mark.parametrize(
+    ("options", "method", "function", "said"),
+    [
+        (["--diagnose"], "spawn", "train_badly", "step 1 went bad:\n"),
+        ([], "fork", "train_to_nan", "an optimizer stepped although the loss was inf or NaN"),
+    ],
+)
+def test_a_process_says_what_went_bad(options, method, function, said, halfstep_run, folder):
+    done = halfstep_run(*options, PROCESSES, method, function, 3)
     assert done.code == 0, done.err
-    assert "log" in done.err
-    assert "step 1 went bad" in done.err
+    assert f"halfstep: process-1, {said}" in done.err
 
 
 def hooked(folder: Path, *more: object) -> dict[str, str]:

@@ -247,11 +247,11 @@ def test_two_runs_at_once_in_one_folder_are_refused(seen):
     go(seen, "train.py")
 
 
-def with_bad_steps(*steps):
+def with_bad_steps(*steps, norm):
     """Return what is known of a run whose optimizers took steps with a loss that is NaN."""
     seen, event = Seen(), {"share_lost_updates": None, "taken": True, "loss": math.nan}
     for step in steps:
-        seen.take(event | {"scale_after": None, "step": step})
+        seen.take(event | {"scale_after": None, "step": step, "norm": norm})
     return seen
 
 
@@ -267,18 +267,21 @@ def with_bad_steps(*steps):
              "prevents that"],
         ),
         (
-            Seen(bad_buffers=["a", "b", "c", "d"], num_bad_taken=1, first_bad_taken=3),
+            Seen(bad_buffers=["a", "b", "c", "d"], has_bad_gradients=True),
             ["4 buffers of the model ended with inf or NaN: a, b, c and 1 more; halfstep run G "
-             "prevents that",
-             "an optimizer stepped although the loss was inf or NaN, in 1 step (first: step 3);"
-             " halfstep run G skips those whose gradients are inf or NaN, too"],
+             "restores buffers at skipped steps"],
         ),
         (
-            with_bad_steps(7, 7, 8),
+            with_bad_steps(7, 7, 8, norm=math.inf),
             [
                 "an optimizer stepped although the loss was inf or NaN, in 2 steps (first: step 7);"
-                " halfstep run G skips those whose gradients are inf or NaN, too"
+                " halfstep run G skips steps with inf or NaN gradients"
             ],
+        ),
+        *(  # the option skips no step whose gradients were finite, or not measured
+            (with_bad_steps(3, norm=norm),
+             ["an optimizer stepped although the loss was inf or NaN, in 1 step (first: step 3)"])
+            for norm in (None, 1.0)
         ),
         (Seen(first_scale=1.0, scale=1.0), []),  # of a guard
         (
@@ -292,13 +295,13 @@ def test_what_is_known_at_the_end_is_said(known, said):
     told = list(session.findings(known, guard="G", masters="M"))
     assert told == said
     told = list(session.findings(known, guard="", masters=""))
-    assert told == [text.rpartition(";")[0] for text in said]
+    assert told == [text.partition(";")[0] for text in said]
 
 
 def test_no_option_restores_buffers_if_no_step_was_bad():
     """The script leaves its bad batches out by itself."""
     known = Seen(bad_buffers=["a"])
-    for num_skipped, more in ((0, ""), (1, "; halfstep run G prevents that")):
+    for num_skipped, more in ((0, ""), (1, "; halfstep run G restores buffers at skipped steps")):
         told = session.findings(known, guard="G", masters="M", num_skipped=num_skipped)
         assert list(told) == [f"1 buffer of the model ended with inf or NaN: a{more}"]
 

@@ -256,9 +256,8 @@ class Seen:
     lost: list[float] = field(default_factory=list)  # shares of lost updates in sampled steps
     has_low_weights: bool = False  # whether any sampled weight is stored in less than float32
     bad_buffers: list[str] = field(default_factory=list)  # that are inf or NaN
-    num_bad_taken: int = 0  # steps that an optimizer took although the loss was inf or NaN
-    first_bad_taken: int = 0
-    last_bad_taken: int = 0  # several optimizers may take one step
+    bad_taken: set[int] = field(default_factory=set)  # steps taken with a loss of inf or NaN
+    has_bad_gradients: bool = False  # whether a taken step had a measured norm of inf or NaN
     first_scale: float = 0.0  # of the first step
     scale: float | None = None  # after the last step; None without a scaler
     num_written: int = 0  # steps that the record has
@@ -268,10 +267,10 @@ class Seen:
         """Note a step."""
         if event["share_lost_updates"] is not None:
             self.lost.append(event["share_lost_updates"])
-        if event["taken"] and event["loss"] is not None and not math.isfinite(event["loss"]):
-            self.num_bad_taken += event["step"] != self.last_bad_taken
-            self.last_bad_taken = event["step"]
-            self.first_bad_taken = self.first_bad_taken or event["step"]
+        if event["taken"]:
+            self.has_bad_gradients |= not math.isfinite(event["norm"] or 0.0)
+            if not math.isfinite(event["loss"] or 0.0):
+                self.bad_taken.add(event["step"])
         if event["scale_after"] is not None:
             self.first_scale = self.first_scale or event["scale"]
             self.scale = event["scale_after"]

@@ -98,8 +98,8 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
         last = ", the last one." if loss.num_non_finite == 1 else ", including the last one."
         later = "and it recovered" if summary.buffers is None else "later losses were finite"
         end = last if is_last else f", {later}."
-        if not summary.has_scaler:
-            cure = (*cure, *_guarded(summary.facts, "leaves out steps with inf or NaN gradients"))
+        if not summary.has_scaler and summary.has_bad_gradients:
+            cure = (*cure, *_guarded(summary.facts, "skips steps with inf or NaN gradients"))
         yield say(
             "bad" if is_last else "warning",
             f"The loss became {became} at step {step}{where}; {had}{end}",

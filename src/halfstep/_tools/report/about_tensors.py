@@ -221,6 +221,11 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
     if any(name.rpartition(".")[2].startswith("running_") for name in found.names):
         reset = Code("reset_running_stats()")
         of_norms = " (", reset, " of a norm) and run some batches in training mode"
+    restoring: tuple[str | Code, ...] = ()
+    if summary.steps.num_skipped or summary.has_bad_gradients:
+        calls = Code("GradScaler(module=model)"), " and ", Code("guard(optimizer, module=model)")
+        run = (again(summary.facts, "--guard"), ", ") if can_add("--guard", summary.facts) else ()
+        restoring = " ", *run, *calls, " restore buffers at skipped steps."
     yield say(
         "bad",
         f"{things(found.num, 'buffer')} of the model became inf or NaN {when}",
@@ -228,12 +233,8 @@ def about_buffers(summary: Summary) -> Iterator[Sentence]:
         *names(found.names),
         ". Every evaluation uses them" + ("." if is_seen else ", while no recorded loss shows it."),
         cure=(
-            " ",
-            *((again(summary.facts, "--guard"), ", ") if can_add("--guard", summary.facts) else ()),
-            Code("GradScaler(module=model)"),
-            " and ",
-            Code("guard(optimizer, module=model)"),
-            " restore buffers at skipped steps. For this model, "
+            *restoring,
+            " For this model, "
             f"{f'load a checkpoint from before step {step}, or ' if step > 1 else ''}"
             "reset the buffers",
             *of_norms,

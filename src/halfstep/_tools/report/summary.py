@@ -477,6 +477,11 @@ class Summary:
         return "underflow" if self.can_underflow else f"would underflow in {self.lower}"
 
     @property
+    def has_bad_gradients(self) -> bool:
+        """Whether a step was taken whose gradients, where they were measured, were inf or NaN."""
+        return self.norm is not None and self.norm.num_non_finite > 0
+
+    @property
     def went_bad_at(self) -> int | None:
         """The first step with a loss of inf or NaN, or a diagnosed cause other than the scale."""
         bad = [p.steps[0] for p in self.bad_places if p.diagnosis.verdict in OTHER_CAUSES]

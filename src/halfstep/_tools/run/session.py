@@ -283,7 +283,7 @@ class Session:
         """Record and print the diagnosis of a step on the rank that made it."""
         diagnosis = _by_option(diagnosis, self._options)
         self._record.add_diagnosis(diagnosis, step=step)
-        self._say_of_rank(f"step {step} {predicate(diagnosis)}:\n{diagnosis}")
+        self._say_of_process(f"step {step} {predicate(diagnosis)}:\n{diagnosis}")
 
     def _close(self) -> None:
         """Complete the record and print its location."""
@@ -297,7 +297,7 @@ class Session:
             self._stack.close()
             for note in self._notes():
                 self._record.add_note(note)
-                self._say_of_rank(note)
+                self._say_of_process(note)
         finally:
             # Nothing ran if the target was not found or has a syntax error. Python reports that.
             has_run = self._record.num_steps or not isinstance(failure, NotRunnable | SyntaxError)
@@ -310,12 +310,13 @@ class Session:
                     self._shown_folder.rmdir()
                     if self._has_made_folder:
                         self._shown_folder.parent.rmdir()
-            elif self._command is not None and not self._options.is_quiet:
+            elif not self._options.is_quiet:
                 if self._explanation is not None:
-                    self._say_of_rank(str(self._explanation))
+                    self._say_of_process(str(self._explanation))
                 for text in self._findings():
-                    self._say_of_rank(text)
-                self._say(self._last_line(of_others))
+                    self._say_of_process(text)
+                if self._command is not None:
+                    self._say(self._last_line(of_others))
             self._unlock()
 
     def _notes(self) -> Iterator[str]:
@@ -377,10 +378,13 @@ class Session:
         if not (self._is_closed and self._options.is_quiet):  # no line at the end
             self._say(text)
 
-    def _say_of_rank(self, text: str) -> None:
-        """Print a message that may differ between ranks on this rank."""
+    def _say_of_process(self, text: str) -> None:
+        """Print a message that may differ between processes, with the process."""
+        folder, is_rank = self._record.path, machine.num_ranks() > 1
+        whose = f"{folder.name}, " if folder != self._folder else ""  # as in the report
+        whose += f"rank {machine.rank()}, " if is_rank else ""
         if not self._options.is_quiet:
-            self._print(f"rank {machine.rank()}, {text}" if machine.num_ranks() > 1 else text)
+            self._print(f"{whose}{text}")
 
     def _print(self, text: str) -> None:
         # A process of the program that made no step, such as a loader's worker, says nothing.
@@ -483,11 +487,13 @@ def findings(seen: Seen, *, guard: str, masters: str, num_skipped: int = 0) -> I
         which = "".join(x if isinstance(x, str) else x.text for x in names(seen.bad_buffers))
         num = things(len(seen.bad_buffers), "buffer")
         # Skipped steps restore buffers; those that a script leaves out do not.
-        restores = guard if num_skipped or seen.num_bad_taken else ""
-        yield f"{num} of the model ended with inf or NaN: {which}{_prevents(restores)}"
-    if seen.num_bad_taken:
-        when = f"{things(seen.num_bad_taken, 'step')} (first: {at_steps([seen.first_bad_taken])})"
-        does = _prevents(guard, "skips those whose gradients are inf or NaN, too")
+        restores = guard if num_skipped or seen.has_bad_gradients else ""
+        does = _prevents(restores, "restores buffers at skipped steps")
+        yield f"{num} of the model ended with inf or NaN: {which}{does}"
+    if seen.bad_taken:
+        when = f"{things(len(seen.bad_taken), 'step')} (first: {at_steps([min(seen.bad_taken)])})"
+        skips = guard if seen.has_bad_gradients else ""
+        does = _prevents(skips, "skips steps with inf or NaN gradients")
         yield f"an optimizer stepped although the loss was inf or NaN, in {when}{does}"
     if seen.scale is not None and seen.scale < 1 <= seen.first_scale:
         fell = f"from {power(seen.first_scale)} to {power(seen.scale)}"

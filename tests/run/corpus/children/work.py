@@ -1,12 +1,13 @@
 # What processes of a program do.
 
 
-def train(steps, make_worse=False):
+def train(steps, make_worse=False, has_scaler=True):
     import torch
 
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=has_scaler)
     for _ in range(steps):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -21,6 +22,10 @@ def train(steps, make_worse=False):
 
 def train_badly(steps):
     train(steps, make_worse=True)
+
+
+def train_to_nan(steps):
+    train(steps, make_worse=True, has_scaler=False)
 
 
 def dtype(steps):
