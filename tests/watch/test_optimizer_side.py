@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep._tools.line import Line
-from halfstep._tools.watch.optimizers import Growth
+from halfstep._tools.watch.growth import Growth
 from halfstep._tools.watch.watch import Watch
 
 
@@ -103,7 +103,7 @@ def test_a_rate_that_is_too_high_is_the_cause_not_the_op_that_overflows() -> Non
     ("settings", "schedule", "happened", "cure"),
     [
         ({"lr": 30.0, "maximize": True}, None, "at a learning rate of 30", "maximize=False"),
-        ({"lr": 0.3}, lambda i: 20.0 * i, ", raised from 0.3", "lower the learning rate"),
+        ({"lr": 0.3}, lambda i: 20.0 * i, ", raised from 0.3", "LambdaLR raised the"),
     ],
 )
 def test_a_setting_and_a_schedule_are_told(settings, schedule, happened, cure) -> None:

@@ -260,9 +260,8 @@ def _of_swallowed(
     if first is None or not 0 <= first.number < blame.reader or bad.is_beyond_its_dtype:
         return None
     inspection = inspect(trial.replayer, first, scale)
-    needs, limit = inspection.bad.needs, inspection.bad.limit
-    if needs is None or limit is None or needs <= limit:
-        return None  # not an overflow, but such as log(0)
+    if not inspection.bad.is_overflow:
+        return None  # but such as log(0)
     call = call_of(calls, first)
     cure = cure_search.of_swallowed(trial, first, call)
     if cure is None:

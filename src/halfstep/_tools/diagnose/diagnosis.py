@@ -123,6 +123,11 @@ class BadOp:
         return self.needs / self.limit if is_beyond else None
 
     @property
+    def is_overflow(self) -> bool:
+        """Whether the result is known to be too large for its dtype."""
+        return self.needs is not None and self.limit is not None and self.needs > self.limit
+
+    @property
     def is_beyond_its_dtype(self) -> bool:
         """Whether the result fits float32 but not its own dtype."""
         return self.excess is not None

@@ -85,6 +85,8 @@ class SeveralSteps(OpObserver):
         self._end = time.perf_counter() + seconds
         self._owners: list[Optimizer] | None = None
         self._seen: list[float] = []
+        self._scaled: list[float] = []  # losses since the last root
+        self._loss: float | None = None
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         self.losses: list[float] = []  # of the batch, before each step on it and after the last
         self.others: list[float] = []  # of the batch before
@@ -97,7 +99,16 @@ class SeveralSteps(OpObserver):
 
     def see_loss(self, loss: Tensor) -> None:
         if loss.numel() == 1:
-            self._seen.append(float(loss.detach()))
+            self._scaled.append(float(loss.detach()))
+
+    def see_root(self, root: Tensor) -> None:
+        """Note a root; the last one is the loss, before it was scaled.
+
+        Those before it are of gradients that a loss is computed of, or of other losses.
+        """
+        self.see_loss(root)
+        self._loss = self._scaled[0] if self._scaled else self._loss
+        self._seen, self._scaled = [*self._seen, *self._scaled], []
 
     def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
         self._gradients[id(leaf)] = leaf, gradient
@@ -133,18 +144,15 @@ class SeveralSteps(OpObserver):
             self.fails_at = self.num + 1
 
     def _is_finite(self, step: Step, losses: list[float]) -> bool:
-        """Run a step without that of an optimizer; note its loss, and return whether it is finite.
-
-        Its first loss counts: a scaler shows it before it is scaled.
-        """
+        """Run a step without that of an optimizer; note its loss, return whether it is finite."""
         for leaf, _ in self._gradients.values():
             leaf.grad = None
-        self._seen, self._gradients = [], {}
+        self._seen, self._scaled, self._loss, self._gradients = [], [], None, {}
         with self._change():
             step()
         if not all(map(math.isfinite, self._seen)):
             return False
-        losses += self._seen[:1]
+        losses += [] if self._loss is None else [self._loss]
         return bool(self._seen or self.takers)
 
     def _norm(self, run: StepRun) -> float:
@@ -183,7 +191,7 @@ class SeveralSteps(OpObserver):
             with torch.enable_grad():
                 if not self._is_finite(now, []):
                     raise _NotFinite
-            return torch.tensor(self._seen[0])
+            return torch.tensor(self._loss)
 
         try:
             for leaf, _ in self._gradients.values():

@@ -125,6 +125,18 @@ class KeptCall:
         same = [t for t, version in found if t is not None and t._version == version]
         return same if len(same) == len(found) else None
 
+    def arguments(self) -> Iterator[tuple[Tensor, KeptCall | None]]:
+        """Yield its tensor arguments that are alive, each with the call that made it, if any."""
+        placeholders: list[Any] = []
+        map_plain(placeholders.append, (self.args, self.kwargs))
+        for each in placeholders:
+            if type(each) is Given:
+                yield each.value(), None
+            elif type(each) is Made and each.position < len(each.call.results):
+                tensor = each.call.results[each.position][0]()
+                if tensor is not None:
+                    yield tensor, each.call
+
     def forget(self) -> None:
         """Drop everything that it references, so that chains of calls cannot grow without limit."""
         self.args, self.kwargs, self.of, self.given = (), None, (), ()

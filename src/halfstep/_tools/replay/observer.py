@@ -68,7 +68,11 @@ class OpObserver:
         """Note the outputs of a collective, which may not have arrived yet."""
 
     def see_loss(self, loss: Tensor) -> None:
-        """Observe a loss that is passed to ``scale`` or ``backward``."""
+        """Observe a loss that is passed to ``scale``."""
+
+    def see_root(self, root: Tensor) -> None:
+        """Observe a tensor that is passed to ``backward`` or ``autograd.grad``: a loss, too."""
+        self.see_loss(root)
 
     def see_output(self, output: Tensor) -> None:
         """Observe a tensor that an outermost module returns."""

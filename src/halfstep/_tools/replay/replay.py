@@ -248,13 +248,13 @@ def watch_backward(patches: Patches, observer: OpObserver, *, begins_without: bo
         for leaf in leaves:
             if begins_without and id(leaf) not in reached:
                 reached[id(leaf)], leaf.grad = leaf, None
-        _see_losses(observer, [tensors])
+        _see_losses(observer.see_root, [tensors])
         with _seen_before_hooks(observer, leaves):
             original(tensors, *args, **kwargs)
         _see_gradients(observer, ((leaf, leaf.grad) for leaf in leaves))
 
     def grad(original: Callable[..., Any], /, outputs: Any, inputs: Any, *a: Any, **kw: Any) -> Any:
-        _see_losses(observer, [outputs])
+        _see_losses(observer.see_root, [outputs])
         gradients = original(outputs, inputs, *a, **kw)
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         _see_gradients(observer, zip(given, gradients, strict=True))
@@ -264,10 +264,10 @@ def watch_backward(patches: Patches, observer: OpObserver, *, begins_without: bo
     patches.wrap(torch.autograd, "grad", _here(grad))
 
 
-def _see_losses(observer: OpObserver, values: Sequence[Any]) -> None:
+def _see_losses(see: Callable[[Tensor], None], values: Sequence[Any]) -> None:
     with modes.unseen_by_modes(), modes.outside_of_transforms():
         for loss in tensors_in(values):
-            observer.see_loss(loss)
+            see(loss)
 
 
 def _see_gradients(observer: OpObserver, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
@@ -374,7 +374,7 @@ def _scaled(
     def multiply(original: Any, scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
         if id(scaler) not in before and scaler.is_enabled():
             restart(scaler, scale)
-        _see_losses(mode.observer, args[:1])
+        _see_losses(mode.observer.see_loss, args[:1])
         if may_end_early and mode.observer.is_settled:
             raise _Settled
         first = mode.num_ops

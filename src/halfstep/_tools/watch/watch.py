@@ -69,8 +69,9 @@ from halfstep._tools.watch.bad_steps import (
     values_of,
 )
 from halfstep._tools.watch.capture import Capture
+from halfstep._tools.watch.growth import Growth
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
-from halfstep._tools.watch.optimizers import Growth, of_settings, still_scaled, with_bad_setting
+from halfstep._tools.watch.optimizers import of_settings, still_scaled, with_bad_setting
 from halfstep._tools.watch.skips import Search
 from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.events import is_observing, is_stepping, observe
@@ -498,7 +499,7 @@ class Watch:
             if self._may_look():
                 is_same = all(autograd.version_of(g) == v for _, g, v in taken.gradients)
                 if is_same and num_calls <= 1:  # else its gradients are those of a further call
-                    event = diagnosis_of_taken_step(
+                    event = self._growth.explain(event, step) or diagnosis_of_taken_step(
                         optimizer, taken.numbers, event, model, self._seconds, taken.has_closure
                     )
                 self._report(event, step)
@@ -582,7 +583,7 @@ class Watch:
         is_known = why_not_again(before) is None and self._was_finite
         again = step_of(before, None, scale) if is_known else None
         line = ends[-1].at.line if ends and ends[-1].at else None
-        usual = self._growth.usual(self._step, line, self._max_norm, again)
+        usual = self._growth.usual(self._step, line, self._max_norm, again, calls)
         found, why_not = diagnosis_of_calls(calls, root, scale, model, usual, seconds)
         if found is None and not is_left_out:
             root = self._capture.log.first_bad()
@@ -599,13 +600,11 @@ class Watch:
                     where = found.cure.text.rpartition("\n")[2]  # without the advice
                     found = replace(found, cure=replace(found.cure, text=where))
                 found = self._with_writer(found, calls)
-            elif found.verdict == "growth":
-                if self._growth.was_explained:  # it follows from the same explosion
-                    return
-                self._growth.was_explained = True
             elif found.verdict == "maths" and self._taken is not None:  # in a closure
                 settings = filter(None, [of_settings(self._taken.optimizer)])
                 self.notes += [f"not tried: {text}" for text in settings]
+            if found.verdict != "growth" and found.bad is not None and found.bad.is_overflow:
+                self.notes += [f"not tried: {hint}" for hint in self._growth.hints(calls)]
             self._report(found)
             return
         if why_not == WAS_FINITE and distributed.has_ranks():  # as of gradients they have summed
@@ -670,6 +669,10 @@ class Watch:
         return Diagnosis("unknown", notes=tuple(notes))
 
     def _report(self, found: Diagnosis, step: int | None = None) -> None:
+        if found.verdict == "growth":
+            if self._growth.was_explained:  # it follows from the same explosion
+                return
+            self._growth.was_explained = True
         notes = tuple(self.notes)
         number = self._step if step is None else step
         if found.verdict == "data" and self._was_finite:

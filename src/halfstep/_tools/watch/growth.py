@@ -1,0 +1,279 @@
+"""Weights and losses that grow from step to step, and what makes them grow."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep._common.numbers import number
+from halfstep._gradients.gradients import parameters
+from halfstep._pytorch import distributed, modes
+from halfstep._tools.diagnose.diagnosis import Cure, Diagnosis
+from halfstep._tools.diagnose.several_steps import Step, Usual
+from halfstep._tools.line import Line
+from halfstep._tools.replay.kept_calls import KeptCall
+from halfstep._tools.watch.inputs import of_inputs
+from halfstep._tools.watch.optimizers import (
+    first_rate,
+    of_raised_rate,
+    of_settings,
+    rate_of,
+    with_bad_state,
+)
+
+EXPLODED = 100.0
+"""The growth of the largest weight (of 1, if it is smaller) or of the loss that is an explosion."""
+_WINDOWS = (1000, 300, 100, 50, 24, 12, 8)
+"""The numbers of steps before a bad one in which the loss may have grown, longest first."""
+
+
+class _Measured(NamedTuple):
+    step: int
+    amax: float  # of the weights
+    rate: float
+
+
+class Growth:
+    """Growth of the losses, and of the weights, measured before steps 1, 2, 4, 8 ..."""
+
+    def __init__(self) -> None:
+        self.was_explained = False  # whether a step was explained by it
+        self._explained = math.inf  # the largest weight or loss of that step
+        self._measured: weakref.WeakKeyDictionary[Optimizer, list[_Measured]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._states: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._losses: deque[tuple[int, float, Line | None]] = deque(maxlen=_WINDOWS[0])
+        # The ids of the gradients in a step that was measured, until the next one, and the
+        # optimizers by what was seen of their gradients between two such steps.
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+        self._cleared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._adding: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def before_backward(self, *, adds: bool) -> None:
+        """Note the optimizers whose gradients are zero, or whose pass does not add to them.
+
+        Sync: one for each optimizer without such a pass yet, in the step after a measured one.
+        """
+        for optimizer in [*self._stepped]:
+            if not adds or not _largest(_gradients(optimizer)) > 0:
+                self._cleared.add(optimizer)
+                del self._stepped[optimizer]
+
+    def note_loss(self, loss: float, step: int, line: Line | None) -> None:
+        """Note the loss of a step; of several of a line, the one that is farthest from 0 counts."""
+        if self._losses and self._losses[-1][::2] == (step, line):
+            loss = max(loss, self._losses.pop()[1], key=abs)
+        self._losses.append((step, loss, line))
+
+    def usual(
+        self,
+        step: int,
+        line: Line | None,
+        max_norm: float | None,
+        before: Step | None,
+        calls: Sequence[KeptCall] = (),
+    ) -> Usual:
+        """Return what is known of the steps before one: losses of its line, unless they are few."""
+        is_alone = len({at for _, _, at in self._losses}) == 1
+        last = [loss for _, loss, at in self._losses if is_alone or at == line][-50:]
+        loss = size = None
+        if len(last) >= 3:
+            loss, size = median(last), median(map(abs, last))
+        return Usual(loss, size, max_norm, before, partial(self.explain, step=step, calls=calls))
+
+    def before_step(
+        self, optimizer: Optimizer, step: int, model: Callable[[], nn.Module | None]
+    ) -> Diagnosis | None:
+        """Measure the largest weight; return the diagnosis of a state with inf or NaN.
+
+        Sync: one for each tensor of the state in steps 1, 2, 4, 8 ... and after another state was
+        loaded, else none.
+        """
+        known, state = self._measured.get(optimizer, []), id(getattr(optimizer, "state", None))
+        is_loaded, self._states[optimizer] = self._states.get(optimizer) != state, state
+        last = self._stepped.pop(optimizer, None)
+        if last is not None:
+            is_same = last == [*map(id, _gradients(optimizer))]
+            (self._adding if is_same else self._cleared).add(optimizer)
+        if known and step < 2 * known[-1].step and not is_loaded:
+            return None
+        if optimizer not in self._cleared:
+            self._stepped[optimizer] = [*map(id, _gradients(optimizer))]
+        now = _Measured(step, _largest(parameters(optimizer)), rate_of(optimizer))
+        self._measured[optimizer] = [*known, now]
+        with modes.unseen_by_modes(), suppress(Exception):  # as of a subclass
+            found = with_bad_state(optimizer, model, is_loaded=is_loaded)
+            return found and (self.explain(found, step) or found)
+        return None
+
+    def explain(
+        self, found: Diagnosis, step: int, calls: Sequence[KeptCall] = ()
+    ) -> Diagnosis | None:
+        """Return the diagnosis of a step whose weights have exploded or whose loss grew, or None.
+
+        A clamp hides that, and a wider dtype delays it. Sync: one for each optimizer.
+        """
+        by_losses = self._by_losses(found)
+        explained = by_losses
+        if by_losses is not None or found.verdict != "range":
+            explained = self._by_weights(found, step, by_losses, calls) or by_losses
+        sizes = [_largest(parameters(optimizer)) for optimizer in self._measured]
+        size = max([*sizes, *(abs(loss) for _, loss, _ in [*self._losses][-1:])], default=0.0)
+        if explained is not None:
+            self._explained = min(self._explained, size)
+        elif size > self._explained / 10:
+            explained = found  # it goes on
+        return explained and replace(explained, verdict="growth")
+
+    def hints(self, calls: Sequence[KeptCall]) -> Iterator[str]:
+        """Yield what may have made a value too large, besides the op that overflowed. Sync."""
+        yield from filter(None, [self._of_collapse(), of_inputs(calls)])
+
+    def _by_weights(
+        self,
+        found: Diagnosis,
+        step: int,
+        by_losses: Diagnosis | None,
+        calls: Sequence[KeptCall],
+    ) -> Diagnosis | None:
+        needed = EXPLODED if by_losses is None else EXPLODED / 10
+        for optimizer, measured in self._measured.items():
+            amax, name = _largest(parameters(optimizer)), type(optimizer).__name__
+            grown = (
+                each
+                for back, each in enumerate(reversed(measured), start=1)
+                if amax > needed**back * max(each.amax, 1.0)
+            )
+            before = next(grown, None)
+            if before is None:
+                continue
+            growth = (amax / max(before.amax, 1.0)) ** (1 / max(step - before.step, 1))
+            rate, begun = rate_of(optimizer), first_rate(optimizer, measured[0].rate)
+            rates = dict.fromkeys(map(number, (before.rate, rate)))
+            event = (
+                f"the run diverges: the largest weight of {name} grew from {number(before.amax)} "
+                f"before step {before.step} to {number(amax)} before step {step}"
+                + (f", at a learning rate of {' to '.join(rates)}" if rate else "")
+                + (f", raised from {number(begun)}" if rate > begun else "")
+            )
+            text = of_settings(optimizer)
+            if optimizer in self._adding and optimizer not in self._cleared:
+                event += "; its gradients were not zeroed between the steps that were checked"
+                text = (
+                    f"optimizer.zero_grad()  # after each step of {name}, whose gradients now add "
+                    "up over all steps"
+                )
+            if not text and rate > begun:
+                files = [line.file for _, _, line in self._losses if line is not None]
+                text = of_raised_rate(optimizer, begun, files)
+            elif not text:
+                text = f"lower the learning rate of {name}"
+                if type(optimizer) is torch.optim.SGD and 2 < growth < 1000:
+                    # Of a loss near a parabola, whose curvature c multiplies by 1 - lr * c.
+                    text += (
+                        f" to {number(rate / (growth + 1))}: at {number(rate)} its largest weight "
+                        f"grew {number(growth)}-fold a step"
+                    )
+                else:
+                    text += (
+                        ", or clip the gradients before its step:\n"
+                        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+                    )
+                text = "\nor ".join([*self.hints(calls), text])
+            if by_losses is not None:
+                event = f"{by_losses.happened}; {event.partition(': ')[2]}"
+            return replace(found, happened=event, cure=Cure("code", text))
+        return None
+
+    def _of_collapse(self) -> str:
+        """Return the cure of a likelihood whose loss fell steadily to below 0, else empty."""
+        last = [loss for _, loss, _ in self._losses]
+        lowest = min(range(len(last)), key=last.__getitem__, default=0)
+        falling = last[max(0, lowest - 100) : lowest + 1]
+        if len(falling) < _WINDOWS[-1] or falling[-1] > 0:
+            return ""
+        quarters = _quarters(falling)
+        if not all(a > b for a, b in pairwise(quarters)):
+            return ""
+        return (
+            f"bound the loss from below: it fell to {number(falling[-1])} in step "
+            f"{self._losses[lowest][0]}. A likelihood needs a smallest variance, such as "
+            "sigma = log_sigma.clamp_min(-5).exp()"
+        )
+
+    def _by_losses(self, found: Diagnosis) -> Diagnosis | None:
+        bad = found.bad
+        if bad is None or bad.limit is None or not bad.is_overflow:
+            return None
+        lines = dict.fromkeys(line for _, _, line in self._losses)
+        series = [[(i, loss) for i, loss, at in self._losses if at == line] for line in lines]
+        windows = (losses[-length:] for losses in series for length in _WINDOWS)
+        window = next((w for w in windows if _grew([loss for _, loss in w], bad.limit)), None)
+        if window is None:
+            return None
+        (first, low), (last, high) = window[0], window[-1]
+        dtype = "its dtype" if bad.output is None else bad.output.dtype
+        event = (
+            f"the loss {'fell' if high < 0 else 'grew'} from {number(low)} in step {first} to "
+            f"{number(high)} in step {last}, until {bad.name} overflowed {dtype}"
+        )
+        text = (
+            "stop the growth; a wider dtype or a clamp only delays it. Check what is computed from "
+            "the model's own results: a target needs a discount below 1 or a target network, a "
+            "state that is carried on needs a norm. Then the learning rate"
+        )
+        if high < 0:
+            text = (
+                "bound the loss from below; a wider dtype only delays the overflow. A critic needs "
+                "a limit, such as p.data.clamp_(-0.1, 0.1) after each step, spectral_norm or a "
+                "gradient penalty; a likelihood needs a smallest variance"
+            )
+        return replace(found, happened=event, cure=Cure("code", text))
+
+
+def _grew(losses: list[float], limit: float) -> bool:
+    """Return whether losses moved away from 0 from quarter to quarter, a hundredfold in all.
+
+    Tenfold is enough below 0, if they came as near to the limit of a dtype as a hundredth of it.
+    """
+    sizes = [*map(abs, losses)]
+    if len(sizes) < _WINDOWS[-1] or sizes[-1] > EXPLODED * sizes[-2]:  # few, or a single jump
+        return False
+    quarters = _quarters(sizes)
+    is_falling = max(losses) < 0 and quarters[3] > limit / 100
+    needed = EXPLODED / 10 if is_falling else EXPLODED
+    return all(a < b for a, b in pairwise(quarters)) and quarters[3] > needed * quarters[0]
+
+
+def _quarters(values: list[float]) -> list[float]:
+    """Return the medians of the four quarters of values."""
+    size = len(values) // 4
+    return [median(values[start : start + size]) for start in range(0, 4 * size, size)]
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [weight.grad for weight in parameters(optimizer) if weight.grad is not None]
+
+
+def _largest(weights: list[Tensor]) -> float:
+    """Return the largest finite magnitude on this rank; 0 if it is unknown."""
+    with modes.unseen_by_modes(), torch.no_grad(), suppress(Exception):  # as of a subclass
+        parts = [distributed.local_part(weight.detach()) for weight in weights]
+        sizes = [
+            part.abs().nan_to_num(0, 0, 0).amax().float().cpu() for part in parts if part.numel()
+        ]
+        return float(torch.stack(sizes).amax()) if sizes else 0.0
+    return 0.0
