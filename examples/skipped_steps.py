@@ -7,7 +7,7 @@ Rules to remember:
 - `scaler.outcome(optimizer)` after each step: taken or skipped, the reason, the norm, the culprits.
 - `scaler.retry(optimizer)` around the iteration runs a batch that overflowed again at the smaller
   scale, with the same random numbers. A batch with NaN is given up after these times.
-- What follows a step goes through the gate: `step_scheduler`, `after_step`.
+- What follows a step waits for one that was taken: `step_scheduler`, `outcome(optimizer).taken`.
 
 Run: python examples/skipped_steps.py
 """
@@ -60,9 +60,10 @@ def main() -> None:
             scaler.step(optimizer, max_norm=1.0)
             scaler.update()
         scaler.step_scheduler(scheduler)
-        scaler.after_step(optimizer, lambda: average.update_parameters(model))
 
         outcome = scaler.outcome(optimizer)
+        if outcome.taken:
+            average.update_parameters(model)
         if outcome.skipped:
             culprits = ", ".join(outcome.culprits[:2])
             print(f"step {step:4}  skipped, {outcome.reason}: {culprits}")

@@ -5,7 +5,7 @@ Task: classify scikit-learn's handwritten digits. One batch is corrupt: one pixe
 Rules to remember:
 - One import changes: `NativeScaler` is that of `halfstep.integrations.timm`, its call the same.
 - timm's schedules take the number of updates: count those that were taken.
-- An average of the weights moves through the gate: `loss_scaler.scaler.after_step`.
+- An average of the weights waits for a step that was taken: `loss_scaler.scaler.outcome`.
 - train.py averages the losses: a NaN of a batch that is skipped stays in what it prints.
 
 Run: python examples/integrations/timm_digits.py
@@ -70,8 +70,9 @@ def main() -> None:
         outcome = scaler.outcome(optimizer)
         num_updates += outcome.taken
         schedule.step_update(num_updates)
-        scaler.after_step(optimizer, lambda: average.update(model))
 
+        if outcome.taken:
+            average.update(model)
         if outcome.skipped:
             print(f"step {step:4}  skipped, {outcome.reason}")
         elif step % max(1, steps // 10) == 1:

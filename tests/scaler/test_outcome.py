@@ -233,16 +233,6 @@ def test_step_scheduler(fused: bool) -> None:
     assert setup.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5)
 
 
-@fused_or_not
-def test_after_step(fused: bool) -> None:
-    setup = Setup(fused)
-    average = torch.optim.swa_utils.AveragedModel(setup.model)
-    for bad in (None, math.inf, None):
-        setup.step(bad)
-        setup.scaler.after_step(setup.optimizer, lambda: average.update_parameters(setup.model))
-    assert average.n_averaged == 2
-
-
 def test_gate_errors() -> None:
     setup = Setup(fused=False)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(setup.optimizer, 0.5)

@@ -273,7 +273,6 @@ def test_disabled_and_what_goes_beyond_torch() -> None:
     assert list(outcome.norms) == ["weight", "bias"]
     assert repr(outcome) == "Outcome(SGD: taken; scale 1 -> 1)"
     assert scaler.step_scheduler(scheduler)
-    assert scaler.after_step(optimizer, lambda: None)
     assert scaler.history() == []
     assert scaler.counts() == (0, 0, 0, None)
     assert repr(scaler) == "GradScaler(enabled=False)"

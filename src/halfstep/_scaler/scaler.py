@@ -7,9 +7,8 @@ arXiv:1710.03740). :mod:`halfstep._scaler.engine` and :mod:`halfstep._scaler.ste
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -418,27 +417,6 @@ class GradScaler(TorchAttributes):
         for plan in self._engine.journal.plans.values():
             plan.key = None
 
-    def after_step(self, optimizer: torch.optim.Optimizer, function: Callable[[], object]) -> bool:
-        """Call a function, such as the update of a weight average, if a step was taken.
-
-        Args:
-            optimizer: The optimizer whose last step decides.
-            function: The function to call.
-
-        Returns:
-            Whether it was called.
-
-        Raises:
-            CallOrderError: ``step`` has not been called for this optimizer.
-
-        Sync: one with an optimizer that handles the scale itself.
-        """
-        # A disabled scaler takes every step.
-        if self._is_enabled and self._engine.journal.of(optimizer).skipped:
-            return False
-        function()
-        return True
-
     @keep_out_of_graphs
     def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
         """Call ``scheduler.step()`` if the last step of its optimizer was taken.
@@ -457,12 +435,15 @@ class GradScaler(TorchAttributes):
         Raises:
             CallOrderError: ``step`` has not been called for its optimizer.
 
-        Sync: as :meth:`after_step`.
+        Sync: one with an optimizer that handles the scale itself.
         """
         if not hasattr(scheduler, "optimizer"):
             raise TypeError(f"step_scheduler({type(scheduler).__name__}): pass a schedule")
-        step = partial(_step_quietly, scheduler, *args)
-        return GradScaler.after_step(self, scheduler.optimizer, step)
+        # A disabled scaler takes every step.
+        if self._is_enabled and self._engine.journal.of(scheduler.optimizer).skipped:
+            return False
+        _step_quietly(scheduler, *args)
+        return True
 
     # --- accessors --------------------------------------------------------------------------------
 
