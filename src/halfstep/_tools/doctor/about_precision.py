@@ -10,7 +10,7 @@ from halfstep._tools.doctor.finding import Finding, finding
 from halfstep._tools.doctor.read_names import NameScope, arguments, dotted
 from halfstep._tools.doctor.read_program import Built, Program, Root
 from halfstep._tools.doctor.read_sites import Site
-from halfstep._tools.doctor.read_values import SourceScaler
+from halfstep._tools.doctor.read_values import SourceScaler, argument
 
 _SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
 """A pattern for names in code that scales a loss."""
@@ -31,8 +31,10 @@ def findings(program: Program) -> Iterator[Finding]:
     yield from _backward_inside(program)
     yield from _without_scaler(program)
     yield from _never_lowered(program)
+    yield from _refused_on_cuda(program)
     yield from _scaler_with_bf16(program)
     yield from _other_device(program)
+    yield from _ignored(program)
     yield from _not_entered(program)
     for root in program.roots:
         yield from _without_forward(program, root)
@@ -112,6 +114,24 @@ def _is_float32(program: Program, node: ast.expr, scope: NameScope) -> bool:
 
     found = program.meaning.candidates(node, scope)
     return bool(found) and all(written and is_float32(*written) for written in found)
+
+
+def _refused_on_cuda(program: Program) -> Iterator[Finding]:
+    """Yield findings about losses of probabilities under autocast, which PyTorch refuses."""
+    for site in program.sites:
+        lower = site.autocast
+        if lower is None or lower.device != "cuda" or site.arms.get(lower.switch) == 1:
+            continue
+        made = program.meaning.candidates(site.call.func, site.scope)
+        called = {_function_of(program, *each) if each else "" for each in made}
+        if called and called <= {"torch.nn.BCELoss", "torch.nn.functional.binary_cross_entropy"}:
+            loss = ast.unparse(site.call.func)
+            yield finding("bce-in-autocast", site.line, [loss], loss=loss)
+
+
+def _function_of(program: Program, node: ast.expr, scope: NameScope) -> str:
+    """Return the full name of a function, or of the one that a call calls."""
+    return program.meaning.qualified(node.func if isinstance(node, ast.Call) else node, scope)
 
 
 def lowered(program: Program) -> dict[tuple[str, str], int]:
@@ -209,6 +229,26 @@ def _other_device(program: Program) -> Iterator[Finding]:
                 cure="give autocast the device type of the model",
                 code=f'with autocast("{seen.rpartition(" ")[2]}"):\n    ...',
             )
+
+
+_ON_CPU = {
+    "TrainingArguments": ("fp16", True, "use_cpu", "bf16=True"),
+    "Accelerator": ("mixed_precision", "fp16", "cpu", 'mixed_precision="bf16"'),
+}
+"""Option and value for float16, the option for a CPU, and the cure, by the end of a class name."""
+
+
+def _ignored(program: Program) -> Iterator[Finding]:
+    """Yield findings about float16 that accelerate ignores, since the same call asks for a CPU."""
+    for site in program.sites if "use_scaler" not in program.words else ():  # halfstep's lowers
+        name = dotted(site.call.func).rpartition(".")[2]
+        for end, (option, value, cpu, code) in _ON_CPU.items():
+            given = [argument(site.call, each) for each in (option, cpu)]
+            known = [each and program.meaning.constant(each, site.scope) for each in given]
+            if name.endswith(end) and known == [value, True]:
+                what = f"`{name}({option}={value!r}, {cpu}=True)`: accelerate ignores it on a CPU"
+                cure = "take bfloat16, which it uses there"
+                yield finding("device-differs", site.line, what=what, cure=cure, code=code)
 
 
 def _elsewhere(program: Program, lowered: str) -> str:
