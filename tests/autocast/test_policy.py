@@ -354,27 +354,6 @@ def test_reading_takes_work_in_proportion_to_the_rules(tmp_path: Path, form: str
     assert (many - few) / 1_000 < {"text": 24, "ops": 12, "file": 200}[form]
 
 
-def test_diff_names_what_differs_and_where() -> None:
-    standard = preset("standard")
-    assert not standard.diff(standard)
-    assert str(standard.diff(standard)) == ""
-    other = standard | "softmax:lower; conv1d.padding,conv2d[cuda,fp16]:fp32; exp[eval]:leave"
-    assert str(standard.diff(other)).splitlines() == [
-        "conv1d.padding       lower -> fp32        cuda, fp16",
-        "conv2d               lower -> fp32        cuda, fp16",
-        "exp                   fp32 -> leave       eval",
-        "softmax         fp32-dtype -> lower",
-    ]
-    assert [each.op for each in standard.diff(other, ["cpu"]).differences] == ["exp", "softmax"]
-    assert str(standard.diff(standard | "exp[fp16]:lower; exp[bf16]:leave")).splitlines() == [
-        "exp        fp32 -> lower       fp16",
-        "exp        fp32 -> leave       bf16",
-    ]
-    assert str(standard.diff(preset("bf16-lean"), ["cuda"])).count(" bf16") == len(
-        standard.diff(preset("bf16-lean"), ["cuda"]).differences
-    )
-
-
 def test_explain_names_the_rule_that_decides() -> None:
     policy = preset("standard") | "exp:lower; exp[fp16]:leave"
     assert str(policy.explain("torch.exp")).splitlines() == [

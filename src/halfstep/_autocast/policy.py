@@ -7,9 +7,8 @@ printed and saved without running anything.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
@@ -36,7 +35,7 @@ from halfstep._pytorch import compiler, dispatch
 from halfstep._pytorch.dispatch import overload
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
-"""Default device types for comparing and explaining policies."""
+"""Default device types for explaining policies."""
 
 
 @compiler.constant_while_tracing
@@ -202,21 +201,6 @@ class Policy:
     @cached_property
     def _globs(self) -> list[tuple[int, Rule]]:
         return [(position, rule) for position, rule in enumerate(self.rules) if rule.is_glob]
-
-    def diff(self, other: Policy, devices: Sequence[str] = DEVICES) -> PolicyDiff:
-        """Return how ``other`` differs from this policy, op by op; it prints as a table.
-
-        Args:
-            other: The policy to compare with.
-            devices: The device types to compare on.
-
-        Example:
-            >>> print(preset("standard").diff(Policy.parse("standard; F.softmax:lower")))
-            softmax  fp32-dtype -> lower
-        """
-        if not isinstance(other, Policy):
-            raise TypeError(f"diff(): got {shown(other)}; pass a policy, such as preset('torch')")
-        return _diff(self, other, devices)
 
     def explain(
         self, op: str, devices: Sequence[str] = DEVICES, *, module: str = ""
@@ -463,7 +447,7 @@ def _near(rule_op: str) -> str:
     return did_you_mean(rule_op, [f"{op}.{o}" for o in known[op]] if op in known else known)
 
 
-# --- differences between policies, and explanations of one ----------------------------------------
+# --- explanations of a policy ---------------------------------------------------------------------
 
 _HALVES = {name: dtype for name, dtype in DTYPE_NAMES.items() if dtype in HALVES}
 
@@ -486,53 +470,6 @@ def _arguments(case: Case) -> tuple[str, torch.dtype, Phase]:
     return case.device, _HALVES[case.dtype], case.phase
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One op that two policies treat differently.
-
-    Attributes:
-        op: The op; a single overload if the overloads of the op differ in different ways.
-        before: The action of the first policy.
-        after: The action of the second policy.
-        cases: The cases in which they differ.
-    """
-
-    op: str
-    before: Action
-    after: Action
-    cases: tuple[Case, ...]
-
-
-@dataclass(frozen=True)
-class PolicyDiff:
-    """The result of :meth:`halfstep.Policy.diff`; its ``str()`` is a table.
-
-    Attributes:
-        differences: Differences by op, outside of modules that have rules.
-        devices: The compared device types.
-        only_before: Rules for modules that only the first policy has.
-        only_after: Rules for modules that only the second policy has.
-    """
-
-    differences: tuple[Difference, ...]
-    devices: tuple[str, ...]
-    only_before: tuple[Rule, ...]
-    only_after: tuple[Rule, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.differences or self.only_before or self.only_after)
-
-    def __str__(self) -> str:
-        width = max((len(difference.op) for difference in self.differences), default=0)
-        lines = [
-            f"{each.op:{width}}  {each.before:>10} -> {each.after:10}"
-            f"  {_where(each.cases, self.devices)}".rstrip()
-            for each in self.differences
-        ]
-        lines += [f"- {rule}" for rule in self.only_before]
-        return "\n".join([*lines, *(f"+ {rule}" for rule in self.only_after)])
-
-
 def _where(cases: Sequence[Case], devices: Sequence[str]) -> str:
     """Describe some cases briefly; empty if they are all cases."""
     if set(cases) == set(_cases(devices)):
@@ -540,36 +477,6 @@ def _where(cases: Sequence[Case], devices: Sequence[str]) -> str:
     known: tuple[Sequence[str], ...] = (devices, tuple(_HALVES), PHASES)
     seen = [dict.fromkeys(values) for values in zip(*cases, strict=True)]
     return ", ".join("/".join(s) for s, k in zip(seen, known, strict=True) if len(s) < len(k))
-
-
-def _diff(before: Policy, after: Policy, devices: Sequence[str]) -> PolicyDiff:
-    ops = meant_by([*before.rules, *after.rules])
-    found: dict[tuple[str, Action, Action], list[Case]] = {}
-    for op, case in product(sorted(ops), _cases(devices)):
-        one, other = (policy.action(op, *_arguments(case)) for policy in (before, after))
-        if one != other:
-            found.setdefault((op, one, other), []).append(case)
-    differences = [Difference(*key, tuple(cases)) for key, cases in found.items()]
-    return PolicyDiff(
-        tuple(_merged(differences, ops)),
-        tuple(devices),
-        tuple(rule for rule in before.module_rules if rule not in after.module_rules),
-        tuple(rule for rule in after.module_rules if rule not in before.module_rules),
-    )
-
-
-def _merged(differences: Sequence[Difference], ops: frozenset[str]) -> Iterator[Difference]:
-    """Replace overloads by their op if all of them differ in the same way."""
-    num_overloads = Counter(op.rpartition(".")[0] for op in ops)
-    of_op = [replace(difference, op=difference.op.rpartition(".")[0]) for difference in differences]
-    num_alike = Counter(of_op)
-    seen = set()
-    for each, merged in zip(differences, of_op, strict=True):
-        if num_alike[merged] < num_overloads[merged.op]:
-            yield each
-        elif merged not in seen:
-            seen.add(merged)
-            yield merged
 
 
 @dataclass(frozen=True)
