@@ -20,9 +20,7 @@ from halfstep._autocast import sums, written
 from halfstep._autocast.rule import (
     DTYPE_NAMES,
     HALVES,
-    PHASES,
     Action,
-    Phase,
     Rule,
     holds_where,
     holds_within,
@@ -153,18 +151,14 @@ class Policy:
 
     # --- deciding ---------------------------------------------------------------------------------
 
-    def rule(
-        self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
-    ) -> Rule | None:
+    def rule(self, op: str, device: str, dtype: torch.dtype, module: str = "") -> Rule | None:
         """Return the rule that decides ``op`` (an overload, ``"exp.default"``), or None."""
-        about = (rule for rule in self._about(op) if rule.holds(op, device, dtype, phase, module))
+        about = (rule for rule in self._about(op) if rule.holds(op, device, dtype, module))
         return next(about, None)
 
-    def island(
-        self, module: str, device: str, dtype: torch.dtype, phase: Phase = "train"
-    ) -> Rule | None:
+    def island(self, module: str, device: str, dtype: torch.dtype) -> Rule | None:
         """Return the rule that makes a module, given by name, an island, or None."""
-        rule = whole_module_rule(self, module, device, dtype, phase)
+        rule = whole_module_rule(self, module, device, dtype)
         return rule if rule is not None and rule.action == "fp32" else None
 
     @cached_property
@@ -172,9 +166,7 @@ class Policy:
         """The rules that apply only in some modules."""
         return tuple(rule for rule in self.rules if rule.module is not None)
 
-    def action(
-        self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
-    ) -> Action:
+    def action(self, op: str, device: str, dtype: torch.dtype, module: str = "") -> Action:
         """Return the action for ``op`` on ``device`` with the lower precision ``dtype``.
 
         ``module``: the name of the calling module, as in ``model.named_modules()``.
@@ -183,7 +175,7 @@ class Policy:
             >>> preset("standard").action("linear.default", "cpu", torch.bfloat16)
             'lower'
         """
-        rule = self.rule(op, device, dtype, phase, module)
+        rule = self.rule(op, device, dtype, module)
         return "leave" if rule is None else rule.action
 
     def _about(self, op: str) -> list[Rule]:
@@ -245,13 +237,11 @@ class Policy:
         return Policy, (self.rules,)
 
 
-def whole_module_rule(
-    policy: Policy, module: str, device: str, dtype: torch.dtype, phase: Phase
-) -> Rule | None:
+def whole_module_rule(policy: Policy, module: str, device: str, dtype: torch.dtype) -> Rule | None:
     """Return the rule that decides for a module as a whole, given by name, or None."""
     for rule in reversed(policy.module_rules):
         is_meant = rule.is_for_whole_module and rule.is_about(module)
-        if is_meant and holds_where(rule, device, dtype, phase):
+        if is_meant and holds_where(rule, device, dtype):
             return rule
     return None
 
@@ -458,23 +448,22 @@ class Case(NamedTuple):
     device: str
     dtype: str
     """The lower precision, ``"fp16"`` or ``"bf16"``."""
-    phase: Phase
 
 
 def _cases(devices: Sequence[str]) -> list[Case]:
-    return [Case(*each) for each in product(devices, _HALVES, PHASES)]
+    return [Case(*each) for each in product(devices, _HALVES)]
 
 
-def _arguments(case: Case) -> tuple[str, torch.dtype, Phase]:
+def _arguments(case: Case) -> tuple[str, torch.dtype]:
     """Return a case as the arguments of :meth:`Policy.rule`."""
-    return case.device, _HALVES[case.dtype], case.phase
+    return case.device, _HALVES[case.dtype]
 
 
 def _where(cases: Sequence[Case], devices: Sequence[str]) -> str:
     """Describe some cases briefly; empty if they are all cases."""
     if set(cases) == set(_cases(devices)):
         return ""
-    known: tuple[Sequence[str], ...] = (devices, tuple(_HALVES), PHASES)
+    known: tuple[Sequence[str], ...] = (devices, tuple(_HALVES))
     seen = [dict.fromkeys(values) for values in zip(*cases, strict=True)]
     return ", ".join("/".join(s) for s, k in zip(seen, known, strict=True) if len(s) < len(k))
 
