@@ -52,7 +52,6 @@ CALLS = {
     if name[0].islower() or name in ("GradScaler", "Policy", "Dynamic", "Static")
 } | {
     "Policy.parse": Policy.parse,
-    "diff": Policy.parse("torch").diff,
     "dtype": lambda each: halfstep.autocast("cpu", each),
     "policy": lambda each: halfstep.autocast("cpu", policy=each),
     "max_norm": lambda each: halfstep.guard(sgd(), each),

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import halfstep
-from halfstep._autocast.rule import ACTIONS, PHASES
+from halfstep._autocast.rule import ACTIONS
 from halfstep._autocast.written import PRESETS
 from halfstep._tools.doctor.finding import CATALOG
 
@@ -98,7 +98,7 @@ def test_the_tables_to_keep_open_are_complete() -> None:
     rows = " ".join(re.findall(r"^\| ([^|]+)", page, re.MULTILINE))
     named = set(re.findall(r"[\w.-]+", rows))
     versions = {preset for preset in PRESETS if preset.startswith("torch-2.")}
-    assert {*ACTIONS, *PHASES, "fp16", "bf16", *PRESETS} - versions <= named
+    assert {*ACTIONS, "fp16", "bf16", *PRESETS} - versions <= named
     assert {min(versions), max(versions)} <= named
     front = (DOCS / "index.md").read_text(encoding="utf-8")
     assert set(COMMANDS) <= set(re.findall(r"`halfstep (\w+)", front))

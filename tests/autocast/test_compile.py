@@ -292,7 +292,7 @@ def policy_in_plain_autocast(policy: str, model: nn.Module) -> Iterator[None]:
         lambda _: autocast(DEVICE, BF16),
         lambda model: autocast(DEVICE, BF16, policy="standard; @mix.2:fp32", module=model),
         lambda model: autocast(DEVICE, FP16, policy="standard; matmul,mm@mix:fp32", module=model),
-        lambda _: autocast(DEVICE, BF16, policy="standard; linear[train]:fp32"),
+        lambda _: autocast(DEVICE, BF16, policy="standard; linear:fp32"),
         lambda model: policy_in_plain_autocast("standard; @inner:fp32", model),
     ],
 )

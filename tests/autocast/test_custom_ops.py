@@ -83,18 +83,3 @@ def test_what_the_author_registered_holds_where_no_rule_does() -> None:
 def test_a_misspelt_op_is_refused() -> None:
     with pytest.raises(ValueError, match="no op 'halfstep_test::sen'; did you mean 'halfstep_te"):
         autocast(DEVICE, BF16, policy="standard; halfstep_test::sen:lower")
-
-
-def test_phases_are_those_of_the_moment() -> None:
-    """Compiled code too: it asks which it is in."""
-
-    def dtype(x: Tensor) -> Tensor:
-        return torch.softmax(x, 0) * 1
-
-    compiled = torch.compile(dtype, backend="eager", fullgraph=True)
-    with autocast(DEVICE, BF16, policy="standard; softmax[eval]:lower"):
-        for function in (dtype, compiled):
-            assert function(WIDE).dtype is torch.float32
-            with torch.no_grad():
-                assert function(WIDE).dtype is BF16
-            assert function(WIDE).dtype is torch.float32

@@ -323,10 +323,10 @@ def test_norms_without_a_dtype_argument() -> None:
 @pytest.mark.usefixtures("forgotten_policies")
 def test_pytorchs_kernels_do_what_they_agree_on() -> None:
     torchs, standard = (prepared(prepare(preset(name), "cpu")) for name in ("torch", "standard"))
-    plan = torchs.plan_for(BF16, "train")
+    plan = torchs.plan_for(BF16)
     assert {preset("torch").action(op, "cpu", BF16) for op in plan} == {"lower"}
     assert "avg_pool3d.default" not in plan
-    assert "softmax.int" in standard.plan_for(BF16, "train")
+    assert "softmax.int" in standard.plan_for(BF16)
     assert prepare(preset("torch"), "cpu") != prepare(preset("torch"), "cuda")
 
 

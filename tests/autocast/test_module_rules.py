@@ -77,8 +77,7 @@ def softmax_dtypes(
         ("softmax@*:lower; softmax@blocks.?:fp32", [FP32, FP32, FP32, BF16]),
         ("softmax@head:lower; softmax:fp32", [FP32, FP32, FP32, FP32]),  # later rules win
         ("softmax@head[fp16]:lower", [FP32, FP32, FP32, FP32]),
-        ("softmax@head[eval]:lower", [FP32, FP32, FP32, FP32]),
-        ("softmax@head[train,cpu]:lower", [FP32, FP32, FP32, BF16]),
+        ("softmax@head[cpu,bf16]:lower", [FP32, FP32, FP32, BF16]),
     ],
 )
 def test_a_rule_holds_in_its_modules(rules: str, expected: list[torch.dtype]) -> None:

@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The measurement is tested elsewhere; here it is known."""
     measured = []
 
-    def measure(device: str, on_round):
+    def measure(device: str):
         measured.append(device)
         names = ("fp32", "bf16", "fp16")
         works = [(kind, name, 1e12) for kind in ("matmul", "conv") for name in names]
@@ -149,14 +149,3 @@ def test_a_folder_is_no_script(tmp_path, capsys, command) -> None:
 def test_nothing_to_do_is_said(capsys) -> None:
     assert main(["doctor", "--no-machine"]) == 2
     assert "--no-machine leaves nothing to do: name a script" in capsys.readouterr().err
-
-
-def test_a_terminal_sees_the_measurement_go_on(capsys, monkeypatch) -> None:
-    def measure(device: str, on_round):
-        on_round(0.5)
-        return speeds_of([("matmul", n, 1.0) for n in ("fp32", "bf16", "fp16")], [[1.0] * 3])
-
-    monkeypatch.setattr(hardware, "measure_speeds", measure)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert main(["doctor"]) == 0
-    assert "measuring  50%" in capsys.readouterr().err

@@ -1,10 +1,9 @@
 import re
-from pathlib import Path
 
 import pytest
 from tests.cli.called import called
 
-from halfstep import Policy, preset
+from halfstep import preset
 
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,14 +37,6 @@ def test_show_by_action(capsys, monkeypatch):
     assert {rule.op for rule in preset("standard").rules} <= set(named)
 
 
-def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    Policy.parse("standard; exp[cuda]:leave").save(path)
-    code, out, _ = called(capsys, "policy", "diff", "standard", str(path))
-    assert (code, out.split()) == (0, ["exp", "fp32", "->", "leave", "cuda"])
-    assert called(capsys, "policy", "diff", "standard", "standard") == (0, "no difference\n", "")
-
-
 def test_a_file_with_a_mistake_is_an_error_that_names_its_line(capsys, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('preset = "standard"\n[[rules]]\nops = ["exp"]\naction = "leaf"\n')
@@ -76,7 +67,8 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: list[str], messa
     ("argv", "end"),
     [
         (["policy", "standard; exp:leave"], "halfstep policy show 'standard; exp:leave'\n"),
-        (["policy", "check", "mine.toml"], "choose one of show, diff\n"),
+        (["policy", "check", "mine.toml"], "choose one of show\n"),
+        (["policy", "diff", "a", "b"], "`halfstep policy show POLICY --all` prints for each\n"),
         (["diagnose", "train.py"], "; did you mean 'halfstep run --diagnose'?\n"),
     ],
 )

@@ -982,7 +982,7 @@ SOFTMAX = {"softmax:fp32": 1}
         ),
         # Rules for elsewhere are not said to be idle.
         (
-            "standard; linear[mps]:fp32; linear[fp16]:fp32; linear[eval]:fp32; linear[bf16]:fp32",
+            "standard; linear[mps]:fp32; linear[fp16]:fp32; linear[bf16]:fp32",
             net,
             {"linear[bf16]:fp32": 2},
         ),

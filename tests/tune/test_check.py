@@ -324,7 +324,7 @@ def calls_backward(model: nn.Module, batch: Tensor) -> Tensor:
         ),
         ({"tolerance": 0}, ValueError, "tolerance must be above 0 and finite"),
         ({"tolerance": "1"}, TypeError, "tolerance must be a number such as 0.01"),
-        ({"policy": 3}, TypeError, "policy must be a Policy or its text, got 3"),
+        ({"policy": 3}, TypeError, "policy is a Policy or its text, such as .standard., got 3"),
         ({"policy": "standart"}, ValueError, "did you mean 'standard'"),
         (
             {"loss_fn": calls_backward},

@@ -113,7 +113,7 @@ def test_a_bound_that_is_given_is_met() -> None:
     model, batch = with_inner(nn.Linear), torch.randn(32, 8)
     plain = max(row.output.error for row in tune(model, [batch], None).rows)
     error = plain * 0.8
-    tuned = tune(model, [batch], None, error=error)
+    tuned = tune(model, [batch], tolerance=error)
     assert 0 < len(tuned.islands) < 7
     assert max(row.output.error for row in tuned.rows_after) <= error
     assert self_check(model, batch, policy=tuned.policy, tolerance=error).passed

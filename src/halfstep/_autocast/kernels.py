@@ -26,7 +26,7 @@ from halfstep._autocast.native import Products
 from halfstep._autocast.native import products as native_products
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.policy import Policy, check, meant_by, rules_within, whole_module_rule
-from halfstep._autocast.rule import Phase, Rule
+from halfstep._autocast.rule import Rule
 from halfstep._pytorch import autograd, compiler, dispatch
 from halfstep._pytorch.dispatch import Kernel, Keys, overload
 from halfstep.errors import CallOrderError
@@ -70,16 +70,16 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
 
 def number_within(active: PolicyOnDevice, module: str) -> int | None:
     """Return the number of ``active``'s policy in a module, which is called; None on an island."""
-    rule, number = _within(active, module, *active.now())
+    rule, number = _within(active, module, active.lower_precision())
     _count(rule)
     return number
 
 
 @cache
 def _within(
-    active: PolicyOnDevice, module: str, dtype: torch.dtype, phase: Phase
+    active: PolicyOnDevice, module: str, dtype: torch.dtype
 ) -> tuple[Rule | None, int | None]:
-    rule = whole_module_rule(active.policy, module, active.device, dtype, phase)
+    rule = whole_module_rule(active.policy, module, active.device, dtype)
     if rule is not None and rule.action == "fp32":
         return rule, None
     number = prepare(active.policy, active.device, module, only_observed=active.only_observed)
@@ -173,7 +173,7 @@ def observe_ops(observer: OpObserver) -> Iterator[None]:
 
 
 def _run_observed(observer: OpObserver, policy: PolicyOnDevice, name: str) -> Kernel:
-    kernel = policy.observed_kernel(name, *policy.now())
+    kernel = policy.observed_kernel(name, policy.lower_precision())
     rule = policy.rule(name)
     if rule is None:
         return kernel
@@ -261,8 +261,7 @@ def _kernel(name: str, device: str) -> Kernel:
             return pytorch(keys, *args, **kwargs)
         if _observer is not None:
             return _run_observed(_observer, policy, name)(keys, *args, **kwargs)
-        phase = policy.phase() if policy.has_phases else "train"
-        plan = policy.plan_for(lower_precision(device), phase)
+        plan = policy.plan_for(lower_precision(device))
         found = plan.get(name, pytorch)
         if found in pytorchs and here.registered is None and name not in here.pinned:
             found = pytorch  # registered for another dtype alone

@@ -10,7 +10,7 @@ import torch
 from halfstep._autocast import sums
 from halfstep._autocast.casts import carry_out, lower_unlike_pytorch, lower_with_pytorch, pytorchs
 from halfstep._autocast.policy import Policy, fingerprint, meant_by, preset, rules_within
-from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
+from halfstep._autocast.rule import LOWER_PRECISIONS, Action, Rule
 from halfstep._autocast.written import split_preset
 from halfstep._pytorch import dispatch
 from halfstep._pytorch.dispatch import Kernel
@@ -34,7 +34,6 @@ class PolicyOnDevice:
 
     def __post_init__(self) -> None:
         self.is_pytorchs = self.policy == preset("torch")
-        self.has_phases = any(rule.phase is not None for rule in self.policy.rules)
         self.plan_for = cache(self._plan)  # not a method: a cache hit makes no Python call
         self.observed_kernel = cache(self._observed_kernel)
         self._ruled = meant_by(self.policy.rules)
@@ -50,16 +49,13 @@ class PolicyOnDevice:
         within = rules_within(self.policy, self.module)
         return fingerprint(self.policy) + ("@" + "; ".join(map(str, within)) if within else "")
 
-    def phase(self) -> Phase:
-        return "eval" if self.has_phases and not torch.is_grad_enabled() else "train"
-
-    def now(self) -> tuple[torch.dtype, Phase]:
-        """Return the lower precision and the phase of the current thread."""
-        return torch.get_autocast_dtype(self.device), self.phase()
+    def lower_precision(self) -> torch.dtype:
+        """Return the lower precision of the current thread."""
+        return torch.get_autocast_dtype(self.device)
 
     def rule(self, op: str) -> Rule | None:
         """Return the rule that decides an overload in this thread, None if none does."""
-        return self._rule(op, *self.now())
+        return self._rule(op, self.lower_precision())
 
     def ops(self) -> set[str]:
         """Return the overloads that PyTorch does not run alike, or that an added rule names."""
@@ -75,20 +71,19 @@ class PolicyOnDevice:
         """Return the overloads that have a rule in the policy or an autocast kernel in PyTorch."""
         return dispatch.overloads_with_autocast_kernel(self.device) | self._ruled
 
-    def _rule(self, op: str, dtype: torch.dtype, phase: Phase) -> Rule | None:
-        return self.policy.rule(op, self.device, dtype, phase, self.module)
+    def _rule(self, op: str, dtype: torch.dtype) -> Rule | None:
+        return self.policy.rule(op, self.device, dtype, self.module)
 
     def _plans(self) -> list[Plan]:
-        phases = PHASES if self.has_phases else PHASES[:1]
-        return [self.plan_for(dtype, phase) for dtype in LOWER_PRECISIONS for phase in phases]
+        return list(map(self.plan_for, LOWER_PRECISIONS))
 
-    def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
-        kernels = {op: self._kernel(op, dtype, phase) for op in sorted(self.table())}
+    def _plan(self, dtype: torch.dtype) -> Plan:
+        kernels = {op: self._kernel(op, dtype) for op in sorted(self.table())}
         return {op: kernel for op, kernel in kernels.items() if kernel is not None}
 
-    def _kernel(self, op: str, dtype: torch.dtype, phase: Phase) -> Kernel | None:
+    def _kernel(self, op: str, dtype: torch.dtype) -> Kernel | None:
         """Return what runs an op by its rule, None if PyTorch's own kernel does."""
-        rule = self._rule(op, dtype, phase) or _leaving(op)
+        rule = self._rule(op, dtype) or _leaving(op)
         theirs = _action_of_pytorch(op, self.device, dtype)
         is_left = (rule.action, theirs) == ("fp32-sums", "leave")
         if _is_native(rule, theirs) or (is_left and sums.adds_nothing_rounded(op, self.device)):
@@ -98,9 +93,9 @@ class PolicyOnDevice:
             return lower_with_pytorch(rule, op, self.device, dtype)
         return carry_out(rule, op, self.device, dtype)
 
-    def _observed_kernel(self, op: str, dtype: torch.dtype, phase: Phase) -> Kernel:
+    def _observed_kernel(self, op: str, dtype: torch.dtype) -> Kernel:
         """Return halfstep's kernel: one of PyTorch's that does the same could not be observed."""
-        return carry_out(self._rule(op, dtype, phase) or _leaving(op), op, self.device, dtype)
+        return carry_out(self._rule(op, dtype) or _leaving(op), op, self.device, dtype)
 
 
 @cache

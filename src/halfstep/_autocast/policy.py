@@ -7,9 +7,8 @@ printed and saved without running anything.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
@@ -21,9 +20,7 @@ from halfstep._autocast import sums, written
 from halfstep._autocast.rule import (
     DTYPE_NAMES,
     HALVES,
-    PHASES,
     Action,
-    Phase,
     Rule,
     holds_where,
     holds_within,
@@ -36,7 +33,7 @@ from halfstep._pytorch import compiler, dispatch
 from halfstep._pytorch.dispatch import overload
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
-"""Default device types for comparing and explaining policies."""
+"""Default device types for explaining policies."""
 
 
 @compiler.constant_while_tracing
@@ -154,18 +151,14 @@ class Policy:
 
     # --- deciding ---------------------------------------------------------------------------------
 
-    def rule(
-        self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
-    ) -> Rule | None:
+    def rule(self, op: str, device: str, dtype: torch.dtype, module: str = "") -> Rule | None:
         """Return the rule that decides ``op`` (an overload, ``"exp.default"``), or None."""
-        about = (rule for rule in self._about(op) if rule.holds(op, device, dtype, phase, module))
+        about = (rule for rule in self._about(op) if rule.holds(op, device, dtype, module))
         return next(about, None)
 
-    def island(
-        self, module: str, device: str, dtype: torch.dtype, phase: Phase = "train"
-    ) -> Rule | None:
+    def island(self, module: str, device: str, dtype: torch.dtype) -> Rule | None:
         """Return the rule that makes a module, given by name, an island, or None."""
-        rule = whole_module_rule(self, module, device, dtype, phase)
+        rule = whole_module_rule(self, module, device, dtype)
         return rule if rule is not None and rule.action == "fp32" else None
 
     @cached_property
@@ -173,9 +166,7 @@ class Policy:
         """The rules that apply only in some modules."""
         return tuple(rule for rule in self.rules if rule.module is not None)
 
-    def action(
-        self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
-    ) -> Action:
+    def action(self, op: str, device: str, dtype: torch.dtype, module: str = "") -> Action:
         """Return the action for ``op`` on ``device`` with the lower precision ``dtype``.
 
         ``module``: the name of the calling module, as in ``model.named_modules()``.
@@ -184,7 +175,7 @@ class Policy:
             >>> preset("standard").action("linear.default", "cpu", torch.bfloat16)
             'lower'
         """
-        rule = self.rule(op, device, dtype, phase, module)
+        rule = self.rule(op, device, dtype, module)
         return "leave" if rule is None else rule.action
 
     def _about(self, op: str) -> list[Rule]:
@@ -202,21 +193,6 @@ class Policy:
     @cached_property
     def _globs(self) -> list[tuple[int, Rule]]:
         return [(position, rule) for position, rule in enumerate(self.rules) if rule.is_glob]
-
-    def diff(self, other: Policy, devices: Sequence[str] = DEVICES) -> PolicyDiff:
-        """Return how ``other`` differs from this policy, op by op; it prints as a table.
-
-        Args:
-            other: The policy to compare with.
-            devices: The device types to compare on.
-
-        Example:
-            >>> print(preset("standard").diff(Policy.parse("standard; F.softmax:lower")))
-            softmax  fp32-dtype -> lower
-        """
-        if not isinstance(other, Policy):
-            raise TypeError(f"diff(): got {shown(other)}; pass a policy, such as preset('torch')")
-        return _diff(self, other, devices)
 
     def explain(
         self, op: str, devices: Sequence[str] = DEVICES, *, module: str = ""
@@ -261,13 +237,11 @@ class Policy:
         return Policy, (self.rules,)
 
 
-def whole_module_rule(
-    policy: Policy, module: str, device: str, dtype: torch.dtype, phase: Phase
-) -> Rule | None:
+def whole_module_rule(policy: Policy, module: str, device: str, dtype: torch.dtype) -> Rule | None:
     """Return the rule that decides for a module as a whole, given by name, or None."""
     for rule in reversed(policy.module_rules):
         is_meant = rule.is_for_whole_module and rule.is_about(module)
-        if is_meant and holds_where(rule, device, dtype, phase):
+        if is_meant and holds_where(rule, device, dtype):
             return rule
     return None
 
@@ -463,7 +437,7 @@ def _near(rule_op: str) -> str:
     return did_you_mean(rule_op, [f"{op}.{o}" for o in known[op]] if op in known else known)
 
 
-# --- differences between policies, and explanations of one ----------------------------------------
+# --- explanations of a policy ---------------------------------------------------------------------
 
 _HALVES = {name: dtype for name, dtype in DTYPE_NAMES.items() if dtype in HALVES}
 
@@ -474,102 +448,24 @@ class Case(NamedTuple):
     device: str
     dtype: str
     """The lower precision, ``"fp16"`` or ``"bf16"``."""
-    phase: Phase
 
 
 def _cases(devices: Sequence[str]) -> list[Case]:
-    return [Case(*each) for each in product(devices, _HALVES, PHASES)]
+    return [Case(*each) for each in product(devices, _HALVES)]
 
 
-def _arguments(case: Case) -> tuple[str, torch.dtype, Phase]:
+def _arguments(case: Case) -> tuple[str, torch.dtype]:
     """Return a case as the arguments of :meth:`Policy.rule`."""
-    return case.device, _HALVES[case.dtype], case.phase
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One op that two policies treat differently.
-
-    Attributes:
-        op: The op; a single overload if the overloads of the op differ in different ways.
-        before: The action of the first policy.
-        after: The action of the second policy.
-        cases: The cases in which they differ.
-    """
-
-    op: str
-    before: Action
-    after: Action
-    cases: tuple[Case, ...]
-
-
-@dataclass(frozen=True)
-class PolicyDiff:
-    """The result of :meth:`halfstep.Policy.diff`; its ``str()`` is a table.
-
-    Attributes:
-        differences: Differences by op, outside of modules that have rules.
-        devices: The compared device types.
-        only_before: Rules for modules that only the first policy has.
-        only_after: Rules for modules that only the second policy has.
-    """
-
-    differences: tuple[Difference, ...]
-    devices: tuple[str, ...]
-    only_before: tuple[Rule, ...]
-    only_after: tuple[Rule, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.differences or self.only_before or self.only_after)
-
-    def __str__(self) -> str:
-        width = max((len(difference.op) for difference in self.differences), default=0)
-        lines = [
-            f"{each.op:{width}}  {each.before:>10} -> {each.after:10}"
-            f"  {_where(each.cases, self.devices)}".rstrip()
-            for each in self.differences
-        ]
-        lines += [f"- {rule}" for rule in self.only_before]
-        return "\n".join([*lines, *(f"+ {rule}" for rule in self.only_after)])
+    return case.device, _HALVES[case.dtype]
 
 
 def _where(cases: Sequence[Case], devices: Sequence[str]) -> str:
     """Describe some cases briefly; empty if they are all cases."""
     if set(cases) == set(_cases(devices)):
         return ""
-    known: tuple[Sequence[str], ...] = (devices, tuple(_HALVES), PHASES)
+    known: tuple[Sequence[str], ...] = (devices, tuple(_HALVES))
     seen = [dict.fromkeys(values) for values in zip(*cases, strict=True)]
     return ", ".join("/".join(s) for s, k in zip(seen, known, strict=True) if len(s) < len(k))
-
-
-def _diff(before: Policy, after: Policy, devices: Sequence[str]) -> PolicyDiff:
-    ops = meant_by([*before.rules, *after.rules])
-    found: dict[tuple[str, Action, Action], list[Case]] = {}
-    for op, case in product(sorted(ops), _cases(devices)):
-        one, other = (policy.action(op, *_arguments(case)) for policy in (before, after))
-        if one != other:
-            found.setdefault((op, one, other), []).append(case)
-    differences = [Difference(*key, tuple(cases)) for key, cases in found.items()]
-    return PolicyDiff(
-        tuple(_merged(differences, ops)),
-        tuple(devices),
-        tuple(rule for rule in before.module_rules if rule not in after.module_rules),
-        tuple(rule for rule in after.module_rules if rule not in before.module_rules),
-    )
-
-
-def _merged(differences: Sequence[Difference], ops: frozenset[str]) -> Iterator[Difference]:
-    """Replace overloads by their op if all of them differ in the same way."""
-    num_overloads = Counter(op.rpartition(".")[0] for op in ops)
-    of_op = [replace(difference, op=difference.op.rpartition(".")[0]) for difference in differences]
-    num_alike = Counter(of_op)
-    seen = set()
-    for each, merged in zip(differences, of_op, strict=True):
-        if num_alike[merged] < num_overloads[merged.op]:
-            yield each
-        elif merged not in seen:
-            seen.add(merged)
-            yield merged
 
 
 @dataclass(frozen=True)

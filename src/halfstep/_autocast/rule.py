@@ -16,11 +16,9 @@ Action = Literal[
     "lower", "fp32", "fp32-out", "fp32-dtype", "fp32-sums", "promote", "destination", "refuse",
     "leave",
 ]  # fmt: skip
-Phase = Literal["train", "eval"]
 HALVES = (torch.float16, torch.bfloat16)
 LOWER_PRECISIONS = (*HALVES, torch.float32)  # float32 lowers nothing
 ACTIONS: tuple[Action, ...] = get_args(Action)
-PHASES: tuple[Phase, ...] = get_args(Phase)
 DTYPE_NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 LONG_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in LOWER_PRECISIONS}
 _SHORT = {dtype: name for name, dtype in DTYPE_NAMES.items()}
@@ -92,8 +90,6 @@ class Rule:
             * ``"leave"``: run the op as if it had no rule.
         device: a device type (``"cpu"``, ``"cuda"``, ...), or None for every device.
         dtype: the lower precision for which the rule applies, or None for all.
-        phase: ``"train"`` if gradients are recorded (``torch.is_grad_enabled()``), ``"eval"`` if
-            not, or None for both.
         message: for ``"refuse"``: the reason, and what to use instead.
         module: a glob over the names of ``model.named_modules()`` (``"blocks.*.attn"``; a ``*``
             also matches dots): the rule applies in these modules and in their submodules. None for
@@ -111,7 +107,6 @@ class Rule:
     action: Action
     device: str | None = None
     dtype: torch.dtype | None = None
-    phase: Phase | None = None
     message: str = ""
     module: str | None = None
 
@@ -142,10 +137,6 @@ class Rule:
                 f"rule for {self.op!r}: the lower precision is torch.float16 or torch.bfloat16, "
                 f"got dtype={self.dtype!r}"
             )
-        if self.phase not in (None, *PHASES):
-            raise ValueError(
-                f"rule for {self.op!r}: the phase is 'train', 'eval' or None, got {self.phase!r}"
-            )
         if self.action not in ACTIONS:
             raise ValueError(f"rule for {self.op!r}: {unknown_action(self.action)}")
         if (self.action == "refuse") != bool(self.message):
@@ -173,15 +164,9 @@ class Rule:
             return fnmatchcase(op if "." in self.op else of_any_overload, self.op)
         return self.op in (op, of_any_overload)
 
-    def holds(
-        self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
-    ) -> bool:
+    def holds(self, op: str, device: str, dtype: torch.dtype, module: str = "") -> bool:
         """Return whether the rule applies to ``op``, an overload such as ``"exp.default"``."""
-        return (
-            holds_where(self, device, dtype, phase)
-            and self.names(op)
-            and holds_within(self, module)
-        )
+        return holds_where(self, device, dtype) and self.names(op) and holds_within(self, module)
 
     def is_about(self, module: str) -> bool:
         """Return whether the rule names this module itself."""
@@ -191,7 +176,7 @@ class Rule:
     def limits_and_action(self) -> str:
         """The part after the op in the text form: ``"@blocks.*[cuda,fp16]:fp32"``."""
         dtype = None if self.dtype is None else _SHORT[self.dtype]
-        limits = ",".join(limit for limit in (self.device, dtype, self.phase) if limit)
+        limits = ",".join(limit for limit in (self.device, dtype) if limit)
         module = f"@{self.module}" if self.module else ""
         message = f" {json.dumps(self.message, ensure_ascii=False)}" if self.message else ""
         return f"{module}{f'[{limits}]' if limits else ''}:{self.action}{message}"
@@ -203,19 +188,15 @@ class Rule:
     def __repr__(self) -> str:
         extra = "".join(
             f", {name}={value!r}"
-            for name in ("device", "dtype", "phase", "message", "module")
+            for name in ("device", "dtype", "message", "module")
             if (value := getattr(self, name))
         )
         return f"Rule({self.op!r}, {self.action!r}{extra})"
 
 
-def holds_where(rule: Rule, device: str, dtype: torch.dtype, phase: Phase) -> bool:
+def holds_where(rule: Rule, device: str, dtype: torch.dtype) -> bool:
     """Return whether the conditions of a rule are met."""
-    return (
-        rule.device in (None, device)
-        and rule.dtype in (None, dtype)
-        and rule.phase in (None, phase)
-    )
+    return rule.device in (None, device) and rule.dtype in (None, dtype)
 
 
 def holds_within(rule: Rule, module: str) -> bool:

@@ -6,7 +6,7 @@ of which later ones win; parts end with ``;``. A rule is
     op , op ... @ module [ condition , ... ] : action
 
 The module, a glob over names, is optional; without ops the rule is for the module as a whole. The
-brackets are optional and contain a device type, ``fp16`` or ``bf16``, and ``train`` or ``eval``.
+brackets are optional and contain a device type, and ``fp16`` or ``bf16``.
 The action ``refuse`` is followed by its message in double quotes, as in JSON.
 
 A file expresses the same in tables:
@@ -18,7 +18,6 @@ A file expresses the same in tables:
     action = "fp32"
     device = "cuda"      # or a list of them
     dtype = "float16"
-    phase = "train"
     module = "blocks.*"  # without ops: the module as a whole
 
 docs/policies.md says what each preset is for.
@@ -43,8 +42,6 @@ from halfstep._autocast.rule import (
     ACTIONS,
     DTYPE_NAMES,
     LONG_DTYPE_NAMES,
-    PHASES,
-    Phase,
     Rule,
     unknown_action,
 )
@@ -113,9 +110,7 @@ def split_preset(rules: tuple[Rule, ...]) -> tuple[str, tuple[Rule, ...]]:
     return preset, rules[len(rules_of(preset)) :]
 
 
-_all_but_op = attrgetter(
-    *("action", "device", "dtype", "phase", "message", "module", "is_for_whole_module")
-)
+_all_but_op = attrgetter(*("action", "device", "dtype", "message", "module", "is_for_whole_module"))
 
 
 def _runs(rules: Iterable[Rule]) -> Iterator[list[Rule]]:
@@ -199,41 +194,38 @@ def _rules(part: str) -> Iterator[Rule]:
     action, limits = found["action"], (found["limits"] or "").split(",")
     if action not in ACTIONS:
         raise ValueError(f"policy rule {part!r}: {unknown_action(action)}")
-    device, dtype, phase = _limits(part, [limit.strip() for limit in limits if limit.strip()])
+    device, dtype = _limits(part, [limit.strip() for limit in limits if limit.strip()])
     for op in found["ops"].split(","):
         try:
             message = json.loads(found["message"], strict=False) if found["message"] else ""
-            yield Rule(op.strip(), action, device, dtype, phase, message, found["module"])
+            yield Rule(op.strip(), action, device, dtype, message, found["module"])
         except ValueError as error:
             raise ValueError(f"policy rule {part!r}: {error}") from error
 
 
-def _limits(
-    part: str, limits: Iterable[str]
-) -> tuple[str | None, torch.dtype | None, Phase | None]:
+def _limits(part: str, limits: Iterable[str]) -> tuple[str | None, torch.dtype | None]:
     device: str | None = None
     dtype: torch.dtype | None = None
-    phase: Phase | None = None
     devices = amp.autocast_devices()
     for limit in limits:
         if limit in DTYPE_NAMES and dtype is None:
             dtype = DTYPE_NAMES[limit]
-        elif limit in PHASES and phase is None:
-            phase = limit
         elif limit in devices and device is None:
             device = limit
         else:
-            known = (*devices, *DTYPE_NAMES, *PHASES)
+            near = did_you_mean(limit, (*devices, *DTYPE_NAMES))
+            if limit in ("train", "eval"):
+                near = ": for training and for evaluation, enter contexts with a policy each"
             raise ValueError(
-                f"policy rule {part!r}: {limit!r} in the brackets{did_you_mean(limit, known)}; "
-                "there may be one device type, one of fp16 and bf16, and train or eval"
+                f"policy rule {part!r}: {limit!r} in the brackets{near}; "
+                "there may be one device type, and one of fp16 and bf16"
             )
-    return device, dtype, phase
+    return device, dtype
 
 
 # --- TOML -----------------------------------------------------------------------------------------
 
-_KEYS = ("ops", "action", "device", "dtype", "phase", "message", "module")
+_KEYS = ("ops", "action", "device", "dtype", "message", "module")
 
 
 def parse_toml(text: str, source: str) -> tuple[str, list[Rule]]:
@@ -270,7 +262,6 @@ def to_toml(rules: tuple[Rule, ...]) -> str:
             "action": rule.action,
             "device": rule.device,
             "dtype": str(rule.dtype or "").removeprefix("torch."),
-            "phase": rule.phase,
             "message": rule.message,
             "module": rule.module,
         }
@@ -308,17 +299,15 @@ def _rules_of_table(table: Mapping[str, Any], place: _Position) -> Iterator[Rule
     action = table.get("action")
     if action not in ACTIONS:
         raise place.error(action, unknown_action(action))
-    for key, known in (("dtype", tuple(LONG_DTYPE_NAMES)), ("phase", PHASES)):
-        value = table.get(key)
-        if value not in (None, *known):
-            near = did_you_mean(str(value), known)
-            choice = ", ".join(map(repr, known))
-            raise place.error(value, f"{key} is {value!r}{near}; it is one of {choice}")
-    dtype = LONG_DTYPE_NAMES.get(table.get("dtype", ""))
+    name = table.get("dtype")
+    if name not in (None, *LONG_DTYPE_NAMES):
+        near, choice = did_you_mean(str(name), LONG_DTYPE_NAMES), ", ".join(LONG_DTYPE_NAMES)
+        raise place.error(name, f"dtype is {name!r}{near}; it is one of {choice}")
+    dtype = LONG_DTYPE_NAMES.get(name or "")
     message = str(table.get("message", "")).strip()
     for device in devices if isinstance(devices, list) else [devices]:
         for op in ops:
             try:
-                yield Rule(op, action, device, dtype, table.get("phase"), message, module)
+                yield Rule(op, action, device, dtype, message, module)
             except ValueError as error:
                 raise place.error(op or module, str(error)) from error

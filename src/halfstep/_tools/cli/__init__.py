@@ -28,6 +28,11 @@ from halfstep._tools.cli.exits import (
 from halfstep.errors import RecordError
 
 _WITHOUT_PYTORCH = ("report", "check", "help")
+_INSTEAD = {
+    "tune": "tune is a function: print(halfstep.tune(model, batches, loss_fn).policy)",
+    "diff": "compare what `halfstep policy show POLICY --all` prints for each",
+}
+"""What to do instead of commands and verbs that one could expect."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,8 +110,8 @@ class _Parser(argparse.ArgumentParser):
             is_policy = re.search(r"[.;:]|^(standard|torch|fp32|bf16)", value)
             if action.dest == "verb" and is_policy:
                 near = f"; to see a policy: halfstep policy show {shlex.quote(value)}"
-            elif action.dest == "command" and value == "tune":
-                near = "; tune is a function: print(halfstep.tune(model, batches, loss_fn).policy)"
+            elif value in _INSTEAD:
+                near = f"; {_INSTEAD[value]}"
             elif action.dest == "command" and f"--{value}" in options_of(known["run"]):
                 near = f"; did you mean 'halfstep run --{value}'?"
             choices = ", ".join(map(str, known))

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep._common.text import TableLine, aligned, status_line, tell
+from halfstep._common.text import TableLine, aligned, tell
 from halfstep._tools.cli.exits import CommandError, reason
 
 if TYPE_CHECKING:
@@ -100,8 +100,7 @@ def _readable(path: Path) -> Iterator[None]:
 def _measured() -> MachineReport:
     from halfstep._tools.doctor.hardware import inspect_machine
 
-    with status_line() as show:
-        return inspect_machine(lambda share: show(f"measuring {share:4.0%}"))
+    return inspect_machine()
 
 
 def _machine_lines(machine: MachineReport) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""``halfstep policy``: display and comparison of policies."""
+"""``halfstep policy``: display of policies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from halfstep._tools.cli.exits import CommandError, reason
 if TYPE_CHECKING:
     from halfstep import Policy
 
-HELP = "show and compare policies: which op runs in which dtype"
+HELP = "show a policy: which op runs in which dtype"
 DESCRIPTION = (
-    "Shows and compares policies: which op runs in which dtype. A file with a mistake is an error "
-    "that names its line."
+    "Shows a policy: which op runs in which dtype. A file with a mistake is an error that names "
+    "its line."
 )
 EPILOG = """\
 POLICY is a TOML file, a preset (standard, torch, torch-2.11 to torch-2.15,
@@ -29,7 +29,6 @@ examples:
   halfstep policy show standard --op exp      the rule that decides for exp
   halfstep policy show my.toml --op exp --module head
                                               the same in one module
-  halfstep policy diff torch-cuda standard    what differs, op by op
 
 More: docs/policies.md.
 """
@@ -50,18 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--module", metavar="NAME", default="", help="with --op: in this module, blocks.0.attn"
     )
 
-    diff = verbs.add_parser("diff", help="print the differences of two policies, op by op")
-    diff.set_defaults(parser=diff)
-    diff.add_argument("before", metavar="POLICY", help="a file, a preset, or a text")
-    diff.add_argument("after", metavar="POLICY", help="a file, a preset, or a text")
-
 
 def run(arguments: argparse.Namespace) -> int:
-    verbs = {"show": _show, "diff": _diff}
-    return verbs[arguments.verb](arguments)
-
-
-def _show(arguments: argparse.Namespace) -> int:
     policy = read_policy(arguments.policy)
     if arguments.op is None:
         print(policy)
@@ -80,12 +69,6 @@ def _groups(policy: Policy) -> Iterator[str]:
     for title, ops in policy.by_action().items():
         for indent, text in ((" " * 2, title), (" " * 6, ", ".join(ops))):
             yield fill(text, width, first=indent, further=indent)
-
-
-def _diff(arguments: argparse.Namespace) -> int:
-    difference = read_policy(arguments.before).diff(read_policy(arguments.after))
-    print(difference if difference else "no difference")
-    return 0
 
 
 def read_policy(text: str) -> Policy:

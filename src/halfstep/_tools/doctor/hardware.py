@@ -163,14 +163,14 @@ class MachineReport:
     flags: tuple[Flag, ...]
 
 
-def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> MachineReport:
+def inspect_machine() -> MachineReport:
     """Measure the accelerator of this machine if it is a CUDA device, else the CPU.
 
-    This takes a second or two; ``on_round`` receives the elapsed fraction of it. Sync: many.
+    This takes a second or two. Sync: many.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     card = card_of() if device == "cuda" else None
-    speeds = measure_speeds(device, on_round=on_round)
+    speeds = measure_speeds(device)
     advice = advise(speeds.ratios, has_safe_fp16=card is None or card.has_safe_fp16)
     if speeds.noise:
         advice = Advice(advice.precision, f"{advice.reason}. Not sure: {speeds.noise}")
@@ -231,18 +231,13 @@ class Speeds:
     noise: str = ""  # the work whose times scatter; empty if none does
 
 
-def measure_speeds(
-    device: str,
-    seconds: float = 1.5,
-    on_round: Callable[[float], None] = lambda share: None,
-) -> Speeds:
+def measure_speeds(device: str, seconds: float = 1.5) -> Speeds:
     """Measure all dtypes in turn, so that other programs slow all of them equally.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
         seconds: Approximate duration, without the first calls; up to ``LONGEST`` times as long if
             the best times differ.
-        on_round: A function that receives the elapsed fraction of the time after each round.
 
     Sync: many.
     """
@@ -255,7 +250,6 @@ def measure_speeds(
         while len(rounds) < MOST_ROUNDS:
             rounds.append([_best(run, device) for *_, run in works])
             gone = (time.perf_counter() - began) / seconds
-            on_round(min(max(gone, len(rounds) / MOST_ROUNDS), 1.0))
             is_steady = all(map(_is_steady, zip(*rounds, strict=True)))
             if len(rounds) >= FEWEST_ROUNDS and (gone >= LONGEST or (gone >= 1 and is_steady)):
                 break

@@ -98,14 +98,14 @@ class Sampler:
             counts[device, dtype_name(dtype), text] += num_calls
         for (device, name, text), _ in reversed(counts.most_common()):
             self.policies[device] = name, text
-        # Of added rules those that can act on the device, in the dtype, in training. Calls inside
-        # of compiled code are not seen, so there zero has no meaning.
+        # Of added rules those that can act on the device and in the dtype. Calls inside of compiled
+        # code are not seen, so there zero has no meaning.
         is_eager = len(self._models) > 0 and not self._models.has_compiled
         self.acted = {
             str(rule): self._decided[rule]
             for device, dtype, policy in self._ran_under
             for rule in (() if policy is None else policy.added)
-            if holds_where(rule, device, dtype, "train") and (is_eager or self._decided[rule])
+            if holds_where(rule, device, dtype) and (is_eager or self._decided[rule])
         }
         found, self._found = self._found, {}
         measured = [Measured.of(*key, *value) for key, value in found.items()]

@@ -1,10 +1,9 @@
-"""Comparisons of runs: a verdict, numbers, layers, policies and versions."""
+"""Comparisons of runs: a verdict, numbers, layers and versions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from halfstep._common.numbers import NONE, count, listed, number, percent, power, seconds
 from halfstep._common.text import Code, Sentence, say
 from halfstep._common.text import names as names_in_text
-from halfstep._tools.record.run import Kind, PolicySeen
+from halfstep._tools.record.run import Kind
 from halfstep._tools.report.summary import NOTABLE, Layer, Summary
 
 MOST_LAYERS = 20
@@ -47,9 +46,8 @@ class RunComparison:
         layers: The layers that differ most in underflow, headroom or lost updates, at most 20, the
             most different first; None for a run that lacks the layer.
         only: For each run, the kind and name of the layers that no other run has.
-        policies: For each other run, the changes from its policy to that of the first run; empty if
-            there are none.
-        versions: The versions, machine, command and so on that differ: name, and a text per run.
+        versions: The policy, versions, machine, command and so on that differ: name, and a text per
+            run.
     """
 
     runs: tuple[Summary, ...]
@@ -58,7 +56,6 @@ class RunComparison:
     entries: tuple[ComparedNumber, ...]
     layers: tuple[tuple[Layer | None, ...], ...]
     only: tuple[tuple[tuple[Kind, str], ...], ...]
-    policies: tuple[str, ...]
     versions: tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -119,7 +116,6 @@ def compare_runs(*runs: Summary) -> RunComparison:
             tuple(key for key in mine if not any(key in its for its in by_run if its is not mine))
             for mine in by_run
         ),
-        policies=tuple(_policy_difference(runs[0].policy, run.policy) for run in runs[1:]),
         versions=tuple(_versions(runs)),
     )
 
@@ -302,19 +298,7 @@ def _distance_of(first: Layer, second: Layer) -> float:
     return distance
 
 
-# --- policies and versions ------------------------------------------------------------------------
-
-
-def _policy_difference(mine: PolicySeen | None, its: PolicySeen | None) -> str:
-    if (mine and mine.text) == (its and its.text):
-        return ""
-    if mine is not None and its is not None:
-        from halfstep._autocast import Policy  # imports PyTorch, which few reports need
-
-        with suppress(ValueError):  # rules of another version: compare the texts
-            return str(Policy.parse(its.text).diff(Policy.parse(mine.text)))
-    old, new = (seen.text if seen else "no policy" for seen in (its, mine))
-    return f"- {old}\n+ {new}"
+# --- versions -------------------------------------------------------------------------------------
 
 
 def _versions(runs: Sequence[Summary]) -> Iterator[tuple[str, tuple[str, ...]]]:

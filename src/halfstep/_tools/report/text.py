@@ -249,10 +249,6 @@ def _comparison(comparison: RunComparison) -> Iterator[str]:
     if comparison.versions:
         rows = ((what, *map(one_line, texts)) for what, texts in comparison.versions)
         yield _table(("what differs", *names), rows)
-    for other, policy in zip(names[1:], comparison.policies, strict=True):
-        if policy:
-            lines = ((one_line(line),) for line in policy.splitlines())
-            yield _table((f"policy: {other} becomes {names[0]} by",), lines)
     if comparison.layers:
         for title, text in _MEASURES:
             rows = (_differing(row, text) for row in comparison.layers)

@@ -205,8 +205,8 @@ def _rule_of_island(module: str) -> str | None:
     for policy in active_policies().values():
         # The inputs of an island are cast before autocast is off.
         if is_inside or autocast_of_caller(policy.device):
-            names = around(module) if is_inside else [module]
-            rules = (policy.policy.island(name, policy.device, *policy.now()) for name in names)
+            names, lower = around(module) if is_inside else [module], policy.lower_precision()
+            rules = (policy.policy.island(name, policy.device, lower) for name in names)
             rule = next((rule for rule in rules if rule is not None), None)
             if rule is not None:
                 return str(rule)

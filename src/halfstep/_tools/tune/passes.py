@@ -303,7 +303,7 @@ class Lowering:
 
     dtype: torch.dtype
     policy: Policy
-    error: float | None = None  # the tolerance of all modules; None to derive it from the dtype
+    tolerance: float | None = None  # of all modules; None to derive it from the dtype
 
 
 @dataclass
@@ -463,7 +463,7 @@ def _rows(
     runner: StepRunner, reference: Reference, found: Mapping[tuple[str, str], Difference]
 ) -> Iterator[ModuleCheck]:
     modules, total = dict(runner.task.named_modules()), reference.total_depth
-    dtype, error = runner.lowering.dtype, runner.lowering.error
+    dtype, given = runner.lowering.dtype, runner.lowering.tolerance
     ran = (place.module for place in reference.values if place.kind != "parameters")
     for name in dict.fromkeys(ran):
         depth, unavoidable = reference.depths.get(name, total), reference.unavoidable.get(name, 0.0)
@@ -471,7 +471,7 @@ def _rows(
             name,
             type(modules[name]).__name__,
             is_leaf(modules[name]),
-            *tolerance_for(dtype, depth, total, error, unavoidable),
+            *tolerance_for(dtype, depth, total, given, unavoidable),
             *(found.get((name, kind), Difference()) for kind in KINDS),
         )
 

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from halfstep._autocast import Policy
+from halfstep._autocast import Policy, settled_policy
 from halfstep._common.numbers import listed, percent, power, things
-from halfstep._common.text import aligned, status_line
+from halfstep._common.text import aligned
 from halfstep._tools.tune.measurer import (
     Islands,
     IslandTrial,
@@ -84,7 +84,7 @@ def self_check(
         >>> check.passed, check.origins
         (False, ('2',))
     """
-    lowering = lowering_of("self_check", dtype, policy, "tolerance", tolerance)
+    lowering = lowering_of("self_check", dtype, policy, tolerance)
     with step_runner(Task(model, loss_fn), batch, lowering) as runner:
         return SelfCheck.of(compare_step(runner, reference_of(runner)), lowering)
 
@@ -92,25 +92,23 @@ def self_check(
 def tune(
     model: nn.Module,
     batches: Sequence[Any],
-    loss_fn: LossFn | None,
+    loss_fn: LossFn | None = None,
     dtype: torch.dtype = torch.float16,
-    error: float | None = None,
     policy: Policy | str = "standard",
+    tolerance: float | None = None,
 ) -> Tuned:
     """Find the smallest set of float32 islands that a model needs in lower precision.
 
     Each step is compared with float32, as in :func:`self_check`. The model, its gradients and all
-    random numbers are restored bit for bit.
-    docs/tune.md explains the method.
+    random numbers are restored bit for bit. docs/tune.md explains the method.
 
     Args:
         model: The model, with float32 parameters, preferably trained for a while.
         batches: Some batches, in the form that ``loss_fn`` takes.
         loss_fn: A function of the model and a batch, or None, as in :func:`self_check`.
         dtype: The lower precision, float16 or bfloat16.
-        error: The largest permitted relative error of any module. None for the tolerances of
-            :func:`self_check`.
         policy: The policy to which islands are added, or its text.
+        tolerance: The largest permitted relative error of any module, as in :func:`self_check`.
 
     Raises:
         TypeError: An argument, or the loss, has the wrong type.
@@ -129,33 +127,30 @@ def tune(
         >>> print(tuned.policy)
         standard; exp2:leave; @2:fp32
     """
-    task, lowering = Task(model, loss_fn), lowering_of("tune", dtype, policy, "error", error)
+    task, lowering = Task(model, loss_fn), lowering_of("tune", dtype, policy, tolerance)
     require_batches(batches)
-    with status_line() as show:
-        measurer = Measurer(task, batches, lowering, show)
-        islands = smallest(measurer.measure)
-        islands = narrowed(measurer.measure, islands, measurer.ops() if islands else {})
-        return _tuned(measurer, lowering, islands)
+    measurer = Measurer(task, batches, lowering)
+    islands = smallest(measurer.measure)
+    islands = narrowed(measurer.measure, islands, measurer.ops if islands else {})
+    return _tuned(measurer, lowering, islands)
 
 
 def lowering_of(
-    asker: str, dtype: torch.dtype, policy: Policy | str, name: str, error: float | None
+    asker: str, dtype: torch.dtype, policy: Policy | str, tolerance: float | None
 ) -> Lowering:
     """Return the settings of a user after checking them; raise ValueError or TypeError."""
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{asker}: dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")
-    if error is not None:
-        if isinstance(error, bool) or not isinstance(error, (int, float)):
+    if tolerance is not None:
+        if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)):
             raise TypeError(
-                f"{asker}: {name} must be a number such as 0.01, or None, got {error!r}"
+                f"{asker}: tolerance must be a number such as 0.01, or None, got {tolerance!r}"
             )
-        if not 0 < error < math.inf:
+        if not 0 < tolerance < math.inf:
             raise ValueError(
-                f"{asker}: {name} must be above 0 and finite, such as 0.01, got {error}"
+                f"{asker}: tolerance must be above 0 and finite, such as 0.01, got {tolerance}"
             )
-    if not isinstance(policy, (str, Policy)):
-        raise TypeError(f"{asker}: policy must be a Policy or its text, got {policy!r}")
-    return Lowering(dtype, Policy.parse(policy) if isinstance(policy, str) else policy, error)
+    return Lowering(dtype, settled_policy(policy), tolerance)
 
 
 def require_batches(batches: object) -> None:
