@@ -117,16 +117,13 @@ def python(
 
 
 def one_after_another(*calls: list[object], cwd: Path, warnings: str = "") -> list[str]:
-    """Run scripts in one process, which imports what they share once; return what each prints.
-
-    Each leaves its files in a folder of its own in ``cwd``. A call may begin with -m halfstep.
-    """
+    """Run scripts, or -m halfstep, in one process that imports once; return what each prints."""
     lines = [[str(each) for each in call] for call in calls]
     code = (
-        "import os, runpy, sys, tempfile\nfrom halfstep._tools.cli import main\n"
+        "import halfstep._tools.cli as cli, os, runpy, sys, tempfile\n"
         f"for sys.argv in {lines}:\n"
-        f"    os.chdir(tempfile.mkdtemp(dir={str(cwd)!r}))\n"
-        "    if sys.argv[0] == '-m': assert main(sys.argv[2:]) in (None, 0)\n"
+        f"    os.chdir(tempfile.mkdtemp(dir={str(cwd)!r}))  # each leaves its files in its own\n"
+        "    if sys.argv[0] == '-m': assert cli.main(sys.argv[2:]) in (None, 0)\n"
         "    else: runpy.run_path(sys.argv[0], run_name='__main__')\n    print('\\0', end='')\n"
     )
     done = python("-c", code, cwd=cwd, warnings=warnings)

@@ -42,8 +42,7 @@ def test_each_library_has_a_process_and_torch_amp_must_not_enter_halfstep(capfd)
     assert found.keys() == {"torch.amp", "torch.amp, again", "halfstep"}
     assert len({os.getpid(), *(number for (number, _) in found.values())}) == 4
     with baseline.process(runs, "torch.amp", (True,)) as connection:
-        (name,) = connection.recv()
-        connection.send(name)
+        connection.send(*connection.recv())
         with pytest.raises(EOFError):
             connection.recv()
     assert "the process of torch.amp enters halfstep" in capfd.readouterr().err
