@@ -58,7 +58,7 @@ def measure(
     """
     libraries = {"torch.amp": "", "halfstep": ""} | ({AGAIN: AGAIN} if has_again else {})
     with ExitStack() as stack:
-        started = [stack.enter_context(_process(make, library, args)) for library in libraries]
+        started = [stack.enter_context(process(make, library, args)) for library in libraries]
         runs: dict[str, tuple[Connection, str]] = {}
         for connection, ending in zip(started, libraries.values(), strict=True):
             runs |= {name + ending: (connection, name) for name in connection.recv()}
@@ -82,7 +82,7 @@ def _show(progress: str) -> None:
 
 
 @contextmanager
-def _process(make: Make, library: str, args: tuple[Any, ...]) -> Iterator[Connection]:
+def process(make: Make, library: str, args: tuple[Any, ...]) -> Iterator[Connection]:
     """Start a process that makes runs; it first sends their names."""
     spawning = multiprocessing.get_context("spawn")
     here, there = spawning.Pipe()

@@ -117,12 +117,14 @@ def python(
 
 
 def one_after_another(*calls: list[object], cwd: Path, warnings: str = "") -> list[str]:
-    """Run scripts in one process, which imports what they share once; return what each prints."""
+    """Run scripts, or -m halfstep, in one process that imports once; return what each prints."""
     lines = [[str(each) for each in call] for call in calls]
     code = (
-        f"import os, runpy, sys, tempfile\nfor sys.argv in {lines}:\n"
+        "import halfstep._tools.cli as cli, os, runpy, sys, tempfile\n"
+        f"for sys.argv in {lines}:\n"
         f"    os.chdir(tempfile.mkdtemp(dir={str(cwd)!r}))  # each leaves its files in its own\n"
-        "    runpy.run_path(sys.argv[0], run_name='__main__')\n    print('\\0', end='')\n"
+        "    if sys.argv[0] == '-m': assert cli.main(sys.argv[2:]) in (None, 0)\n"
+        "    else: runpy.run_path(sys.argv[0], run_name='__main__')\n    print('\\0', end='')\n"
     )
     done = python("-c", code, cwd=cwd, warnings=warnings)
     assert done.code == 0, done.err

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import gpu
-from benchmarks.baseline import measure
+from benchmarks import baseline, gpu
 from benchmarks.gpu import Done, Part
 
 # Scripts that run torch.amp and measure no ratio to it: what they compare.
@@ -39,11 +38,13 @@ def runs(library: Any, enters: bool) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.slow
 def test_each_library_has_a_process_and_torch_amp_must_not_enter_halfstep(capfd) -> None:
-    found = measure(runs, False, rounds=2)
+    found = baseline.measure(runs, False, rounds=2)
     assert found.keys() == {"torch.amp", "torch.amp, again", "halfstep"}
     assert len({os.getpid(), *(number for (number, _) in found.values())}) == 4
-    with pytest.raises(EOFError):
-        measure(runs, True, has_again=False)
+    with baseline.process(runs, "torch.amp", (True,)) as connection:
+        connection.send(*connection.recv())
+        with pytest.raises(EOFError):
+            connection.recv()
     assert "the process of torch.amp enters halfstep" in capfd.readouterr().err
 
 

@@ -43,13 +43,11 @@ def load(name: str) -> dict[str, Any]:
     return runpy.run_path(str(FOLDER / f"{name}.py"))
 
 
-def printed_by(
-    name: str, arguments: str, runner: Path | None = None, cwd: Path | None = None, **env: str
-) -> str:
+def printed_by(name: str, arguments: str, runner: Path | None = None, **env: str) -> str:
     """Run an example, by itself or by `halfstep run` into a folder; return what it prints."""
     by_runner = [] if runner is None else ["-m", "halfstep", "run", "-q", "-o", runner]
     command = [*by_runner, FOLDER / f"{name}.py", *arguments.split()]
-    done = forked.python(*command, cwd=cwd or Path.cwd(), environ=env, warnings="ignore")
+    done = forked.python(*command, cwd=Path.cwd(), environ=env, warnings="ignore")
     assert done.code == 0, done.err
     return done.out
 
@@ -66,9 +64,10 @@ def recorded_by_itself(name: str, arguments: str, folder: Path) -> tuple[str, Ru
     Returns:
         What it prints, and its record.
     """
-    alone = printed_by(name, f"{arguments} --record {folder / 'alone'}", cwd=folder)
-    by_runner = f"{arguments} --record {folder / 'under'}"
-    under = printed_by(name, by_runner, folder / "runner", cwd=folder)
+    script = [FOLDER / f"{name}.py", *arguments.split(), "--record"]
+    runner = ["-m", "halfstep", "run", "-q", "-o", folder / "runner"]
+    calls = [*script, folder / "alone"], [*runner, *script, folder / "under"]
+    alone, under = forked.one_after_another(*calls, cwd=folder, warnings="ignore")
     assert share_right(under) == share_right(alone)
     record = read_run(folder / "alone")
     for other in ("under", "runner"):

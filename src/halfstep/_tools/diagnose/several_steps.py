@@ -80,8 +80,17 @@ class SeveralSteps(OpObserver):
     scale nor the size of the loss matters, stands in for one that is not known.
     """
 
-    def __init__(self, change: Change, usual: Usual, seconds: float, *, steps_itself: bool) -> None:
+    def __init__(
+        self,
+        change: Change,
+        usual: Usual,
+        seconds: float,
+        optimizers: Callable[[], list[Optimizer]],
+        *,
+        steps_itself: bool,
+    ) -> None:
         self._change, self._usual, self._steps_itself = change, usual, steps_itself
+        self._optimizers = optimizers  # returns all that there are
         self._end = time.perf_counter() + seconds
         self._owners: list[Optimizer] | None = None
         self._seen: list[float] = []
@@ -175,7 +184,7 @@ class SeveralSteps(OpObserver):
             run.backoff /= 16  # a scaler skips it
             return scale > 1
         if self._owners is None:
-            self._owners = _optimizers_of(leaves)
+            self._owners = _optimizers_of(leaves, self._optimizers())
         limit = self._usual.max_norm
         factor = (1.0 if limit is None or norm <= limit else limit / norm) / scale
         with torch.no_grad():
@@ -222,16 +231,16 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _optimizers_of(leaves: Iterable[Tensor]) -> list[Optimizer]:
+def all_optimizers() -> list[Optimizer]:
+    """Return all optimizers of the process; the search takes as long as several replays."""
+    found = (each for each in gc.get_objects() if issubclass(type(each), Optimizer))
+    return [each for each in found if optim.is_whole(each)]
+
+
+def _optimizers_of(leaves: Iterable[Tensor], optimizers: list[Optimizer]) -> list[Optimizer]:
     """Return the optimizers of weights; of one inside another, the outer one."""
     wanted = set(map(id, leaves))
-    found = [
-        each
-        for each in gc.get_objects()
-        if issubclass(type(each), Optimizer)
-        and optim.is_whole(each)
-        and wanted.intersection(map(id, parameters(each)))
-    ]
+    found = [each for each in optimizers if wanted.intersection(map(id, parameters(each)))]
     inner = {id(value) for each in found for value in vars(each).values()}
     return [each for each in found if id(each) not in inner]
 

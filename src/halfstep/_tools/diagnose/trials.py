@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from halfstep._tools.diagnose.several_steps import (
     Change,
     SeveralSteps,
     Usual,
+    all_optimizers,
     failures_of,
     name_of,
     signs_of,
@@ -64,6 +66,7 @@ class CureTrial:
         self.replayer, self.usual = replayer, usual
         self.model, self.entered, self.scale = replayer.model, run.entered, run.scale
         self._around: Change = nullcontext
+        self._optimizers = cache(all_optimizers)
 
     def inside(
         self, around: Callable[[], AbstractContextManager[object]], entered: EnteredAutocast
@@ -138,7 +141,9 @@ class CureTrial:
     def _several_steps(self, change: Change, usual: Usual, changes: dict[str, Any]) -> SeveralSteps:
         replayer = self.replayer
         seconds = min(replayer.limit * SHARE, MOST_SECONDS, replayer.limit - replayer.seconds)
-        steps = SeveralSteps(change, usual, seconds, steps_itself=replayer.has_steps)
+        steps = SeveralSteps(
+            change, usual, seconds, self._optimizers, steps_itself=replayer.has_steps
+        )
         before, replayer.takes_steps = (replayer.takes_steps, replayer.has_steps), True
         variant = Variant(**{"scale": self.scale, **changes})
         try:

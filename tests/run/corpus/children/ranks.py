@@ -1,6 +1,5 @@
-# Usage: ranks.py fork|spawn|launch: two ranks, which a launcher starts or which are started here.
+# Usage: ranks.py fork|spawn: two ranks, which are started here.
 import os
-import subprocess
 import sys
 
 import torch
@@ -25,10 +24,4 @@ def work(rank):
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        work(int(os.environ["RANK"]))
-    elif sys.argv[1] == "launch":
-        launcher = "-m", "torch.distributed.run", "--nproc-per-node", "2"
-        subprocess.run([sys.executable, *launcher, __file__], check=True)
-    else:
-        torch.multiprocessing.start_processes(work, nprocs=2, start_method=sys.argv[1])
+    torch.multiprocessing.start_processes(work, nprocs=2, start_method=sys.argv[1])
