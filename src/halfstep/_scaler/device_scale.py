@@ -235,16 +235,15 @@ class DeviceScale(LossScale):
         return after
 
     def read_with(
-        self, values: dict[str, Scalar], vectors: list[Tensor]
+        self, values: dict[str, Tensor], vectors: list[Tensor]
     ) -> tuple[dict[str, float], list[list[int]]]:
         """Read the scale and the flag of the losses too. Sync: one."""
         values = values | {"scale": self.tensor} | ({"bad": self.bad_loss} if self.has_loss else {})
-        device, rows = self.device, []
-        tensors = [v if isinstance(v, Tensor) else as_tensor(v, device) for v in values.values()]
+        tensors, rows = list(values.values()), []
         if not vectors:
             read = torch.stack(tensors).tolist()
         else:
-            numbers = torch.stack([as_tensor(value, device) for value in tensors])
+            numbers = torch.stack([as_tensor(value, self.device) for value in tensors])
             bits = torch.cat([*vectors, numbers.view(torch.int32)]).tolist()
             for vector in vectors:
                 rows.append(bits[: len(vector)])

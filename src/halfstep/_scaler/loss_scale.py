@@ -223,10 +223,10 @@ class LossScale:
         return self._state, self._num_counted
 
     def read_with(
-        self, values: dict[str, Scalar], vectors: list[Tensor]
+        self, values: dict[str, Tensor], vectors: list[Tensor]
     ) -> tuple[dict[str, float], list[list[int]]]:
         """Return scalars and int32 vectors of a step as Python numbers, by name. Sync: one."""
-        numbers = {key: float(value) for key, value in values.items()}
+        numbers = {key: value.item() for key, value in values.items()}
         return numbers, [vector.tolist() for vector in vectors]
 
     def counters(self) -> list[int]:
