@@ -198,6 +198,11 @@ class DeviceScale(LossScale):
         """Return the scale as a tensor. Sync: none."""
         return self.tensor.clone()  # update() changes it in place
 
+    def known(self) -> Scalar:
+        """Return the scale as a number if the host knows it, else as a tensor. Sync: none."""
+        is_known = not (self._under_way or self._is_written())
+        return self._number.scale if is_known else self.number()
+
     def read(self) -> ScaleState:
         """Return the whole state. Sync: one."""
         if not self._under_way:

@@ -141,6 +141,8 @@ class LossScale:
             if number - number != 0.0:
                 self.bad_loss = torch.full_like(self.tensor, torch.nan)
                 self.has_loss, self._loss_is_finite = True, False
+            if self.is_here:  # nothing to move, and no dtype that wins over that of the scale
+                return loss * self.tensor
         elif not is_inside_functorch(loss):
             self.see_loss(loss)
         # Inductor of 2.13 removes a clone(), and the backward pass would then see a later scale. It
@@ -212,6 +214,10 @@ class LossScale:
         """Return the scale as a number or tensor for calculations. Sync: none."""
         self._follow()
         return self.state.scale
+
+    def known(self) -> Scalar:
+        """Return the scale as a number if the host knows it, else as a tensor. Sync: none."""
+        return self.number()
 
     def read(self) -> ScaleState:
         """Return the whole state. Sync: one on an accelerator."""

@@ -172,7 +172,7 @@ def _gather(
     if plan is None or plan.key is None or not engine.is_usual:
         return None
     before = loss_scale.calm(is_fused=plan.is_fused)
-    if before is None or engine.unused.by_param:
+    if before is None:
         return None
     if engine.usual:
         others = (each.plan for each in engine.usual.values() if each.plan is not plan)
@@ -186,6 +186,8 @@ def _gather(
     flag = getattr(optimizer, HANDLES_SCALE, None)
     if is_fused is not plan.is_fused or flag is not plan.flag or key_of(params) != plan.key:
         plan.key = None  # it was made for other groups
+        return None
+    if engine.unused.by_param and not engine.unused.are_gone(params):
         return None
     known = engine.usual.get(id(optimizer))
     if known is not None:
