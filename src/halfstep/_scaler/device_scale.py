@@ -198,6 +198,11 @@ class DeviceScale(LossScale):
         """Return the scale as a tensor. Sync: none."""
         return self.tensor.clone()  # update() changes it in place
 
+    def known(self) -> Scalar:
+        """Return the scale as a number if the host knows it, else as a tensor. Sync: none."""
+        is_known = not (self._under_way or self._is_written())
+        return self._number.scale if is_known else self.number()
+
     def read(self) -> ScaleState:
         """Return the whole state. Sync: one."""
         if not self._under_way:
@@ -235,16 +240,15 @@ class DeviceScale(LossScale):
         return after
 
     def read_with(
-        self, values: dict[str, Scalar], vectors: list[Tensor]
+        self, values: dict[str, Tensor], vectors: list[Tensor]
     ) -> tuple[dict[str, float], list[list[int]]]:
         """Read the scale and the flag of the losses too. Sync: one."""
         values = values | {"scale": self.tensor} | ({"bad": self.bad_loss} if self.has_loss else {})
-        device, rows = self.device, []
-        tensors = [v if isinstance(v, Tensor) else as_tensor(v, device) for v in values.values()]
+        tensors, rows = list(values.values()), []
         if not vectors:
             read = torch.stack(tensors).tolist()
         else:
-            numbers = torch.stack([as_tensor(value, device) for value in tensors])
+            numbers = torch.stack([as_tensor(value, self.device) for value in tensors])
             bits = torch.cat([*vectors, numbers.view(torch.int32)]).tolist()
             for vector in vectors:
                 rows.append(bits[: len(vector)])

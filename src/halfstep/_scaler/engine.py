@@ -18,9 +18,9 @@ from halfstep._gradients.scalars import READABLE
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.device_scale import DeviceScale
-from halfstep._scaler.iteration import Check, Iteration, Step
+from halfstep._scaler.iteration import Iteration, Step
 from halfstep._scaler.journal import OBSERVERS, Journal, Plan
-from halfstep._scaler.loss_scale import LossScale, Snapshot
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scale_state import ScaleState
@@ -31,39 +31,20 @@ NUM_LOSSES_WITHOUT_UPDATE = 1000
 """Number of calls of ``scale`` without an ``update`` after which a warning is raised."""
 
 
-class Unscaled(NamedTuple):
-    """What a usual ``unscale_`` has done: the step so far, its flag, and the versions it left.
-
-    ``check`` returns the check, for the long road.
-    """
-
-    step: Step
-    flag: Tensor
-    versions: list[int]
-    check: Callable[[], Check]
-
-
-class Taken(NamedTuple):
-    """A usual step, until ``update``.
+class Usual(NamedTuple):
+    """A usual ``unscale_`` or step, until ``update`` or the long road.
 
     Attributes:
         plan: The plan of its optimizer.
-        flags: Its flags.
-        version: The version at which the host has read 0 in the first one, None if only the device
-            knows.
-        outcome: Its outcome.
-        long: Returns the step, for the long road.
-        versions: Those of its gradients.
-        num_losses: Number of losses that had been scaled.
+        step: What the long road would keep.
+        versions: Those that it left in its gradients.
+        outcome: Its outcome, None if the gradients were only unscaled.
     """
 
     plan: Plan
-    flags: list[Tensor]
-    version: int | None
-    outcome: Outcome
-    long: Callable[[], Step]
+    step: Step
     versions: list[int]
-    num_losses: int
+    outcome: Outcome | None = None
 
 
 def scale_on(device: torch.device, before: LossScale) -> LossScale:
@@ -82,8 +63,8 @@ class Engine:
     Attributes:
         current: What ``iteration`` returns, which stays usual.
         is_usual: Whether nothing but usual steps needed the iteration so far.
-        unscaled: The usual ``unscale_`` of this iteration.
-        taken: The usual steps of this iteration, of optimizers that share no parameters.
+        usual: The usual calls of this iteration, by ``id`` of their optimizers, which share no
+            parameters.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: Any) -> None:
@@ -93,8 +74,7 @@ class Engine:
         self.loss_scale = LossScale(first)
         self.current = Iteration()
         self.is_usual = True
-        self.unscaled: Unscaled | None = None
-        self.taken: list[Taken] = []
+        self.usual: dict[int, Usual] = {}
         self.journal = Journal()
         self.names = Names()
         self.buffers = Buffers()
@@ -104,15 +84,12 @@ class Engine:
     def iteration(self) -> Iteration:
         """What the long road has done and found since the last ``update``; it is taken now."""
         self.is_usual = False
-        if self.unscaled is not None:
-            (step, _, versions, check), self.unscaled = self.unscaled, None
-            self.current.keep(step._replace(own=check()), OptState.UNSCALED, versions)
-        taken, self.taken = self.taken, []
-        for each in taken:
-            step = each.long()
-            self.current.keep(step, OptState.STEPPED, each.versions)
-            if self.current.num_losses > each.num_losses:
-                self.current.ledger.see_written(step.gradients, each.versions)
+        usual, self.usual = self.usual, {}
+        for _, step, versions, outcome in usual.values():
+            step.ranks.agree_on(step.loss_scale, {})
+            self.current.keep(step, step.stage, versions)
+            if outcome is not None and self.current.num_losses > step.num_losses:
+                self.current.ledger.see_written(step.gradients, versions)
                 self.current.ledger.watch()
         return self.current
 
@@ -142,7 +119,8 @@ class Engine:
             outputs = self._create_scale_of(outputs)
         iteration = self.current
         is_traced = torch.compiler.is_dynamo_compiling()
-        if self.unscaled is not None or iteration.ledger.entries:
+        usual = self.usual.values()
+        if iteration.ledger.entries or (usual and None in [each.outcome for each in usual]):
             self.iteration.ledger.watch()
         if OBSERVERS and not is_traced:
             for observer in OBSERVERS:
@@ -212,27 +190,27 @@ class Engine:
 
     def end_usual(self) -> bool:
         """End an iteration of usual steps, unless the host has to do more than count."""
-        if not self.taken or OBSERVERS:
+        if not self.usual or OBSERVERS:
             return False
-        after: Snapshot | None = None
-        scale, is_zero = self.loss_scale, True
-        for each in self.taken:
-            flag, *later = each.flags
-            if each.version is not None:  # a fused optimizer may have changed it
-                is_now = flag.item() == 0.0 if scale.is_here else flag._version == each.version
-                is_zero = is_zero and is_now
-            elif len(self.journal.plans) > 1:  # another optimizer may have unused gradients
+        scale = self.loss_scale
+        found, later = list[Tensor](), list[Tensor]()  # what only the device knows
+        for _, step, _, outcome in self.usual.values():
+            own, look = step.own, step.look
+            assert own is not None
+            if isinstance(step.skip, Tensor) and len(self.journal.plans) == 1:
+                found += own.found_here.values()
+                later += [] if look is None else look.found_here.values()
+            # Another optimizer may have unused gradients; and users may have written to a flag.
+            elif outcome is None or own.on_host(scale.is_here) is not False:
                 return False
-            else:
-                scale.update([flag], later)
-                after = scale.snapshot()
-        if after is None and is_zero:
-            after = scale.count()
+        if found:
+            scale.update(found, later)
+        after = scale.snapshot() if found else scale.count()
         if after is None:
             return False
-        for taken in self.taken:
-            taken.outcome.after = after
-        self.unscaled, self.taken = None, []
+        for each in self.usual.values():
+            each.outcome.after = after  # type: ignore[union-attr]
+        self.usual = {}
         self.current.num_losses = 0
         if self.buffers.watched:
             self.buffers.end()

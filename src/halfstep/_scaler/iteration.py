@@ -70,7 +70,8 @@ class Check:
             if versions == [flag._version for flag in self.found_here.values()]:
                 return found_inf
         found_inf = False
-        for device, flag in self.found_inf.items():
+        flags = self.found_here if self.agreement is None else self.found_inf
+        for device, flag in flags.items():
             if not is_here and device.type not in scalars.READABLE:
                 return None
             found_inf |= flag.item() != 0.0
@@ -397,7 +398,10 @@ class Iteration:
         return self.steps.get(id(optimizer))
 
     def keep(self, step: Step, stage: OptState, versions: list[int] | None = None) -> None:
-        """Record the checks and the stage of a call; without a check there is nothing to record."""
+        """Record the checks and the stage of a call; without a check there is nothing to record.
+
+        ``versions``: those of the gradients after a call that was made earlier.
+        """
         skip, multiplier = step.skip, step.multiplier
         if step.own is not None:
             left = None if skip is None or multiplier is None else (skip, multiplier)
@@ -412,7 +416,7 @@ class Iteration:
                 before=step.before or step.norms,
                 ranks=step.ranks,
                 stage=stage,
-                num_losses=self.num_losses,
+                num_losses=self.num_losses if versions is None else step.num_losses,
                 skip=step.skip if stage is OptState.STEPPED else None,
             )
 

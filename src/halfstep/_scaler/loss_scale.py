@@ -141,6 +141,8 @@ class LossScale:
             if number - number != 0.0:
                 self.bad_loss = torch.full_like(self.tensor, torch.nan)
                 self.has_loss, self._loss_is_finite = True, False
+            if self.is_here:  # nothing to move, and no dtype that wins over that of the scale
+                return loss * self.tensor
         elif not is_inside_functorch(loss):
             self.see_loss(loss)
         # Inductor of 2.13 removes a clone(), and the backward pass would then see a later scale. It
@@ -213,6 +215,10 @@ class LossScale:
         self._follow()
         return self.state.scale
 
+    def known(self) -> Scalar:
+        """Return the scale as a number if the host knows it, else as a tensor. Sync: none."""
+        return self.number()
+
     def read(self) -> ScaleState:
         """Return the whole state. Sync: one on an accelerator."""
         self._follow()
@@ -223,10 +229,10 @@ class LossScale:
         return self._state, self._num_counted
 
     def read_with(
-        self, values: dict[str, Scalar], vectors: list[Tensor]
+        self, values: dict[str, Tensor], vectors: list[Tensor]
     ) -> tuple[dict[str, float], list[list[int]]]:
         """Return scalars and int32 vectors of a step as Python numbers, by name. Sync: one."""
-        numbers = {key: float(value) for key, value in values.items()}
+        numbers = {key: value.item() for key, value in values.items()}
         return numbers, [vector.tolist() for vector in vectors]
 
     def counters(self) -> list[int]:

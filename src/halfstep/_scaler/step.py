@@ -117,7 +117,7 @@ def finish(
             else:
                 for agreement in step.agreements():
                     agreement.verify()
-            result = _step_fused(make_step, step, coefficient)
+            result = step_fused(make_step, step, coefficient)
         else:
             step = _ready(step.decide(), max_norm)
             result = make_step() if step.skip == 0.0 else None
@@ -395,22 +395,25 @@ def read(step: Step, norm: Scalar | None = None) -> tuple[Step, float | None]:
 
     What else the host needs for the step is read at the same time. Sync: the one of a plain step.
     """
-    values: dict[str, Scalar | None] = {"skip": step.skip, "found_inf": step.found_inf}
-    values |= {"norm": norm, "multiplier": None if norm is None else step.multiplier}
-    given = {key: value for key, value in values.items() if value is not None}
+    values: dict[str, Any] = {"skip": step.skip, "found_inf": step.found_inf, "norm": norm}
+    if norm is not None:
+        values["multiplier"] = step.multiplier
+    on_device = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     agreements = step.agreements()
     vectors = [agreement.vector() for agreement in agreements]
-    numbers, rows = step.loss_scale.read_with(given, vectors)
+    numbers, rows = step.loss_scale.read_with(on_device, vectors)
+    values |= numbers
     for agreement, row in zip(agreements, rows, strict=True):
         agreement.require(row)  # raises if the ranks disagree
-    skip, found_inf = numbers["skip"], numbers.get("found_inf")
+    found_inf = values["found_inf"]
+    skip = max(values["skip"], found_inf or 0.0)
     for each in step.checks:
         each.note((skip if found_inf is None else found_inf) != 0.0)
     if step.look is not None:
         step.look.note(skip != 0.0)
-    multiplier = step.multiplier if norm is None else numbers.get("multiplier")
+    multiplier = values.get("multiplier", step.multiplier)
     step = step._replace(skip=skip, found_inf=found_inf, multiplier=multiplier)
-    return step, numbers.get("norm")
+    return step, values["norm"]
 
 
 # --- take -----------------------------------------------------------------------------------------
@@ -453,7 +456,7 @@ def _ready(step: Step, max_norm: float | None) -> Step:
     return step
 
 
-def _step_fused(make_step: Callable[[], Any], step: Step, coefficient: Scalar | None) -> Any:
+def step_fused(make_step: Callable[[], Any], step: Step, coefficient: Scalar | None) -> Any:
     """Step with an optimizer that divides and skips by itself."""
     scale, own, device = None, step.own, step.loss_scale.device
     if not (step.multiplier is None and coefficient is None):
@@ -461,8 +464,9 @@ def _step_fused(make_step: Callable[[], Any], step: Step, coefficient: Scalar | 
         scale = scalars.as_tensor(divisor, device)
     assert step.skip is not None
     flag = None
-    if own is not None and own.agreement is None and not step.earlier and len(own.found_here) == 1:
-        flag = own.found_here.get(device)  # nothing else decides
+    if own is not None and own.agreement is None and len(own.found_here) == 1:
+        # Does nothing else decide?
+        flag = own.found_here.get(device) if not step.earlier and step.look is None else None
     if flag is None:
         flag = scalars.as_tensor(step.skip, device)
     optimizer: Any = step.optimizer

@@ -110,7 +110,7 @@ class UnusedGradients:
                 if entry is not None and (not iteration_ends or (id(param), entry.check) in used):
                     continue
                 if scale is None:
-                    scale = self._loss_scale.number()
+                    scale = self._loss_scale.known()
                 multiplier = scale if entry is None else 1.0
                 as_seen = seen([param.grad])[0]
                 arguments = name(optimizer), self._loss_scale, as_seen, multiplier, multiplier
@@ -119,14 +119,22 @@ class UnusedGradients:
 
     def after_change(self, found: list[tuple[Tensor, Unused]]) -> None:
         """Remember what :meth:`before_change` has found if the scale has moved. Sync: none."""
-        now = self._loss_scale.number() if found else None
+        now = self._loss_scale.known() if found else None
         for param, unused in found:
-            if isinstance(now, Tensor) or unused.scale != now:
+            if isinstance(now, Tensor) or isinstance(unused.scale, Tensor) or unused.scale != now:
                 self._forget(param)
                 self.by_param[id(param)] = unused
                 if param.requires_grad:
                     hook = partial(_before_adding, weakref.ref(unused), weakref.ref(param))
                     unused.hook = param.register_hook(unserializable_hook(hook))  # type: ignore[no-untyped-call]
+
+    def are_gone(self, params: list[Tensor]) -> bool:
+        """Return whether no unused gradients of these are left; forget the others. Sync: none."""
+        if any(self._left(param) is not None for param in params):
+            return False
+        for param in params:
+            self._forget(param)
+        return True
 
     def use(self, call: str, params: list[Tensor]) -> None:
         """Refuse gradients that are about to be used at another scale than theirs.
