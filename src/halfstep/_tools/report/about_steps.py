@@ -439,9 +439,10 @@ def about_policy(summary: Summary) -> Iterator[Sentence]:
 def about_course(summary: Summary) -> str:
     """Return the course of loss and scale in a few words, for the verdict."""
     losses = [(name, summary.at(key)) for name, key in summary.loss_keys.items()]
-    course = "was {1}" if summary.steps.num == 1 else "went from {0} to {1}"
+    courses = ((name, number(x.first), number(x.last), x) for name, x in losses if x)
     words = [
-        f"the {name} {course.format(number(x.first), number(x.last))}" for name, x in losses if x
+        f"the {name} {f'was {last}' if x.min == x.max else f'went from {first} to {last}'}"
+        for name, first, last, x in courses
     ]
     scale = summary.scale
     if scale is not None and is_scaled(summary):

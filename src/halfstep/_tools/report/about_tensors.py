@@ -100,7 +100,7 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     what = (
         f"{percent(share)} of the updates measured in {things(len(summary.sampled), 'step')} {lost}"
         "gradients were not zero, and weights did not move. The largest share, "
-        f"{percent(worst.share_lost_updates)}, was that of "
+        f"{percent(worst.share_lost_updates)}, was in "
     )
     store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
     call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
