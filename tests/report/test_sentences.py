@@ -554,7 +554,7 @@ def test_the_cure_of_lost_updates_runs(tmp_path):
         ("six gradients of zeros", "underflow,"),
         ("an output that overflowed", "that module in float32"),
         ("an output that overflowed, and no NaN", "it in float32"),
-        ("the losses of a GAN", "with a run in float32"),
+        *(("the losses of a GAN", "a run in float32"), ("NaN, run as ''", "should run in float32")),
     ],
 )
 def test_what_ran_in_no_lower_precision_is_not_told_to_run_in_float32(tmp_path, name, words):

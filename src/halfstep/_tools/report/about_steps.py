@@ -155,9 +155,10 @@ def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
     weights_are_bad = any(x.inf or x.nan for x in summary.of_kind("parameter"))
     overflowed = next((x for x in summary.of_kind("output") if x.inf), None)
     if overflowed is None or weights_are_bad:
+        in_float32 = "" if summary.has_run_lower is False else ", which should run in float32"
         cure = (
             " Check the batch of that step, the learning rate, and log(), division and sqrt() at 0 "
-            "in the loss, which should run in float32."
+            f"in the loss{in_float32}."
         )
         of_scale = (
             " If the loss depends on the scale, as a gradient penalty may, start at a smaller "

@@ -258,7 +258,7 @@ def _non_finite(
 ) -> Sentence:
     first = bad[0]
     counts = [f"{count(n)} {what}" for n, what in ((first.inf, "inf"), (first.nan, "NaN")) if n]
-    where = f" over all {first.num_samples} samples, the first in that of step "
+    where = f" over all {first.num_samples} samples, first seen at step "
     where = " in the sample of step " if first.num_samples == 1 else where
     what = f" contained {listed(counts)}{where}{first.non_finite_step}"
     too = " later in the model contained some too"
