@@ -421,6 +421,7 @@ RUNS = {
         for command in ("", "halfstep run --policy=standard train.py")
     },
     "a loss that does not change": run(*(step(n, loss=2.0) for n in range(1, 101))),
+    "a loss with a peak": run(step(50, loss=1.5e21)),
     # Nothing is fine in a run with a note on its gradients.
     **{
         f"a note of gradients: {noted}": run(records.note(2, f"rank 1: {noted}: fc"))
@@ -464,15 +465,11 @@ def codes(sentence):
     return [part.text for part in sentence.parts if isinstance(part, Code)]
 
 
-class Part(torch.nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-
-
 def test_the_cures_are_calls_that_work(tmp_path):
     _, island, _ = codes(said_of(records.with_skips(tmp_path / "a"))[0])
     model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"attn": Part()}) for _ in range(2))
+    parts = [torch.nn.ModuleDict({"attn": torch.nn.Linear(2, 2)}) for _ in range(2)]
+    model.blocks = torch.nn.ModuleList(parts)
     names = {"halfstep": halfstep, "model": model}
     with eval(island.replace("...", '"cpu", torch.float16'), names | {"torch": torch}):
         x = torch.ones(1, 2)

@@ -450,7 +450,7 @@ def test_gradients_in_float16_have_no_guard() -> None:
         "float32"
     ]
     _, said = run_with(script, BOTH)
-    assert said[1].startswith("--guard: SGD leaves out")
+    assert said[1].startswith("--guard: SGD skips")
 
 
 def test_lbfgs_has_no_guard() -> None:

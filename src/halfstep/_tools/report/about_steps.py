@@ -440,11 +440,7 @@ def about_policy(summary: Summary) -> Iterator[Sentence]:
 def about_course(summary: Summary) -> str:
     """Return the course of loss and scale in a few words, for the verdict."""
     losses = [(name, summary.at(key)) for name, key in summary.loss_keys.items()]
-    courses = ((name, number(x.first), number(x.last), x) for name, x in losses if x)
-    words = [
-        f"the {name} {f'was {last}' if x.min == x.max else f'went from {first} to {last}'}"
-        for name, first, last, x in courses
-    ]
+    words = [f"the {name} {_course(x)}" for name, x in losses if x]
     scale = summary.scale
     if scale is not None and is_scaled(summary):
         if scale.min == scale.max:
@@ -454,6 +450,15 @@ def about_course(summary: Summary) -> str:
         else:
             words.append(f"the scale went from {power(scale.first)} to {power(scale.last)}")
     return listed(words)
+
+
+def _course(loss: Curve) -> str:
+    first, last = number(loss.first), number(loss.last)
+    if loss.min == loss.max:
+        return f"was {last}"
+    is_peak = loss.max is not None and loss.max > MANIFOLD * max(abs(loss.first), abs(loss.last))
+    peak = f" (largest: {number(loss.max)})" if is_peak else ""
+    return f"went from {first} to {last}{peak}"
 
 
 # --- steps that were replayed ---------------------------------------------------------------------
