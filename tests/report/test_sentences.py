@@ -32,7 +32,7 @@ from halfstep._tools.record.read import read_run
 from halfstep._tools.record.run import HOOKS_AND_SCALE, PAST_THE_SCALER, TORCH_SCALER, WRONG_STEP
 from halfstep._tools.report.about_steps import MOST_PLACES
 from halfstep._tools.report.summarize import summarize
-from halfstep._tools.report.text import sentences
+from halfstep._tools.report.text import sentences, summary_row
 
 
 def said_of(folder):
@@ -408,10 +408,8 @@ RUNS = {
             header=records.header(run_as=command.split()),
         )
         for command, norm in (
-            ("", math.nan),
-            ("halfstep run --amp=fp16 -m a.train", math.nan),
-            ("torchrun ... -m halfstep run t.py --guard", math.nan),
-            ("halfstep run finite_gradients.py", 1.0),
+            *(("", math.nan), ("halfstep run --amp=fp16 -m a.train", math.nan)),
+            *(("torchrun ... -m halfstep run t.py --guard", math.nan), ("halfstep run f.py", 1.0)),
         )
     },
     **{
@@ -422,6 +420,8 @@ RUNS = {
         )
         for command in ("", "halfstep run --policy=standard train.py")
     },
+    "a loss that does not change": run(*(step(n, loss=2.0) for n in range(1, 101))),
+    "a loss with a peak": run(step(50, loss=1.5e21)),
     # Nothing is fine in a run with a note on its gradients.
     **{
         f"a note of gradients: {noted}": run(records.note(2, f"rank 1: {noted}: fc"))
@@ -465,15 +465,11 @@ def codes(sentence):
     return [part.text for part in sentence.parts if isinstance(part, Code)]
 
 
-class Part(torch.nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-
-
 def test_the_cures_are_calls_that_work(tmp_path):
     _, island, _ = codes(said_of(records.with_skips(tmp_path / "a"))[0])
     model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"attn": Part()}) for _ in range(2))
+    parts = [torch.nn.ModuleDict({"attn": torch.nn.Linear(2, 2)}) for _ in range(2)]
+    model.blocks = torch.nn.ModuleList(parts)
     names = {"halfstep": halfstep, "model": model}
     with eval(island.replace("...", '"cpu", torch.float16'), names | {"torch": torch}):
         x = torch.ones(1, 2)
@@ -486,9 +482,8 @@ def test_the_cures_are_calls_that_work(tmp_path):
 def test_each_skipped_step_is_counted_once_with_several_optimizers(tmp_path):
     pairs = [(skip(n, 2.0**n), skip(n, 2.0**n, optimizer="SGD")) for n in (3, 2, 1)]
     last = [taken(n, 1.0) for n in range(4, 40)]
-    steps = summarize(
-        read_run(records.write(tmp_path, [records.header(), *sum(pairs, ()), *last]))
-    ).steps
+    path = records.write(tmp_path, [records.header(), *sum(pairs, ()), *last])
+    steps = summarize(read_run(path)).steps
     assert (steps.num_start_up, steps.num_after_growth, steps.num_skipped_later) == (3, 0, 0)
 
 
@@ -510,6 +505,11 @@ def test_hostile_names_are_marked_and_stay_whole(tmp_path):
     assert records.HOSTILE in codes(the_one(found, "skipped ("))
     data = the_one(found, "was not finite before the step")
     assert codes(data).count(records.HOSTILE) == 3
+
+
+def test_the_line_of_a_process_has_its_verdict_before_notices(tmp_path):
+    summary = summarize(read_run(run(records.note(1, "it warned"))(tmp_path)))
+    assert summary_row(summary)[-1].startswith("good: Precision: fine.")
 
 
 def test_a_sentence_is_one_line_without_control_characters():
@@ -551,7 +551,7 @@ def test_the_cure_of_lost_updates_runs(tmp_path):
         ("six gradients of zeros", "underflow,"),
         ("an output that overflowed", "that module in float32"),
         ("an output that overflowed, and no NaN", "it in float32"),
-        ("the losses of a GAN", "with a run in float32"),
+        *(("the losses of a GAN", "a run in float32"), ("NaN, run as ''", "should run in float32")),
     ],
 )
 def test_what_ran_in_no_lower_precision_is_not_told_to_run_in_float32(tmp_path, name, words):

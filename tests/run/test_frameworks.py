@@ -112,7 +112,7 @@ def test_the_trainers_of_trl(trainer, alone, tmp_path):
     under, error = run(script, tmp_path, "--masters", "--guard=1.0")
     assert under[-2:] == hand != plain
     assert error.count("halfstep: --masters: AdamW steps 21 bfloat16 parameters") == 1
-    assert error.count("halfstep: --guard: AdamW leaves out") == 1
+    assert error.count("halfstep: --guard: AdamW skips") == 1
     assert "halfstep: 8 steps recorded, 0 skipped" in error
 
 

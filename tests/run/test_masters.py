@@ -363,7 +363,7 @@ def test_an_optimizer_around_another() -> None:
     found, said = run_with(around_another, Additions("split", is_guarding=True))
     assert same(found, by_hand(around_another, MASTERS))
     assert [text.split(" steps")[0] for text in said[:1]] == ["--masters: SAM"]
-    assert said[1] == "--guard: SGD leaves out steps with inf or NaN gradients"
+    assert said[1] == "--guard: SGD skips steps with inf or NaN gradients"
 
 
 # --- what is said, and what is left alone ---------------------------------------------------------
@@ -381,7 +381,7 @@ def test_a_step_with_nan_is_left_out() -> None:
         assert same(found, by_hand(script, BOTH))
     assert all(value.isfinite().all() for value in found.values())
     assert said[1] == (
-        "--guard: AdamW leaves out steps with inf or NaN gradients, and clips the norm of the "
+        "--guard: AdamW skips steps with inf or NaN gradients, and clips the norm of the "
         "others to 1"
     )
 
@@ -407,7 +407,7 @@ def test_an_optimizer_without_16_bit_parameters_is_named_once_and_guarded() -> N
     assert said == ["--masters: AdamW has no bfloat16 or float16 parameters"]
     assert same(found, script(unmodified))
     _, said = run_with(script, Additions("split", is_guarding=True))
-    assert "--guard: AdamW leaves out steps with inf or NaN gradients" in said
+    assert "--guard: AdamW skips steps with inf or NaN gradients" in said
 
 
 def test_a_model_that_is_cast_after_its_first_steps() -> None:
@@ -450,7 +450,7 @@ def test_gradients_in_float16_have_no_guard() -> None:
         "float32"
     ]
     _, said = run_with(script, BOTH)
-    assert said[1].startswith("--guard: SGD leaves out")
+    assert said[1].startswith("--guard: SGD skips")
 
 
 def test_lbfgs_has_no_guard() -> None:
@@ -508,7 +508,7 @@ def test_a_scaler_of_the_script_is_as_halfsteps_with_a_module(early: int) -> Non
         )
     assert same(found[0], by_hand[0])
     assert found[1] == by_hand[1] == 2.0**16
-    assert said[-1].startswith("--guard: the script's GradScaler leaves out steps with inf or NaN")
+    assert said[-1].startswith("--guard: the script's GradScaler skips steps with inf or NaN")
 
 
 @pytest.mark.filterwarnings("ignore::halfstep.errors.SkippedStepsWarning")

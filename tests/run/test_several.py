@@ -54,7 +54,7 @@ def test_ranks_of_fsdp_train_as_with_the_calls(dtype, line, pool):
         assert numbers == expected
         assert all(math.isfinite(number) for each in numbers for number in each)
         assert f"--masters: {line}" in said
-        assert sum("--guard: AdamW leaves out steps" in text for text in said) == 1
+        assert sum("--guard: AdamW skips steps" in text for text in said) == 1
 
 
 @pytest.mark.parametrize(("ranks", "norm"), [("alone", None), ("alone", 0.5), ("together", None)])

@@ -155,9 +155,10 @@ def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
     weights_are_bad = any(x.inf or x.nan for x in summary.of_kind("parameter"))
     overflowed = next((x for x in summary.of_kind("output") if x.inf), None)
     if overflowed is None or weights_are_bad:
+        in_float32 = "" if summary.has_run_lower is False else ", which should run in float32"
         cure = (
             " Check the batch of that step, the learning rate, and log(), division and sqrt() at 0 "
-            "in the loss, which should run in float32."
+            f"in the loss{in_float32}."
         )
         of_scale = (
             " If the loss depends on the scale, as a gradient penalty may, start at a smaller "
@@ -439,10 +440,7 @@ def about_policy(summary: Summary) -> Iterator[Sentence]:
 def about_course(summary: Summary) -> str:
     """Return the course of loss and scale in a few words, for the verdict."""
     losses = [(name, summary.at(key)) for name, key in summary.loss_keys.items()]
-    course = "was {1}" if summary.steps.num == 1 else "went from {0} to {1}"
-    words = [
-        f"the {name} {course.format(number(x.first), number(x.last))}" for name, x in losses if x
-    ]
+    words = [f"the {name} {_course(x)}" for name, x in losses if x]
     scale = summary.scale
     if scale is not None and is_scaled(summary):
         if scale.min == scale.max:
@@ -452,6 +450,15 @@ def about_course(summary: Summary) -> str:
         else:
             words.append(f"the scale went from {power(scale.first)} to {power(scale.last)}")
     return listed(words)
+
+
+def _course(loss: Curve) -> str:
+    first, last = number(loss.first), number(loss.last)
+    if loss.min == loss.max:
+        return f"was {last}"
+    is_peak = loss.max is not None and loss.max > MANIFOLD * max(abs(loss.first), abs(loss.last))
+    peak = f" (largest: {number(loss.max)})" if is_peak else ""
+    return f"went from {first} to {last}{peak}"
 
 
 # --- steps that were replayed ---------------------------------------------------------------------

@@ -100,7 +100,7 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     what = (
         f"{percent(share)} of the updates measured in {things(len(summary.sampled), 'step')} {lost}"
         "gradients were not zero, and weights did not move. The largest share, "
-        f"{percent(worst.share_lost_updates)}, was that of "
+        f"{percent(worst.share_lost_updates)}, was in "
     )
     store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
     call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
@@ -258,7 +258,7 @@ def _non_finite(
 ) -> Sentence:
     first = bad[0]
     counts = [f"{count(n)} {what}" for n, what in ((first.inf, "inf"), (first.nan, "NaN")) if n]
-    where = f" over all {first.num_samples} samples, the first in that of step "
+    where = f" over all {first.num_samples} samples, first seen at step "
     where = " in the sample of step " if first.num_samples == 1 else where
     what = f" contained {listed(counts)}{where}{first.non_finite_step}"
     too = " later in the model contained some too"

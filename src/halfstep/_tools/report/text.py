@@ -220,10 +220,10 @@ def summary_text(summary: Summary) -> str:
 
 
 def summary_row(summary: Summary) -> tuple[str, ...]:
-    """Return a line of a table of processes: the record, its steps, skips and worst sentence."""
-    worst = min(sentences(summary), key=_badness)
-    steps = summary.steps
-    finding = shorten(f"{worst.severity}: {worst.text}", 100, placeholder=" ...")
+    """Return a line of a table of processes: the record, its steps, skips and first problem."""
+    said, steps = sentences(summary), summary.steps
+    first = next(filter(_is_problem, said), said[0])
+    finding = shorten(f"{first.severity}: {first.text}", 100, placeholder=" ...")
     return summary.path, count(steps.num), count(steps.num_skipped), finding
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from itertools import chain, count
+from itertools import chain, count, zip_longest
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
@@ -80,6 +80,9 @@ def _name_of_launch(environ: Mapping[str, str], parent_pid: int) -> str:
 # exit (`atexit`, threads, `__del__`) may pickle its objects.
 
 
+_OURS = f"{Path(listeners.__file__).parents[1]}{os.sep}"
+
+
 class NotRunnable(SystemExit):
     """The target is not a runnable module, or a policy names a module of no model."""
 
@@ -133,22 +136,22 @@ def hide_our_frames() -> None:
 
 
 def _within_script(traceback: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback inside the script, without frames of halfstep's listeners."""
-    frame = traceback
-    while frame is not None and frame.tb_frame.f_code is not execute.__code__:
-        frame = frame.tb_next
-    if frame is None:
-        return traceback
-    while frame.tb_next is not None and frame.tb_next.tb_frame.f_code is _find.__code__:
-        frame = frame.tb_next  # an error in the __init__ of a package
-    own = frame.tb_next
-    while frame.tb_next is not None:
-        # Listeners stand between the script and torch.autograd.backward.
-        if frame.tb_next.tb_frame.f_code.co_filename == listeners.__file__:
-            frame.tb_next = frame.tb_next.tb_next
-        else:
-            frame = frame.tb_next
-    return own
+    """Return the part of a traceback inside the script, without halfstep's frames in between.
+
+    Its last ones stay: the error may be halfstep's own.
+    """
+    frames = []
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    codes = [frame.tb_frame.f_code for frame in frames]
+    begin = codes.index(execute.__code__) + 1 if execute.__code__ in codes else 0
+    are_ours = [code.co_filename.startswith(_OURS) for code in codes]
+    end = max((n for n, is_ours in enumerate(are_ours) if not is_ours), default=-1)
+    kept = [frames[n] for n in range(begin, len(frames)) if n > end or not are_ours[n]]
+    for frame, following in zip_longest(kept, kept[1:]):
+        frame.tb_next = following
+    return kept[0] if kept else None
 
 
 def _set_first_path(folder: str) -> None:

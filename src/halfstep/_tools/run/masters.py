@@ -236,7 +236,7 @@ class _Adding:
             self._say(f"--guard: {name(optimizer)} steps without a guard: {error}")
             return
         clips = "" if norm is None else f", and clips the norm of the others to {norm:g}"
-        self._say(f"--guard: {name(optimizer)} leaves out steps with inf or NaN gradients{clips}")
+        self._say(f"--guard: {name(optimizer)} skips steps with inf or NaN gradients{clips}")
         self._note_step(optimizer)
 
     def _note_step(self, optimizer: Optimizer) -> None:
@@ -269,9 +269,9 @@ class _Adding:
             return
         norm = "" if self._additions.max_norm is None else "; no norm is clipped"
         self._say(
-            "--guard: the script's GradScaler leaves out steps with inf or NaN gradients, after "
-            f"which buffers are restored; the scale is halved, and tried again where it may not be "
-            f"to blame{norm}"
+            "--guard: the script's GradScaler skips steps with inf or NaN gradients and restores "
+            "buffers; it halves the scale, and tries the old one again where that may not be the "
+            f"cause{norm}"
         )
 
     def _is_past_scaler_and_bad(self, optimizer: Optimizer) -> bool:
