@@ -69,6 +69,11 @@ INNOCENT = (
     "what this rank computes alone is finite: an inf or NaN in its step comes from another rank, "
     "whose diagnosis names the cause"
 )
+LEAVE_OUT = "leave this batch out"
+WITHOUT_ROWS = (
+    "leave out its bad rows, best where it is made: "
+    "keep = {0}.isfinite().reshape(len({0}), -1).all(1), then inputs[keep] and targets[keep]"
+)
 COMPILED = "compiled code was replayed as it is written, in eager mode"
 
 
@@ -357,9 +362,10 @@ def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, where: str = "
         if named[0].dtype == "float16":
             text = f"{STEP_IN_FLOAT32}\n{text}"
     elif is_of_batch:
+        name = str(tensor).partition(" in ")[0]
         together = " on all ranks, which wait for each other" if distributed.has_ranks() else ""
-        rows = ", or fill or drop its bad rows where it is made" if "row" in where else ""
-        text = f"leave this batch out{together}{rows}\n{tensor} is not finite{where}"
+        out = f"{LEAVE_OUT}{together}\n{tensor} is not finite{where}"
+        text = f"{WITHOUT_ROWS.format(name)}\nor {out}" if "row" in where else out
     else:
         finding = f": before the step began it was not finite{where}"
         text = f"look where {tensor} comes from{finding if tensor != A_NUMBER else ''}"
