@@ -69,6 +69,10 @@ INNOCENT = (
     "what this rank computes alone is finite: an inf or NaN in its step comes from another rank, "
     "whose diagnosis names the cause"
 )
+BY_HAND = (
+    "multiply the loss by {:.0f} in place of {:.0f}, and divide the gradients by that; or take a "
+    "halfstep.GradScaler, which finds the scale itself"
+)
 LEAVE_OUT = "leave this batch out"
 WITHOUT_ROWS = (
     "leave out its bad rows, best where it is made: "
@@ -294,11 +298,13 @@ def judge(
     may_be_scale = found.is_scaling or (
         blame.phase == "backward" and (is_wide_finite or wide is None)
     )
-    if run.scale is not None and may_be_scale:
-        smaller = cure_search.smaller_scale(trial, run.scale, bad)
-        if smaller is not None:
-            scaled = trial.judged(cure_search.of_scale(smaller, is_finite=True), scale=smaller)
-            return Diagnosis("scale", bad, None, found.ends, run.scale, scaled)
+    scale = run.scale or run.by_hand
+    smaller = cure_search.smaller_scale(trial, scale, bad) if scale and may_be_scale else None
+    if scale and smaller:
+        cure = trial.judged(cure_search.of_scale(smaller, is_finite=True), scale=smaller)
+        if run.scale is None:
+            cure = replace(cure, text=BY_HAND.format(smaller, scale))
+        return Diagnosis("scale", bad, None, found.ends, scale, cure)
     if not is_wide_finite and bad.is_beyond_its_dtype:
         _note_range_alone(replayer, blame, wide)
     after = None if wide is None else wide.blame
