@@ -68,14 +68,17 @@ def judge(name: str, folder: Path) -> Judged:
         return _of_error(truth, file)
     told: list[tuple[Diagnosis, int | None]] = []
     names: dict[str, Any] = {}
+    notes: list[str] = []
     if truth.one("form") == "step":
         names = run_file(truth.source, file)
         told = [(halfstep.diagnose(names["step"]), None)]
         told = [each for each in told if each[0].verdict != "none"]
     else:
-        with Watch(tell=lambda *found: told.append(found)), suppress(ValueError, RuntimeError):
+        watch = Watch(tell=lambda *found: told.append(found))
+        with watch, suppress(ValueError, RuntimeError):
             names = run_file(truth.source, file)
-    said = "\n\n".join(f"step {step}\n{found}" for found, step in told)
+        notes = watch.notes
+    said = "\n\n".join([*(f"step {step}\n{found}" for found, step in told), *notes])
     if truth.verdict == "none":
         return Judged(None, not told, None, said)
     if not told:

@@ -230,6 +230,13 @@ def saved_by(node: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
+def factor_of(root: Any) -> float:
+    """Return the number that a loss was multiplied by last; 1 if it was not. Sync: one."""
+    node = getattr(root, "grad_fn", None)
+    saved = saved_by(node) if type(node).__name__ == "MulBackward0" else {}
+    return float(*saved.values()) if [each.numel() for each in saved.values()] == [1] else 1.0
+
+
 def function_without_autocast(context: object) -> type | None:
     """Return the user's ``autograd.Function`` of a ``ctx``; None if ``custom_fwd`` marked it."""
     function: type | None = getattr(type(context), "_forward_cls", None)

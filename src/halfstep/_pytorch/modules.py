@@ -56,10 +56,10 @@ CALL_CODE = torch.nn.Module._call_impl.__code__
 LOADER_ITERATOR: Any = torch.utils.data.dataloader._BaseDataLoaderIter
 
 
-def functions_of_batches(iterator: Any) -> list[Any]:
-    """Return the functions that may make the batches of an iterator of a DataLoader."""
-    dataset, names = type(iterator._dataset), ("__getitem__", "__getitems__", "__iter__")
-    return [*(getattr(dataset, name, None) for name in names), iterator._collate_fn]
+def makers_of_batches(iterator: Any) -> tuple[Any, list[Any]]:
+    """Return the data set of an iterator of a DataLoader, and functions that may make batches."""
+    dataset, names = iterator._dataset, ("__getitem__", "__getitems__", "__iter__")
+    return dataset, [*(getattr(type(dataset), n, None) for n in names), iterator._collate_fn]
 
 
 # (module, name): what registers a hook on the backward passes of all modules.

@@ -69,6 +69,15 @@ INNOCENT = (
     "what this rank computes alone is finite: an inf or NaN in its step comes from another rank, "
     "whose diagnosis names the cause"
 )
+BY_HAND = (
+    "multiply the loss by {:.0f} in place of {:.0f}, and divide the gradients by that; or take a "
+    "halfstep.GradScaler, which finds the scale itself"
+)
+LEAVE_OUT = "leave this batch out"
+WITHOUT_ROWS = (
+    "leave out its bad rows, best where it is made: "
+    "keep = {0}.isfinite().reshape(len({0}), -1).all(1), then inputs[keep] and targets[keep]"
+)
 COMPILED = "compiled code was replayed as it is written, in eager mode"
 
 
@@ -289,11 +298,13 @@ def judge(
     may_be_scale = found.is_scaling or (
         blame.phase == "backward" and (is_wide_finite or wide is None)
     )
-    if run.scale is not None and may_be_scale:
-        smaller = cure_search.smaller_scale(trial, run.scale, bad)
-        if smaller is not None:
-            scaled = trial.judged(cure_search.of_scale(smaller, is_finite=True), scale=smaller)
-            return Diagnosis("scale", bad, None, found.ends, run.scale, scaled)
+    scale = run.scale or run.by_hand
+    smaller = cure_search.smaller_scale(trial, scale, bad) if scale and may_be_scale else None
+    if scale and smaller:
+        cure = trial.judged(cure_search.of_scale(smaller, is_finite=True), scale=smaller)
+        if run.scale is None:
+            cure = replace(cure, text=BY_HAND.format(smaller, scale))
+        return Diagnosis("scale", bad, None, found.ends, scale, cure)
     if not is_wide_finite and bad.is_beyond_its_dtype:
         _note_range_alone(replayer, blame, wide)
     after = None if wide is None else wide.blame
@@ -357,9 +368,10 @@ def of_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool, where: str = "
         if named[0].dtype == "float16":
             text = f"{STEP_IN_FLOAT32}\n{text}"
     elif is_of_batch:
+        name = str(tensor).partition(" in ")[0]
         together = " on all ranks, which wait for each other" if distributed.has_ranks() else ""
-        rows = ", or fill or drop its bad rows where it is made" if "row" in where else ""
-        text = f"leave this batch out{together}{rows}\n{tensor} is not finite{where}"
+        out = f"{LEAVE_OUT}{together}\n{tensor} is not finite{where}"
+        text = f"{WITHOUT_ROWS.format(name)}\nor {out}" if "row" in where else out
     else:
         finding = f": before the step began it was not finite{where}"
         text = f"look where {tensor} comes from{finding if tensor != A_NUMBER else ''}"

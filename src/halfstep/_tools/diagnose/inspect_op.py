@@ -77,7 +77,10 @@ class OpInspection(OpObserver):
         if call.key == self._blame.key:
             self.has_seen = True
             inputs = tuple(operand(t, self._name_of(t)) for t in call.given if _is_shown(t))
-            self.bad = replace(self.bad, line=user_line(), inputs=inputs, needs=_needs(call))
+            line = user_line()
+            # In a hook, the op is not that of the forward pass.
+            name = call.name if line and self.bad.phase == "backward" else self.bad.name
+            self.bad = replace(self.bad, name=name, line=line, inputs=inputs, needs=_needs(call))
             if tensor is not None:
                 self.tensor = name_of_bad(call, self.bad.inputs, tensor)
             elif not any(each.nan or each.inf for each in inputs) and has_nan_number(call):

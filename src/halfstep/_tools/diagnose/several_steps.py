@@ -111,10 +111,7 @@ class SeveralSteps(OpObserver):
             self._scaled.append(float(loss.detach()))
 
     def see_root(self, root: Tensor) -> None:
-        """Note a root; the last one is the loss, before it was scaled.
-
-        Those before it are of gradients that a loss is computed of, or of other losses.
-        """
+        """Note a root; the last one is the loss, before it was scaled, and others may be inner."""
         self.see_loss(root)
         self._loss = self._scaled[0] if self._scaled else self._loss
         self._seen, self._scaled = [*self._seen, *self._scaled], []

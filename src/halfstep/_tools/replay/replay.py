@@ -44,6 +44,7 @@ class StepRun:
     """Record of one run of a step."""
 
     scale: float | None = None  # scale of the losses; None if they were not scaled
+    by_hand: float | None = None  # the number that the code itself has multiplied a loss by
     backoff: float = 1.0  # by which the scale is multiplied in the next of several steps
     # The autocast regions that the step entered.
     entered: list[EnteredAutocast] = field(default_factory=list)
@@ -355,7 +356,10 @@ def _parameters(owner: Any) -> Iterable[Tensor]:
 def _scaled(
     patches: Patches, mode: ObserverMode, run: StepRun, scale: float | None, may_end_early: bool
 ) -> Iterator[None]:
-    """Restart every scaler, at ``scale`` if given; restore the scalers after the block."""
+    """Restart every scaler, at ``scale`` if given; restore the scalers after the block.
+
+    Without a scaler, ``scale`` replaces the number by which the code itself multiplies a loss.
+    """
     before: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def restart(scaler: Any, new: float | None) -> None:
@@ -382,6 +386,16 @@ def _scaled(
         run.scaling.append(range(first, mode.num_ops))
         return result
 
+    def backward(original: Any, tensors: Any, grad: Any = None, *args: Any, **kwargs: Any) -> None:
+        with modes.unseen_by_modes(), torch.no_grad():
+            factor = 1.0 if before or grad is not None else autograd.factor_of(tensors)
+            if factor > 1:
+                run.by_hand = factor
+                if scale is not None:
+                    run.scale, grad = scale, torch.full_like(tensors, scale / factor)
+        original(tensors, grad, *args, **kwargs)
+
+    patches.wrap(torch.autograd, "backward", _here(backward))
     patches.wrap(GradScaler, "scale", _here(multiply))
     patches.wrap(GradScaler, "step", _here(step))
     patches.wrap(TorchGradScaler, "scale", _here(multiply))

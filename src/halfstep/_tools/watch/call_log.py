@@ -99,8 +99,10 @@ class CallLog:
         self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
         self._first = self._num_copied = 0
         self.written: Made | None = None  # the last value that the loop wrote to an older tensor
-        # Where the loop last wrote to a tensor in this step.
+        # Where the loop last wrote to a tensor in this step, and where it ever wrote inf or NaN.
         self.written_at: ByMemory[Place] = ByMemory()
+        self.spoilt_at: ByMemory[Place] = ByMemory()
+        self.dataset: object = None  # of the last batch of a DataLoader
         self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
             weakref.WeakKeyDictionary()
         )
@@ -274,18 +276,20 @@ class CallLog:
         with unseen():
             if args and isinstance(args[0], Tensor):
                 place = user_place()
+                is_bad = any(map(_is_bad_number, args[1:]))
                 if place is not None:
-                    self.written_at.put(args[0], place)
+                    (self.spoilt_at if is_bad else self.written_at).put(args[0], place)
                 if self.made_by(args[0]) is None:
                     is_found = True
                     self._note_write(function, args, kwargs)
-                if any(map(_is_bad_number, args[1:])):
+                if is_bad:
                     # The loop itself makes a batch bad. Its values count as data from now on.
                     is_found |= args[0].grad_fn is None
         return is_found
 
-    def note_batch(self, batch: Any, functions: Iterable[Any]) -> None:
+    def note_batch(self, batch: Any, dataset: object, functions: Iterable[Any]) -> None:
         """Note the first function of the user's as the place where a batch is made."""
+        self.dataset = dataset
         for function in functions:
             if isinstance(function, FunctionType) and is_users(function.__code__.co_filename):
                 for tensor in tensors_in([batch]):

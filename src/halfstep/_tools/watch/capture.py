@@ -237,7 +237,7 @@ class Capture(TopLevelCalls):
             batch = original(loader)
         with unseen():
             if self._is_here():
-                self.log.note_batch(batch, modules.functions_of_batches(loader))
+                self.log.note_batch(batch, *modules.makers_of_batches(loader))
         return batch
 
     def _apply(self) -> Callable[..., Any]:

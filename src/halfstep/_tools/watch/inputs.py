@@ -1,17 +1,22 @@
-"""Large values in the batch that a model or a loss is given."""
+"""Large and bad values in what a model or a loss is given, and in the data set."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import listed
 from halfstep._pytorch import modes
+from halfstep._tools.diagnose.inspect_op import bad_entries
 from halfstep._tools.measure import is_finite
 from halfstep._tools.replay.blame import name_in_code
 from halfstep._tools.replay.kept_calls import KeptCall, is_model, needed_for
+from halfstep._tools.user_code import is_same_view, path_to
 
 LARGE = 50.0
 """The size of a value from which on it is large for an input or a target."""
@@ -57,6 +62,21 @@ def _said(name: str, tensor: Tensor) -> str:
         return f"{name} reaches {_number(largest)}"
     which = f"column {int(column)} of {len(columns)}"
     return f"{name} reaches {_number(largest)} in {which}, {_number(other)} in the others"
+
+
+def bad_data(dataset: Any) -> list[tuple[Tensor, str]]:
+    """Return the tensors of a data set that are not finite, each with a sentence. Sync: several."""
+    while hasattr(dataset, "dataset"):  # such as a Subset
+        dataset = dataset.dataset
+    held, of = getattr(dataset, "__dict__", {}), type(dataset).__name__
+    with modes.unseen_by_modes():
+        return [
+            (tensor, f"{path} of {of} is not finite{bad_entries(tensor)}")
+            for key in held
+            for tensor in tensors_in([held[key]])
+            if not is_finite(tensor)
+            and (path := path_to(partial(is_same_view, tensor), key, held[key], 0))
+        ]
 
 
 def _number(value: float) -> str:

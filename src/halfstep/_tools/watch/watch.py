@@ -31,6 +31,7 @@ from halfstep._pytorch.listeners import listening_to_clipping
 from halfstep._scaler import GradScaler, Outcome, Reason
 from halfstep._tools.diagnose.diagnose import (
     INNOCENT,
+    LEAVE_OUT,
     SECONDS,
     WAS_FINITE,
     diagnosis_of_calls,
@@ -70,6 +71,7 @@ from halfstep._tools.watch.bad_steps import (
 )
 from halfstep._tools.watch.capture import Capture
 from halfstep._tools.watch.growth import Growth
+from halfstep._tools.watch.inputs import bad_data
 from halfstep._tools.watch.live import SEE_MORE, LiveSearch
 from halfstep._tools.watch.optimizers import of_settings, still_scaled, with_bad_setting
 from halfstep._tools.watch.skips import Search
@@ -91,6 +93,7 @@ LAST_WRITE = (
     "if it wrote inf or NaN, fix it, or the same happens again"
 )
 LEFT_OUT = "the script left this batch out"
+MANY_LEFT_OUT = "the script left out {:,} batches whose loss was inf or NaN (first: step {})"
 NOT_COUNTED = "; it is not counted: the next step is step {step}, too"
 
 MOST_DIAGNOSES = 5
@@ -211,6 +214,7 @@ class Watch:
         self._steps = _StepCount()
         self._running = _WatchedStep()
         self._num_tried = self._num_checked = 0
+        self._left_out: list[int] = []  # the steps whose batches the loop has left out
         self._was_finite = False  # the step before
         self._is_spoiled = False  # a step was taken with bad gradients
         self._taken: _Taken | None = None  # the step that an optimizer takes
@@ -256,6 +260,8 @@ class Watch:
                 if error is not None and self._running.left_out is None:
                     self._running.left_out = self._capture.log.first_bad()
                 self._conclude(is_last=True)
+            if self._left_out[1:]:
+                self.notes.append(MANY_LEFT_OUT.format(len(self._left_out), self._left_out[0]))
         finally:
             self._stack.close()
 
@@ -374,6 +380,7 @@ class Watch:
             return  # that step was already diagnosed
         self._steps.num -= was_taken
         with self._about(is_counted=was_taken, is_leaving=not is_end):
+            self._left_out += [] if was_taken or is_end else [self._step]
             self._look([made.call], None, root=made, is_last=is_last)
         self._was_finite = False
         self._is_spoiled |= is_end  # nothing keeps the loop from stepping with these gradients
@@ -597,8 +604,9 @@ class Watch:
                     is_counted = not self.number(self._is_counted)
                     more = "" if is_counted else NOT_COUNTED.format(step=self._step)
                     self.notes.append(f"{LEFT_OUT}{more}")
-                    where = found.cure.text.rpartition("\n")[2]  # without the advice
-                    found = replace(found, cure=replace(found.cure, text=where))
+                    lines = found.cure.text.splitlines()
+                    text = "\n".join(line for line in lines if LEAVE_OUT not in line)
+                    found = replace(found, cure=replace(found.cure, text=text))
                 found = self._with_writer(found, calls)
             elif found.verdict == "maths" and self._taken is not None:  # in a closure
                 settings = filter(None, [of_settings(self._taken.optimizer)])
@@ -620,11 +628,19 @@ class Watch:
 
     def _with_writer(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis:
         """Name first in the cure where the loop last wrote to a bad weight or argument of calls."""
-        bad = (tensor for tensor in weights_of(calls) if not are_finite([tensor]))
-        place = next(filter(None, map(self._capture.log.written_at.get, bad)), None)
-        if place is None or found.cure is None:
+        log = self._capture.log
+        bad = [tensor for tensor in weights_of(calls) if not are_finite([tensor])]
+        data = [] if _is_of_the_model(found) else bad_data(log.dataset)
+        places = (
+            at
+            for tensor in (*bad, *(tensor for tensor, _ in data))
+            if (at := log.written_at.get(tensor) or log.spoilt_at.get(tensor))
+        )
+        place = next(places, None)
+        if found.cure is None:
             return found
-        text = f"{LAST_WRITE.format(line=line_text(place.line))}\n{found.cure.text}"
+        written = [] if place is None else [LAST_WRITE.format(line=line_text(place.line))]
+        text = "\n".join([*written, *(said for _, said in data), found.cure.text])
         return replace(found, cure=replace(found.cure, text=text))
 
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
