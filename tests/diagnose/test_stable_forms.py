@@ -163,6 +163,6 @@ def test_of_two_finite_cures_the_one_that_learns_is_given(tmp_path: Path) -> Non
 
 
 def test_a_loss_that_stands_is_said(tmp_path: Path) -> None:
-    source = f"{HEAD}    loss = (model.weight * 0).log().sum()\n    loss.backward()\n"
+    source = f"{HEAD}    loss = (z * 0).log().sum()\n    loss.backward()\n"
     found = halfstep.diagnose(run_file(source, tmp_path / "a.py")["step"])
     assert "tried for 20 small steps on this batch: the loss stays at " in str(found)

@@ -27,6 +27,8 @@ from halfstep import Diagnosis
 from halfstep._tools.record.read import read_run
 
 OF_THE_BATCH = ("bad_batch", "bad_target")
+ALL_CHANGED = ("atanh_of_one", "flow_log_det", "sac_log_prob", "squares_overflow", "state_space")
+"""The kinds in which an edit may change all values, so that it is described as no cure."""
 COLUMNS = ("named", "line", "verdict", "offered", "cure", "silent", "step", "same")
 
 
@@ -87,14 +89,15 @@ def judged(
             said=str(found),
             replays=found.num_replays,
         )
-    offered = found.cure is not None and found.cure.is_finite is True
+    is_told = program.kind in ALL_CHANGED and found.cure is not None and found.cure.kind == "look"
+    offered = None if is_told else found.cure is not None and found.cure.is_finite is True
     return Judged(
         program=program,
         named=bad is not None and bool({bad.op, bad.name, bad.forward_op} & program.ops),
         line=bad is not None and _is_marked(source, bad.line or bad.forward_line),
         verdict=found.verdict == program.verdict,
         offered=offered,
-        cure=cures(),
+        cure=None if is_told else cures(),
         silent=silent,
         said=str(found),
         replays=found.num_replays,

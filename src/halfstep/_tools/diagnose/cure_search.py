@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from textwrap import dedent
 from typing import Any
 
@@ -23,21 +23,16 @@ from halfstep._autocast import Policy, autocast, preset
 from halfstep._common.formats import dtype_name
 from halfstep._common.module_names import without_wrappers
 from halfstep._common.numbers import power
-from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, stands
-from halfstep._tools.diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of
-from halfstep._tools.diagnose.several_steps import Change
+from halfstep._tools.diagnose.diagnosis import BadOp, Cure, fall, shown
+from halfstep._tools.diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of, edits_of_source
+from halfstep._tools.diagnose.flaws import Flaw, flaw_of
 from halfstep._tools.diagnose.source import Change as Edited
 from halfstep._tools.diagnose.source import edited_lines, in_words
 from halfstep._tools.diagnose.stable_forms import Formulas, StableForm, may_be_in_formula
-from halfstep._tools.diagnose.trials import CureTrial
-from halfstep._tools.diagnose.user_calls import (
-    MOST_OF_IT,
-    Edits,
-    UserCall,
-    UserCalls,
-    call_of,
-)
+from halfstep._tools.diagnose.trials import CureTrial, Maker
+from halfstep._tools.diagnose.user_calls import Edits, UserCall, UserCalls, call_of
 from halfstep._tools.replay.blame import OUTSIDE, Blame
+from halfstep._tools.replay.replay import OutOfTime
 from halfstep._tools.replay.variant import EnteredAutocast, float32_parameters, half_of
 from halfstep._tools.trace.ops import OpPlace
 
@@ -91,7 +86,8 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
         text = f"compute {bad.forward_op or bad.op} there in float32: pass x.float()"
         return cure or Cure("code", text)
     line = None if call is None else call.place.line
-    if any(each.function in CASTS and each.place.line == line for each in trial.makers(blame)):
+    makers = (maker.call for maker in trial.makers(blame))
+    if any(each.function in CASTS and each.place.line == line for each in makers):
         trial.replayer.notes.append(OF_CAST)
     first: Cure | None = None
     for cure in filter(None, _of_autocast(trial, blame, call, is_rounded=is_rounded)):
@@ -122,8 +118,8 @@ def _of_autocast(
         text = f'halfstep.autocast("{entered.device}", dtype=torch.bfloat16)'
         cure = Cure("dtype", text, is_finite=True, dtype="bfloat16")
         yield trial.judged(cure, dtype=torch.bfloat16)
-    edited = None if call is None else _of_edits(trial, blame, call, lambda _: IN_FLOAT32)
-    yield edited if edited is not None and edited.is_finite else None
+    edited = () if call is None else _of_edits(trial, blame, call, lambda _: IN_FLOAT32)
+    yield next((cure for cure in edited if cure is not None and cure.is_finite), None)
     if trial.is_finite(dtype=torch.float32):
         text = f'halfstep.autocast("{entered.device}", enabled=False)  # float32'
         cure = Cure("dtype", text, is_finite=True, dtype="float32")
@@ -176,7 +172,7 @@ def of_swallowed(trial: CureTrial, first: Blame, call: UserCall | None) -> Cure 
     if form is not None and form.edits:
         return form
     edits = islice(edits_of(call.function), MOST_EDITS_TRIED)
-    return form or _first_that_learns(trial, (_of_edit(trial, call, edit) for edit in edits))
+    return form or _best(trial, [], (_of_edit(trial, call, edit) for edit in edits))
 
 
 MOST_ORIGINS = 4
@@ -272,7 +268,7 @@ MOST_REPLAYS = 64
 
 
 OF_PARAMETER = (
-    "train the logarithm of {0}, a parameter: {0} = log_{0}.exp() is above 0 after every step. A "
+    "train the logarithm of {0}, a parameter: {0} = log_{1}.exp() is above 0 after every step. A "
     "clamp gives {0} no gradient beyond its limit"
 )
 
@@ -285,18 +281,66 @@ def of_maths(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | No
     form = None if call is None else of_formula(trial, call)
     if form is not None and form.edits:
         return form
-    cure = None if call is None else _of_edits(trial, blame, call)
-    if not (cure is not None and cure.is_finite and cure.edits):
-        cure = _of_makers(trial, blame) or cure
+    makers = trial.makers(blame)
+    cure = _best(trial, makers, _of_calls(trial, blame, call, makers))
     if form is None:
-        return _without_eps_of_most(trial, blame, cure)
-    if cure is None or _is_of_most(cure) or fall(cure.losses) < fall(form.losses) / 2:
+        return cure
+    if cure is None or cure.kind == "look" or fall(cure.losses) < fall(form.losses) / 2:
         return form
     said = form.text.replace("\n", "; ")
     trial.replayer.notes.append(f"a stable form is finite too: {said}")
     return cure
 
 
+def _of_calls(
+    trial: CureTrial, blame: Blame, call: UserCall | None, makers: list[Maker]
+) -> Iterator[Cure | None]:
+    """Yield edits of the calls that made an operand, and of the bad call.
+
+    An operand that is read at more than one place is edited where it is made, which all reads see.
+    An edit that cannot be pasted comes last.
+    """
+    in_words: list[Cure] = []
+    for cure in chain(
+        () if call is None else _of_sources(trial, call, makers),
+        () if call is None else _of_edits(trial, blame, call),
+        _of_makers(trial, makers),
+    ):
+        if cure is not None and cure.is_finite and not cure.edits:
+            in_words.append(cure)
+        else:
+            yield cure
+    yield from in_words
+
+
+def _best(trial: CureTrial, makers: list[Maker], cures: Iterable[Cure | None]) -> Cure | None:
+    """Return the first cure without a flaw, else the one with the least.
+
+    If all that are finite are no cures, a note has the first, and what is returned is where to
+    look.
+    """
+    found: list[tuple[Flaw, Cure]] = []
+    try:
+        for cure in filter(None, cures):
+            found.append((flaw_of(cure, trial.usual), cure))
+            num_finite = sum(flaw is not Flaw.NOT_FINITE for flaw, _ in found)
+            if found[-1][0] is Flaw.NONE or num_finite == MOST_FINITE:
+                break
+    except OutOfTime:
+        if not found:
+            raise
+    if not found:
+        return None
+    flaw, cure = min(found, key=lambda each: each[0])
+    if flaw is not Flaw.NO_CURE:
+        return cure
+    said, why = cure.text.replace("\n", "; "), "; ".join(shown(cure))
+    trial.replayer.notes.append(f"finite, but no cure: {said}: {why}")
+    return _where_to_look(makers)
+
+
+MOST_FINITE = 6
+"""The number of changes with which the step is finite after which no more are tried."""
 MOST_FORMS = 3
 """The largest number of formulas around a bad call, outer ones first, that are tried."""
 
@@ -332,36 +376,16 @@ def _of_forms(trial: CureTrial, forms: list[StableForm]) -> Cure:
     return trial.judged(cure, lambda: Formulas(roots))
 
 
-def _first_that_learns(trial: CureTrial, cures: Iterable[Cure | None]) -> Cure | None:
-    """Return the first cure with a usual loss that does not stand; without one, the first."""
-    standing: Cure | None = None
-    for cure in cures:
-        if cure is not None and _is_good(trial, cure):
-            return cure
-        standing = standing or cure
-    return standing
-
-
-def _is_good(trial: CureTrial, cure: Cure) -> bool:
-    is_usual = not cure.losses or trial.usual.is_like(cure.losses[0])
-    is_good = cure.is_finite is not False and is_usual and not stands(cure.losses)
-    return is_good and not _is_of_most(cure)
-
-
-def _is_of_most(cure: Cure) -> bool:
-    return any(remark.endswith(MOST_OF_IT) for remark in cure.remarks)
-
-
-def _without_eps_of_most(trial: CureTrial, blame: Blame, cure: Cure | None) -> Cure | None:
-    """Return a description in place of an eps that replaces most divisors; a note has that."""
-    if cure is None or not _is_of_most(cure):
-        return cure
-    said = cure.text.replace("\n", "; ")
-    remark = next(each for each in cure.remarks if each.endswith(MOST_OF_IT))
-    trial.replayer.notes.append(f"finite, but no cure: {said}: {remark}")
-    makers = (call.place.line for call in trial.makers(blame) if call.function in _SMALL)
-    line = next(makers, None)
-    return Cure("code", LOOK if line is None else IN_LOGS.format(line.number))
+def _where_to_look(makers: list[Maker]) -> Cure:
+    """Return where to look if no change was a cure: what made the operands of the bad call."""
+    small = (each.call.place.line for each in makers if each.call.function in _SMALL)
+    line = next(small, None)
+    if line is not None:
+        return Cure("look", IN_LOGS.format(line.number))
+    made = (
+        f": {makers[0].call.function} in line {makers[0].call.place.line.number}" if makers else ""
+    )
+    return Cure("look", f"{LOOK}{made}")
 
 
 _SMALL = ("exp", "prod", "cumprod", "softmax", "sigmoid")
@@ -370,25 +394,35 @@ IN_LOGS = (
     "place of k = exp(log_k), torch.logsumexp(log_k + log_v, 1) in place of k @ v, a - b in place "
     "of a / b, and exp at the end; or make the exponent smaller, by a larger temperature"
 )
-LOOK = "check why most of the divisors are that small"
+LOOK = "check why what it reads is out of its range, where that is made"
 
 
 MOST_MAKERS = 3
 """The largest number of calls before the bad one whose results are clamped in turn."""
 
 
-def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
-    """Return a clamp of the result of a call before the bad one as the cure."""
-    makers = trial.makers(blame)[:MOST_MAKERS]
-    cures = (_of_edit(trial, call, edit) for call in makers for edit in OF_RESULTS)
-    return _first_that_learns(trial, (c for c in cures if c is not None and c.edits))
+def _of_sources(trial: CureTrial, call: UserCall, makers: list[Maker]) -> Iterator[Cure | None]:
+    """Yield edits of the results of calls that the bad call and others read."""
+    for maker in makers[:MOST_MAKERS]:
+        if maker.is_shared:
+            for edit in edits_of_source(call.function, maker.call.function):
+                yield _of_edit(trial, maker.call, edit)
+
+
+def _of_makers(trial: CureTrial, makers: list[Maker]) -> Iterator[Cure | None]:
+    """Yield clamps of the results of calls before the bad one."""
+    for maker in makers[:MOST_MAKERS]:
+        for edit in OF_RESULTS:
+            cure = _of_edit(trial, maker.call, edit)
+            yield cure if cure is not None and cure.edits else None
 
 
 def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
     """Return casts of arguments to float32 as the cure, or edits specific to the function."""
     if call is None:
         return None
-    return _of_edits(trial, blame, call, lambda function: (*IN_FLOAT32, *edits_of(function)))
+    cures = _of_edits(trial, blame, call, lambda function: (*IN_FLOAT32, *edits_of(function)))
+    return _best(trial, [], cures)
 
 
 def _of_edits(
@@ -397,13 +431,13 @@ def _of_edits(
     call: UserCall,
     edits_for: Callable[[str], Iterable[Edit]] = edits_of,
     chosen: Edits = (),
-) -> Cure | None:
+) -> Iterator[Cure | None]:
     """Edit the bad call, then the call that is bad after that edit, and so on.
 
     ``edits_for`` returns the edits of a function, the least invasive first. The edits ``chosen``
-    for other calls are applied too.
+    for other calls are applied too. What is not finite comes last.
     """
-    best, standing = None, None
+    best = None
     for edit in islice(edits_for(call.function), MOST_EDITS_TRIED):
         now = (*chosen, (call, edit))
         if trial.replayer.num_replays >= MOST_REPLAYS:
@@ -412,26 +446,20 @@ def _of_edits(
         if len(chosen) not in tried.calls.reached:
             break
         if tried.blame is None:
-            cure = _of_finite(trial, tried.calls, now)
-            if cure is None or _is_good(trial, cure):
-                return cure
-            standing = standing or cure
+            yield _of_finite(trial, tried.calls, now)
             continue
         if tried.blame.number == OUTSIDE:  # the replay was not completed
             continue
         best = best or tried.calls
         scale = _scale_of_edits(trial, now, blame, tried.blame)
         if scale is not None:
-            placed = _of_placed(tried.calls, scale, is_finite=True)
-            return placed and trial.judged(placed, _made(trial, now), scale=scale)
+            yield _judged_edits(trial, tried.calls, now, scale)
+            return
         after = call_of(tried.calls, tried.blame)
         if after is not None and not after.is_at(call) and len(now) < MOST_EDITS:
-            found = _of_edits(trial, tried.blame, after, edits_for, now)
-            if found is not None and found.is_finite:
-                return found
-    if standing is not None:
-        return standing
-    return None if best is None else _of_placed(best, is_finite=False)
+            yield from _of_edits(trial, tried.blame, after, edits_for, now)
+    if best is not None and not chosen:
+        yield _of_placed(best, is_finite=False)
 
 
 def _of_edit(trial: CureTrial, call: UserCall, edit: Edit) -> Cure | None:
@@ -463,18 +491,25 @@ def _of_finite(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
     return better if better is not None and better.is_finite else cure
 
 
-def _judged_edits(trial: CureTrial, calls: UserCalls, edits: Edits) -> Cure | None:
-    cure = _of_placed(calls, is_finite=True)
+def _judged_edits(
+    trial: CureTrial, calls: UserCalls, edits: Edits, scale: float | None = None
+) -> Cure | None:
+    cure = _of_placed(calls, scale, is_finite=True)
     if cure is None:
         return None
-    if calls.has_clamped_parameter and (of := re.search(r"(\w+)\.clamp_min", cure.text)):
-        return Cure("code", OF_PARAMETER.format(of[1]))
+    if calls.clamped_parameter:
+        name = calls.clamped_parameter
+        return Cure("code", OF_PARAMETER.format(name, name.rpartition(".")[2]))
+    made = [calls]
+
+    def change() -> AbstractContextManager[None]:
+        made.append(UserCalls(trial.replayer.num_ops, edits))
+        return made[-1].active()
+
     cure = replace(cure, remarks=calls.remarks())
-    return trial.judged(cure, _made(trial, edits))
-
-
-def _made(trial: CureTrial, edits: Edits) -> Change:
-    return lambda: UserCalls(trial.replayer.num_ops, edits).active()
+    cure = trial.judged(cure, change, scale=scale or trial.scale)
+    last = max(each.share for each in made[-2:])  # of the batch, and of the one before
+    return replace(cure, changed=(calls.share, last) if calls.share or last else ())
 
 
 def _scale_of_edits(trial: CureTrial, edits: Edits, before: Blame, after: Blame) -> float | None:

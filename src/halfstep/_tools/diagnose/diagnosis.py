@@ -28,7 +28,7 @@ A_NUMBER = "the number nan"
 BY_THE_OP_ALONE = "judged by the op alone"
 """The end of a note: no replay of the whole step in float32 was finite."""
 
-CureKind = Literal["policy", "scale", "dtype", "code", "data"]
+CureKind = Literal["policy", "scale", "dtype", "code", "data", "look"]
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,9 @@ class Cure:
     """Change that makes a step finite.
 
     Attributes:
-        kind: The kind of change: a policy, a scale, a dtype, the code, or the data.
-        text: The code to paste, or the action to take.
+        kind: The kind of change: a policy, a scale, a dtype, the code, or the data; or ``"look"``
+            if no cure was found.
+        text: The code to paste, or the action to take, or where to look.
         is_finite: Whether a replay of the step with it, and its trial, were finite; None if it was
             not replayed.
         policy: The text of the policy, if the cure has one.
@@ -150,6 +151,8 @@ class Cure:
             batch"``; empty if there were none.
         losses: The losses of the batch before each of these steps on it, and after the last.
         remarks: What it changes, and how its loss compares with those of the run.
+        changed: The largest share of values that one of its edits takes from where they were, which
+            get no gradient then: in the step, and at the end of the trial.
     """
 
     kind: CureKind
@@ -162,6 +165,7 @@ class Cure:
     trial: str = ""
     losses: tuple[Finite, ...] = ()
     remarks: tuple[str, ...] = ()
+    changed: tuple[Finite, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -373,7 +377,8 @@ def _cure(cure: Cure) -> list[str]:
         None: "cure (not tried)",
     }
     where = ", ".join(f"{short_path(e.file)}:{e.first}" for e in cure.edits)
-    head = heads[cure.is_finite] + (f", in place of {where}:" if where else ":")
+    head = "no cure was found" if cure.kind == "look" else heads[cure.is_finite]
+    head += f", in place of {where}:" if where else ":"
     return [head, *(f"  {text}" for text in (*cure.text.splitlines(), *shown(cure)))]
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from halfstep._autocast import HALVES
 
@@ -51,7 +52,7 @@ class Edit(NamedTuple):
 
 
 def evaluated(text: str, value: Any) -> Any:
-    return eval(text.format("value"), {"torch": torch, "value": value})
+    return eval(text.format("value"), {"torch": torch, "F": functional, "value": value})
 
 
 # --- expressions ----------------------------------------------------------------------------------
@@ -112,6 +113,12 @@ def _exponent(share: float) -> Expression:
         return f"{{}}.clamp_max({math.floor(share * math.log(torch.finfo(value.dtype).max))})"
 
     return expression
+
+
+def _above_zero(value: Any, eps: float) -> str | None:
+    """Make numbers of any sign positive, with a gradient for each."""
+    is_number = isinstance(value, Tensor) and value.is_floating_point()
+    return f"F.softplus({{}}) + {eps:g}" if is_number and bool((value < 0).any()) else None
 
 
 def _raised(value: Any, eps: float) -> str | None:
@@ -264,6 +271,20 @@ OF_RESULTS = (
     Edit((CALL,), _limited(f"-{_FAR}", _FAR)),
 )
 """Clamps of the result of an earlier call, for a bad call outside the user's source."""
+
+_LAYERS = ("linear", "addmm", "baddbmm", "matmul", "mm", "bmm", "conv1d", "conv2d", "conv3d")
+"""Functions whose results have any sign."""
+_OF_EXPONENTS = (Edit((CALL,), _limited("-30", "20")),)
+_OF_POSITIVE = (Edit((CALL,), _above_zero, 1e4),)
+
+
+def edits_of_source(function: str, maker: str) -> Sequence[Edit]:
+    """Return the edits of the result of a call that a function and others read."""
+    name = row_name(function)
+    if name in ("exp", "exp2", "expm1"):
+        return _OF_EXPONENTS
+    is_positive = name in ("log", "log2", "log10", "sqrt", "rsqrt", "pow", "float_power")
+    return _OF_POSITIVE if is_positive and row_name(maker) in _LAYERS else ()
 
 
 def row_name(function: str) -> str:

@@ -156,6 +156,10 @@ class Source:
         self._hoisted: dict[ast.expr, ast.Name] = {}
 
     @functools.cached_property
+    def _modules(self) -> dict[str, ast.expr | None]:
+        return _modules_in(self._tree.root)
+
+    @functools.cached_property
     def _names(self) -> set[str]:
         return {node.id for node in self._tree.parents if isinstance(node, ast.Name)}
 
@@ -269,8 +273,15 @@ class Source:
         """Put an expression around a node, or in its place."""
         if not isinstance(node, ast.expr):
             return False
-        tree = ast.parse(expression.format("_"), mode="eval").body
-        return self._change(node, lambda now: Filled({"_": now}.get).visit(tree))
+        tree, names = ast.parse(expression.format("_"), mode="eval").body, self._modules
+        if any(names.get(last_name(each), each) is None for each in ast.walk(tree)):
+            return False  # the file does not import torch
+
+        def around(now: ast.expr) -> ast.expr:
+            filled: ast.expr = Filled({**names, "_": now}.get).visit(copy.deepcopy(tree))
+            return filled
+
+        return self._change(node, around)
 
     def _wrap_each(self, node: ast.AST | None, placed: Placed) -> bool:
         """Put an expression around a node, or around the branches of a conditional.
@@ -317,7 +328,7 @@ class Source:
     # --- rewritten formulas -----------------------------------------------------------------------
 
     def _rewrite(self, rewrite: Rewrite) -> bool:
-        root, names = self.call(rewrite.root), _modules_in(self._tree.root)
+        root, names = self.call(rewrite.root), dict(self._modules)
         parts = [*map(self.call, rewrite.parts)]
         if root is None or not all(p is not None and self._is_before(p, root) for p in parts):
             return False

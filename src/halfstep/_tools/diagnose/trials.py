@@ -59,6 +59,13 @@ class Tried(NamedTuple):
     calls: UserCalls
 
 
+class Maker(NamedTuple):
+    """Call by the user's code whose result, in whole, has led to a bad op."""
+
+    call: UserCall
+    is_shared: bool  # whether it is read at more than one place
+
+
 class CureTrial:
     """Replays of a bad step, each with changes; ``run`` is the replay without changes."""
 
@@ -89,16 +96,21 @@ class CureTrial:
             self.replayer.notes += [*filter(None, lost)][:1]
             return [origin for _, origin in before[1:] if origin.is_rounded]
 
-    def makers(self, blame: Blame) -> list[UserCall]:
+    def makers(self, blame: Blame) -> list[Maker]:
         """Replay the step; return the user's calls before the bad one, the nearest ones first."""
         origins, calls = Origins(), UserCalls(self.replayer.num_ops)
         with self.replayer.run(Variant(scale=self.scale), origins, calls.active()):
             before = [origin for _, origin in origins.before_op(blame.forward_number)]
-        different: list[UserCall] = []
-        for call in filter(None, (calls.call_of(origin.number) for origin in before)):
-            if not any(call.place.is_at(other.place) for other in different):
-                different.append(call)
-        return different[1:]
+        found: list[Maker] = []
+        for origin in before:
+            call = calls.call_of(origin.number)
+            if call is None or any(call.place.is_at(each.call.place) for each in found):
+                continue
+            readers = filter(None, map(calls.call_of, origins.readers_of(call.ops)))
+            is_whole = origin.size == before[0].size
+            is_shared = len({each.place.instruction for each in readers}) > 1
+            found.append(Maker(call, is_shared and is_whole))
+        return found[1:]
 
     def is_finite(self, **changes: Any) -> bool:
         """Return whether a replay with changes is finite; the scale is the step's by default."""
@@ -197,6 +209,7 @@ class Origin:
     parents: tuple[int, ...]  # numbers of the ops that made its inputs
     lost: str  # a remark about a number in its arguments that its dtype rounds to zero
     is_rounded: bool  # whether its dtype makes 0, 1 or inf of other values
+    size: int  # number of values of its first result
 
 
 class Origins(OpObserver):
@@ -222,10 +235,17 @@ class Origins(OpObserver):
         dtype = next((t.dtype for t in outputs if t.dtype in HALVES), None)
         lost = "" if dtype is None else _lost(call, dtype)
         is_rounded = any(map(_is_rounded, outputs, self._wide))
-        origin = Origin(call.number, call.name, call.place, parents, lost, is_rounded)
+        size = outputs[0].numel() if outputs else 0
+        origin = Origin(call.number, call.name, call.place, parents, lost, is_rounded, size)
         self._ops[call.number] = origin
         for tensor in outputs:
             self._makers.put(tensor, call.number)
+
+    def readers_of(self, ops: range) -> Iterator[int]:
+        """Yield the other ops that read the results of ops."""
+        for number, origin in self._ops.items():
+            if number not in ops and any(parent in ops for parent in origin.parents):
+                yield number
 
     def before_op(self, number: int) -> Iterator[tuple[int, Origin]]:
         """Yield an op and the ops before it with their distances, the nearest ones first."""

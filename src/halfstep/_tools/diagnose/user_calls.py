@@ -24,6 +24,7 @@ from halfstep._tools.diagnose.source import Placed, Slot, parameters_of
 from halfstep._tools.replay.blame import Blame
 from halfstep._tools.user_code import (
     Place,
+    called_by_user,
     is_called_by_a_scaler,
     is_given_to_module,
     torch_modules,
@@ -76,7 +77,7 @@ class UserCalls(TorchFunctionMode):
         self._calls: list[UserCall] = []
         self._is_inside, self.do_fit = False, True
         self._changes: dict[tuple[int, Slot], _Changes] = {}
-        self.has_clamped_parameter = False
+        self.clamped_parameter = ""
         self.reached: set[int] = set()  # indices of the edits whose call was made
         self._texts: dict[tuple[int, Slot], str] = {}
         self.placed: dict[tuple[int, Slot], Placed] = {}
@@ -183,8 +184,8 @@ class UserCalls(TorchFunctionMode):
         result = evaluated(text, value)
         is_eps = row_name(running.name) in DIVISIONS and isinstance(slot, int)
         if (is_eps or "clamp" in text or "masked_fill" in text) and isinstance(value, Tensor):
-            is_scalar = value.requires_grad and value.is_leaf and not value.dim()
-            self.has_clamped_parameter |= is_scalar or isinstance(value, nn.Parameter)
+            if "clamp_min" in text and (parameter := _parameter_in(value)) is not None:
+                self.clamped_parameter = (called_by_user(parameter) or "it").partition(" in ")[0]
             with modes.no_function_modes(), modes.unseen_by_modes():
                 changes = self._changes.setdefault(key, _Changes())
                 if is_eps:
@@ -199,16 +200,34 @@ class UserCalls(TorchFunctionMode):
         of_them = {key: each for key, each in self._changes.items() if key[0] in numbers}
         return {n for n, _ in of_them} == numbers and not any(map(str, of_them.values()))
 
+    @property
+    def share(self) -> float:
+        """The largest share of values that an edit takes from where they were."""
+        return max((each.share for each in self._changes.values()), default=0.0)
+
     def remarks(self) -> tuple[str, ...]:
         """Return how many values the clamps have changed, and which of them are data."""
         return tuple(text for each in self._changes.values() if (text := str(each)))
 
 
+def _parameter_in(value: Tensor) -> Tensor | None:
+    """Return the parameter whose entries, or multiples of them, are the values of a tensor."""
+    node = value.grad_fn
+    while node is not None and node.name().startswith(_MULTIPLES):
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+    leaf = value if value.grad_fn is None else getattr(node, "variable", None)
+    if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+        return None
+    return leaf if isinstance(leaf, nn.Parameter) or not leaf.dim() else None
+
+
+_MULTIPLES = ("Mul", "Div", "Select", "Slice", "Index", "View", "Unsqueeze", "Squeeze", "Expand")
+"""The first letters of the names of nodes of autograd for functions that keep or scale values."""
+
+
 DIVISIONS = ("div", "true_divide", "divide", "rdiv", "rtruediv", "reciprocal")
 FEW = 32
-"""The number of divisors of which a few may be replaced, or all if they are 0."""
-MOST_OF_IT = "divisors, which were smaller than it"
-"""The end of a remark on an eps that is no cure."""
+"""The number of values below which a share says nothing."""
 
 
 class _Changes:
@@ -217,12 +236,23 @@ class _Changes:
     def __init__(self) -> None:
         self._num, self._of, self._is_of_data, self._rows = 0, 0, False, ""
         self._is_left_out = self._is_of_numbers = False
-        self._num_replaced = self._num_divisors = 0
+        self._num_lost = self._num_replaced = self._num_divisors = 0
+
+    @property
+    def share(self) -> float:
+        """The share of values that get no gradient any more, or of divisors that an eps replaces.
+
+        Infinities that are clamped, and divisors of 0, had none before.
+        """
+        if self._is_of_numbers and self._num_divisors >= FEW:
+            return self._num_replaced / self._num_divisors
+        return self._num_lost / self._of if self._of >= FEW else 0.0
 
     def add(self, before: Tensor, after: Tensor) -> None:
         changed = before.detach() != after.detach()
         self._num += int(changed.sum())
         self._of += changed.numel()
+        self._num_lost += int((changed & before.isfinite()).sum()) if before.requires_grad else 0
         self._is_of_data |= not before.requires_grad
         self._is_left_out = bool(after[changed].isinf().any())
         is_of_limits = not self._is_left_out and bool((after[changed].abs() >= 1).any())
@@ -236,7 +266,8 @@ class _Changes:
 
     def __str__(self) -> str:
         if self._is_of_numbers and 2 * self._num_replaced > self._num_divisors >= FEW:
-            return f"it replaces {self._num_replaced:,} of {self._num_divisors:,} {MOST_OF_IT}"
+            of = f"{self._num_replaced:,} of {self._num_divisors:,}"
+            return f"it replaces {of} divisors, which were smaller than it"
         if not self._num:
             return ""
         if self._is_left_out:

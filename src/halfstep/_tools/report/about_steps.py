@@ -528,7 +528,7 @@ def _found(found: Diagnosis) -> Iterator[str | Code]:
 def _cure_of_place(cure: Cure | None) -> Iterator[str | Code]:
     if cure is None:
         return
-    if cure.kind == "data":  # nothing to paste
+    if cure.kind in ("data", "look"):  # nothing to paste
         yield f" What to do: {cure.text.replace(chr(10), '; ')}"
     else:
         yield _REPLAYED[cure.is_finite]

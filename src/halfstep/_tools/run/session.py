@@ -352,7 +352,7 @@ class Session:
         if not steps and of_others:
             return f"{others} of the program recorded: {view}"
         if not steps and isinstance(self._failure, Exception):
-            return "no step of an optimizer was seen before the error"
+            return "no step of an optimizer was completed before the error"
         if not steps:
             return (
                 "no optimizer step was seen: the program made none, steps by hand, or trains in "

@@ -1,0 +1,46 @@
+"""What a replay and a trial of several steps say against an edit as a cure."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from halfstep._tools.diagnose.diagnosis import Cure, fall, stands
+from halfstep._tools.diagnose.several_steps import FAR, Usual
+
+
+class Flaw(IntEnum):
+    """How far a change is from a cure."""
+
+    NONE = 0
+    DOUBT = 1  # it may be one
+    NO_CURE = 2  # it is finite, and no more
+    NOT_FINITE = 3
+
+
+MOST = 0.5
+"""The share of values above which an edit computes something else."""
+NEARLY = 0.9
+"""The factor by which that share falls in a trial if the values come back."""
+
+
+def flaw_of(cure: Cure, usual: Usual) -> Flaw:
+    """Return what is against a change: a finite step alone is no cure if nothing is learned.
+
+    A loss that stays at 0 has nothing to be learned; another one may fall later if the optimizer
+    makes small steps. A loss may rise for a while, as in a game of two models, unless values get no
+    gradient to come back.
+    """
+    if cure.is_finite is False:
+        return Flaw.NOT_FINITE
+    first, last = cure.changed or (0.0, 0.0)
+    losses = cure.losses or (0.0, 0.0)
+    is_small = "small" in cure.trial
+    is_rising = fall(losses) < 0 and not is_small
+    is_standing = stands(losses) and losses[0] != 0
+    is_far = abs(losses[-1]) > FAR**2 * max(abs(losses[0]), 1.0)
+    is_usual = not cure.losses or usual.is_like(losses[0])
+    is_as_ever = usual.loss is not None and is_usual and fall(losses) > 0
+    is_most = last > MOST and last > NEARLY * first and not is_as_ever
+    if is_most or is_far or (is_standing and is_small) or (is_rising and first):
+        return Flaw.NO_CURE
+    return Flaw.DOUBT if is_standing or is_rising or last or not is_usual else Flaw.NONE
