@@ -89,6 +89,10 @@ LAST_WRITE = (
     "first check the code that made it or last wrote to it: {line}\n"
     "if it wrote inf or NaN, fix it, or the same happens again"
 )
+OVERFLOWED = (
+    "make it float32: the loop wrote finite values to it, up to {largest:,.0f}, and float16 ends "
+    "at 65,504: {line}"
+)
 LEFT_OUT = "the script left this batch out"
 NOT_COUNTED = "; it is not counted: the next step is step {step}, too"
 
@@ -621,11 +625,15 @@ class Watch:
 
     def _with_writer(self, found: Diagnosis, calls: Sequence[KeptCall]) -> Diagnosis:
         """Name first in the cure where the loop last wrote to a bad weight or argument of calls."""
-        bad = (tensor for tensor in weights_of(calls) if not are_finite([tensor]))
-        place = next(filter(None, map(self._capture.log.written_at.get, bad)), None)
-        if place is None or found.cure is None:
+        log, bad = self._capture.log, [t for t in weights_of(calls) if not are_finite([t])]
+        place = next(filter(None, map(log.written_at.get, bad)), None)
+        if found.cure is None:
             return found
-        text = f"{LAST_WRITE.format(line=line_text(place.line))}\n{found.cure.text}"
+        text = LAST_WRITE.format(line=line_text(place.line)) if place else ""
+        for writes in filter(None, map(log.halves.get, bad)):
+            if math.isfinite(largest := writes.largest.item()):
+                text = OVERFLOWED.format(largest=largest, line=line_text(writes.place.line))
+        text = f"{text}\n{found.cure.text}".lstrip("\n")
         return replace(found, cure=replace(found.cure, text=text))
 
     def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
